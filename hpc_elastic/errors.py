@@ -17,10 +17,11 @@
     |- AuthenticationError (ConnectionError)    a peer does not hold the secret (`transport.auth`)
     |
     |  per-step fault tolerance, defined in the modules of `hpc_elastic.ft` that raise them:
-    |- LeftQuorumError                   this replica has left, as it was announced
-    |- DamagedStateError                 a state received in place is half of another, for good
-    |- QuorumBrokenError                 a member was lost, or has reported an error
-    |- GroupServerGoneError (ConnectionError)    the process that speaks for the workers is dead
+    |- LeftQuorumError                   this replica has left, as announced
+    |- DamagedStateError                 a state was received in place only in part, for good
+    |- QuorumAbortedError                a member was lost, or has reported an error
+    |- CheckpointBeforeLeaveError        this replica leaves once it has saved its state
+    |- GroupServerGoneError (ConnectionError)    the server of the replica group has ended
     |- HealError                         a peer's state could not be fetched
     |  `- HealTimeoutError (TimeoutError)
     `- ProcessGroupError (RuntimeError)  a collective between replicas failed

@@ -1,7 +1,7 @@
-"""The worker's side of part f: members of one quorum, as clients of its coordinator.
+"""The workers' side of part f: members of one quorum, as clients of its lighthouse.
 
-Ours are what an attendant of each would be: authenticated connections, in one process on one event
-loop. torchft's are its own clients, each in a thread.
+Ours are the authenticated connections that their manager servers would have, in one process on one
+event loop. torchft's are its own clients, each in a thread.
 """
 
 from __future__ import annotations
@@ -76,33 +76,36 @@ class _Member:
         self._step = 0
 
     async def connect(self, address: str) -> None:
-        lighthouse = part_of(OURS, "lighthouse_frames")
+        self._messages = messages = part_of(OURS, "messages")
         from hpc_elastic.transport.auth import user_secret
         from hpc_elastic.transport.connection import connect
 
-        host, port = lighthouse.parse_address(address)
-        secret, hello = user_secret(lighthouse.PURPOSE), {"replica": self._name}
-        self._stream = await connect(host, port, secret, lighthouse.SESSION_EPOCH, hello)
-        self._frame, self._protocol = lighthouse.frame, part_of(OURS, "protocol")
-        self._stream.send(self._frame(self._protocol.Here(-1, 0, 0, 0, False)))
+        host, port = messages.parse_address(address)
+        secret, hello = user_secret(messages.LIGHTHOUSE_PURPOSE), {"replica": self._name}
+        self._stream = await connect(host, port, secret, messages.LIGHTHOUSE_SESSION, hello)
+        self._send(messages.ReplicaStatus(-1, 0, 0, 0, is_aborted=False))
         self.reading = asyncio.create_task(self._read())
 
     def ask(self) -> None:
         """Ask for the next quorum, as after a step that failed: all of them do."""
         self.answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        ask = self._protocol.Ask(
-            1, self._step, "token", self._quorum_id, self._quorum_id >= 0, 1, False,
-            "127.0.0.1:29500", ("http://127.0.0.1:29501/state",),
+        self._send(
+            self._messages.QuorumRequest(
+                1, self._step, "version", self._quorum_id, self._quorum_id >= 0, 1, False,
+                "127.0.0.1:29500", ("http://127.0.0.1:29501/state",),
+            )
         )  # fmt: skip
-        self._stream.send(self._frame(ask))
+
+    def _send(self, message: Any) -> None:
+        self._stream.send(self._messages.to_frame(message))
 
     async def _read(self) -> None:
         while True:
             raw = await self._stream.receive()
             if raw["type"] != "ft":
                 continue
-            message = self._protocol.unpack(raw["message"])
-            if isinstance(message, self._protocol.Placements):
-                placement = message.ranks[0]
-                self._quorum_id, self._step = placement.quorum_id, placement.max_step
-                self.answered.set_result(placement.replica_world_size)
+            message = self._messages.unpack(raw["message"])
+            if isinstance(message, self._messages.QuorumResults):
+                result = message.ranks[0]
+                self._quorum_id, self._step = result.quorum_id, result.max_step
+                self.answered.set_result(result.replica_world_size)

@@ -16,13 +16,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ft.clients import clients
 from ft.healers import heal
-from ft.libraries import OURS, part_of
+from ft.libraries import part_of
 from ft.lines import Lines
 
 TIMEOUT = timedelta(seconds=60)
 HOST = "127.0.0.1"
-IMPORT_S = 1.0
-"""The least that importing torch takes."""
 
 
 def preload(library: str) -> None:
@@ -63,7 +61,6 @@ class Replica:
 
 def train(driver: Lines, library: str, *, lighthouse: str, num_bytes: int) -> None:
     """Once the driver says so, make steps until it says so again; tell it of each."""
-    _import_as_scripts_do(library)
     driver.send({"imported": True})
     driver.receive()
     replica = Replica(library, lighthouse, num_bytes)
@@ -74,13 +71,6 @@ def train(driver: Lines, library: str, *, lighthouse: str, num_bytes: int) -> No
         committed, participants = replica.step()
         ended = time.monotonic()
         driver.send([begun, ended, committed, participants, replica.manager.current_step()])
-
-
-def _import_as_scripts_do(library: str) -> None:
-    """Do what an import does besides: ours starts a helper, which is ready before torch is."""
-    if library == OURS:
-        part_of(OURS, "attendant").prewarm()
-        time.sleep(IMPORT_S)
 
 
 def _stop_when_told(driver: Lines, stop: threading.Event) -> None:

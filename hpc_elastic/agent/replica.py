@@ -45,7 +45,7 @@ class Replica:
     def expect_workers(self) -> None:
         """Forget the workers before: others are about to be started."""
         self._told = None
-        self._session.run_in_loop(self._server.expect, self.me.nproc)
+        self._session.run_in_loop(self._server.expect_workers, self.me.nproc)
 
     def why_leave(
         self, notice: PreemptionNotice, _: Sequence[WorkerStatus], now: float
@@ -58,12 +58,12 @@ class Replica:
         """
         if notice.by != self._told:
             self._told = notice.by
-            self._session.run_in_loop(self._server.notice, max(0.0, notice.by - now))
+            self._session.run_in_loop(self._server.announce_leave, max(0.0, notice.by - now))
         if self._server.has_left:
             return "its replica has left the quorum"
         if now >= notice.by:
             return "its time is up"
-        return None if self._server.was_placed else "its workers are in no quorum yet"
+        return None if self._server.was_in_quorum else "its workers are in no quorum yet"
 
     def environment(self, round_: RoundInfo) -> dict[str, str]:
         """Return what its workers find in their environment."""

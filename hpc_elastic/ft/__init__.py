@@ -2,9 +2,9 @@
 
     from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-`manager` says how it is used, `messages` how it works, and `docs/reference/torchft.md` what differs
-from torchft, whose names these are. All are loaded when they are first used: the package itself
-needs no torch.
+`manager` shows the use, `messages` has the theory, and `docs/reference/torchft.md` the differences
+from torchft, which has the same names. All are imported on first use: the package itself needs no
+torch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _OTHER_NAMES = {"Optimizer": "OptimizerWrapper"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what the package offers at its first use (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOME[name]}")
@@ -87,5 +87,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what is there and what would be imported."""
+    """List the public names, imported or not."""
     return sorted({*globals(), *__all__})

@@ -1,10 +1,10 @@
-"""The coordinator of training jobs that no launcher started: torchft's `LighthouseServer`.
+"""Standalone lighthouse: torchft's `LighthouseServer`, for jobs that no launcher started.
 
     lighthouse = LighthouseServer(bind="[::]:29510", min_replicas=2)
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
 
 or ``hpc-elastic lighthouse``. One that is killed may be started again at the same address: replicas
-go on without it, and come back to it. In a run (``launcher=slurm ft=true``) the leader does this.
+go on without it, and reconnect. In a run (``launcher=slurm ft=true``) the leader is the lighthouse.
 """
 
 from __future__ import annotations
@@ -22,23 +22,38 @@ from typing import Any
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
-from hpc_elastic.ft.messages import PURPOSE, SESSION_EPOCH, frame, parse_address, unpack
+from hpc_elastic.ft.messages import (
+    LIGHTHOUSE_PURPOSE,
+    LIGHTHOUSE_SESSION,
+    parse_address,
+    to_frame,
+    unpack,
+)
 from hpc_elastic.transport.addresses import own_addresses
 from hpc_elastic.transport.auth import user_secret
 from hpc_elastic.transport.connection import BUFFER_BYTES, Listener, ServerConnection
 
 _MAX_TICK_S = 0.1
-_TICKS_A_JOIN = 4
+_TICKS_PER_JOIN = 4
+_MAX_UNAUTHENTICATED = 512
+_MAX_REPLICA_ID = 256
+_STALL_S = 0.3
+"""A lighthouse stalled if it has not ticked for longer: its process was stopped, or the script that
+it is a thread of held the interpreter lock."""
+_RECONNECT_S = 1.0
+"""How long replicas may take to reconnect whose connections ended during a stall."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LighthouseOptions:
-    """How a lighthouse decides.
+    """The options of a lighthouse.
 
     Attributes:
-        min_replicas: A quorum has at least as many members, from 1.
-        join_timeout_ms: How long it waits for replicas that are connected and do not ask yet.
-        quorum_tick_ms: How often it looks at its time-outs, at most 100.
+        min_replicas: The fewest members of a quorum, at least 1.
+        join_timeout_ms: Wait for replicas that are connected and do not request a quorum yet.
+        quorum_tick_ms: Time-outs are checked at this interval; 100 ms if it is longer.
         heartbeat_timeout_ms: A replica that is silent for longer is lost.
     """
 
@@ -48,10 +63,10 @@ class LighthouseOptions:
     heartbeat_timeout_ms: int = 5000
 
     def __post_init__(self) -> None:
-        """Check.
+        """Check the ranges.
 
         Raises:
-            ConfigError: a number is out of range.
+            ConfigError: A number is out of range.
         """
         ranges = (("min_replicas", 1), ("join_timeout_ms", 0), ("quorum_tick_ms", 1),
                   ("heartbeat_timeout_ms", 100))  # fmt: skip
@@ -60,12 +75,12 @@ class LighthouseOptions:
                 raise ConfigError(key, getattr(self, key), f"at least {least}")
 
     @property
-    def terms(self) -> LighthouseTerms:
-        """What goes for its connections."""
+    def tick_s(self) -> float:
+        """Seconds between two ticks; whatever happens in between is handled at once."""
         tick_s = self.quorum_tick_ms / 1000
         if self.join_timeout_ms:
-            tick_s = min(tick_s, self.join_timeout_ms / 1000 / _TICKS_A_JOIN)
-        return LighthouseTerms(min(tick_s, _MAX_TICK_S), self.heartbeat_timeout_ms / 1000)
+            tick_s = min(tick_s, self.join_timeout_ms / 1000 / _TICKS_PER_JOIN)
+        return min(tick_s, _MAX_TICK_S)
 
 
 class LighthouseServer:
@@ -89,8 +104,8 @@ class LighthouseServer:
             heartbeat_timeout_ms: The same.
 
         Raises:
-            ConfigError: an argument can not work.
-            OSError: the address is not this host's, or the port is taken.
+            ConfigError: An argument is out of range.
+            OSError: The address is not this host's, or the port is taken.
         """
         options = LighthouseOptions(
             min_replicas, join_timeout_ms, quorum_tick_ms, heartbeat_timeout_ms
@@ -108,7 +123,7 @@ class LighthouseServer:
         started.wait()
 
     def address(self) -> str:
-        """Return what to give to a Manager as its ``lighthouse_addr``: ``http://host:port``."""
+        """Return the ``lighthouse_addr`` of a Manager: ``http://host:port``."""
         return self._address
 
     def shutdown(self) -> None:
@@ -118,26 +133,26 @@ class LighthouseServer:
                 self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
 
-    async def _serve(self, options: LighthouseOptions, started: Callable[[], None]) -> None:
+    async def _serve(self, options: LighthouseOptions, on_start: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._serving = asyncio.create_task(serve(self._listener, options))
-        started()
+        on_start()
         with suppress(asyncio.CancelledError):
             await self._serving
 
 
 async def serve(listener: Listener, options: LighthouseOptions) -> None:
-    """Be a lighthouse until cancelled.
+    """Serve a lighthouse until cancelled.
 
-    Its quorum ids rise from run to run with the clock of this host, and past all that replicas tell
-    it of.
+    Its quorum ids rise from one start to the next with the clock of this host, and above all ids
+    that replicas report.
     """
-    keeper = LighthouseState(
+    state = LighthouseState(
         time.time_ns() // 1_000_000,
         min_replicas=options.min_replicas,
         join_timeout_s=options.join_timeout_ms / 1000,
     )
-    await Lighthouse(listener, keeper, options.terms, user_secret(PURPOSE)).serve()
+    await Lighthouse(listener, state, options, user_secret(LIGHTHOUSE_PURPOSE)).serve()
 
 
 def open_port(bind: str) -> tuple[Listener, str]:
@@ -145,18 +160,18 @@ def open_port(bind: str) -> tuple[Listener, str]:
 
     Raises:
         ConfigError: ``bind`` is no ``address:port``.
-        OSError: the address is not this host's, or the port is taken.
+        OSError: The address is not this host's, or the port is taken.
     """
     try:
         host, port = parse_address(bind)
     except ConfigError as e:
         raise ConfigError("bind", bind, "give it as address:port, such as 0.0.0.0:29510") from e
     listener = Listener(host, port)
-    shown = _reachable(host)
+    shown = _reachable_host(host)
     return listener, f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.port}"
 
 
-def _reachable(host: str) -> str:
+def _reachable_host(host: str) -> str:
     try:
         if not ipaddress.ip_address(host).is_unspecified:
             return host
@@ -170,159 +185,131 @@ def _reachable(host: str) -> str:
     return known
 
 
-# ---- A keeper of the quorum with a port of its own; `coordination` says what is heard there
-# Runs that Slurm started have no lighthouse: their leader keeps the quorum.
-
-
-_MAX_STRANGERS = 512
-_MAX_ID = 256
-_STILL_S = 0.3
-"""A lighthouse that has not looked at its clock for so long stood still: its process was stopped,
-or the thread of a script that it is held the interpreter lock."""
-_EXCUSED_S = 1.0
-"""Whose connection has ended meanwhile may take so long to come back."""
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LighthouseTerms:
-    """What a lighthouse goes by.
-
-    Attributes:
-        tick_s: How often it looks at its time-outs; whatever happens is acted on at once.
-        silence_s: A replica that says nothing for longer is lost.
-    """
-
-    tick_s: float
-    silence_s: float
-
-
 class Lighthouse:
-    """Serves a keeper to attendants, in one event loop."""
+    """Connects a `LighthouseState` with manager servers, in one event loop."""
 
     def __init__(
-        self, listener: Listener, keeper: LighthouseState, terms: LighthouseTerms, secret: bytes
+        self, listener: Listener, state: LighthouseState, options: LighthouseOptions, secret: bytes
     ) -> None:
         self._listener = listener
-        self._keeper = keeper
-        self._terms = terms
+        self._state = state
+        self._tick_s = options.tick_s
+        self._silence_s = options.heartbeat_timeout_ms / 1000
         self._secret = secret
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._replicas: dict[str, ServerConnection] = {}
+        self._connections: dict[str, ServerConnection] = {}
         self._names: dict[ServerConnection, str] = {}
-        self._heard: dict[ServerConnection, float] = {}
-        self._strangers: dict[ServerConnection, None] = {}
-        """Who has not proved yet that it knows the secret, the longest first."""
-        self._arrivals: set[asyncio.Task[None]] = set()
-        self._awaited: dict[str, asyncio.TimerHandle] = {}
-        """Who went while this process stood still, and may come back."""
-        self._ticked = self._excused_until = 0.0
+        self._received_at: dict[ServerConnection, float] = {}
+        self._unauthenticated: dict[ServerConnection, None] = {}
+        """Connections that have not proved yet that they know the secret, the oldest first."""
+        self._opening: set[asyncio.Task[None]] = set()
+        self._reconnecting: dict[str, asyncio.TimerHandle] = {}
+        """Replicas whose connections ended during a stall."""
+        self._ticked_at = self._stall_excused_until = 0.0
         self._loop = asyncio.get_running_loop()
 
     async def serve(self) -> None:
         """Serve until cancelled; then close all connections."""
-        self._listener.serve(self._take)
-        self._ticked = self._loop.time()
+        self._listener.serve(self._accept)
+        self._ticked_at = self._loop.time()
         try:
             while True:
-                await asyncio.sleep(self._terms.tick_s)
-                self._look_at_clock()
-                self._ticked = self._loop.time()
+                await asyncio.sleep(self._tick_s)
+                self._check_for_stall()
+                self._ticked_at = self._loop.time()
                 self._drop_silent()
-                self._carry_out(self._keeper.tick(self._loop.time()))
+                self._send_all(self._state.on_tick(self._loop.time()))
         finally:
             self._listener.close()
-            for timer in self._awaited.values():
+            for timer in self._reconnecting.values():
                 timer.cancel()
-            for visitor in [*self._names, *self._strangers]:
-                visitor.close()
+            for connection in [*self._names, *self._unauthenticated]:
+                connection.close()
 
-    def _take(self, connection: socket.socket) -> None:
-        visitor = ServerConnection(self._secret, SESSION_EPOCH, self, self._buffer)
-        self._strangers[visitor] = None
-        if len(self._strangers) > _MAX_STRANGERS:
-            next(iter(self._strangers)).abort("too many have not proved who they are")
-        task = asyncio.create_task(self._let_in(visitor, connection))
-        self._arrivals.add(task)
-        task.add_done_callback(self._arrivals.discard)
+    def _accept(self, accepted: socket.socket) -> None:
+        connection = ServerConnection(self._secret, LIGHTHOUSE_SESSION, self, self._buffer)
+        self._unauthenticated[connection] = None
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+            next(iter(self._unauthenticated)).abort("too many unauthenticated connections")
+        task = asyncio.create_task(self._open(connection, accepted))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
-    async def _let_in(self, visitor: ServerConnection, connection: socket.socket) -> None:
+    async def _open(self, connection: ServerConnection, accepted: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: visitor, connection)
+            await self._loop.connect_accepted_socket(lambda: connection, accepted)
         except OSError as e:
-            connection.close()
-            self.left(visitor, f"it ended as soon as it came: {e}")
+            accepted.close()
+            self.left(connection, f"it ended as soon as it was accepted: {e}")
 
-    # ---- what connections report (`transport.connection.ConnectionOwner`)
-    # ------------------------------------
+    # ---- events of connections (`transport.connection.ConnectionOwner`) ------------------
 
-    def arrived(self, visitor: ServerConnection, hello: dict[str, Any]) -> None:
-        """Let a replica in; the one of the same name before it is no more."""
+    def arrived(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
+        """Add a replica; an earlier connection of the same name ends."""
         name = hello["replica"]
-        if not isinstance(name, str) or not 0 < len(name) <= _MAX_ID:
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_REPLICA_ID:
             raise ValueError("no replica id")
-        self._strangers.pop(visitor, None)
-        before = self._replicas.pop(name, None)
+        self._unauthenticated.pop(connection, None)
+        before = self._connections.pop(name, None)
         if before is not None:
             self._forget(before)
-            before.abort("it has come back on another connection")
-        if name in self._awaited:
-            self._awaited.pop(name).cancel()
-        self._replicas[name] = visitor
-        self._names[visitor] = name
-        self._heard[visitor] = self._loop.time()
-        visitor.send({"type": "terms", "silence_s": self._terms.silence_s})
-        self._carry_out(self._keeper.arrived(name, self._loop.time()))
+            before.abort("it has reconnected")
+        if name in self._reconnecting:
+            self._reconnecting.pop(name).cancel()
+        self._connections[name] = connection
+        self._names[connection] = name
+        self._received_at[connection] = self._loop.time()
+        connection.send({"type": "terms", "silence_s": self._silence_s})
+        self._send_all(self._state.on_connect(name, self._loop.time()))
 
-    def said(self, visitor: ServerConnection, message: dict[str, Any]) -> None:
-        """Hand a message to the keeper."""
-        name = self._names.get(visitor)
+    def said(self, connection: ServerConnection, message: dict[str, Any]) -> None:
+        """Handle a message of a replica."""
+        name = self._names.get(connection)
         if name is None:
             return
-        now = self._heard[visitor] = self._loop.time()
+        now = self._received_at[connection] = self._loop.time()
         if message["type"] == "ft":
-            self._carry_out(self._keeper.said(name, unpack(message["message"]), now))
+            self._send_all(self._state.on_message(name, unpack(message["message"]), now))
         else:
-            visitor.send({"type": "beat"})
+            connection.send({"type": "beat"})
 
-    def left(self, visitor: ServerConnection, why: str) -> None:
-        """Tell the keeper who is lost."""
-        self._strangers.pop(visitor, None)
-        name = self._names.get(visitor)
-        self._forget(visitor)
+    def left(self, connection: ServerConnection, reason: str) -> None:
+        """Handle the end of a connection."""
+        self._unauthenticated.pop(connection, None)
+        name = self._names.get(connection)
+        self._forget(connection)
         if name is not None:
-            del self._replicas[name]
-            self._look_at_clock()
-            if self._loop.time() < self._excused_until:
+            del self._connections[name]
+            self._check_for_stall()
+            if self._loop.time() < self._stall_excused_until:
                 later = self._loop.call_later
-                self._awaited[name] = later(_EXCUSED_S, self._lose, name, why)
+                self._reconnecting[name] = later(_RECONNECT_S, self._lose_replica, name, reason)
             else:
-                self._lose(name, why)
+                self._lose_replica(name, reason)
 
-    def _lose(self, name: str, why: str) -> None:
-        self._awaited.pop(name, None)
-        _log.info("the connection of %s ended: %s", name, why)
-        self._carry_out(self._keeper.left(name, why, self._loop.time()))
+    def _lose_replica(self, name: str, reason: str) -> None:
+        self._reconnecting.pop(name, None)
+        _log.info("the connection of %s ended: %s", name, reason)
+        self._send_all(self._state.on_disconnect(name, reason, self._loop.time()))
 
-    def _look_at_clock(self) -> None:
-        """Notice that this process has stood still: replicas gave it up, and will be back."""
+    def _check_for_stall(self) -> None:
+        """Excuse silence and lost connections if this process has stalled: replicas reconnect."""
         now = self._loop.time()
-        if now - self._ticked > self._terms.tick_s + _STILL_S:
-            self._excused_until = now + _EXCUSED_S
-            self._heard = dict.fromkeys(self._heard, now)
+        if now - self._ticked_at > self._tick_s + _STALL_S:
+            self._stall_excused_until = now + _RECONNECT_S
+            self._received_at = dict.fromkeys(self._received_at, now)
 
-    def _forget(self, visitor: ServerConnection) -> None:
-        self._names.pop(visitor, None)
-        self._heard.pop(visitor, None)
+    def _forget(self, connection: ServerConnection) -> None:
+        self._names.pop(connection, None)
+        self._received_at.pop(connection, None)
 
     def _drop_silent(self) -> None:
-        since = self._loop.time() - self._terms.silence_s
-        for visitor in [v for v, heard in self._heard.items() if heard < since]:
-            visitor.abort(f"silent for {self._terms.silence_s:g} s")
+        since = self._loop.time() - self._silence_s
+        for connection in [c for c, received in self._received_at.items() if received < since]:
+            connection.abort(f"silent for {self._silence_s:g} s")
 
-    def _carry_out(self, sends: Iterable[ReplicaMessage]) -> None:
+    def _send_all(self, sends: Iterable[ReplicaMessage]) -> None:
         for send in sends:
-            visitor = self._replicas.get(send.replica)
-            if visitor is not None:
-                visitor.send(frame(send.message))
+            connection = self._connections.get(send.replica)
+            if connection is not None:
+                connection.send(to_frame(send.message))

@@ -1,6 +1,6 @@
-"""A sampler with a fixed share for each replica group, as torchft's.
+"""DistributedSampler: a fixed share of the data for each replica group, as torchft's.
 
-Samples of a group that is away, and batches of failed steps, are lost. `hpc_elastic.data`'s
+Samples of an absent group, and batches of failed steps, are lost. `hpc_elastic.data`'s
 `ElasticSampler` loses none, and needs no number of groups.
 """
 
@@ -17,19 +17,19 @@ class DistributedSampler(TorchSampler[Any]):
     """Splits a dataset over ``num_replica_groups * num_replicas`` workers.
 
     Args:
-        dataset: What is split.
+        dataset: The dataset.
         replica_rank: This replica group's fixed number, from 0.
-        num_replica_groups: The most groups that there may be, at least 1.
+        num_replica_groups: The most groups, at least 1.
         group_rank: This worker's rank in its group; None: torch.distributed's.
-        num_replicas: Workers of the group; None: torch.distributed's.
+        num_replicas: Number of workers of the group; None: torch.distributed's.
         kwargs: As torch's sampler: shuffle, seed, drop_last.
 
     Attributes:
         global_rank: This worker's share.
-        global_world_size: Shares.
+        global_world_size: Number of shares.
 
     Raises:
-        ValueError: the rank is not below the number of groups.
+        ValueError: The rank is not below the number of groups.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Data parallelism over the Manager's changing group."""
+"""DistributedDataParallel over the Manager's changing group."""
 
 # No `from __future__ import annotations`: torch compares those of the hook with its own types.
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """torch's, whose gradients are averaged by the Manager: several buckets may be under way.
+    """torch's DDP whose gradients the Manager averages; several buckets may be under way at once.
 
-    Parameters are not broadcast: the Manager brings them from a peer. Buckets never change their
-    layout, so that a replica that has just started has the same as one that has run for a week.
+    Parameters are not broadcast: the Manager fetches them from a peer. Buckets never change their
+    layout, so a replica that has just started has the same as one that has run for a week.
 
     Args:
         manager: The Manager.
         module: The model, the same on all groups.
-        kwargs: As torch's; ``find_unused_parameters`` is always True, since torch lays buckets out
-            anew in the second step otherwise; ``process_group`` is the Manager's affair.
+        kwargs: As torch's; ``find_unused_parameters`` is always True, since torch else changes the
+            layout in the second step; ``process_group`` is the Manager's.
 
     Raises:
-        ValueError: one of these two was given another value.
+        ValueError: One of these two was given another value.
     """
 
     def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         if not kwargs.pop("find_unused_parameters", True) or kwargs.get("static_graph"):
             raise ValueError(
-                "find_unused_parameters=False, static_graph=True: torch would lay the buckets out "
-                "anew after one step, unlike those of a replica that joins later; leave them out"
+                "find_unused_parameters=False, static_graph=True: torch would change the layout of "
+                "the buckets after one step, unlike a replica that joins later; leave them out"
             )
         if kwargs.pop("process_group", None) is not None:
             raise ValueError("process_group: give it to the Manager instead")
         super().__init__(
             module,
-            process_group=ProcessGroupDummy(0, 1),  # for what DDP does when it is made
+            process_group=ProcessGroupDummy(0, 1),  # for the constructor of DDP
             find_unused_parameters=True,
             **kwargs,
         )
@@ -55,7 +55,7 @@ def _average(manager: "Manager", bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 class PureDistributedDataParallel(nn.Module):
-    """The same without torch's reducer: one collective a parameter. Slow; for odd models.
+    """Data parallelism without torch's reducer: one collective per parameter, and slow.
 
     Args:
         manager: The Manager.

@@ -1,13 +1,14 @@
-"""Gloo in a process that outlives its peers: aborted at once, configured again in place.
+"""ProcessGroupGloo: gloo in a process that outlives its peers, aborted and reconfigured in place.
 
-Gloo's collectives can neither be interrupted nor told that a peer is gone; they fail only when a
-connection breaks, or at their time-out. So this group keeps hold of its own connections
-(`gloo`), and breaks them to abort. The next `configure` makes a new group of torch's, with a
-listener of its own; the old one's threads are ended in the background.
+gloo's collectives can neither be interrupted nor learn that a peer is lost; they fail only when a
+connection breaks, or at their time-out. So this group keeps duplicates of its own connections, and
+breaks them to abort. The next `configure` makes a new group of torch's with a listener of its own;
+the old one's threads are ended in the background.
 
 Private to torch, and named in a test: ``ProcessGroupGloo._Options`` with ``_devices``,
 ``_timeout`` and ``_threads``; ``_set_default_timeout``; ``ProcessGroup._register_backend`` and
-``_set_default_backend``; that gloo writes one value a rank into the store, with its address in it.
+``_set_default_backend``; that gloo writes one value per rank into the store, with its address in
+it.
 """
 
 from __future__ import annotations
@@ -22,29 +23,24 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed.distributed_c10d import Work
-from torch.futures import Future
 
-from hpc_elastic.ft import reconfigurable
-from hpc_elastic.ft.process_group import (
-    AbortedError,
-    CollectiveTimeoutError,
-    NamedGroup,
-    NamedWork,
-    named,
-)
+from hpc_elastic.ft.process_group import AbortedError, ManagedWork, translate_error
 from hpc_elastic.ft.reconfigurable import (
+    AbortableStore,
     CancellableTask,
     LiveGroup,
     MemberPlace,
     ReconfigurableProcessGroup,
-    retire,
+    connect_store,
+    destroy_in_background,
+    parse_store_addr,
 )
 from hpc_elastic.transport.addresses import address_towards
 
@@ -52,8 +48,11 @@ _log = logging.getLogger(__name__)
 # All members have published their addresses when gloo connects them; it tries five times.
 _CONNECT = timedelta(seconds=2)
 _THREADS = 2
-# Their `wait` moves the data, and may not be repeated.
-_BY_THE_CALLER = {"send", "recv", "recv_anysource"}
+_REST_S = 0.25
+"""gloo's threads end within 60 ms of a broken connection, on a busy node too; later they are
+stuck."""
+_WAIT_MOVES_DATA = {"send", "recv", "recv_anysource"}
+"""Operations whose `wait` cannot be repeated."""
 
 
 class ProcessGroupGloo(ReconfigurableProcessGroup):
@@ -67,14 +66,14 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         """Return its name."""
         return "hpc-elastic-gloo"
 
-    def _build(self, attempt: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
-        where = reconfigurable.parse(place.store_addr)
-        store = reconfigurable.connect(where, attempt)
-        met = reconfigurable.AbortableStore(store, where.prefix, place.world_size, attempt)
+    def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
+        where = parse_store_addr(place.store_addr)
+        client = connect_store(where, task)
+        store = AbortableStore(client, where.prefix, place.world_size, task)
         options = _options(place, where.host)
-        backend = TorchGloo(met, place.rank, place.world_size, options)
+        backend = TorchGloo(store, place.rank, place.world_size, options)
         backend._set_default_timeout(self._timeout)
-        return GlooGroup(place, _group(backend, place), _own_connections(met, place))
+        return GlooGroup(place, _torch_group(backend, place), _own_connections(store, place))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
         live, parent = self._live, self.parent
@@ -82,64 +81,55 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         try:
             work = getattr(parent, name)(*args, **kwargs)
         except RuntimeError as e:
-            raise named(e, name, live) from e
-        return (NamedWork if name in _BY_THE_CALLER else GlooWork)(work, name, live)
+            raise translate_error(e, name, live) from e
+        return ManagedWork(work, name, live, is_abortable=name not in _WAIT_MOVES_DATA)
 
 
-class GlooGroup:
-    """One group of torch's, and its connections.
-
-    Attributes:
-        place: This member's.
-        over: Why it has ended; None as long as it has not.
-        futures: Of operations that are pending.
-        at_rest: It has ended, and what has not failed yet is stuck in gloo.
-    """
+class GlooGroup(LiveGroup):
+    """One group of torch's, and its connections."""
 
     def __init__(
-        self, place: MemberPlace, pg: TorchProcessGroup, kept: list[socket.socket]
+        self, place: MemberPlace, pg: TorchProcessGroup, connections: list[socket.socket]
     ) -> None:
-        self.place = place
-        self.over: Exception | None = None
-        self.futures: set[Handed] = set()
-        self.at_rest = False
+        super().__init__(place)
         self._held = [pg]
-        self._kept = kept
+        self._connections = connections
 
     @property
     def pg(self) -> TorchProcessGroup:
-        """What does the operations."""
+        """torch's group, which does the operations."""
         try:
             return self._held[0]
         except IndexError:
-            raise self.over or AbortedError(f"{self.place} has just ended") from None
+            raise self.end_error or AbortedError(f"{self.place} has just ended") from None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later operations."""
         self.pg.set_timeout(timeout)
 
-    def end(self, error: Exception, *, peacefully: bool) -> None:
-        """Break the connections, and wait until gloo's threads have come to rest.
+    def end_group(self, error: Exception, *, finish_pending: bool) -> None:
+        """Break the connections, and wait until gloo's threads have ended.
 
-        There is no gentler way to end in peace: what was sent arrives in any case.
+        There is no gentler way: what was sent arrives in any case.
         """
-        self.over = error
-        kept, self._kept = self._kept, []
-        cut(kept)
-        quiet = retire(self._held)
+        self.end_error = error
+        connections, self._connections = self._connections, []
+        break_connections(connections)
+        is_done = destroy_in_background(self._held)
         if isinstance(threading.current_thread(), threading._DummyThread):
             # A callback, on one of the very threads that are to end: it must not wait for itself.
-            threading.Thread(target=self._settle, args=(quiet, error), daemon=True).start()
+            args = (is_done, error)
+            threading.Thread(target=self._await_rest, args=args, daemon=True).start()
         else:
-            self._settle(quiet, error)
+            self._await_rest(is_done, error)
 
-    def _settle(self, quiet: threading.Event, error: Exception) -> None:
-        is_quiet = quiet.wait(STUCK_S)
-        self.at_rest = True
-        if not is_quiet:
+    def _await_rest(self, is_done: threading.Event, error: Exception) -> None:
+        in_time = is_done.wait(_REST_S)
+        self.is_at_rest = True
+        if not in_time:
             _log.debug("%s: gloo is stuck; its operations are given up", self.place)
-            for future in list(self.futures):
-                future.fail(error)
+            for work in list(self.pending):
+                work.fail_future(error)
 
 
 def _options(place: MemberPlace, store_host: str) -> Any:
@@ -158,24 +148,24 @@ def _device(store_host: str) -> Any:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         return TorchGloo.create_device(interface=name, lazy_init=False)
-    return TorchGloo.create_device(hostname=_address(store_host), lazy_init=False)
+    return TorchGloo.create_device(hostname=_own_address(store_host), lazy_init=False)
 
 
-def _address(store_host: str) -> str:
-    """Return this node's address for its peers, who reach the store as well."""
+def _own_address(store_host: str) -> str:
+    """Return this node's address for its peers, which reach the store as well."""
     address = address_towards(store_host)
     if address.startswith("127.") and store_host not in ("localhost", address):
-        return _outward() or address  # a hosts file may name this host 127.0.1.1
+        return _outward_address() or address  # a hosts file may name this host 127.0.1.1
     return address
 
 
-def _outward() -> str | None:
+def _outward_address() -> str | None:
     addresses = (a for known in psutil.net_if_addrs().values() for a in known)
     usable = (a.address for a in addresses if a.family == socket.AF_INET)
     return next((a for a in usable if not a.startswith("127.")), None)
 
 
-def _group(backend: TorchGloo, place: MemberPlace) -> TorchProcessGroup:
+def _torch_group(backend: TorchGloo, place: MemberPlace) -> TorchProcessGroup:
     pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
     pg._set_default_backend(TorchProcessGroup.BackendType.GLOO)
     for device in ("cpu", "cuda", "xpu"):
@@ -184,147 +174,39 @@ def _group(backend: TorchGloo, place: MemberPlace) -> TorchProcessGroup:
     return pg
 
 
-def _own_connections(met: reconfigurable.AbortableStore, place: MemberPlace) -> list[socket.socket]:
-    said = {key.rpartition("/")[2]: value for key, value in met.said.items()}
-    own = said.get(str(place.rank), b"")
-    peers = [value for rank, value in said.items() if rank != str(place.rank)]
-    kept = connections(own, peers)
-    if len(kept) < place.world_size - 1:
+def _own_connections(store: AbortableStore, place: MemberPlace) -> list[socket.socket]:
+    published = {key.rpartition("/")[2]: value for key, value in store.values.items()}
+    own = published.get(str(place.rank), b"")
+    peers = [value for rank, value in published.items() if rank != str(place.rank)]
+    found = find_connections(own, peers)
+    if len(found) < place.world_size - 1:
         _log.warning(
-            "%s: %d connections of gloo's found instead of %d: abort() can not interrupt its "
+            "%s: %d connections of gloo's found instead of %d: abort() cannot interrupt its "
             "operations before their time-out. This release of torch (%s) may not be supported.",
-            place, len(kept), place.world_size - 1, torch.__version__,
+            place, len(found), place.world_size - 1, torch.__version__,
         )  # fmt: skip
-    return kept
+    return found
 
 
-# ---- A gloo operation that ends when its group is aborted, even if gloo forgets it
-# A send that fails in gloo's own loop is lost: nobody is told, and the operation hangs until its
-# time-out, with no connection left that could be broken. It is rare, and happens when a
-# connection breaks just as the peer announces that it is ready. So who waits looks now and then
-# whether the group has ended, and futures are handed on through one that the group can fail
-# itself.
-
-
-STUCK_S = (
-    0.25  # gloo's threads come to rest within 60 ms of a broken connection, on a busy node too
-)
-_LOOK = timedelta(seconds=0.1)
-
-
-class GroupWithFutures(NamedGroup, Protocol):
-    """A group that can fail the futures of its operations.
-
-    Attributes:
-        futures: Of those that are pending.
-        at_rest: It has ended, and what has not failed yet is stuck.
-    """
-
-    futures: set[Handed]
-    at_rest: bool
-
-
-class GlooWork(NamedWork):
-    """A collective on gloo's own threads."""
-
-    _group: GroupWithFutures
-
-    def __init__(self, work: Work, operation: str, group: GroupWithFutures) -> None:
-        super().__init__(work, operation, group)
-        self._handed: Handed | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of the operation; see `NamedWork.wait`.
-
-        Args:
-            timeout: None, and 0 as in torch's C++ code (``kNoTimeout``): the group's.
-        """
-        timeout = timeout or None
-        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while True:
-            if self._group.at_rest and self._group.over and not self._work.is_completed():
-                raise self._group.over
-            try:
-                return self._work.wait(_LOOK if until is None else _shorter(until))
-            except RuntimeError as e:
-                if self._work.is_completed():
-                    return super().wait()
-                if self._group.at_rest and self._group.over is not None:
-                    raise self._group.over from e
-            if timeout is not None and until is not None and time.monotonic() >= until:
-                raise CollectiveTimeoutError(
-                    f"{self._operation} timed out after {timeout.total_seconds():g} s "
-                    f"in {self._group.place}"
-                )
-
-    def get_future(self) -> Any:
-        """Return a future of its tensors."""
-        if self._handed is None:
-            self._handed = Handed(self._work, self._operation, self._group)
-        return self._handed.future
-
-
-class Handed:
-    """A future that ends with gloo's, or when the group fails it.
-
-    Attributes:
-        future: For the user.
-    """
-
-    def __init__(self, work: Work, operation: str, group: GroupWithFutures) -> None:
-        self.future: Future[Any] = Future()
-        self._operation = operation
-        self._group = group
-        self._lock = threading.Lock()
-        self._ended = False
-        group.futures.add(self)
-        work.get_future().add_done_callback(self._hand_on)
-
-    def fail(self, error: Exception) -> None:
-        """End it with an error, unless it has ended."""
-        if self._first():
-            self.future.set_exception(error)
-
-    def _hand_on(self, done: Future[Any]) -> None:
-        try:
-            value = done.value()
-        except RuntimeError as e:
-            self.fail(named(e, self._operation, self._group))
-            return
-        if self._first():
-            self.future.set_result(value)
-
-    def _first(self) -> bool:
-        self._group.futures.discard(self)
-        with self._lock:
-            first, self._ended = not self._ended, True
-        return first
-
-
-def _shorter(until: float) -> timedelta:
-    return max(timedelta(milliseconds=1), min(_LOOK, timedelta(seconds=until - time.monotonic())))
-
-
-# ---- The TCP connections of one gloo group, found among all of this process, to cut them
-# Gloo can not be interrupted: its `abort` leaves a collective waiting for a peer that is silent.
-# But it fails at once when a connection breaks, and so we break our own. They are found exactly:
-# gloo publishes the address on which it listens (a ``sockaddr``, somewhere in what it writes to
-# the store); a connection of the group has either our listener as its own end, or a peer's as the
-# other. Kept are duplicates, so that the number of a descriptor that gloo has closed, and
-# somebody else opened, is never touched. The listener itself is left alone: gloo ends the process
-# if it is shut.
+# ---- the TCP connections of one gloo group, found among all of this process, to break them
+# gloo cannot be interrupted: its `abort` leaves a collective waiting for a silent peer. But it
+# fails at once when a connection breaks, so the group breaks its own. They are found exactly: gloo
+# publishes the address on which it listens (a ``sockaddr``, somewhere in what it writes to the
+# store), and a connection of the group has either the own listener as its own end, or a peer's as
+# the other. The group keeps duplicates, so it never touches a descriptor that gloo has closed and
+# other code has opened again. It leaves the listener alone: gloo ends the process if that is shut.
 #
-# Where several ranks of a group live in one process, their connections can not be told apart:
-# whoever aborts one of them aborts all.
+# If several ranks of a group live in one process, their connections cannot be told apart: aborting
+# one of them aborts all.
 
 
 _FDS = Path("/proc/self/fd")
 _DRAIN_BYTES = 1 << 20
-_NOTICE_S = 0.02
+_CLOSE_S = 0.02
 
 
 def raw_address(family: int, address: tuple[object, ...]) -> bytes:
-    """Return the bytes with which a ``sockaddr`` of this address begins; empty if it is no IP."""
+    """Return the bytes with which a ``sockaddr`` of this address starts; empty if it is no IP."""
     if family not in (socket.AF_INET, socket.AF_INET6):
         return b""
     start = struct.pack("=H", family) + struct.pack("!H", address[1])
@@ -332,42 +214,43 @@ def raw_address(family: int, address: tuple[object, ...]) -> bytes:
     return start + ip if family == socket.AF_INET else start + b"\0\0\0\0" + ip
 
 
-def connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket]:
+def find_connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket]:
     """Return a duplicate of each connection of a group.
 
     Args:
         own: What gloo published for this rank; it holds its listener's address.
-        peers: What it published for the others.
+        peers: What gloo published for the others.
     """
     found: dict[int, socket.socket] = {}
     for sock in _duplicates(own, peers):
         inode = os.fstat(sock.fileno()).st_ino
-        if inode in found:  # a duplicate of ours, or of somebody who does the same
+        if inode in found:  # a duplicate made here, or by other code that does the same
             sock.close()
         else:
             found[inode] = sock
     return list(found.values())
 
 
-def cut(kept: Collection[socket.socket]) -> None:
-    """Break connections, and forget them.
+def break_connections(connections: Collection[socket.socket]) -> None:
+    """Shut connections down, and close them.
 
-    What was sent still arrives. Gloo itself reads what has come already, up to the end, and closes
-    its descriptors; nothing is written into a tensor after that. We do not read as long as gloo
-    may: it would take the rest of a message for the beginning of one, and end the process.
+    What was sent still arrives. gloo itself reads what has arrived already, up to the end, and
+    closes its descriptors; nothing is written into a tensor after that. This function reads only
+    after gloo has closed: gloo would take the rest of a message for the start of one, and end the
+    process.
 
-    Reading ends first, and writing once gloo has seen that: a send that fails in gloo's own loop is
-    lost, and who waits for it would wait for its time-out.
+    Reading is shut down first, and writing once gloo has noticed: a send that fails in gloo's own
+    loop is lost, and its waiter would wait for its time-out.
     """
-    for sock in kept:
+    for sock in connections:
         with suppress(OSError):  # the peer was faster
             sock.shutdown(socket.SHUT_RD)
-    is_ours_alone = _await_owner(kept)
-    for sock in kept:
+    has_closed = _await_close_by_gloo(connections)
+    for sock in connections:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        if is_ours_alone:
-            _drain(sock)  # a connection that is closed with bytes unread loses what was sent
+        if has_closed:
+            _drain(sock)  # a connection closed with unread bytes loses what was sent
         sock.close()
 
 
@@ -377,13 +260,13 @@ def _drain(sock: socket.socket) -> None:
             pass
 
 
-def _await_owner(kept: Collection[socket.socket]) -> bool:
-    """Wait a moment for gloo to close its own descriptors of these connections; tell if it has."""
-    names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in kept}
-    until = time.monotonic() + _NOTICE_S
-    while (num_open := _num_open(names)) > len(kept) and time.monotonic() < until:
-        time.sleep(_NOTICE_S / 50)
-    return num_open <= len(kept)
+def _await_close_by_gloo(connections: Collection[socket.socket]) -> bool:
+    """Wait briefly until gloo closes its own descriptors; return whether it has."""
+    names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in connections}
+    until = time.monotonic() + _CLOSE_S
+    while (num_open := _num_open(names)) > len(connections) and time.monotonic() < until:
+        time.sleep(_CLOSE_S / 50)
+    return num_open <= len(connections)
 
 
 def _num_open(names: Collection[str]) -> int:
@@ -397,18 +280,18 @@ def _num_open(names: Collection[str]) -> int:
 def _duplicates(own: bytes, peers: Collection[bytes]) -> Iterator[socket.socket]:
     for entry in list(_FDS.iterdir()):
         with suppress(OSError):  # closed meanwhile
-            # Only sockets: to close a duplicate of a file would drop the process's locks on it.
+            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
             is_socket = str(entry.readlink()).startswith("socket:")
-            if not is_socket or not _ours(int(entry.name), own, peers):
+            if not is_socket or not _is_of_group(int(entry.name), own, peers):
                 continue
             sock = socket.socket(fileno=os.dup(int(entry.name)))
-            if _ours(sock.fileno(), own, peers):
+            if _is_of_group(sock.fileno(), own, peers):
                 yield sock
             else:
                 sock.close()
 
 
-def _ours(fd: int, own: bytes, peers: Collection[bytes]) -> bool:
+def _is_of_group(fd: int, own: bytes, peers: Collection[bytes]) -> bool:
     sock = socket.socket(fileno=fd)
     try:
         there = raw_address(sock.family, sock.getpeername())

@@ -1,33 +1,51 @@
-"""The keeper of the quorum: what it hears from the replica groups, and what it tells them (pure).
+"""State of a lighthouse: its decisions about the quorum, given what the replica groups send (pure).
 
-One keeper serves a run, with its leader, or a lighthouse. Whoever drives it hands over events and
-sends what is returned, in order. `quorum` has the rules of who is in, `lighthouse_state` how all
-members come to ask at one call, `quorum` who heals from whom; here is what follows from each
-message.
+One lighthouse serves a run, within its leader, or stands alone. Its driver passes events in and
+sends the messages that are returned, in order. `quorum` has the rules of membership and healing;
+this module has the consequences of each message.
 
-The quorum is *broken*, and all its members are told at once, when
+Abort
+-----
+The quorum is *aborted*, and all its members are notified at once, when
 
-- one of them is lost: its connection is gone, or its workers are dead or stopped;
-- one says so, or asks for another quorum outside of a switch: its step failed, the others would
-  wait for it in their collectives for ever;
-- one that is known by number alone has not come to a new keeper in time.
+- a member is lost: its connection is gone, or its workers are dead or stopped;
+- a member reports it, or requests another quorum outside of a switch: its step failed, and the
+  others would wait for it in their collectives for ever;
+- a member known by number alone has not connected to a new lighthouse in time.
 
-A member that is done (`Shutdown`) breaks nothing at first: others may still be receiving its last
-bytes. They are told a while later, in case its node was gone before its connections were closed.
+A member that is done (`Shutdown`) aborts nothing at first: others may still be receiving its last
+bytes. They are notified later, in case its node was lost before its connections were closed.
 
-A *switch* is begun for newcomers that ask while the quorum stands, and for members under notice:
-the members agree on the call at which all ask for the next quorum (`hpc_elastic.step_agreement`),
-so that no step fails. Only votes are waited for, never a call: calls may be an hour apart, and a
-confirmed call stands until the quorum is over. Numbers of proposals rise over all switches and
-keepers. A member that is confirmed to leave gets its farewell at the switch call, when all have
-come to it, so that no collective is cut off; who leaves is said below.
+Switch
+------
+A switch is started for newcomers that request while the quorum is active, and for members under
+notice: the members agree on the quorum step at which all request the next quorum
+(`hpc_elastic.step_agreement`), so no step fails. Votes have a time-out, steps have none: they may
+take an hour, and a confirmed switch is valid until the quorum ends. Numbers of proposals rise over
+all switches and lighthouses. A member that is confirmed to leave gets its `LeaveGranted` at the
+switch step, once all have reached it, so that no collective is cut off.
 
-A *new keeper* knows nothing but who is dead for certain. Its ids begin with its epoch. Those who
-come back say which quorum they are in (`ReplicaStatus`), and it goes on as if it had formed that:
-the newest, if they differ. A proposal of the keeper before may have been confirmed to some and not
-to others, so none is taken back before all members are there and have answered a question: who has
-a confirmation does not answer, but asks at its call. Then the others are asked to do so at the same
-call; only if they are past it the quorum is broken.
+Leaving
+-------
+A group under notice leaves at a switch. Outside of an active quorum it leaves when it requests one;
+but the lighthouse first waits for the live previous members, to see whether one of them has the
+same state. If no group that stays has it, the leaving group becomes a member once more, so that the
+others heal from it, and leaves at the switch after that. That takes time: with less than
+`ENOUGH_TO_HEAL_S` left it leaves at once.
+
+If the newest state leaves with members of a quorum, they learn it one step before (``last``).
+Outside of a quorum, the first group that has it makes one more step, in which it saves, and then
+requests again. The lighthouse waits for it as for every live member, so no other group starts from
+scratch.
+
+A new lighthouse
+----------------
+It knows only which groups are dead for certain. Its ids start with its epoch. Members report the
+quorum they are in (`ReplicaStatus`), and it continues as if it had formed that: the newest, if they
+differ. A proposal of the lighthouse before may have been confirmed to some members and not to
+others. So none is withdrawn before all members have connected and answered a question: a member
+with a confirmation does not answer, but requests at its step. Then the others are asked to do so at
+the same step; only if one is past it the quorum is aborted.
 """
 
 from __future__ import annotations
@@ -57,7 +75,7 @@ from hpc_elastic.ft.messages import (
     SwitchVote,
     WorkersLost,
 )
-from hpc_elastic.ft.quorum import ActiveQuorum, QuorumRules, ReplicaRegistry, name_some
+from hpc_elastic.ft.quorum import ActiveQuorum, QuorumRules, ReplicaRegistry, list_some
 from hpc_elastic.step_agreement import (
     LONGEST_PAUSE_S,
     AgreementState,
@@ -67,435 +85,14 @@ from hpc_elastic.step_agreement import (
     StepVote,
 )
 
+ENOUGH_TO_HEAL_S = 5.0
 _LOST_AFTER_S = 0.3
-"""If so few are missing that they may be those that are dead: they may have left before, as well,
-and one that lives is on its way."""
+"""Wait before members that have not connected are taken for the dead ones: the dead may have left
+before, and live members may be on their way."""
 _LAST_BYTES_S = 2.0
-_TOLD_AFTER_S, _TOLD_EVERY_S = 0.2, 1.0
+_FIRST_REPORT_S, _REPORT_EVERY_S = 0.2, 1.0
 _AHEAD_S = 0.02
-"""A switch is proposed so far ahead of the furthest member; all are in lockstep but for a call."""
-
-
-# ---- The course of the quorums: one stands, breaks or is switched, and the next is formed (pure)
-# The rules are at the head of this module; this is what its messages, and those of a new keeper,
-# have in common.
-
-
-class QuorumCourse:
-    """The quorums of one keeper's epoch; `keeper.LighthouseState` takes the messages."""
-
-    _place = staticmethod(quorum.place)
-
-    def __init__(self, epoch: int, rules: QuorumRules, lost: Iterable[str]) -> None:
-        """Begin with no quorum; see `keeper.LighthouseState`."""
-        self._roll = ReplicaRegistry(rules, lost)
-        self._next_id = (epoch << EPOCH_SHIFT) + 1
-        self._switch = StepAgreement[str](_AHEAD_S, epoch << EPOCH_SHIFT)
-        self._leaves: frozenset[str] = frozenset()
-        """Who has been told that it leaves at the confirmed call."""
-        self._answered: dict[str, QuorumRequest] = {}
-        self._placed: dict[str, QuorumResults] = {}
-        self._is_settled = True
-        """All members have come to this keeper."""
-        self._is_probing = False
-        """It asks how far they are, to see who goes on with what a keeper before it confirmed."""
-        self._waits_for = ""
-
-    # ---- a quorum breaks, stands, or is formed -------------------------------------------
-
-    @property
-    def _standing(self) -> ActiveQuorum:
-        assert self._roll.standing is not None
-        return self._roll.standing
-
-    def _break(self, why: str, besides: str = "") -> list[ReplicaMessage]:
-        """The quorum is over; all members are told, once.
-
-        Those that ask for another already are told as well: the answer that brought them into this
-        one may still have been under way when they asked.
-        """
-        standing = self._roll.standing
-        if standing is None or not standing.stands:
-            return []
-        standing.over = why
-        broken = QuorumAborted(standing.quorum_id, why)
-        return [ReplicaMessage(r, broken) for r in standing.stay if r != besides]
-
-    def _leaves_quorum(
-        self, replica: str, ask: QuorumRequest, standing: ActiveQuorum, now: float
-    ) -> list[ReplicaMessage]:
-        """A member asks for the next quorum while this one stands."""
-        switch = self._switch
-        if switch.state is AgreementState.CONFIRMED and ask.call == switch.step:
-            return []
-        if (
-            not standing.is_adopted
-            or ask.commit_failures
-            or switch.state is AgreementState.CONFIRMED
-        ):
-            return self._break(f"{replica} asks for another, after a step that failed")
-        return self._follow(now) if self._is_settled else []
-
-    def _follow(self, now: float) -> list[ReplicaMessage]:
-        """Members ask at a call that the last keeper must have confirmed: so do the others."""
-        standing, switch = self._standing, self._switch
-        asks = self._roll.asks
-        calls = {a.call for r, a in asks.items() if r in standing.stay}
-        if len(calls) > 1 or (switch.is_fixed and switch.step not in calls):
-            return self._break(f"members ask at different calls: {sorted(calls)}")
-        if switch.is_fixed:
-            return self._say(switch.retain(standing.silent, now), now)
-        return self._say(switch.begin_at(calls.pop(), standing.silent, now), now)
-
-    def _advance(self, now: float) -> list[ReplicaMessage]:
-        """Go on as far as it goes without time passing."""
-        standing = self._roll.standing
-        if standing is not None and standing.stands:
-            if self._switch.state is not AgreementState.CONFIRMED:
-                return self._consider_switch(standing, now)
-            if standing.silent and not self._is_long_waited_for(now):
-                return []
-            return [*self._carry_out_switch(standing, now), *self._form(now)]
-        return [*self._dismiss(now), *self._form(now)]
-
-    def _form(self, now: float) -> list[ReplicaMessage]:
-        members = self._roll.next_quorum(now)
-        if isinstance(members, str):
-            self._waits_for = members
-            return []
-        self._answered = {m: self._roll.asks[m] for m in members}
-        self._placed = self._place(self._next_id, members, self._answered)
-        self._begin(members, now)
-        return [ReplicaMessage(m, p) for m, p in self._placed.items()]
-
-    def _begin(self, members: tuple[str, ...], now: float) -> None:
-        self._roll.formed(self._next_id, members, now)
-        self._switch = StepAgreement(_AHEAD_S, self._switch.number)
-        if self._roll.asks:  # left out, as somebody wants nobody to join: do not try all the time
-            self._switch.pause(LONGEST_PAUSE_S, now)
-        self._leaves = frozenset()
-        self._is_settled, self._is_probing = True, False
-        self._next_id += 1
-
-    # ---- switches ------------------------------------------------------------------------
-
-    def _consider_switch(self, standing: ActiveQuorum, now: float) -> list[ReplicaMessage]:
-        """Begin one if somebody joins or leaves, and give it up if nobody does any more."""
-        roll, switch = self._roll, self._switch
-        if switch.is_fixed:
-            return []
-        gone = self._dismiss(now)
-        self._waits_for = f"the next switch of quorum {standing.quorum_id}"
-        if not self._is_settled:
-            return gone
-        self._is_probing = (
-            self._is_probing and switch.state is AgreementState.ASKING and not switch.step
-        )
-        is_needed = (
-            self._is_probing
-            or roll.has_newcomers
-            or not roll.notices.keys().isdisjoint(standing.stay)
-        )
-        if not is_needed:
-            return [*gone, *self._say(switch.withdraw(now), now)]
-        if switch.state is AgreementState.IDLE:
-            return [*gone, *self._say(switch.begin(standing.stay, now), now)]
-        return gone
-
-    def _say(self, step: Proposal | Confirmation | None, now: float) -> list[ReplicaMessage]:
-        """Send the members what a switch has come to."""
-        if step is None:
-            return []
-        standing, message = self._standing, self._switch_message(step)
-        told = dict.fromkeys((r for r in standing.stay if r in standing.silent), message)
-        if isinstance(message, ConfirmSwitch):
-            self._leaves, last = at_switch(self._roll, now)
-            leaving = replace(message, leaves=True, last=last)
-            told |= dict.fromkeys((r for r in told if r in self._leaves), leaving)
-        return [ReplicaMessage(r, m) for r, m in told.items()]
-
-    def _switch_message(self, step: Proposal | Confirmation) -> ProposeSwitch | ConfirmSwitch:
-        quorum_id = self._standing.quorum_id
-        if isinstance(step, Confirmation):
-            return ConfirmSwitch(quorum_id, step.number)
-        return ProposeSwitch(quorum_id, step.number, step.step)
-
-    def _carry_out_switch(self, standing: ActiveQuorum, now: float) -> list[ReplicaMessage]:
-        """All members ask at the call: the quorum is over, and who is to leave leaves."""
-        standing.over = "its members ask for the next one"
-        dropped = QuorumAborted(standing.quorum_id, "did not ask for the next one in time")
-        sends = [ReplicaMessage(r, dropped) for r in standing.silent]
-        leaving = [r for r in standing.stay if r in self._leaves and r in self._roll.asks]
-        if self._is_unsaved(leaving):
-            return [*sends, *self._dismiss(now)]
-        for replica in leaving:
-            sends.append(ReplicaMessage(replica, LeaveGranted()))
-            self._roll.retire(replica)
-        return sends
-
-    def _is_unsaved(self, leaving: list[str]) -> bool:
-        return is_unsaved(self._roll, leaving)
-
-    def _dismiss(self, now: float) -> list[ReplicaMessage]:
-        """Let those go that are under notice, ask, and are in no quorum that stands."""
-        sends = []
-        for replica, must_save in [*outside(self._roll, now)]:
-            if must_save:
-                self._roll.forget_ask(replica)  # it asks again once it has saved: it is waited for
-                sends.append(ReplicaMessage(replica, CheckpointBeforeLeave()))
-            else:
-                self._roll.retire(replica)
-                sends.append(ReplicaMessage(replica, LeaveGranted()))
-        return sends
-
-    def _is_long_waited_for(self, now: float) -> bool:
-        return self._standing.is_long_waited_for(now, self._roll.rules.wait_for_live_s)
-
-
-class LighthouseState(QuorumCourse):
-    """Decides about the quorum of one run. No call blocks, and none looks at a clock.
-
-    ``now`` is in seconds of a monotonic clock, the same one for all calls.
-    """
-
-    def __init__(
-        self,
-        epoch: int,
-        *,
-        min_replicas: int = 1,
-        join_timeout_s: float = 0.1,
-        lost_members: Iterable[str] = (),
-        rules: QuorumRules | None = None,
-    ) -> None:
-        """Begin an epoch.
-
-        Args:
-            epoch: Higher than that of every keeper of this run before; at least 0.
-            min_replicas: The fewest members of a quorum, at least 1; groups may want more.
-            join_timeout_s: What the first quorum waits for groups that are connected.
-            lost_members: Groups that are known to be dead (the leader before); not waited for.
-            rules: All of these and more; instead of ``min_replicas`` and ``join_timeout_s``.
-        """
-        super().__init__(epoch, rules or QuorumRules(min_replicas, join_timeout_s), lost_members)
-        self._told_at = -math.inf
-        self._handlers: dict[type, Callable[[str, Any, float], list[ReplicaMessage]]] = {
-            ReplicaStatus: self._here,
-            QuorumRequest: self._ask,
-            CancelRequest: self._withdraw,
-            QuorumAborted: self._reported,
-            SwitchVote: self._at,
-            LeaveNotice: self._notice,
-            WorkersLost: self._lost,
-            Shutdown: self._bye,
-        }
-
-    # ---- events --------------------------------------------------------------------------
-
-    def arrived(self, replica: str, now: float) -> list[ReplicaMessage]:
-        """A group has connected, for the first time or again; its status and its request follow."""
-        self._roll.start(now)
-        self._roll.arrive(replica)
-        return []
-
-    def said(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
-        """A connected group says something; what a keeper can not be told is ignored."""
-        handler = self._handlers.get(type(message))
-        if handler is None or replica not in self._roll.connected:
-            return []
-        return [*handler(replica, message, now), *self._advance(now)]
-
-    def left(self, replica: str, why: str, now: float) -> list[ReplicaMessage]:
-        """A group's connection is gone, or it is known to be dead, also if it never was here."""
-        was_member = self._roll.is_member(replica)
-        self._roll.leave(replica)
-        broken = self._break(f"{replica}: {why}") if was_member else []
-        return [*broken, *self._advance(now)]
-
-    def tick(self, now: float) -> list[ReplicaMessage]:
-        """Time has passed; to be called every 20 to 100 ms. Nothing else depends on it."""
-        self._roll.start(now)
-        sends = [*self._give_up_missing(now), *self._give_up_done(now)]
-        sends += [*self._settle(now), *self._hurry_switch(now)]
-        return [*sends, *self._advance(now), *self._tell_waiting(now)]
-
-    # ---- what groups say -----------------------------------------------------------------
-
-    def _here(self, replica: str, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        if here.quorum_id == NO_QUORUM:
-            return []
-        adopted = self._adopt(here, now)
-        standing = self._standing
-        if here.quorum_id != standing.quorum_id:
-            why = f"quorum {standing.quorum_id} has been formed without {replica}"
-            return [*adopted, ReplicaMessage(replica, QuorumAborted(here.quorum_id, why))]
-        self._roll.came_back(replica, here.replica_rank)
-        if standing.stands and here.broken:
-            return [*adopted, *self._break(f"{replica} came back without it", besides=replica)]
-        if standing.stands:
-            return [*adopted, *self._resume(replica, now)]
-        told = (
-            []
-            if here.broken
-            else [ReplicaMessage(replica, QuorumAborted(here.quorum_id, standing.over or ""))]
-        )
-        return [*adopted, *told]
-
-    def _ask(self, replica: str, ask: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        roll, standing = self._roll, self._roll.standing
-        self._next_id = max(self._next_id, ask.quorum_id + 1)
-        if standing is None or not standing.stands or not roll.is_member(replica):
-            roll.ask(replica, ask, now)
-            return []
-        if ask == self._answered.get(replica):
-            return [
-                ReplicaMessage(replica, self._placed[replica])
-            ]  # it asked again before it was told
-        roll.ask(replica, ask, now)
-        return self._leaves_quorum(replica, ask, standing, now)
-
-    def _withdraw(self, replica: str, message: CancelRequest, now: float) -> list[ReplicaMessage]:
-        self._roll.forget_ask(replica)
-        return []
-
-    def _reported(self, replica: str, broken: QuorumAborted, now: float) -> list[ReplicaMessage]:
-        standing = self._roll.standing
-        if standing is None or broken.quorum_id != standing.quorum_id:
-            return []
-        if not self._roll.is_member(replica):
-            return []
-        return self._break(f"{replica}: {broken.why}", besides=replica)
-
-    def _at(self, replica: str, at: SwitchVote, now: float) -> list[ReplicaMessage]:
-        standing, switch = self._roll.standing, self._switch
-        if standing is None or not standing.stands or at.quorum_id != standing.quorum_id:
-            return []
-        if replica not in standing.silent:
-            return []  # it asks already, and the proposal reached it after that
-        is_answer = switch.state is AgreementState.ASKING and at.number == switch.number
-        if is_answer and switch.is_fixed and not at.ok:
-            return self._break(f"some ask at call {switch.step}, {replica} is past it")
-        vote = StepVote(at.number, at.ok, at.call, at.rate)
-        return self._say(switch.vote(replica, vote, now), now)
-
-    def _notice(self, replica: str, notice: LeaveNotice, now: float) -> list[ReplicaMessage]:
-        if replica not in self._roll.notices:
-            self._switch.hurry()
-        self._roll.notices[replica] = now + notice.left_s
-        return []
-
-    def _lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
-        was_member = self._roll.is_member(replica)
-        sends = self._break(f"{replica}: {lost.why}") if was_member else []
-        self._roll.retire(replica)
-        return sends
-
-    def _bye(self, replica: str, bye: Shutdown, now: float) -> list[ReplicaMessage]:
-        standing = self._roll.standing
-        was_member = self._roll.is_member(replica)
-        self._roll.retire(replica)
-        if standing is None or not was_member or not standing.stands:
-            return []
-        if not standing.stay and not standing.num_missing:
-            standing.over = "all its members are done"
-            return []
-        standing.first_bye = standing.first_bye or (replica, now)
-        return self._say(self._switch.retain(standing.silent, now), now)
-
-    # ---- a new keeper --------------------------------------------------------------------
-
-    def _adopt(self, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        """Go on with the newest quorum that a keeper before this one has formed."""
-        standing = self._roll.standing
-        self._next_id = max(self._next_id, here.quorum_id + 1)
-        is_ours = standing is not None and not standing.is_adopted
-        if is_ours or (standing is not None and here.quorum_id <= standing.quorum_id):
-            return []
-        sends = self._break(f"quorum {here.quorum_id} has been formed since")
-        adopted = ActiveQuorum.adopt(here.quorum_id, here.replica_world_size, now)
-        self._roll.standing = adopted
-        self._switch = StepAgreement(_AHEAD_S, self._switch.number)
-        self._is_settled = False
-        self._answered = {}
-        return sends
-
-    def _resume(self, replica: str, now: float) -> list[ReplicaMessage]:
-        """A member is back that may have missed what it was told."""
-        if not self._is_settled:
-            return []
-        if self._switch.state is AgreementState.CONFIRMED:
-            confirm = ConfirmSwitch(self._standing.quorum_id, self._switch.number)
-            leaves = replica in self._leaves
-            last = leaves and len(self._leaves) == len(self._standing.stay)
-            return [ReplicaMessage(replica, replace(confirm, leaves=leaves, last=last))]
-        if self._switch.is_fixed:
-            return [ReplicaMessage(replica, self._switch_message(self._switch.proposal))]
-        return self._say(self._switch.withdraw(now), now) or [
-            ReplicaMessage(replica, self._nothing)
-        ]
-
-    @property
-    def _nothing(self) -> ProposeSwitch:
-        return ProposeSwitch(self._standing.quorum_id, 0, 0)
-
-    def _settle(self, now: float) -> list[ReplicaMessage]:
-        """All members are back: what the last keeper proposed is followed by all, or is void.
-
-        It is void once all have answered a question, or have had the time for it.
-        """
-        standing = self._roll.standing
-        if self._is_settled or (standing is not None and standing.num_missing):
-            return []
-        self._is_settled = True
-        if standing is None or not standing.stands:
-            return []
-        if len(standing.silent) < len(standing.stay):
-            return self._follow(now)
-        self._is_probing = True
-        return self._say(self._switch.begin(standing.stay, now), now)
-
-    # ---- time ----------------------------------------------------------------------------
-
-    def _give_up_missing(self, now: float) -> list[ReplicaMessage]:
-        """Break the quorum if a member of it has not come to this keeper, and will not."""
-        roll, standing = self._roll, self._roll.standing
-        if standing is None or not standing.num_missing:
-            return []
-        if roll.is_back_time_over(now):
-            num, standing.num_missing = standing.num_missing, 0
-            return self._break(f"{num} members have not come back to the coordinator")
-        if not roll.num_missing and now - standing.since >= _LOST_AFTER_S:
-            return self._break(f"{name_some(sorted(roll.lost))}: lost with the coordinator")
-        return []
-
-    def _give_up_done(self, now: float) -> list[ReplicaMessage]:
-        """Break the quorum a while after a member of it was done."""
-        standing = self._roll.standing
-        if standing is None or standing.first_bye is None:
-            return []
-        replica, since = standing.first_bye
-        return self._break(f"{replica} is done") if now - since >= _LAST_BYTES_S else []
-
-    def _hurry_switch(self, now: float) -> list[ReplicaMessage]:
-        switch, standing = self._switch, self._roll.standing
-        if standing is None or not standing.stands or not switch.is_late(now):
-            return []
-        if switch.is_fixed:
-            return self._break(f"no answer from {name_some(sorted(switch.awaited))}")
-        self._waits_for = f"an answer from {name_some(sorted(switch.awaited))}"
-        return self._say(switch.withdraw(now), now)
-
-    def _tell_waiting(self, now: float) -> list[ReplicaMessage]:
-        """Tell those that have waited for a while for whom; not often, they may be many."""
-        roll = self._roll
-        if not roll.asks or now - roll.first_ask_at < _TOLD_AFTER_S:
-            return []
-        if now - self._told_at < _TOLD_EVERY_S:
-            return []
-        self._told_at = now
-        misfits = roll.misfits()
-        return [
-            ReplicaMessage(r, QuorumWaiting(misfits.get(r, self._waits_for))) for r in roll.asks
-        ]
+"""Distance of a proposed switch from the furthest member: members differ by a step at most."""
 
 
 @dataclass(frozen=True)
@@ -506,78 +103,483 @@ class ReplicaMessage:
     message: Message
 
 
-# ---- Who leaves the quorum as announced, when, and whether the state goes with them (pure)
-# A group under notice leaves at a switch. Where no quorum stands that it is in, it is let go when
-# it asks; but first it is waited for those previous members that live, to see whether one of them
-# has the state that it has. If nobody who stays has it, it is a member once more, so that they
-# heal from it, and leaves at the switch after that. That takes a while: with less than
-# `ENOUGH_TO_HEAL_S` left it goes at once.
-#
-# If the newest state leaves with members of a quorum, they are told so before (``is_last``).
-# Outside of one, the first of those that have it makes one more step, in which it saves, and asks
-# again. Until then it is waited for, as every member that lives: nobody begins anew beside it.
+class LighthouseState:
+    """Decides about the quorum of one run. No call blocks, and none reads a clock.
 
-
-ENOUGH_TO_HEAL_S = 5.0
-
-
-def at_switch(roll: ReplicaRegistry, now: float) -> tuple[frozenset[str], bool]:
-    """Return which members leave at a switch that is confirmed now, and whether they are the last.
-
-    If all are to leave and a newcomer waits, nobody does: the newcomer is let in first.
+    ``now`` is in seconds of a monotonic clock, the same one for all calls. Each event returns the
+    messages to send.
     """
-    assert roll.standing is not None
-    stay, notices = roll.standing.stay, roll.notices
-    leaves = frozenset(r for r in stay if r in notices)
-    is_last = len(leaves) == len(stay)
-    has_newcomers = any(r not in stay for r in roll.asks)
-    if is_last and has_newcomers and all(_has_time(roll, r, now) for r in leaves):
+
+    _assign_results = staticmethod(quorum.assign_results)
+
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        min_replicas: int = 1,
+        join_timeout_s: float = 0.1,
+        lost_members: Iterable[str] = (),
+        rules: QuorumRules | None = None,
+    ) -> None:
+        """Start an epoch without a quorum.
+
+        Args:
+            epoch: Higher than that of every lighthouse of this run before; at least 0.
+            min_replicas: The fewest members of a quorum, at least 1; groups may require more.
+            join_timeout_s: Wait of the first quorum for groups that are connected.
+            lost_members: Groups known to be dead (the leader before); not waited for.
+            rules: All of these and more, instead of ``min_replicas`` and ``join_timeout_s``.
+        """
+        rules = rules or QuorumRules(min_replicas, join_timeout_s)
+        self._registry = ReplicaRegistry(rules, lost_members)
+        self._next_id = (epoch << EPOCH_SHIFT) + 1
+        self._switch = StepAgreement[str](_AHEAD_S, epoch << EPOCH_SHIFT)
+        self._leaving: frozenset[str] = frozenset()
+        """Members that are confirmed to leave at the switch."""
+        self._answered: dict[str, QuorumRequest] = {}
+        self._results: dict[str, QuorumResults] = {}
+        self._is_complete = True
+        """All members have connected to this lighthouse."""
+        self._is_probing = False
+        """Asks all members for their steps, to find what an earlier lighthouse has confirmed."""
+        self._waits_for = ""
+        self._reported_at = -math.inf
+        self._handlers: dict[type, Callable[[str, Any, float], list[ReplicaMessage]]] = {
+            ReplicaStatus: self._on_status,
+            QuorumRequest: self._on_request,
+            CancelRequest: self._on_cancel,
+            QuorumAborted: self._on_abort_report,
+            SwitchVote: self._on_switch_vote,
+            LeaveNotice: self._on_leave_notice,
+            WorkersLost: self._on_workers_lost,
+            Shutdown: self._on_shutdown,
+        }
+
+    # ---- events --------------------------------------------------------------------------
+
+    def on_connect(self, replica: str, now: float) -> list[ReplicaMessage]:
+        """Handle the (new) connection of a group; its status and its request follow."""
+        self._registry.mark_started(now)
+        self._registry.add_connection(replica)
+        return []
+
+    def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
+        """Handle a message of a connected group; ignore those that are not for a lighthouse."""
+        handler = self._handlers.get(type(message))
+        if handler is None or replica not in self._registry.connected:
+            return []
+        return [*handler(replica, message, now), *self._advance(now)]
+
+    def on_disconnect(self, replica: str, reason: str, now: float) -> list[ReplicaMessage]:
+        """Handle the loss of a group, also of one that is known to be dead and never connected."""
+        was_member = self._registry.is_member(replica)
+        self._registry.remove_connection(replica)
+        aborted = self._abort_quorum(f"{replica}: {reason}") if was_member else []
+        return [*aborted, *self._advance(now)]
+
+    def on_tick(self, now: float) -> list[ReplicaMessage]:
+        """Handle time-outs; to be called every 20 to 100 ms. Nothing else depends on it."""
+        self._registry.mark_started(now)
+        sends = [*self._abort_if_missing(now), *self._abort_after_shutdown(now)]
+        sends += [*self._complete_adoption(now), *self._expire_switch(now)]
+        return [*sends, *self._advance(now), *self._report_waiting(now)]
+
+    # ---- messages of groups --------------------------------------------------------------
+
+    def _on_status(self, replica: str, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        if status.quorum_id == NO_QUORUM:
+            return []
+        sends = self._adopt(status, now)
+        active = self._quorum
+        if status.quorum_id != active.quorum_id:
+            reason = f"quorum {active.quorum_id} has been formed without {replica}"
+            return [*sends, ReplicaMessage(replica, QuorumAborted(status.quorum_id, reason))]
+        self._registry.add_reconnected(replica, status.replica_rank)
+        if active.is_active and status.is_aborted:
+            return [*sends, *self._abort_quorum(f"{replica} reconnected without it", replica)]
+        if active.is_active:
+            return [*sends, *self._resume_member(replica, now)]
+        if not status.is_aborted:
+            aborted = QuorumAborted(status.quorum_id, active.end_reason or "")
+            sends.append(ReplicaMessage(replica, aborted))
+        return sends
+
+    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
+        registry, active = self._registry, self._registry.quorum
+        self._next_id = max(self._next_id, request.quorum_id + 1)
+        if active is None or not active.is_active or not registry.is_member(replica):
+            registry.add_request(replica, request, now)
+            return []
+        if request == self._answered.get(replica):  # repeated before the result had arrived
+            return [ReplicaMessage(replica, self._results[replica])]
+        registry.add_request(replica, request, now)
+        return self._on_member_request(replica, request, active, now)
+
+    def _on_member_request(
+        self, replica: str, request: QuorumRequest, active: ActiveQuorum, now: float
+    ) -> list[ReplicaMessage]:
+        """Handle the request of a member of the active quorum for the next one."""
+        switch = self._switch
+        is_confirmed = switch.state is AgreementState.CONFIRMED
+        if is_confirmed and request.quorum_step == switch.step:
+            return []
+        if not active.is_adopted or request.commit_failures or is_confirmed:
+            return self._abort_quorum(f"{replica} requests another, after a step that failed")
+        return self._follow_request(now) if self._is_complete else []
+
+    def _follow_request(self, now: float) -> list[ReplicaMessage]:
+        """Switch where members request: an earlier lighthouse must have confirmed that step."""
+        active, switch = self._quorum, self._switch
+        requests = self._registry.requests
+        steps = {q.quorum_step for r, q in requests.items() if r in active.members}
+        if len(steps) > 1 or (switch.is_fixed and switch.step not in steps):
+            return self._abort_quorum(f"members request at different steps: {sorted(steps)}")
+        if switch.is_fixed:
+            return self._send_switch(switch.retain(active.not_requesting, now), now)
+        return self._send_switch(switch.begin_at(steps.pop(), active.not_requesting, now), now)
+
+    def _on_cancel(self, replica: str, _: CancelRequest, now: float) -> list[ReplicaMessage]:
+        self._registry.remove_request(replica)
+        return []
+
+    def _on_abort_report(
+        self, replica: str, aborted: QuorumAborted, now: float
+    ) -> list[ReplicaMessage]:
+        active = self._registry.quorum
+        if active is None or aborted.quorum_id != active.quorum_id:
+            return []
+        if not self._registry.is_member(replica):
+            return []
+        return self._abort_quorum(f"{replica}: {aborted.reason}", replica)
+
+    def _on_switch_vote(self, replica: str, vote: SwitchVote, now: float) -> list[ReplicaMessage]:
+        active, switch = self._registry.quorum, self._switch
+        if active is None or not active.is_active or vote.quorum_id != active.quorum_id:
+            return []
+        if replica not in active.not_requesting:
+            return []  # it requests already, and the proposal reached it after that
+        is_answer = switch.state is AgreementState.ASKING and vote.number == switch.number
+        if is_answer and switch.is_fixed and not vote.ok:
+            return self._abort_quorum(
+                f"some members request at step {switch.step}, {replica} is past it"
+            )
+        step_vote = StepVote(vote.number, vote.ok, vote.quorum_step, vote.rate)
+        return self._send_switch(switch.vote(replica, step_vote, now), now)
+
+    def _on_leave_notice(
+        self, replica: str, notice: LeaveNotice, now: float
+    ) -> list[ReplicaMessage]:
+        if replica not in self._registry.leave_deadlines:
+            self._switch.hurry()
+        self._registry.leave_deadlines[replica] = now + notice.left_s
+        return []
+
+    def _on_workers_lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
+        was_member = self._registry.is_member(replica)
+        sends = self._abort_quorum(f"{replica}: {lost.reason}") if was_member else []
+        self._registry.drop_replica(replica)
+        return sends
+
+    def _on_shutdown(self, replica: str, _: Shutdown, now: float) -> list[ReplicaMessage]:
+        active = self._registry.quorum
+        was_member = self._registry.is_member(replica)
+        self._registry.drop_replica(replica)
+        if active is None or not was_member or not active.is_active:
+            return []
+        if not active.members and not active.num_unconnected:
+            active.end_reason = "all its members are done"
+            return []
+        active.first_shutdown = active.first_shutdown or (replica, now)
+        return self._send_switch(self._switch.retain(active.not_requesting, now), now)
+
+    # ---- the life of a quorum ------------------------------------------------------------
+
+    @property
+    def _quorum(self) -> ActiveQuorum:
+        assert self._registry.quorum is not None
+        return self._registry.quorum
+
+    def _advance(self, now: float) -> list[ReplicaMessage]:
+        """Make all progress that needs no further event."""
+        active = self._registry.quorum
+        if active is not None and active.is_active:
+            if self._switch.state is not AgreementState.CONFIRMED:
+                return self._consider_switch(active, now)
+            if active.not_requesting and not self._is_live_timeout_over(now):
+                return []
+            return [*self._carry_out_switch(active, now), *self._form_quorum(now)]
+        return [*self._grant_leaves(now), *self._form_quorum(now)]
+
+    def _abort_quorum(self, reason: str, reporter: str = "") -> list[ReplicaMessage]:
+        """End the active quorum and notify all members but the reporter, once.
+
+        Members that already request the next one are notified too: the result that brought them
+        into this one may still have been under way when they requested.
+        """
+        active = self._registry.quorum
+        if active is None or not active.is_active:
+            return []
+        active.end_reason = reason
+        aborted = QuorumAborted(active.quorum_id, reason)
+        return [ReplicaMessage(r, aborted) for r in active.members if r != reporter]
+
+    def _form_quorum(self, now: float) -> list[ReplicaMessage]:
+        members = self._registry.next_members(now)
+        if isinstance(members, str):
+            self._waits_for = members
+            return []
+        self._answered = {m: self._registry.requests[m] for m in members}
+        self._results = self._assign_results(self._next_id, members, self._answered)
+        self._registry.set_quorum(self._next_id, members, now)
+        self._switch = StepAgreement(_AHEAD_S, self._switch.number)
+        if self._registry.requests:  # excluded by shrink_only: do not switch again at once
+            self._switch.pause(LONGEST_PAUSE_S, now)
+        self._leaving = frozenset()
+        self._is_complete, self._is_probing = True, False
+        self._next_id += 1
+        return [ReplicaMessage(m, results) for m, results in self._results.items()]
+
+    def _is_live_timeout_over(self, now: float) -> bool:
+        return self._quorum.is_live_timeout_over(now, self._registry.rules.live_timeout_s)
+
+    # ---- switches ------------------------------------------------------------------------
+
+    def _consider_switch(self, active: ActiveQuorum, now: float) -> list[ReplicaMessage]:
+        """Start a switch if a group joins or leaves, and withdraw it if none does any more."""
+        registry, switch = self._registry, self._switch
+        if switch.is_fixed:
+            return []
+        sends = self._grant_leaves(now)
+        self._waits_for = f"the next switch of quorum {active.quorum_id}"
+        if not self._is_complete:
+            return sends
+        self._is_probing = (
+            self._is_probing and switch.state is AgreementState.ASKING and not switch.step
+        )
+        is_needed = (
+            self._is_probing
+            or registry.has_newcomers
+            or not registry.leave_deadlines.keys().isdisjoint(active.members)
+        )
+        if not is_needed:
+            return [*sends, *self._send_switch(switch.withdraw(now), now)]
+        if switch.state is AgreementState.IDLE:
+            return [*sends, *self._send_switch(switch.begin(active.members, now), now)]
+        return sends
+
+    def _send_switch(
+        self, step: Proposal | Confirmation | None, now: float
+    ) -> list[ReplicaMessage]:
+        """Send a step of the agreement to the members that do not request yet."""
+        if step is None:
+            return []
+        active, message = self._quorum, self._switch_message(step)
+        receivers = [r for r in active.members if r in active.not_requesting]
+        by_replica = dict.fromkeys(receivers, message)
+        if isinstance(message, ConfirmSwitch):
+            self._leaving, last = leaving_at_switch(self._registry, now)
+            leave = replace(message, leaves=True, last=last)
+            by_replica |= dict.fromkeys((r for r in receivers if r in self._leaving), leave)
+        return [ReplicaMessage(r, m) for r, m in by_replica.items()]
+
+    def _switch_message(self, step: Proposal | Confirmation) -> ProposeSwitch | ConfirmSwitch:
+        quorum_id = self._quorum.quorum_id
+        if isinstance(step, Confirmation):
+            return ConfirmSwitch(quorum_id, step.number)
+        return ProposeSwitch(quorum_id, step.number, step.step)
+
+    def _carry_out_switch(self, active: ActiveQuorum, now: float) -> list[ReplicaMessage]:
+        """End the quorum at its switch, where all members request the next one; some leave."""
+        active.end_reason = "its members request the next one"
+        dropped = QuorumAborted(active.quorum_id, "did not request the next one in time")
+        sends = [ReplicaMessage(r, dropped) for r in active.not_requesting]
+        requests = self._registry.requests
+        leaving = [r for r in active.members if r in self._leaving and r in requests]
+        if self._is_state_unsaved(leaving):
+            return [*sends, *self._grant_leaves(now)]
+        for replica in leaving:
+            sends.append(ReplicaMessage(replica, LeaveGranted()))
+            self._registry.drop_replica(replica)
+        return sends
+
+    def _is_state_unsaved(self, leaving: list[str]) -> bool:
+        return is_state_unsaved(self._registry, leaving)
+
+    def _grant_leaves(self, now: float) -> list[ReplicaMessage]:
+        """Let groups leave that are under notice, request, and are in no active quorum."""
+        sends = []
+        for replica, must_save in [*leaving_now(self._registry, now)]:
+            if must_save:  # it requests again once it has saved, and is waited for
+                self._registry.remove_request(replica)
+                sends.append(ReplicaMessage(replica, CheckpointBeforeLeave()))
+            else:
+                self._registry.drop_replica(replica)
+                sends.append(ReplicaMessage(replica, LeaveGranted()))
+        return sends
+
+    # ---- the quorum of an earlier lighthouse ---------------------------------------------
+
+    def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        """Continue the newest quorum that an earlier lighthouse has formed."""
+        active = self._registry.quorum
+        self._next_id = max(self._next_id, status.quorum_id + 1)
+        is_own = active is not None and not active.is_adopted
+        if is_own or (active is not None and status.quorum_id <= active.quorum_id):
+            return []
+        sends = self._abort_quorum(f"quorum {status.quorum_id} has been formed since")
+        adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
+        self._registry.quorum = adopted
+        self._switch = StepAgreement(_AHEAD_S, self._switch.number)
+        self._is_complete = False
+        self._answered = {}
+        return sends
+
+    def _resume_member(self, replica: str, now: float) -> list[ReplicaMessage]:
+        """Repeat what a member may have missed that has reconnected."""
+        if not self._is_complete:
+            return []
+        if self._switch.state is AgreementState.CONFIRMED:
+            confirm = ConfirmSwitch(self._quorum.quorum_id, self._switch.number)
+            leaves = replica in self._leaving
+            last = leaves and len(self._leaving) == len(self._quorum.members)
+            return [ReplicaMessage(replica, replace(confirm, leaves=leaves, last=last))]
+        if self._switch.is_fixed:
+            return [ReplicaMessage(replica, self._switch_message(self._switch.proposal))]
+        none = ProposeSwitch(self._quorum.quorum_id, 0, 0)
+        withdrawn = self._send_switch(self._switch.withdraw(now), now)
+        return withdrawn or [ReplicaMessage(replica, none)]
+
+    def _complete_adoption(self, now: float) -> list[ReplicaMessage]:
+        """Once all members have connected, ask for their steps, or follow a request.
+
+        A proposal of the earlier lighthouse is void once all have answered, or had the time to.
+        """
+        active = self._registry.quorum
+        if self._is_complete or (active is not None and active.num_unconnected):
+            return []
+        self._is_complete = True
+        if active is None or not active.is_active:
+            return []
+        if len(active.not_requesting) < len(active.members):
+            return self._follow_request(now)
+        self._is_probing = True
+        return self._send_switch(self._switch.begin(active.members, now), now)
+
+    # ---- time-outs -----------------------------------------------------------------------
+
+    def _abort_if_missing(self, now: float) -> list[ReplicaMessage]:
+        """Abort the quorum if a member has not connected to this lighthouse, and will not."""
+        registry, active = self._registry, self._registry.quorum
+        if active is None or not active.num_unconnected:
+            return []
+        if registry.is_reconnect_timeout_over(now):
+            num, active.num_unconnected = active.num_unconnected, 0
+            return self._abort_quorum(f"{num} members have not reconnected to the lighthouse")
+        if not registry.num_unconnected and now - active.formed_at >= _LOST_AFTER_S:
+            lost = list_some(sorted(registry.lost))
+            return self._abort_quorum(f"{lost}: lost with the lighthouse")
+        return []
+
+    def _abort_after_shutdown(self, now: float) -> list[ReplicaMessage]:
+        """Abort the quorum some time after the first member was done."""
+        active = self._registry.quorum
+        if active is None or active.first_shutdown is None:
+            return []
+        replica, since = active.first_shutdown
+        return self._abort_quorum(f"{replica} is done") if now - since >= _LAST_BYTES_S else []
+
+    def _expire_switch(self, now: float) -> list[ReplicaMessage]:
+        """Withdraw a proposal that a member does not answer in time."""
+        switch, active = self._switch, self._registry.quorum
+        if active is None or not active.is_active or not switch.is_late(now):
+            return []
+        awaited = list_some(sorted(switch.awaited))
+        if switch.is_fixed:
+            return self._abort_quorum(f"no answer from {awaited}")
+        self._waits_for = f"an answer from {awaited}"
+        return self._send_switch(switch.withdraw(now), now)
+
+    def _report_waiting(self, now: float) -> list[ReplicaMessage]:
+        """Tell waiting groups what the quorum waits for; not often, since they may be many."""
+        registry = self._registry
+        if not registry.requests or now - registry.first_request_at < _FIRST_REPORT_S:
+            return []
+        if now - self._reported_at < _REPORT_EVERY_S:
+            return []
+        self._reported_at = now
+        misfits = registry.misfit_reasons()
+        return [
+            ReplicaMessage(r, QuorumWaiting(misfits.get(r, self._waits_for)))
+            for r in registry.requests
+        ]
+
+
+# ---- leaving: which groups leave when, and whether the newest state leaves with them
+
+
+def leaving_at_switch(registry: ReplicaRegistry, now: float) -> tuple[frozenset[str], bool]:
+    """Return which members leave at a switch that is confirmed now, and whether all do.
+
+    If all are to leave and a newcomer waits, none does: the newcomer joins first.
+    """
+    assert registry.quorum is not None
+    members, deadlines = registry.quorum.members, registry.leave_deadlines
+    leaving = frozenset(r for r in members if r in deadlines)
+    is_last = len(leaving) == len(members)
+    has_newcomers = any(r not in members for r in registry.requests)
+    if is_last and has_newcomers and all(_has_time(registry, r, now) for r in leaving):
         return frozenset(), False
-    return leaves, is_last
+    return leaving, is_last
 
 
-def is_unsaved(roll: ReplicaRegistry, leaving: Collection[str]) -> bool:
-    """Whether the newest state would leave with members that were not told that they are the last.
+def is_state_unsaved(registry: ReplicaRegistry, leaving: Collection[str]) -> bool:
+    """Return whether the newest state would leave with members that do not know they are the last.
 
-    They came to the switch of a keeper before this one, and all others have left since.
+    They came to the switch of an earlier lighthouse, and all others have left since.
     """
-    asks = roll.asks
-    kept = [a for r, a in asks.items() if a.is_saved or r not in leaving]
-    newest = max((asks[r] for r in leaving), key=lambda a: a.step, default=None)
+    requests = registry.requests
+    kept = [q for r, q in requests.items() if q.is_saved or r not in leaving]
+    newest = max((requests[r] for r in leaving), key=lambda q: q.step, default=None)
     return newest is not None and _is_worth_saving(newest, kept)
 
 
-def outside(roll: ReplicaRegistry, now: float) -> Iterator[tuple[str, bool]]:
-    """Yield who of those that ask is let go, in no quorum that stands, and if it has to save."""
-    if not roll.notices:
+def leaving_now(registry: ReplicaRegistry, now: float) -> Iterator[tuple[str, bool]]:
+    """Yield the groups that leave outside of an active quorum, and whether each has to save."""
+    deadlines = registry.leave_deadlines
+    if not deadlines:
         return
-    standing = roll.standing
-    stands = standing is not None and standing.stands
-    leaving = [r for r in roll.asks if r in roll.notices and not (stands and roll.is_member(r))]
+    active = registry.quorum
+    is_active = active is not None and active.is_active
+    leaving = [
+        r for r in registry.requests if r in deadlines and not (is_active and registry.is_member(r))
+    ]
     if not leaving:
         return
-    silent = standing.silent if standing is not None else {}
-    stays_silent = any(r not in roll.notices for r in silent)
-    stayers = [a for r, a in roll.asks.items() if r not in roll.notices]
-    newest = max(leaving, key=lambda r: roll.asks[r].step)
-    saved = [a for a in roll.asks.values() if a.is_saved]
-    must_save = not stays_silent and _is_worth_saving(roll.asks[newest], saved)
+    silent = active.not_requesting if active is not None else {}
+    stays_silent = any(r not in deadlines for r in silent)
+    staying = [q for r, q in registry.requests.items() if r not in deadlines]
+    newest = max(leaving, key=lambda r: registry.requests[r].step)
+    saved = [q for q in registry.requests.values() if q.is_saved]
+    must_save = not stays_silent and _is_worth_saving(registry.requests[newest], saved)
     for replica in leaving:
-        ask = roll.asks[replica]
-        if stands or _is_held(ask, stayers):
+        request = registry.requests[replica]
+        if is_active or _is_held(request, staying):
             yield replica, False
-        elif not _has_time(roll, replica, now) or not (silent or roll.num_missing or stayers):
+        elif not _has_time(registry, replica, now) or not (
+            silent or registry.num_unconnected or staying
+        ):
             yield replica, replica == newest and must_save
 
 
-def _is_worth_saving(ask: QuorumRequest, kept: list[QuorumRequest]) -> bool:
-    return ask.step > 0 and not _is_held(ask, kept)
+def _is_worth_saving(request: QuorumRequest, kept: list[QuorumRequest]) -> bool:
+    return request.step > 0 and not _is_held(request, kept)
 
 
-def _is_held(ask: QuorumRequest, by: list[QuorumRequest]) -> bool:
-    same = (ask.step, ask.lineage)
-    return any(a.step > ask.step or (a.step, a.lineage) == same for a in by)
+def _is_held(request: QuorumRequest, by: list[QuorumRequest]) -> bool:
+    """Return whether others have this state, or a newer one."""
+    same = (request.step, request.state_version)
+    return any(q.step > request.step or (q.step, q.state_version) == same for q in by)
 
 
-def _has_time(roll: ReplicaRegistry, replica: str, now: float) -> bool:
-    return roll.notices[replica] - now >= ENOUGH_TO_HEAL_S
+def _has_time(registry: ReplicaRegistry, replica: str, now: float) -> bool:
+    return registry.leave_deadlines[replica] - now >= ENOUGH_TO_HEAL_S

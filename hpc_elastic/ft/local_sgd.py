@@ -1,9 +1,9 @@
-"""Training that talks seldom: replicas train by themselves and meet every so many steps.
+"""LocalSGD and DiLoCo: replicas train by themselves and synchronise every ``sync_every`` steps.
 
-`LocalSGD` averages the parameters themselves. `DiLoCo` averages how far they have moved (the
-pseudo-gradient) and gives that to a second, outer optimizer, a fragment of the model at a time if
-one likes. Both are context managers around an ordinary training loop: hooks on the optimizer count
-its steps, so the loop does not change, and its optimizer is not wrapped.
+`LocalSGD` averages the parameters. `DiLoCo` averages their movement (the pseudo-gradient) and
+passes it to a second, outer optimizer, optionally one fragment of the model at a time. Both are
+context managers around an ordinary training loop: hooks on the optimizer count its steps, so the
+loop does not change, and its optimizer is not wrapped.
 
     with DiLoCo(manager, [model], inner, outer, sync_every=100):
         for x, y in loader:
@@ -11,10 +11,10 @@ its steps, so the loop does not change, and its optimizer is not wrapped.
             loss_of(model(x), y).backward()
             inner.step()                         # each 100th: quorum, average, commit
 
-A synchronisation is what a step is elsewhere: it needs a quorum, `Manager.current_step` counts it,
-and if a replica is lost in it, it fails as a whole and comes again `sync_every` steps later. What
-the other replicas see of a replica's own steps is the outcome only, so a failed synchronisation
-leaves the parameters of `LocalSGD` as they are, and sets those of `DiLoCo` back to the last one.
+A synchronisation is a step of the Manager: it needs a quorum, `Manager.current_step` counts it, and
+if a replica is lost in it, it fails as a whole and is repeated `sync_every` steps later. Other
+replicas see only the outcome of a replica's own steps, so a failed synchronisation leaves the
+parameters of `LocalSGD` as they are, and resets those of `DiLoCo` to the last one.
 
 The user's state (`Manager(load_state_dict, state_dict)`) is the model and the inner optimizer;
 `DiLoCo` adds its own. The time between two synchronisations has to be shorter than the manager's
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
 _MIB = 1024 * 1024
 _BUCKET_MB = 1024
-"""MiB of a bucket where none is given."""
+"""Default size of a bucket in MiB."""
 
 
-class _AfterEachStep:
-    """Has itself called after each step of an optimizer, while the context is open.
+class _StepHooks:
+    """Hooks around each step of an optimizer, while the context is open.
 
-    While the optimizer is at work nobody reads the state that heals a replica.
+    No peer reads the state for healing while the optimizer changes it.
     """
 
     def __init__(self, manager: Manager, optimizer: optim.Optimizer) -> None:
         self._manager = manager
         self._local_optimizer = optimizer
-        manager.heal_from_one_source()  # between two averages no two replicas are alike
+        manager.heal_from_one_source()  # between two averages all replicas differ
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -80,24 +80,24 @@ class _AfterEachStep:
 
     def _step_post_hook(self, *_: Any) -> None:
         self._manager.allow_state_dict_read()
-        self._stepped()
+        self._on_step()
 
-    def _stepped(self) -> None:
+    def _on_step(self) -> None:
         raise NotImplementedError
 
 
-class LocalSGD(_AfterEachStep):
-    """Averages the parameters over the replicas every so many steps of the optimizer.
+class LocalSGD(_StepHooks):
+    """Averages the parameters over the replicas every ``sync_every`` steps of the optimizer.
 
     S. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv:1805.09767).
 
     Only parameters are averaged: buffers, and the optimizer's state, stay each replica's own.
 
     Args:
-        manager: Its state has to hold the model and the optimizer. With async quorum the first
-            average of a replica that heals is not its own: it takes over that of the others.
+        manager: Its state has to hold the model and the optimizer. With async quorum a replica
+            that heals does not contribute to its first average: it takes over the others'.
         model: Its parameters may be DTensors.
-        optimizer: The one that the loop steps.
+        optimizer: The loop's optimizer.
         sync_every: Steps from one average to the next, at least 1.
 
     Raises:
@@ -114,15 +114,15 @@ class LocalSGD(_AfterEachStep):
         self._local_step = 0
         self._sync_every = sync_every
 
-    def _stepped(self) -> None:
+    def _on_step(self) -> None:
         self._local_step += 1
         if self._local_step >= self._sync_every:
             self.sync()
 
     def sync(self) -> None:
-        """Average now; the count of steps begins anew.
+        """Average now, and restart the count of steps.
 
-        Where it is not committed, the replica goes on from its own parameters.
+        If that is not committed, the replica goes on from its own parameters.
         """
         self._manager.start_quorum()
         self._local_step = 0
@@ -134,34 +134,35 @@ class LocalSGD(_AfterEachStep):
                 parameter.copy_(mean)
 
 
-class DiLoCo(_AfterEachStep):
-    """Lets an outer optimizer step by how far the replicas have moved, every so many steps.
+class DiLoCo(_StepHooks):
+    """Steps an outer optimizer by the mean movement of the replicas, every ``sync_every`` steps.
 
     A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
-    (arXiv:2311.08105); with several fragments, each in its turn, and its exchange going on behind
-    the inner steps: A. Douillard et al., "Streaming DiLoCo with overlapping communication"
+    (arXiv:2311.08105); with several fragments in turn, whose exchange overlaps with the inner
+    steps: A. Douillard et al., "Streaming DiLoCo with overlapping communication"
     (arXiv:2501.18512).
 
     Args:
-        manager: Made with ``use_async_quorum=False``: a replica heals before it computes how far it
-            has moved. Its state has to hold the model and the inner optimizer.
+        manager: Made with ``use_async_quorum=False``: a replica heals before it computes its
+            movement. Its state has to hold the model and the inner optimizer.
         model_fragments: Parts of the model, the same on all replicas; together all of it.
-        inner_optimizer: The one that the loop steps.
+        inner_optimizer: The loop's optimizer.
         outer_optimizer: One for all fragments, or a list with one for each. SGD with Nesterov
             momentum in the papers.
-        sync_every: Inner steps in which each fragment is synchronised once; a multiple of the
-            number of fragments.
-        backup_device: Where the global parameters are kept; None: in host memory.
-        pin_memory: Pin them there, if there is an accelerator.
+        sync_every: Number of inner steps in which each fragment is synchronised once; a multiple
+            of the number of fragments.
+        backup_device: Device of the global parameters; None: host memory.
+        pin_memory: Pin them in host memory, if there is an accelerator.
         use_bucketization: Pack pseudo-gradients into buckets. $TORCHFT_USE_BUCKETIZATION=True also.
         bucket_cap_mb: MiB of a bucket, above 0; None: 1024.
         should_quantize: As in `Manager.allreduce`.
-        fragment_sync_delay: Inner steps that a fragment's exchange may take before it is waited
-            for, from 0; fewer than there are between two fragments.
-        fragment_update_alpha: Share of the local parameters in those that are gone on from, 0 to 1.
+        fragment_sync_delay: Number of inner steps from the start of a fragment's exchange to its
+            end, from 0; fewer than between two fragments.
+        fragment_update_alpha: Weight of the local parameters in the mix that the training
+            continues from, 0 to 1.
 
     Raises:
-        ConfigError: an argument is out of range, or does not go with another.
+        ConfigError: An argument is out of range, or excludes another.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class DiLoCo(_AfterEachStep):
             should_quantize,
             fragment_update_alpha,
         )
-        outer = _one_each(outer_optimizer, len(model_fragments))
+        outer = _one_per_fragment(outer_optimizer, len(model_fragments))
         self._fragments = [
             Fragment(manager, i, module, outer[i], options)
             for i, module in enumerate(model_fragments)
@@ -200,7 +201,7 @@ class DiLoCo(_AfterEachStep):
         self._sync_every = sync_every // len(model_fragments)
         self._fragment_sync_delay = fragment_sync_delay
 
-    def _stepped(self) -> None:
+    def _on_step(self) -> None:
         self._local_step += 1
         if self._local_step == self._sync_every - self._fragment_sync_delay:
             self._manager.start_quorum()
@@ -210,9 +211,9 @@ class DiLoCo(_AfterEachStep):
             self._next_fragment().perform_sync()
 
     def _next_fragment(self) -> Fragment:
-        """Return the fragment whose turn it is, which all replicas have to agree on.
+        """Return the next fragment, the same on all replicas.
 
-        So it depends on the committed steps alone: a fragment that failed comes again.
+        It depends on the committed steps alone, so a fragment that failed is repeated.
         """
         return self._fragments[self._manager.current_step() % len(self._fragments)]
 
@@ -220,10 +221,10 @@ class DiLoCo(_AfterEachStep):
 def _check_schedule(
     manager: Manager, num_fragments: int, sync_every: int, fragment_sync_delay: int
 ) -> None:
-    """Accept a schedule in which one fragment is under way at a time.
+    """Check that one fragment at a time is under way.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: An argument excludes that.
     """
     if manager._use_async_quorum:
         remedy = "make the Manager with use_async_quorum=False: DiLoCo heals before it averages"
@@ -238,7 +239,7 @@ def _check_schedule(
         raise ConfigError("fragment_sync_delay", fragment_sync_delay, remedy)
 
 
-def _one_each(
+def _one_per_fragment(
     outer_optimizer: optim.Optimizer | list[optim.Optimizer], num_fragments: int
 ) -> Sequence[optim.Optimizer]:
     if not isinstance(outer_optimizer, list):
@@ -249,14 +250,7 @@ def _one_each(
     return outer_optimizer
 
 
-# ---- A fragment of a model under DiLoCo: what `local_sgd.DiLoCo` synchronises at one time
-# Beside the parameters that the replica trains (the local ones) a fragment keeps those that all
-# replicas agreed on last (the global ones). Their difference is the pseudo-gradient. A
-# synchronisation takes its mean over the replicas and lets the outer optimizer step from the
-# global parameters with it; where that is not committed, the replica goes on from the global
-# parameters.
-#
-# The global parameters and the outer optimizer are a part of the state that heals a replica.
+# ---- fragments of a model under DiLoCo
 
 
 Tensors = dict[str, torch.Tensor]
@@ -264,7 +258,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How the fragments of a model are synchronised; see `local_sgd.DiLoCo`."""
+    """Options of the synchronisation of fragments; see `DiLoCo`."""
 
     backup_device: torch.device | None
     pin_memory: bool
@@ -274,11 +268,17 @@ class SyncOptions:
 
 
 class Fragment:
-    """A part of a model with its global parameters and its outer optimizer.
+    """A part of a model that `DiLoCo` synchronises at one time.
+
+    Beside the parameters that the replica trains (the local ones) it keeps those that all replicas
+    agreed on last (the global ones). Their difference is the pseudo-gradient. A synchronisation
+    takes its mean over the replicas, and the outer optimizer steps the global parameters with it;
+    if that is not committed, the replica goes on from the global parameters. They and the outer
+    optimizer are a part of the state with which a replica heals.
 
     Args:
         manager: Its state gets this fragment's, under a key with the fragment's number.
-        number: The fragment's place in the model's list, the same on all replicas.
+        number: The fragment's index in the model's list, the same on all replicas.
         module: The part of the model.
         outer_optimizer: Of this part, or of all.
         options: Those of all fragments.
@@ -305,7 +305,7 @@ class Fragment:
 
     @torch.no_grad()
     def prepare_sync(self) -> None:
-        """Begin to average the pseudo-gradients; to be called behind `Manager.start_quorum`."""
+        """Start to average the pseudo-gradients; to be called after `Manager.start_quorum`."""
         self._gradients = {
             name: self.original_parameters[name].to(p.device) - p
             for name, p in self._local().items()
@@ -322,18 +322,18 @@ class Fragment:
         """Step the global parameters by the mean, if it is committed, and go on from them.
 
         Returns:
-            Whether it was committed. If not, what was trained locally since then is discarded.
+            Whether it was committed. If not, the local training since the last one is discarded.
 
         Raises:
             RuntimeError: `prepare_sync` has not been called for this synchronisation.
         """
         if self._averaging is None:
-            raise RuntimeError("nothing to wait for: call prepare_sync() first")
+            raise RuntimeError("no synchronisation is under way: call prepare_sync() first")
         self._averaging.wait()
         self._averaging = None
         mixes = self._options.update_alpha > 0
         trained = {name: p.clone() for name, p in self._local().items()} if mixes else {}
-        self._go_back()
+        self._reset_to_global()
         committed = self._manager.should_commit()
         if committed:
             self._step_global()
@@ -343,23 +343,23 @@ class Fragment:
         return committed
 
     def _step_global(self) -> None:
-        self._outer_optimizer.zero_grad()  # it may be that of other fragments, too
+        self._outer_optimizer.zero_grad()  # other fragments may have the same one
         for name, parameter in self._module.named_parameters():
             parameter.grad = like(self._gradients[name], parameter)
         self._outer_optimizer.step()
-        self._keep()
+        self._save_global()
 
     def _mix_in(self, trained: Tensors) -> None:
-        """Keep a share of what was trained locally."""
+        """Mix the locally trained parameters in."""
         for name, parameter in self._local().items():
             if name in trained:
                 parameter.lerp_(trained[name], self._options.update_alpha)
 
-    def _keep(self) -> None:
+    def _save_global(self) -> None:
         for name, parameter in self._local().items():
             self.original_parameters[name].copy_(parameter)
 
-    def _go_back(self) -> None:
+    def _reset_to_global(self) -> None:
         for name, parameter in self._local().items():
             parameter.copy_(self.original_parameters[name])
 
@@ -386,20 +386,21 @@ class Fragment:
         self._outer_optimizer.load_state_dict(state["outer_optimizer"])
 
 
-# ---- Means of tensors over the replicas, under way while something else is done
-# Used by `local_sgd`. Tensors are sent one by one, or packed into buckets, which is faster where
-# there are many small ones. Errors are the manager's: it records them, and does not commit.
+# ---- means of tensors over the replicas
 
 
 class Averaging:
-    """The mean of each tensor over the replicas; begins at once.
+    """The mean of each tensor over the replicas; starts at once, beside other work.
+
+    Errors go to the manager, which does not commit then.
 
     Args:
-        manager: Asked for the mean; its quorum has to be started.
-        tensors: Floating-point; they hold the means once `wait` has returned, and garbage if the
-            manager does not commit. Not to be touched before.
-        bucket_bytes: Tensors of one type and device are packed into buckets of at most so many
-            bytes, a larger one by itself; None sends each by itself.
+        manager: Its quorum has to be started.
+        tensors: Floating-point; they hold the means once `wait` has returned, and are undefined if
+            the manager does not commit. Not to be used before.
+        bucket_bytes: Tensors of one type and device are packed into buckets of at most this size, a
+            larger tensor by itself, which is faster for many small tensors; None sends each by
+            itself.
         should_quantize: As in `Manager.allreduce`.
     """
 
@@ -433,13 +434,13 @@ class Averaging:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, sharing its memory; others as they are."""
+    """Return this rank's shard of a DTensor, sharing its memory; another tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return a shard as a DTensor that is laid out like another; for others the shard itself."""
+    """Return a shard as a DTensor with the layout of ``whole``, or itself if that is none."""
     if not isinstance(whole, DTensor):
         return shard
     sharded: torch.Tensor = DTensor.from_local(
@@ -449,7 +450,7 @@ def like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _side_stream() -> torch.Stream | None:
-    """Return a stream beside the training's that sees what the training has done so far."""
+    """Return a stream beside the training's that waits for the training's work so far."""
     if not torch.accelerator.is_available():
         return None
     stream = torch.Stream(device=torch.accelerator.current_accelerator())
@@ -458,7 +459,7 @@ def _side_stream() -> torch.Stream | None:
 
 
 def _packed(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors in buckets; their order is the same on all replicas."""
+    """Yield the tensors in buckets, in the same order on all replicas."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -473,7 +474,7 @@ def _packed(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list
 
 
 def _flattened(bucket: list[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor with the contents of all; of a single one itself."""
+    """Return one tensor with the contents of all; a single tensor itself."""
     return bucket[0] if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
 
 

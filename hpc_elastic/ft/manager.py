@@ -1,4 +1,4 @@
-"""The Manager: a training loop that outlives its peers, and whoever keeps the quorum.
+"""Manager: a training loop that outlives its peers and the coordinator of its quorum.
 
     manager = Manager(pg=ProcessGroupGloo(), load_state_dict=load, state_dict=save,
                       min_replica_size=1)
@@ -6,31 +6,31 @@
     optimizer = Optimizer(manager, optimizer)
 
     while manager.current_step() < steps:
-        optimizer.zero_grad()             # start_quorum: who is there for this step?
-        loss(model(batch)).backward()     # allreduce: the mean over those who contribute
-        optimizer.step()                  # should_commit: did it all go well? else it is skipped
+        optimizer.zero_grad()             # start_quorum: which replicas take part in this step?
+        loss(model(batch)).backward()     # allreduce: the mean over the participants
+        optimizer.step()                  # should_commit: did it all succeed? else it is skipped
 
-Nothing that a peer does raises here: what goes wrong in a step is recorded, all members are told at
-once, and the step is not committed. The next one begins with a new quorum, a new process group in
-the same process, and, for who has missed something, with a state from a peer's memory.
+No failure of a peer raises here. An error in a step is recorded, all members are notified at once,
+and the step is not committed. The next one starts with a new quorum, a new process group in the
+same process, and, for a replica that has missed something, with a state from a peer's memory.
 
 A step in an unchanged quorum costs no message and no thread (`manager_client`); a new quorum is
 entered on a thread beside the forward pass (`quorum_client`). `messages` has the theory,
-`docs/reference/torchft.md` what differs from torchft's Manager, whose names and meanings these are.
+`docs/reference/torchft.md` the differences from torchft, which has the same names and meanings.
 """
 
 from __future__ import annotations
 
-from hpc_elastic.ft import early as early  # before torch
-
-# isort: split
+import concurrent.futures
 import logging
 import os
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from enum import Enum
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,15 +38,12 @@ from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
-from hpc_elastic.ft import quorum_client
 from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
 from hpc_elastic.ft.manager_client import (
     GroupPlace,
     ManagerClient,
-    ServerSettings,
     find_server,
-    group_of,
-    open_store,
+    resolve_place,
 )
 from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.ft.process_group import (
@@ -56,20 +53,16 @@ from hpc_elastic.ft.process_group import (
     ProcessGroup,
     swallow_errors,
 )
+from hpc_elastic.ft.quorum import CommittedProgress
 from hpc_elastic.ft.quorum_client import (
-    NOBODY,
-    BackgroundCall,
-    CommittedProgress,
+    CheckpointBeforeLeaveError,
     EnterRequest,
-    Healed,
+    HealedState,
     LeftQuorumError,
     Limits,
-    Participation,
     QuorumClient,
-    SaveFirstError,
-    StateDictRegistry,
-    WorldSizeMode,
-    share,
+    run_in_background,
+    synchronize_device,
 )
 from hpc_elastic.worker import checkpoint_trigger, reporting
 
@@ -78,249 +71,36 @@ __all__ = ["ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMod
 _MINUTE = timedelta(seconds=60)
 _log = logging.getLogger(__name__)
 
-
-# ---- What a Manager tells of itself, and the user's state that it keeps: the quiet half of it
-
-
-class Told:
-    """The base of `Manager`: questions, and the functions for the state."""
-
-    _group: GroupPlace
-    _limits: Limits
-    _pg: ProcessGroup
-    _link: ManagerClient
-    _membership: QuorumClient
-    _states: StateDictRegistry
-    _transport: CheckpointTransport[dict[str, Any]]
-    _progress: CommittedProgress
-    _pending: Healed | None = None
-    _share: Participation = NOBODY
-    _this: StepState | None = None
-
-    def wait_quorum(self) -> None:
-        """Wait until the quorum is known; see `Manager`."""
-        raise NotImplementedError
-
-    # ---- the step -------------------------------------------------------------------------
-
-    def errored(self) -> ExceptionWithTraceback | None:
-        """Return the first error of this step; None if all is well so far."""
-        return None if self._this is None else self._this.error
-
-    def current_step(self) -> int:
-        """Return the steps committed; where a peer's state has come, that state's."""
-        return self._newest.step
-
-    def batches_committed(self) -> int:
-        """Return the contributions in all steps committed: 2 steps of 5 replicas are 10."""
-        return self._newest.batches_committed
-
-    def participating_rank(self) -> int | None:
-        """Return this group's place among the contributors to this step, the same on all its ranks.
-
-        Waits for the quorum.
-
-        Returns:
-            None: it adds zero to this step, since it heals or is a spare; or no quorum was started.
-        """
-        self._tell()
-        return self._share.rank
-
-    def num_participants(self) -> int:
-        """Return how many groups contribute to this step; 0 before the first `start_quorum`.
-
-        Waits for the quorum.
-        """
-        self._tell()
-        return self._share.size
-
-    def is_participating(self) -> bool:
-        """Tell whether this group contributes to this step, as far as is known now."""
-        return self._share.rank is not None
-
-    def quorum_id(self) -> int:
-        """Return the id of the quorum that was entered last; -1 before the first."""
-        return self._link.quorum_id
-
-    def group_rank(self) -> int:
-        """Return this worker's rank in its replica group."""
-        return self._group.rank
-
-    def group_world_size(self) -> int:
-        """Return the number of workers of its replica group."""
-        return self._group.world_size
-
-    def replica_id(self) -> str:
-        """Return this group's name among its peers."""
-        return self._link.replica_id
-
-    def _tell(self) -> None:
-        if self._this is not None:
-            self.wait_quorum()
-            self._this.is_told = True
-
-    @property
-    def _newest(self) -> CommittedProgress:
-        return self._progress if self._pending is None else self._pending.progress
-
-    # ---- state ----------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint has to hold of the Manager: step and batches_committed."""
-        newest = self._newest
-        return {"step": newest.step, "batches_committed": newest.batches_committed}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from a checkpoint; all groups that load one must load the same.
-
-        Args:
-            state_dict: What `state_dict` returned when the parameters were saved.
-        """
-        self._progress = CommittedProgress.loaded(
-            state_dict["step"], state_dict["batches_committed"]
-        )
-
-    def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
-    ) -> None:
-        """Add a part to the state that a replica heals with.
-
-        Args:
-            key: Its name, the same on all replicas.
-            load_state_dict: Takes the part of a peer; called on the main thread, in
-                `start_quorum` or `should_commit`.
-            state_dict: Gives it; called on another thread, see `disallow_state_dict_read`.
-
-        Raises:
-            ValueError: the key is taken.
-        """
-        self._states.register(key, load_state_dict, state_dict)
-
-    def set_state_dict_fns(
-        self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
-    ) -> None:
-        """Register a state without a key; `register_state_dict_fn` is the better name."""
-        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
-
-    def disallow_state_dict_read(self) -> None:
-        """Keep the state from being read until `allow_state_dict_read`: it is about to change.
-
-        Returns once no peer reads it any more. Between `should_commit` and the next `start_quorum`
-        nobody does, so that it is needed for changes within a step only.
-        """
-        self._states.disallow_reading()
-        self._transport.disallow_checkpoint()
-
-    def allow_state_dict_read(self) -> None:
-        """Let peers read the state again."""
-        self._states.allow_reading()
-
-    def heal_from_one_source(self) -> None:
-        """Take a state from one peer alone; for algorithms whose replicas differ at a step.
-
-        `LocalSGD` and `DiLoCo` call it: between two averages each replica goes its own way, and the
-        pieces of several would make no model. Call it on all groups before the first quorum.
-        """
-        self._membership.one_source = True
-
-    def _manager_state_dict(self) -> dict[str, Any]:
-        """Return the state in the form in which peers send it (torchft's private name)."""
-        return {"user": self._states.collect(), "torchft": asdict(self._progress)}
+T = TypeVar("T")
 
 
-# ---- A step's collectives over the replica groups, whose errors cost the step and nothing else
+class ExceptionWithTraceback(Exception):  # noqa: N818  # torchft's name
+    """An error of a step, with the stack where it was caught.
+
+    Attributes:
+        original_exception: The error.
+        stack_trace: The stack, as text.
+    """
+
+    def __init__(self, e: Exception) -> None:
+        self.original_exception = e
+        self.stack_trace = "".join(traceback.format_exception(e))
+        super().__init__(f"{e}\n{self.stack_trace}")
 
 
-class Reducing(Told):
-    """The part of `Manager` between `start_quorum` and `should_commit`."""
+class WorldSizeMode(Enum):
+    """The number of members that participate if there are more than ``min_replica_size``.
 
-    _entering: BackgroundCall | None = None
+    Attributes:
+        DYNAMIC: All of them.
+        FIXED_WITH_SPARES: ``min_replica_size``; the others are spares that add zero.
+    """
 
-    def _ready(self) -> StepState:
-        """Wait for the quorum, and return the step that is under way; see `Manager`."""
-        raise NotImplementedError
-
-    def allreduce(
-        self,
-        tensor: torch.Tensor,
-        should_quantize: bool = False,
-        reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
-    ) -> Work:
-        """Reduce a tensor over all replica groups, in place.
-
-        The mean is over those who contribute; others add zero. An error is recorded, never raised;
-        after the first one this does nothing any more, and the tensor's content is of no use.
-
-        Args:
-            tensor: The same shape and type on all groups.
-            should_quantize: Accepted, without effect.
-            reduce_op: AVG (floating point only), or another that the process group has.
-
-        Returns:
-            Work whose future holds the tensor; neither holds errors.
-
-        Raises:
-            ValueError: the mean of integers was asked for.
-            RuntimeError, TimeoutError, LeftQuorumError: as `wait_quorum`.
-        """
-        is_mean = reduce_op == ReduceOp.AVG
-        if is_mean and not torch.is_floating_point(tensor):
-            raise ValueError(f"the mean of {tensor.dtype} is not defined: use ReduceOp.SUM")
-        step = self._ready()
-        if step.error is not None:
-            return DummyWork(tensor)
-        if self._share.rank is None:
-            tensor.zero_()
-        try:
-            options = AllreduceOptions()
-            options.reduceOp = cast(ReduceOp, ReduceOp.SUM if is_mean else reduce_op)
-            work = self._pg.allreduce([tensor], options)
-        except Exception as e:
-            self._break(step, e)
-            return DummyWork(tensor)
-        divisor = self._share.size if is_mean else 1
-        managed = ManagedWork(work, tensor, divisor, lambda e: self._break(step, e))
-        step.used_device |= tensor.device.type != "cpu"
-        step.works.append(managed)
-        return managed
-
-    def report_error(self, e: Exception) -> None:
-        """Say that this step's gradient is of no use: it is not committed, here or elsewhere.
-
-        Args:
-            e: Why. All members of the quorum are told at once.
-        """
-        if self._this is not None:
-            self._break(self._this, e)
-
-    def _break(self, step: StepState, error: Exception) -> None:
-        """Record an error of a step, on any thread, and tell the other members."""
-        if step.fail(error):
-            _log.info("step %d failed: %s", self._newest.step, error)
-            if step is self._this and self._entering is None:
-                self._membership.report(self._link.quorum_id, f"a member met an error: {error}")
-
-    def wrap_future(
-        self, fut: Future[T], default: T, timeout: timedelta | None = None
-    ) -> Future[T]:
-        """Return a future that holds a default where the other fails, which is then reported.
-
-        Args:
-            fut: The one to follow.
-            default: Its value after an error, or when it takes too long.
-            timeout: None: the Manager's.
-        """
-        step = self._this
-        seconds = self._limits.timeout_s if timeout is None else timeout.total_seconds()
-
-        def failed(error: Exception) -> None:
-            if step is not None:
-                self._break(step, error)
-
-        return swallow_errors(fut, default, seconds, failed)
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
 
 
-class Manager(Reducing):
+class Manager:
     """Keeps one worker of one replica group in the training (every rank has one)."""
 
     def __init__(
@@ -348,27 +128,27 @@ class Manager(Reducing):
         max_retries: int | None = None,
         quorum_retries: int = 0,
     ) -> None:
-        """Join the replica group's server; the quorum is entered with the first `start_quorum`.
+        """Connect to the group's server; the first `start_quorum` enters a quorum.
 
         Args:
-            pg: The process group over all replica groups; it is configured anew as they change.
-            load_state_dict: Takes a peer's state; with `state_dict` it is the part ``default``.
-            state_dict: Gives the state; may return live tensors.
-            min_replica_size: The fewest groups that a step is made with, at least 1.
+            pg: The process group over all replica groups; it is reconfigured as they change.
+            load_state_dict: Loads a peer's state; with `state_dict` it is the part ``default``.
+            state_dict: Returns the state; may return live tensors.
+            min_replica_size: The fewest groups of a step, at least 1.
             use_async_quorum: Enter a new quorum beside the forward pass, rather than before it.
             timeout: For collectives inside the group, healing and `wrap_future`. The time-out of
                 the collectives between groups is the process group's own.
-            quorum_timeout: For one try at a quorum. Live members are waited for, however long
-                their steps are, so that it should be longer than a step.
+            quorum_timeout: For one attempt at a quorum. Live members are waited for, however long
+                their steps are, so it should be longer than a step.
             connect_timeout: For the connection to the group's server and store.
-            rank: This worker's rank in its group; None: by RANK.
-            world_size: Workers in the group; None: by WORLD_SIZE.
-            world_size_mode: Whether all groups contribute, or `min_replica_size` of them.
-            store_addr: Host of the group's TCPStore, which all groups must reach; None: by
+            rank: This worker's rank in its group; None: RANK.
+            world_size: Number of workers in the group; None: WORLD_SIZE.
+            world_size_mode: Whether all groups participate, or `min_replica_size` of them.
+            store_addr: Host of the group's TCPStore, which all groups must reach; None:
                 MASTER_ADDR.
-            store_port: Its port; None: by MASTER_PORT.
-            lighthouse_addr: ``host:port`` or ``http://host:port`` of a lighthouse; None: by
-                TORCHFT_LIGHTHOUSE. Not needed in a run, where the run's leader keeps the quorum.
+            store_port: Its port; None: MASTER_PORT.
+            lighthouse_addr: ``host:port`` or ``http://host:port`` of a lighthouse; None:
+                TORCHFT_LIGHTHOUSE. Not needed in a run, whose leader is the lighthouse.
             replica_id: The group's name, for logs; it is made unique.
             port: Not used: there is no server in this process.
             hostname: Not used: addresses are found by the interface.
@@ -376,14 +156,14 @@ class Manager(Reducing):
             checkpoint_transport: Moves states; None: an `HTTPTransport`.
             init_sync: Take the parameters of one group at step 0. With False all groups must have
                 initialised them alike.
-            max_retries: So many steps in a row may fail to commit; None: any number.
-            quorum_retries: So often a quorum that was not found in time is asked for again.
+            max_retries: Number of steps in a row that may fail to commit; None: any number.
+            quorum_retries: Number of further attempts at a quorum that did not come in time.
 
         Raises:
-            ConfigError: nobody keeps a quorum, or the group's place is unknown.
-            GroupServerGoneError: the group's server does not answer.
+            ConfigError: There is no lighthouse, or the group's place is unknown.
+            GroupServerGoneError: The group's server does not answer.
 
-        The environment comes first for TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC,
+        The environment takes precedence for TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC,
         TORCHFT_CONNECT_TIMEOUT_SEC and TORCHFT_QUORUM_RETRIES.
         """
         del port, hostname, heartbeat_interval
@@ -396,40 +176,43 @@ class Manager(Reducing):
         )
         self._pg = pg
         self._use_async_quorum = use_async_quorum
-        self._mode = world_size_mode
+        is_fixed = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
+        self._max_participants = min_replica_size if is_fixed else None
         self._max_retries = max_retries
-        self._progress = CommittedProgress.begun(init_sync)
+        self._progress = CommittedProgress.initial(init_sync=init_sync)
+        self._step = StepState(is_over=True, is_started=False)
         self._states = StateDictRegistry(self._limits.timeout_s)
         if load_state_dict is not None and state_dict is not None:
             self._states.register("default", load_state_dict, state_dict)
-        self._group = group_of(rank, world_size, store_addr, store_port)
+        self._place = resolve_place(rank, world_size, store_addr, store_port)
         self._server = find_server(
-            self._group, ServerSettings(lighthouse_addr, replica_id, connect_s)
+            self._place,
+            lighthouse_addr=lighthouse_addr,
+            replica_id=replica_id,
+            connect_timeout_s=connect_s,
         )
         self._transport = checkpoint_transport or HTTPTransport(
             timedelta(seconds=self._limits.timeout_s), state_dict=self._manager_state_dict
         )
-        self._membership = QuorumClient(
-            lambda on_broken: ManagerClient(
-                self._server.path,
-                self._group.rank,
-                self._group.world_size,
-                on_broken=on_broken,
-                timeout_s=connect_s,
-            ),
-            pg, self._transport, self._states, self._limits, self._group,
-        )  # fmt: skip
-        self._link = self._membership.link
-        self._placement: QuorumResult | None = None
-        self._all_are_new = False
-        self._failed = False
-        self._commit_failures = 0
-        self._saving = Saving(
-            self._link, self._group, self._limits.timeout_s, lambda: self._share.rank == 0
+        self._client = ManagerClient(
+            self._server.path,
+            self._place.rank,
+            self._place.world_size,
+            on_abort=lambda quorum_id, reason: self._quorum.on_abort(quorum_id, reason),
+            timeout_s=connect_s,
         )
-        checkpoint_trigger.answer_by(self._saving.decide)
+        self._quorum = QuorumClient(
+            self._client, pg, self._transport, self._states.peer_state, self._limits, self._place
+        )
+        self._policy = CheckpointPolicy(
+            self._client,
+            self._place,
+            self._limits.timeout_s,
+            lambda: self._step.participation.rank == 0,
+        )
+        checkpoint_trigger.answer_by(self._policy.decide)
 
-    # ---- the quorum -----------------------------------------------------------------------
+    # ---- a step: quorum, collectives, commit ----------------------------------------------
 
     def start_quorum(
         self,
@@ -437,34 +220,40 @@ class Manager(Reducing):
         shrink_only: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        """Begin a step, before its forward pass; `OptimizerWrapper.zero_grad` calls it.
+        """Start a step, before its forward pass; `OptimizerWrapper.zero_grad` calls it.
 
-        With ``use_async_quorum`` it returns at once, save at step 0: a replica that knows nothing
-        yet has no use for a forward pass before it has the parameters.
+        With ``use_async_quorum`` it returns at once, except at step 0: a replica without any
+        committed state has no use for a forward pass before it has the parameters.
 
         Args:
             allow_heal: Let members that are behind fetch the state; the same on all replicas.
-            shrink_only: Let nobody join now.
+            shrink_only: Let no group join now.
             timeout: For the quorum; None: the Manager's ``quorum_timeout``.
 
         Raises:
-            TimeoutError: no quorum in time (in sync mode; else `wait_quorum` raises it).
-            LeftQuorumError: as `wait_quorum`.
+            TimeoutError: There was no quorum in time (in sync mode; else `wait_quorum` raises it).
+            LeftQuorumError: As `wait_quorum`.
         """
-        self._end_last()
-        step = self._this = StepState(allow_heal, shrink_only)
-        must_heal = allow_heal and self._placement is not None and not self._all_are_new
-        if self._link.needs_quorum(failed=self._failed or must_heal):
+        last = self._step
+        self._close_step(last)
+        step = self._step = last.next_step(allow_heal=allow_heal, shrink_only=shrink_only)
+        must_heal = allow_heal and step.quorum is not None and not step.all_current
+        if self._client.start_step(last_failed=step.needs_quorum or must_heal):
             seconds = self._limits.quorum_timeout_s if timeout is None else timeout.total_seconds()
-            self._enter_beside(step, seconds)
-        elif self._placement is not None:
-            self._share = self._share_of(self._placement, self._all_are_new)
-            if self._group.world_size > 1 and self._link.broken is not None:
-                step.fail(RuntimeError(f"the quorum is broken: {self._link.broken}"))
+            request = self._enter_request(step, seconds)
+            step.entering = run_in_background(lambda: self._enter_quorum(step, request))
+            if not self._use_async_quorum or (allow_heal and self._progress.step == 0):
+                self.wait_quorum()
+                self._apply_healed(step)
+        elif step.quorum is not None:
+            step.participation = self._participation(step.quorum, step.all_current)
+            reason = self._client.abort_reason
+            if self._place.world_size > 1 and reason is not None:
+                step.fail(RuntimeError(f"the quorum is aborted: {reason}"))
 
     def begin_step(self) -> None:
         """Call `start_quorum`, unless a step has been started and nothing was done in it yet."""
-        if self._this is None or not self._this.is_fresh:
+        if not self._step.is_fresh:
             self.start_quorum()
 
     def wait_quorum(self) -> None:
@@ -472,186 +261,364 @@ class Manager(Reducing):
 
         Raises:
             RuntimeError: `start_quorum` has not been called.
-            TimeoutError: no quorum in time; says who was waited for.
-            LeftQuorumError: this group has left, as announced. In a run nothing is raised: the
+            TimeoutError: There was no quorum in time; it names what was waited for.
+            LeftQuorumError: This group has left, as announced. In a run nothing is raised: the
                 worker waits to be stopped.
-            GroupServerGoneError: the group's server is dead; start the worker again.
+            GroupServerGoneError: The group's server has ended; start the worker again.
         """
-        if self._this is None:
+        if not self._step.is_started:
             raise RuntimeError("call start_quorum before wait_quorum")
-        if self._entering is not None:
-            self._entering.wait()
-            self._entering = None
+        if self._step.entering is not None:
+            self._step.entering.result()
+            self._step.entering = None
 
-    def _end_last(self) -> None:
-        """Leave nothing of the step before under way, nor a state that came in it unapplied."""
-        entering, self._entering = self._entering, None
-        if entering is not None:
-            entering.finish()
-        last = self._this
-        if last is not None and not last.is_ended and not last.is_fresh:
-            self._give_up(last, "a step was begun and not committed")
-        self._apply_pending()
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
+    ) -> Work:
+        """Reduce a tensor over all replica groups, in place.
 
-    def _enter_beside(self, step: StepState, timeout_s: float) -> None:
-        device = quorum_client.current_index()
-        request = self._request(step, timeout_s)
-        is_eager = not self._use_async_quorum or (step.allow_heal and request.progress.step == 0)
-
-        def enter() -> None:
-            quorum_client.use(device)
-            self._enter(step, request)
-
-        self._entering = BackgroundCall(enter)
-        if is_eager:
-            self.wait_quorum()
-            self._apply_pending()
-
-    def _ready(self) -> StepState:
-        """Wait for the quorum; if it broke before this step began anything, enter another."""
-        self.wait_quorum()
-        step = self._this
-        assert step is not None
-        can_ask = step.is_fresh and not step.is_told and self._group.world_size == 1
-        if can_ask and self._link.broken is not None:
-            request = self._request(step, self._limits.quorum_timeout_s)
-            self._enter(step, request, is_late=True)
-        return step
-
-    def _request(self, step: StepState, timeout_s: float) -> EnterRequest:
-        return EnterRequest(
-            self._progress,
-            self._commit_failures,
-            step.allow_heal,
-            step.shrink_only,
-            timeout_s,
-        )
-
-    def _enter(self, step: StepState, request: EnterRequest, *, is_late: bool = False) -> None:
-        """Enter a quorum.
+        The mean is over the participants; other members add zero. An error is recorded, never
+        raised; after the first one this does nothing, and the tensor's content is undefined.
 
         Args:
-            step: The step that it is for.
-            request: What to ask with.
-            is_late: The forward pass is over.
-        """
-        try:
-            entered = self._membership.enter(request)
-        except SaveFirstError as e:
-            _log.warning("%s", e)
-            self._share = Participation(rank=0, size=1)
-            step.fail(e)
-            return
-        placement = self._placement = entered.placement
-        eager = step.allow_heal and (not self._use_async_quorum or placement.max_step == 0)
-        self._share = self._share_of(placement, eager)
-        self._all_are_new = placement.cohort_size == placement.replica_world_size
-        self._failed = False
-        self._pending = entered.healed
-        if entered.error is not None:
-            step.fail(entered.error)
-        elif placement.heals and eager and is_late:
-            self._break(step, RuntimeError("the state came after the forward pass"))
-        elif not placement.heals:
-            self._progress = replace(self._progress, lineage=placement.lineage)
+            tensor: The same shape and type on all groups.
+            should_quantize: Accepted, without effect.
+            reduce_op: AVG (floating point only), or another that the process group has.
 
-    def _share_of(self, placement: QuorumResult, everyone: bool) -> Any:
-        is_fixed = self._mode is WorldSizeMode.FIXED_WITH_SPARES
-        return share(placement, everyone, self._limits.min_replicas if is_fixed else None)
-
-    def _apply_pending(self) -> None:
-        pending = self._pending
-        if pending is not None:
-            self._states.apply(pending.user)
-            self._pending, self._progress = None, pending.progress
-            _log.info("healed: at step %d now", pending.progress.step)
-
-    # ---- the end of a step ------------------------------------------------------------------
-
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Tell whether to step the optimizer; call it once a step, on all ranks of the group.
-
-        All ranks of a group get the same answer; other groups may get another, and whoever has
-        missed the step heals in the next one. A state that came in this step is applied first.
-
-        Args:
-            timeout: To hear from the other ranks; None: the Manager's.
+        Returns:
+            A Work whose future holds the tensor; neither raises errors of the collective.
 
         Raises:
-            RuntimeError: more than ``max_retries`` steps in a row were not committed.
-            TimeoutError, LeftQuorumError: as `wait_quorum`.
+            ValueError: The mean of integers was requested.
+            RuntimeError, TimeoutError, LeftQuorumError: As `wait_quorum`.
+        """
+        is_mean = reduce_op == ReduceOp.AVG
+        if is_mean and not torch.is_floating_point(tensor):
+            raise ValueError(f"the mean of {tensor.dtype} is not defined: use ReduceOp.SUM")
+        step = self._step_with_quorum()
+        if step.error is not None:
+            return DummyWork(tensor)
+        if step.participation.rank is None:
+            tensor.zero_()
+        try:
+            options = AllreduceOptions()
+            options.reduceOp = cast(ReduceOp, ReduceOp.SUM if is_mean else reduce_op)
+            work = ManagedWork.of(self._pg.allreduce([tensor], options))
+        except Exception as e:
+            self._fail_step(step, e)
+            return DummyWork(tensor)
+        divisor = step.participation.size if is_mean else 1
+        step.works.append(work.manage(tensor, divisor, lambda e: self._fail_step(step, e)))
+        step.used_device |= tensor.device.type != "cpu"
+        return work
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Return whether to step the optimizer; call it once a step, on all ranks of the group.
+
+        All ranks of a group get the same answer; other groups may get another, and a group that
+        has missed the step heals in the next one. A state that came in this step is applied first.
+
+        Args:
+            timeout: For the answers of the other ranks; None: the Manager's.
+
+        Raises:
+            RuntimeError: More than ``max_retries`` steps in a row were not committed.
+            TimeoutError, LeftQuorumError: As `wait_quorum`.
         """
         self.wait_quorum()
-        step = self._this
-        assert step is not None
-        step.drain()
-        self._look_at_group(step)
-        self._apply_pending()
-        enough = self._share.size >= self._limits.min_replicas
-        is_well = enough and step.error is None
-        if self._group.world_size > 1:
+        step = self._step
+        step.wait_for_works()
+        self._check_process_group(step)
+        self._apply_healed(step)
+        commit = step.error is None and step.participation.size >= self._limits.min_replicas
+        if self._place.world_size > 1:
             seconds = self._limits.timeout_s if timeout is None else timeout.total_seconds()
-            is_well = self._link.vote(is_well, seconds)
-        self._transport.disallow_checkpoint()
-        step.is_ended = True
-        if is_well:
-            self._commit(step)
-        else:
-            why = "too few contributors" if step.error is None else str(step.error)
-            self._give_up(step, why if enough else "too few contributors")
-            self._count_failure()
-        return is_well
+            commit = self._client.vote(commit, seconds)
+        self._finish_step(step, commit)
+        return commit
 
-    def _look_at_group(self, step: StepState) -> None:
-        """Record what the process group knows and no collective has raised.
+    def report_error(self, e: Exception) -> None:
+        """Record an error of this step: it is not committed, here or in other groups.
 
-        A quorum that broke when all collectives of the step were done costs nothing; but that they
-        are done is certain on the CPU only, and if nobody swallows their errors.
+        Args:
+            e: The error. All members of the quorum are notified at once.
         """
-        quorum_client.synchronize()
-        error = self._pg.errored()
-        if error is None:
-            return
-        is_sure = not step.used_device and not isinstance(
-            self._pg, ErrorSwallowingProcessGroupWrapper
+        self._fail_step(self._step, e)
+
+    def errored(self) -> ExceptionWithTraceback | None:
+        """Return the first error of this step; None if there is none so far."""
+        return self._step.error
+
+    def wrap_future(
+        self, fut: Future[T], default: T, timeout: timedelta | None = None
+    ) -> Future[T]:
+        """Return a future that holds a default if the other fails; the error is then recorded.
+
+        Args:
+            fut: The one to follow.
+            default: Its value after an error, or when it takes too long.
+            timeout: None: the Manager's.
+        """
+        step = self._step
+        seconds = self._limits.timeout_s if timeout is None else timeout.total_seconds()
+        return swallow_errors(fut, default, seconds, lambda e: self._fail_step(step, e))
+
+    # ---- queries --------------------------------------------------------------------------
+
+    def current_step(self) -> int:
+        """Return the number of committed steps; of a healed state, as soon as it has come."""
+        return self._newest.step
+
+    def batches_committed(self) -> int:
+        """Return the contributions to all committed steps: 2 steps of 5 replicas are 10."""
+        return self._newest.batches_committed
+
+    def participating_rank(self) -> int | None:
+        """Return this group's rank among the participants, the same on all its ranks.
+
+        Waits for the quorum.
+
+        Returns:
+            None if it adds zero to this step, since it heals or is a spare; or without a quorum.
+        """
+        return self._known_participation().rank
+
+    def num_participants(self) -> int:
+        """Return the number of participating groups; 0 before the first `start_quorum`.
+
+        Waits for the quorum.
+        """
+        return self._known_participation().size
+
+    def is_participating(self) -> bool:
+        """Return whether this group participates in this step, as far as is known now."""
+        return self._step.participation.rank is not None
+
+    def quorum_id(self) -> int:
+        """Return the id of the last quorum entered; -1 before the first."""
+        return self._client.quorum_id
+
+    def group_rank(self) -> int:
+        """Return this worker's rank in its replica group."""
+        return self._place.rank
+
+    def group_world_size(self) -> int:
+        """Return the number of workers of its replica group."""
+        return self._place.world_size
+
+    def replica_id(self) -> str:
+        """Return this group's name among its peers."""
+        return self._client.replica_id
+
+    # ---- state ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the Manager's part of a checkpoint: step and batches_committed."""
+        newest = self._newest
+        return {"step": newest.step, "batches_committed": newest.batches_committed}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue from a checkpoint; all groups that load one must load the same.
+
+        Args:
+            state_dict: The value of `state_dict` when the parameters were saved.
+        """
+        self._progress = CommittedProgress.loaded(
+            state_dict["step"], state_dict["batches_committed"]
         )
-        if not (is_sure and self._link.broken is not None):
-            self._break(step, error)
 
-    def _commit(self, step: StepState) -> None:
-        self._progress = self._progress.after_step(self._link.quorum_id, self._share.size)
-        self._commit_failures = 0
-        self._all_are_new = self._all_are_new or step.allow_heal
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
+    ) -> None:
+        """Add a part to the state with which a replica heals.
 
-    def _give_up(self, step: StepState, why: str) -> None:
-        """Have the next step begin with a new quorum, here and everywhere."""
-        step.is_ended = True
-        self._failed = True
-        self._membership.report(self._link.quorum_id, f"a member did not commit a step: {why}")
-        step.drain()
+        Args:
+            key: Its name, the same on all replicas.
+            load_state_dict: Loads the part of a peer; called on the main thread, in
+                `start_quorum` or `should_commit`.
+            state_dict: Returns it; called on another thread, see `disallow_state_dict_read`.
 
-    def _count_failure(self) -> None:
-        self._commit_failures += 1
-        if self._max_retries is not None and self._commit_failures > self._max_retries:
-            raise RuntimeError(
-                f"{self._commit_failures} steps in a row were not committed, more than "
-                f"max_retries={self._max_retries}; the last one: {self.errored()}"
-            )
+        Raises:
+            ValueError: The key is taken.
+        """
+        self._states.register(key, load_state_dict, state_dict)
 
-    # ---- the end ------------------------------------------------------------------
+    def set_state_dict_fns(
+        self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
+    ) -> None:
+        """Register a state without a key; prefer `register_state_dict_fn`."""
+        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
+
+    def disallow_state_dict_read(self) -> None:
+        """Keep peers from reading the state until `allow_state_dict_read`: it is about to change.
+
+        Returns once no peer reads it. Between `should_commit` and the next `start_quorum` no peer
+        does, so this is needed for changes within a step only.
+        """
+        self._states.disallow_reading()
+        self._transport.disallow_checkpoint()
+
+    def allow_state_dict_read(self) -> None:
+        """Let peers read the state again."""
+        self._states.allow_reading()
+
+    def heal_from_one_source(self) -> None:
+        """Fetch a state from one peer alone; for algorithms whose replicas differ at a step.
+
+        `LocalSGD` and `DiLoCo` call it: between two averages each replica has a state of its own,
+        and the pieces of several make no model. Call it on all groups before the first quorum.
+        """
+        self._quorum.one_source = True
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave the quorum in peace, and release everything.
+        """Leave the quorum on purpose, and release everything.
 
         Args:
             wait: Whether to return only after the transport's threads have ended.
         """
         checkpoint_trigger.answer_by(None)
-        self._link.close()
+        self._client.close()
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
-        if self._server.attendant is not None:
-            self._server.attendant.end()
+        self._server.wait()
+
+    def _manager_state_dict(self) -> dict[str, Any]:
+        """Return the state in the form in which peers send it (torchft's private name)."""
+        return self._states.peer_state(self._progress)
+
+    # ---- parts of a step ------------------------------------------------------------------
+
+    @property
+    def _newest(self) -> CommittedProgress:
+        healed = self._step.healed
+        return self._progress if healed is None else healed.progress
+
+    def _known_participation(self) -> Participation:
+        """Wait for the quorum; the script may choose its samples by the result."""
+        if self._step.is_started:
+            self.wait_quorum()
+            self._step.is_participation_known = True
+        return self._step.participation
+
+    def _participation(self, quorum: QuorumResult, all_current: bool) -> Participation:
+        return participation(quorum, self._max_participants, all_current=all_current)
+
+    def _step_with_quorum(self) -> StepState:
+        """Wait for the quorum; if it was aborted before this step did anything, enter another."""
+        self.wait_quorum()
+        step = self._step
+        may_retry = step.is_fresh and not step.is_participation_known
+        if may_retry and self._place.world_size == 1 and self._client.abort_reason is not None:
+            request = self._enter_request(step, self._limits.quorum_timeout_s)
+            self._enter_quorum(step, request, is_late=True)
+        return step
+
+    def _enter_request(self, step: StepState, timeout_s: float) -> EnterRequest:
+        return EnterRequest(
+            self._progress, step.commit_failures, step.allow_heal, step.shrink_only, timeout_s
+        )
+
+    def _enter_quorum(
+        self, step: StepState, request: EnterRequest, *, is_late: bool = False
+    ) -> None:
+        """Enter a quorum for a step (``is_late``: its forward pass is over)."""
+        try:
+            entered = self._quorum.enter_quorum(request)
+        except CheckpointBeforeLeaveError as e:
+            _log.warning("%s", e)
+            step.participation = Participation(rank=0, size=1)
+            step.fail(e)
+            return
+        quorum = step.quorum = entered.result
+        heals_first = step.allow_heal and (not self._use_async_quorum or quorum.max_step == 0)
+        step.participation = self._participation(quorum, heals_first)
+        step.all_current = quorum.cohort_size == quorum.replica_world_size
+        step.needs_quorum = False
+        step.healed = entered.healed
+        if entered.error is not None:
+            step.fail(entered.error)
+        elif quorum.heals and heals_first and is_late:
+            self._fail_step(step, RuntimeError("the state came after the forward pass"))
+        elif not quorum.heals:
+            self._progress = replace(self._progress, state_version=quorum.state_version)
+
+    def _fail_step(self, step: StepState, error: Exception) -> None:
+        """Record an error of a step, on any thread, and notify the other members."""
+        if step.fail(error):
+            _log.info("step %d failed: %s", self._newest.step, error)
+            if step is self._step and step.entering is None:
+                reason = f"a member has an error: {error}"
+                self._quorum.report_abort(self._client.quorum_id, reason)
+
+    def _check_process_group(self, step: StepState) -> None:
+        """Record an error of the process group that no collective has raised.
+
+        A quorum that was aborted after all collectives of the step costs nothing. But it is certain
+        that they are done only on the CPU, and if no wrapper swallows their errors.
+        """
+        synchronize_device()
+        error = self._pg.errored()
+        if error is None:
+            return
+        is_done = not step.used_device and not isinstance(
+            self._pg, ErrorSwallowingProcessGroupWrapper
+        )
+        if not (is_done and self._client.abort_reason is not None):
+            self._fail_step(step, error)
+
+    def _apply_healed(self, step: StepState) -> None:
+        healed = step.healed
+        if healed is not None:
+            self._states.apply(healed.user)
+            step.healed, self._progress = None, healed.progress
+            _log.info("healed: now at step %d", healed.progress.step)
+
+    def _finish_step(self, step: StepState, commit: bool) -> None:
+        """Count the step, or request a new quorum for the next one."""
+        self._transport.disallow_checkpoint()
+        if commit:
+            step.is_over = True
+            self._progress = self._progress.after_step(
+                self._client.quorum_id, step.participation.size
+            )
+            step.commit_failures = 0
+            step.all_current |= step.allow_heal
+            return
+        reason = "another rank of the group could not commit"
+        if step.participation.size < self._limits.min_replicas:
+            reason = "too few participants"
+        elif step.error is not None:
+            reason = str(step.error)
+        self._abandon_step(step, reason)
+        step.commit_failures += 1
+        if self._max_retries is not None and step.commit_failures > self._max_retries:
+            raise RuntimeError(
+                f"{step.commit_failures} steps in a row were not committed, more than "
+                f"max_retries={self._max_retries}; the last one: {step.error}"
+            )
+
+    def _abandon_step(self, step: StepState, reason: str) -> None:
+        """Let the next step start with a new quorum, here and on all other members."""
+        step.is_over = step.needs_quorum = True
+        self._quorum.report_abort(
+            self._client.quorum_id, f"a member did not commit a step: {reason}"
+        )
+        step.wait_for_works()
+
+    def _close_step(self, step: StepState) -> None:
+        """Leave nothing of a step under way, nor a state that came in it unapplied."""
+        if step.entering is not None:
+            concurrent.futures.wait([step.entering])
+            error = step.entering.exception()
+            if error is not None:
+                _log.warning("the quorum of the last step could not be entered: %s", error)
+            step.entering = None
+        if not step.is_over and not step.is_fresh:
+            self._abandon_step(step, "a step was started and not committed")
+        self._apply_healed(step)
 
 
 def _seconds(variable: str, given: timedelta) -> float:
@@ -659,52 +626,96 @@ def _seconds(variable: str, given: timedelta) -> float:
     return float(text) if text else given.total_seconds()
 
 
-T = TypeVar("T")
-
-
-# ---- What happens in one step, from `Manager.start_quorum` to `Manager.should_commit`
-
-
-class ExceptionWithTraceback(Exception):  # noqa: N818  # torchft's name
-    """An error of a step, with the stack that it was caught with.
+@dataclass(frozen=True)
+class Participation:
+    """One member's part in the mean of a step.
 
     Attributes:
-        original_exception: What was raised.
-        stack_trace: Where, as text.
+        rank: Its rank among the participants; None if it adds zero.
+        size: Number of participants, at least 1 in a quorum.
     """
 
-    def __init__(self, e: Exception) -> None:
-        self.original_exception = e
-        self.stack_trace = "".join(traceback.format_exception(e))
-        super().__init__(f"{e}\n{self.stack_trace}")
+    rank: int | None
+    size: int
+
+
+def participation(
+    quorum: QuorumResult, max_participants: int | None, *, all_current: bool
+) -> Participation:
+    """Return a member's part; the size is the same on all members.
+
+    Only members with the newest state participate. In the first step of a quorum, a member that
+    heals computes with old parameters and adds zero. From the next step on all participate, and
+    also in the first if healing ends before the forward pass: in sync mode, and at step 0, where
+    no state is worth a forward pass.
+
+    Args:
+        quorum: Its place in the quorum.
+        max_participants: The most participants; None if unlimited.
+        all_current: All members have the newest state, those that had to heal included.
+    """
+    rank, size = quorum.cohort_rank, quorum.cohort_size
+    if all_current:
+        rank, size = quorum.replica_rank, quorum.replica_world_size
+    if max_participants is None:
+        return Participation(rank, size)
+    is_spare = rank is None or rank >= max_participants
+    return Participation(None if is_spare else rank, min(size, max_participants))
 
 
 @dataclass(eq=False)
 class StepState:
-    """One try at a step.
+    """State of one step, from `Manager.start_quorum` to `Manager.should_commit`.
 
     Attributes:
-        allow_heal, shrink_only: As `Manager.start_quorum` was called.
-        error: The first that it met.
-        works: Collectives begun.
-        is_told: The script has been told its rank or the number of contributors, and may have
-            chosen its samples by them.
-        is_ended: `Manager.should_commit` has been called.
+        allow_heal, shrink_only: Arguments of `Manager.start_quorum`.
+        is_started: False only before the first step.
+        entering: The quorum is being entered.
+        quorum: The last quorum entered; None before the first.
+        all_current: All members of the quorum have the newest state.
+        participation: This group's part in the step.
+        is_participation_known: The script has read it, and may have chosen its samples by it.
+        healed: A state that came in this step, and is not applied yet.
+        works: Its collectives.
         used_device: One of the collectives was on an accelerator.
+        error: Its first error.
+        is_over: It was committed or abandoned.
+        needs_quorum: The next step needs a new quorum, since this one was abandoned.
+        commit_failures: Steps in a row that were not committed.
     """
 
     allow_heal: bool = True
     shrink_only: bool = False
-    error: ExceptionWithTraceback | None = None
+    is_started: bool = True
+    entering: concurrent.futures.Future[None] | None = None
+    quorum: QuorumResult | None = None
+    all_current: bool = False
+    participation: Participation = Participation(None, 0)
+    is_participation_known: bool = False
+    healed: HealedState | None = None
     works: list[ManagedWork] = field(default_factory=list)
-    is_told: bool = False
-    is_ended: bool = False
     used_device: bool = False
+    error: ExceptionWithTraceback | None = None
+    is_over: bool = False
+    needs_quorum: bool = False
+    commit_failures: int = 0
+
+    def next_step(self, *, allow_heal: bool, shrink_only: bool) -> StepState:
+        """Return the state of the next step, which starts in the same quorum."""
+        return StepState(
+            allow_heal,
+            shrink_only,
+            quorum=self.quorum,
+            all_current=self.all_current,
+            participation=self.participation,
+            needs_quorum=self.needs_quorum,
+            commit_failures=self.commit_failures,
+        )
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing has come of it yet."""
-        return not (self.is_ended or self.works or self.error)
+        """Whether nothing has been done in it yet."""
+        return not (self.is_over or self.works or self.error)
 
     def fail(self, error: Exception) -> bool:
         """Record an error; return whether it is the first."""
@@ -713,27 +724,102 @@ class StepState:
         self.error = ExceptionWithTraceback(error)
         return True
 
-    def drain(self) -> None:
+    def wait_for_works(self) -> None:
         """Wait for all collectives; their errors are recorded."""
         for work in self.works:
             work.wait()
 
 
-# ---- Whether this replica group saves after a step: `preemption.should_checkpoint` asks it
-# One group saves for all, since all have the same parameters: the first of the contributors. It
-# does so when it is due, and in the last step before everybody leaves; that save is urgent, for
-# who has left may commit nothing. All ranks of the group answer the same; if the clock says that
-# it is due, by the clock of the first rank, one step later.
+class StateDictRegistry:
+    """The user's state functions by key, and a lock against reading a state that changes.
+
+    The state is read on the Manager's quorum thread, and changed on the main thread.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loads: dict[str, Callable[[Any], None]] = {}
+        self._saves: dict[str, Callable[[], Any]] = {}
+        self._lock = threading.Lock()
+        self._is_allowed = True
+
+    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        """Add a part of the state.
+
+        Raises:
+            ValueError: There is one of that key.
+        """
+        if key in self._loads:
+            raise ValueError(f"key={key!r}: a state of that key is registered already")
+        self._loads[key], self._saves[key] = load, save
+
+    def disallow_reading(self) -> None:
+        """Wait for the readers, and let none start; a second call in a row does nothing."""
+        if self._is_allowed:
+            self._is_allowed = False
+            self._lock.acquire()
+
+    def allow_reading(self) -> None:
+        """Let the state be read again."""
+        if not self._is_allowed:
+            self._is_allowed = True
+            self._lock.release()
+
+    def peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
+        """Return the state for peers: the live tensors of all parts, and their progress.
+
+        Raises:
+            TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
+            RuntimeError: No state is registered.
+        """
+        self._require_state()
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise TimeoutError(
+                f"a peer needs the state, and reading it has been disallowed for "
+                f"{self._timeout_s:g} s: call allow_state_dict_read"
+            )
+        try:
+            user = {key: save() for key, save in self._saves.items()}
+        finally:
+            self._lock.release()
+        return {"user": user, "torchft": asdict(progress)}
+
+    def apply(self, user: dict[str, Any]) -> None:
+        """Pass each part of a peer's state to its function.
+
+        Raises:
+            RuntimeError: No state is registered, or the peer has registered other keys.
+        """
+        self._require_state()
+        missing = sorted(self._loads.keys() - user.keys())
+        if missing:
+            raise RuntimeError(f"the peer's state has no {missing}: register the same keys on all")
+        for key, load in self._loads.items():
+            load(user[key])
+
+    def _require_state(self) -> None:
+        if not self._loads:
+            raise RuntimeError(
+                "a replica has to heal, but there is no state to send or to load: give the "
+                "Manager load_state_dict and state_dict, or call register_state_dict_fn"
+            )
 
 
-_KEY = "hpc_elastic/ft/save"
+# ---- saving: whether this replica group saves after a step, for `should_checkpoint`
+# One group saves for all, since all have the same parameters: the first of the participants. It
+# saves when that is due, and in the last step before all leave; that save is urgent, since a group
+# that has left can commit nothing. All ranks of the group answer the same; if a clock says that it
+# is due, it is the clock of rank 0, and one step later.
+
+
+_SAVE_KEY = "hpc_elastic/ft/save"
 
 
 class SaveAgreement:
     """The same answer on all ranks of a group, each of which asks once a step.
 
-    Rank 0 announces the next step in the group's store; it has said so before any rank can have
-    the verdict on that step. Costs each rank one look into the store a step.
+    Rank 0 announces the next step in the group's store, before any rank can have the decision on
+    that step. Each rank reads the store once a step.
 
     Args:
         store: The group's.
@@ -743,39 +829,43 @@ class SaveAgreement:
     def __init__(self, store: Store, *, is_first: bool) -> None:
         self._store = store
         self._is_first = is_first
-        self._asked = 0
+        self._num_asked = 0
         self._announced = 0
-        self._prefix = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = f"{_SAVE_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
-    def at_step(self, *, due: bool) -> bool:
-        """Return whether to save now.
+    def should_save(self, *, due: bool) -> bool:
+        """Return whether to save after this step.
 
         Args:
-            due: This rank's clock says that it is time; only rank 0's counts.
+            due: A save is due by this rank's clock; only rank 0's counts.
         """
-        self._asked += 1
-        yes = bool(self._store.check([f"{self._prefix}/{self._asked}"]))
-        if self._is_first and due and not yes and self._announced <= self._asked:
-            self._announced = self._asked + 1
-            self._store.add(f"{self._prefix}/{self._announced}", 1)  # returns once it is there
+        self._num_asked += 1
+        yes = bool(self._store.check([f"{self._prefix}/{self._num_asked}"]))
+        if self._is_first and due and not yes and self._announced <= self._num_asked:
+            self._announced = self._num_asked + 1
+            self._store.add(f"{self._prefix}/{self._announced}", 1)  # returns once it is stored
         return yes
 
 
-class Saving:
-    """One worker's answers.
+class CheckpointPolicy:
+    """One worker's answers to `should_checkpoint`.
 
     Args:
-        link: Knows what is going to happen at the next step.
-        group: This worker's group.
-        timeout_s: To connect to its store.
-        is_saver: Tells whether this group is the one, by the present quorum.
+        client: For `ManagerClient.settle_next_step`.
+        place: This worker's place in its group.
+        timeout_s: For the connection to the group's store.
+        is_saver: Returns whether this group saves for all, by the present quorum.
     """
 
     def __init__(
-        self, link: ManagerClient, group: GroupPlace, timeout_s: float, is_saver: Callable[[], bool]
+        self,
+        client: ManagerClient,
+        place: GroupPlace,
+        timeout_s: float,
+        is_saver: Callable[[], bool],
     ) -> None:
-        self._link = link
-        self._group = group
+        self._client = client
+        self._place = place
         self._timeout_s = timeout_s
         self._is_saver = is_saver
         self._agreement: SaveAgreement | None = None
@@ -785,20 +875,20 @@ class Saving:
 
         Args:
             step: The script's.
-            by_step: The count of steps says that it is due, on all ranks.
-            by_time: This process's clock says so.
+            by_step: A save is due by the count of steps, on all ranks.
+            by_time: A save is due by this process's clock.
         """
-        is_last = self._link.settle()
+        is_last = self._client.settle_next_step()
         is_saver = self._is_saver()
         reporting.save_is_last(is_saver and is_last)
         if not is_saver:
             return False
-        if self._group.world_size > 1:
-            by_time = self._agreed(by_time)
+        if self._place.world_size > 1:
+            by_time = self._agree(by_time)
         return by_step or by_time or is_last
 
-    def _agreed(self, due: bool) -> bool:
+    def _agree(self, due: bool) -> bool:
         if self._agreement is None:
-            store = open_store(self._group, self._timeout_s)
-            self._agreement = SaveAgreement(store, is_first=self._group.rank == 0)
-        return self._agreement.at_step(due=due)
+            store = self._place.connect_store(self._timeout_s)
+            self._agreement = SaveAgreement(store, is_first=self._place.rank == 0)
+        return self._agreement.should_save(due=due)

@@ -1,17 +1,17 @@
-"""A worker's line to the server of its replica group: what the Manager asks and is told.
+"""A worker's connection to the manager server of its replica group.
 
-`messages` has the theory. A step that nobody disturbs costs one look at memory (`needs_quorum`);
-all that the server says is read by a thread of this module's own, which also answers it. So the
-worker's own threads may be anywhere, in a collective or in C++, when the quorum breaks.
+`messages` has the theory. An undisturbed step only reads memory (`ManagerClient.start_step`). A
+thread of this module reads everything that the server sends, and answers it. So the worker's own
+threads may be anywhere, in a collective or in C++, when the quorum is aborted.
 
-    link = Link(path, group_rank, group_world_size, on_broken=abort, timeout_s=60)
-    if link.needs_quorum(failed=last_step_failed):
-        placement = link.ask(protocol.Ask(link.call, ..., link.quorum_id, ...), timeout_s=60)
+    client = ManagerClient(path, group_rank, group_world_size, on_abort=abort, timeout_s=60)
+    if client.start_step(last_failed=last_failed):
+        result = client.request_quorum(QuorumRequest(client.quorum_step, ...), timeout_s=60)
 
-In a group of several workers all must come to the same answer, or one would wait in a collective of
-the group for another that waits for the quorum. There a quorum that broke is asked for anew only in
-the step after the `vote` before which all of them had heard of it: the server sends every worker
-the same messages in the same order.
+In a group of several workers all must reach the same conclusion, or one would wait in a collective
+of the group for another that waits for the quorum. So after an abort they request a new quorum only
+in the step after the first `vote` before which all of them knew of it: the server sends every
+worker the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpc_elastic.errors import ConfigError, HpcElasticError
-from hpc_elastic.ft.early import LIGHTHOUSE_ENV
-from hpc_elastic.ft.manager_server import Lines, to_line
-from hpc_elastic.ft.manager_server_process import ManagerServerProcess, start_attendant
+from hpc_elastic.ft.manager_server_process import ManagerServerProcess, start_server_process
 from hpc_elastic.ft.messages import (
+    LIGHTHOUSE_ENV,
     NO_QUORUM,
+    READ_BYTES,
     SOCKET_ENV,
     CancelRequest,
     CheckpointBeforeLeave,
@@ -46,6 +46,7 @@ from hpc_elastic.ft.messages import (
     ConfirmSwitch,
     Hello,
     LeaveGranted,
+    LineReader,
     Message,
     ProposeSwitch,
     QuorumAborted,
@@ -56,20 +57,23 @@ from hpc_elastic.ft.messages import (
     Shutdown,
     SwitchVote,
     Welcome,
+    to_line,
 )
 
-_PROPOSAL_S = 30.0
-"""The keeper takes back what is not confirmed within 5 s, and the next one settles what a dead one
-has left; who waits for longer asks."""
-_LAST_WORD_S = 5.0
-"""After a vote in vain: how long the server has to say no."""
-_READ_BYTES = 1 << 16
+_SWITCH_S = 30.0
+"""Longest wait for a switch decision. The lighthouse withdraws a proposal that is not confirmed
+within 5 s, and its successor settles what a dead one has left; after that the worker requests."""
+_FINAL_VOTE_S = 5.0
+"""After a vote without a decision: how long the server has to answer a no."""
+_SMOOTHING = 0.2
 
 _log = logging.getLogger(__name__)
 
+QuorumAnswer = QuorumResult | LeaveGranted | CheckpointBeforeLeave
+
 
 class GroupServerGoneError(HpcElasticError, ConnectionError):
-    """The server of this replica group can not be reached, or has ended: start the worker again."""
+    """The server of this replica group cannot be reached, or has ended: start the worker again."""
 
 
 class ManagerClient:
@@ -85,180 +89,180 @@ class ManagerClient:
         group_rank: int,
         group_world_size: int,
         *,
-        on_broken: Callable[[int, str], None],
+        on_abort: Callable[[int, str], None],
         timeout_s: float,
     ) -> None:
-        """Connect, and return once the server has said who the group is.
+        """Connect, and return once the server has answered.
 
         Args:
             path: The server's Unix socket.
             group_rank: This worker's rank in its group, from 0.
             group_world_size: Workers of the group, at least 1.
-            on_broken: Called with the present quorum's id and the reason when it breaks, once, on
-                the thread that reads: the collectives that wait are to be aborted.
+            on_abort: Called with the present quorum's id and the reason when it is aborted, once,
+                on the reading thread: it has to abort the collectives that wait.
             timeout_s: For the server's first answer, in seconds.
 
         Raises:
-            GroupServerGoneError: nobody answers there.
+            GroupServerGoneError: The server does not answer.
         """
+        self.replica_id = ""
         self._path = path
-        self._on_broken = on_broken
-        self._steps = QuorumSteps(alone=group_world_size == 1)
+        self._on_abort = on_abort
+        self._steps = QuorumSteps(is_single=group_world_size == 1)
         self._changed = threading.Condition(threading.Lock())
         self._sending = threading.Lock()
         self._number = 0
-        self._asking = False
-        self._answer: QuorumResult | LeaveGranted | CheckpointBeforeLeave | None = None
-        self._waiting = ""
-        self._verdict: CommitDecision | None = None
-        self._gone: str | None = None
-        self._lines = Lines()
-        self._early: list[Message] = []
-        """What came in one piece with the welcome."""
-        self._socket = _connected(path, timeout_s)
-        _links.add(self)
+        self._is_requesting = False
+        self._answer: QuorumAnswer | None = None
+        self._waits_for = ""
+        self._decision: CommitDecision | None = None
+        self._closed_reason: str | None = None
+        self._socket = _connect(path, timeout_s)
+        _clients.add(self)
+        self._reader = threading.Thread(target=self._read, name="ft-client", daemon=True)
+        self._reader.start()
         try:
             self._send(Hello(group_rank, group_world_size, os.getpid()))
-            self.replica_id = self._welcomed()
+            with self._changed:
+                self._changed.wait_for(lambda: self.replica_id or self._closed_reason, timeout_s)
+            if not self.replica_id:
+                raise self._gone_error(self._closed_reason or "it does not answer")
         except BaseException:
-            self._socket.close()
+            self.close()
             raise
-        self._socket.settimeout(None)
-        self._reader = threading.Thread(target=self._read, name="ft-link", daemon=True)
-        self._reader.start()
 
     # ---- steps --------------------------------------------------------------------------
 
-    def needs_quorum(self, *, failed: bool) -> bool:
-        """Begin a step; tell whether it needs a new quorum. Without one, this is all it costs.
+    def start_step(self, *, last_failed: bool) -> bool:
+        """Start a step; return whether it needs a new quorum. Without one, this is all it costs.
 
-        At a call that was proposed for a change of members, this waits until it is confirmed or
-        taken back.
+        At a quorum step that is proposed for a switch, this waits until the proposal is confirmed
+        or withdrawn.
 
         Args:
-            failed: The last step was not committed. In a group of several: the common verdict.
+            last_failed: The last step was not committed. In a group of several workers: by the
+                common decision.
         """
         steps = self._steps
         with self._changed:
-            steps.begin(time.monotonic())
-            if steps.undecided and not failed:
-                self._changed.wait_for(
-                    lambda: not steps.undecided or self._gone is not None, _PROPOSAL_S
-                )
-            steps.settle(steps.call)
-            return failed or steps.must_ask or steps.undecided
+            steps.start_step(time.monotonic())
+            if steps.is_undecided and not last_failed:
+                self._wait_while(lambda: steps.is_undecided)
+            steps.settle_step(steps.quorum_step)
+            return last_failed or steps.must_request or steps.is_undecided
 
-    def settle(self) -> bool:
-        """Decide about the next step now, at the end of one; wait as `needs_quorum` would.
+    def settle_next_step(self) -> bool:
+        """At the end of a step, decide about the next one; wait as `start_step` would.
 
         Returns:
-            Whether this group leaves in the next step, and nobody else has the state.
+            Whether the script has to save now: this group leaves in the next step, and no other
+            group has its state.
         """
         steps = self._steps
         with self._changed:
-            if steps.undecided_next:
-                self._changed.wait_for(
-                    lambda: not steps.undecided_next or self._gone is not None, _PROPOSAL_S
-                )
-            steps.settle(steps.call + 1)
-            return steps.is_last
+            if steps.is_next_undecided:
+                self._wait_while(lambda: steps.is_next_undecided)
+            steps.settle_step(steps.quorum_step + 1)
+            return steps.must_save
+
+    def _wait_while(self, is_undecided: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: not is_undecided() or self._closed_reason, _SWITCH_S)
 
     @property
-    def call(self) -> int:
-        """The number of the step begun last, in the present quorum."""
-        return self._steps.call
+    def quorum_step(self) -> int:
+        """Number of the last step started, in the present quorum."""
+        return self._steps.quorum_step
 
     @property
     def quorum_id(self) -> int:
-        """The present quorum's id; `protocol.NO_QUORUM` before the first."""
+        """The present quorum's id; `messages.NO_QUORUM` before the first."""
         return self._steps.quorum_id
 
     @property
-    def broken(self) -> str | None:
-        """Why the present quorum can not go on; None while it can."""
-        return self._steps.broken
+    def abort_reason(self) -> str | None:
+        """Why the present quorum is aborted; None if it is not."""
+        return self._steps.abort_reason
 
     @property
     def is_saved(self) -> bool:
-        """Whether the script could save at the end of the step before as the last that may."""
+        """Whether the script had to save at the end of the step before (`settle_next_step`)."""
         return self._steps.is_saved
 
-    # ---- questions ----------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------
 
-    def ask(
-        self, ask: QuorumRequest, timeout_s: float
-    ) -> QuorumResult | LeaveGranted | CheckpointBeforeLeave:
-        """Ask for a place in the next quorum, and wait for it.
+    def request_quorum(self, request: QuorumRequest, timeout_s: float) -> QuorumAnswer:
+        """Request a place in the next quorum, and wait for the answer.
 
         Returns:
-            The place; or `LeaveGranted`, where the group has left as it was announced; or
-            `CheckpointBeforeLeave`, where it is to save before.
+            The place; or `LeaveGranted` if the group has left as announced; or
+            `CheckpointBeforeLeave` if it has to save before it leaves.
 
         Raises:
-            TimeoutError: there was none in time; says who is waited for. Ask again, or give up.
-            GroupServerGoneError: nobody is there to be asked.
+            TimeoutError: There was no quorum in time; it says what is waited for. Try again, or
+                give up.
+            GroupServerGoneError: The server has ended.
         """
         with self._changed:
             self._answer = None
-            self._asking = True
-            self._waiting = "the server has not answered"
+            self._is_requesting = True
+            self._waits_for = "the server has not answered"
             self._number += 1
-            numbered = replace(ask, number=self._number)
+            numbered = replace(request, number=self._number)
         self._send(numbered)
         with self._changed:
-            self._changed.wait_for(lambda: self._answer or self._gone, timeout_s)
-            self._asking = False
+            self._changed.wait_for(lambda: self._answer or self._closed_reason, timeout_s)
+            self._is_requesting = False
             if self._answer is not None:
                 return self._answer
-        if self._gone is not None:
-            raise self._gone_error(self._gone)
+        if self._closed_reason is not None:
+            raise self._gone_error(self._closed_reason)
         self._send(CancelRequest())
-        raise TimeoutError(f"no quorum within {timeout_s:g} s: {self._waiting}")
+        raise TimeoutError(f"no quorum within {timeout_s:g} s: {self._waits_for}")
 
-    def vote(self, yes: bool, timeout_s: float) -> bool:
-        """Tell whether this worker could commit its step; return whether all of the group could.
+    def vote(self, commit: bool, timeout_s: float) -> bool:
+        """Vote whether this worker can commit its step; return whether the whole group does.
 
         Raises:
-            GroupServerGoneError: nobody is there to count.
+            GroupServerGoneError: The server has ended.
         """
         with self._changed:
-            quorum_id, call = self._steps.quorum_id, self._steps.call
-        self._send(CommitVote(quorum_id, call, yes))
-        verdict = self._wait_for_verdict(quorum_id, call, timeout_s)
-        if verdict is None and self._gone is None:  # one no decides, unless all have just said yes
-            self._send(CommitVote(quorum_id, call, yes=False))
-            verdict = self._wait_for_verdict(quorum_id, call, _LAST_WORD_S)
-        if verdict is None:
-            raise self._gone_error(self._gone or "it does not answer")
-        return verdict.commit
+            quorum_id, quorum_step = self._steps.quorum_id, self._steps.quorum_step
+        decision = self._send_vote(CommitVote(quorum_id, quorum_step, commit), timeout_s)
+        if decision is None and self._closed_reason is None:
+            # one no decides, unless all others have voted yes just now
+            no = CommitVote(quorum_id, quorum_step, commit=False)
+            decision = self._send_vote(no, _FINAL_VOTE_S)
+        if decision is None:
+            raise self._gone_error(self._closed_reason or "it does not answer")
+        return decision.commit
 
-    def _wait_for_verdict(
-        self, quorum_id: int, call: int, timeout_s: float
-    ) -> CommitDecision | None:
-        def is_there() -> bool:
-            verdict = self._verdict
-            return verdict is not None and (verdict.quorum_id, verdict.call) == (quorum_id, call)
+    def _send_vote(self, vote: CommitVote, timeout_s: float) -> CommitDecision | None:
+        def is_decided() -> bool:
+            decision = self._decision
+            step = vote.quorum_id, vote.quorum_step
+            return decision is not None and (decision.quorum_id, decision.quorum_step) == step
 
+        self._send(vote)
         with self._changed:
-            self._changed.wait_for(lambda: is_there() or self._gone, timeout_s)
-            return self._verdict if is_there() else None
+            self._changed.wait_for(lambda: is_decided() or self._closed_reason, timeout_s)
+            return self._decision if is_decided() else None
 
-    def report_broken(self, quorum_id: int, why: str) -> None:
-        """Tell everybody that this quorum can not go on; may be repeated, costs one message.
+    def report_abort(self, quorum_id: int, reason: str) -> None:
+        """Report that this quorum cannot go on; may be repeated, and costs one message.
 
-        A server that is gone is no error here: the next question will say so.
+        A server that has ended is no error here: the next request raises it.
         """
         with self._changed:
-            is_news = self._steps.found_broken(quorum_id, why)
+            is_news = self._steps.mark_aborted(quorum_id, reason)
         if is_news:
             with contextlib.suppress(GroupServerGoneError):
-                self._send(QuorumAborted(quorum_id, why))
+                self._send(QuorumAborted(quorum_id, reason))
 
     def close(self) -> None:
-        """Say that this worker is done, and leave. May be repeated."""
+        """Report that this worker is done, and disconnect. May be repeated."""
         with self._changed:
-            if self._gone is None:
-                self._gone = "the link was closed"
+            if self._closed_reason is None:
+                self._closed_reason = "the connection was closed"
             self._changed.notify_all()
         with contextlib.suppress(OSError), self._sending:
             self._socket.sendall(to_line(Shutdown()))
@@ -273,92 +277,84 @@ class ManagerClient:
             with self._sending:
                 self._socket.sendall(to_line(message))
         except OSError as e:
-            raise self._gone_error(self._gone or str(e)) from e
+            raise self._gone_error(self._closed_reason or str(e)) from e
 
-    def _gone_error(self, why: str) -> GroupServerGoneError:
+    def _gone_error(self, reason: str) -> GroupServerGoneError:
         return GroupServerGoneError(
-            f"the server of this replica group ({self._path}) is gone: {why}. Start the worker "
+            f"the server of this replica group ({self._path}) is gone: {reason}. Start the worker "
             "again"
         )
 
     # ---- the reading thread -------------------------------------------------------------
 
-    def _welcomed(self) -> str:
-        try:
-            while not self._early:
-                self._early = self._lines.feed(_some(self._socket))
-            welcome = self._early.pop(0)
-        except (OSError, ValueError) as e:
-            raise self._gone_error(f"it did not answer: {e}") from e
-        if not isinstance(welcome, Welcome):
-            raise self._gone_error(f"it answered {welcome}")
-        return welcome.replica_id
-
     def _read(self) -> None:
+        lines = LineReader()
         try:
-            for message in self._early:
-                self._heard(message)
-            while True:
-                for message in self._lines.feed(_some(self._socket)):
-                    self._heard(message)
+            while data := self._socket.recv(READ_BYTES):
+                for message in lines.feed(data):
+                    self._on_message(message)
+            reason = "it closed the connection"
         except (OSError, ValueError) as e:
-            with self._changed:
-                self._gone = self._gone or str(e)
-                self._changed.notify_all()
-
-    def _heard(self, message: Message) -> None:
+            reason = str(e)
         with self._changed:
-            reply, broke = self._take(message)
+            self._closed_reason = self._closed_reason or reason
+            self._changed.notify_all()
+
+    def _on_message(self, message: Message) -> None:
+        with self._changed:
+            reply, aborted = self._handle(message)
             self._changed.notify_all()
         if reply is not None:
             self._send(reply)
-        if broke is not None:
+        if aborted is not None:
             try:
-                self._on_broken(broke.quorum_id, broke.why)
+                self._on_abort(aborted.quorum_id, aborted.reason)
             except Exception:
-                _log.exception("the quorum broke, and what was to be done then failed")
+                _log.exception("quorum %d was aborted, and its handler failed", aborted.quorum_id)
 
-    def _take(self, message: Message) -> tuple[Message | None, QuorumAborted | None]:
-        """Return what to answer, and a quorum that has just been found broken."""
+    def _handle(self, message: Message) -> tuple[Message | None, QuorumAborted | None]:
+        """Return the reply, and the quorum if it has just been found aborted."""
         match message:
+            case Welcome():
+                self.replica_id = message.replica_id
             case QuorumResults():
-                return self._placed(message), None
+                return self._on_results(message), None
             case LeaveGranted():
-                self._steps.enter(NO_QUORUM)
-                self._answered(message)
+                self._steps.enter_quorum(NO_QUORUM)
+                self._set_answer(message)
             case CheckpointBeforeLeave():
-                self._steps.save_first()
-                self._answered(message)
+                self._steps.require_save()
+                self._set_answer(message)
             case QuorumWaiting():
-                self._waiting = message.text
+                self._waits_for = message.text
             case QuorumAborted():
-                return None, message if self._steps.told_broken(message) else None
+                return None, message if self._steps.on_abort(message) else None
             case ProposeSwitch():
-                return self._steps.proposed(message, time.monotonic()), None
+                return self._steps.on_proposal(message, time.monotonic()), None
             case ConfirmSwitch():
-                self._steps.confirm(message)
+                self._steps.on_confirmation(message)
             case CommitDecision():
-                self._verdict = message
-                self._steps.counted(message)
+                self._decision = message
+                self._steps.on_commit_decision(message)
             case _:
                 raise ValueError(f"not for a worker: {message}")
         return None, None
 
-    def _placed(self, placements: QuorumResults) -> QuorumAborted | None:
-        (placement,) = placements.ranks
-        if self._asking and placements.number == self._number:
-            self._steps.enter(placement.quorum_id)
-            self._answered(placement)
+    def _on_results(self, results: QuorumResults) -> QuorumAborted | None:
+        (result,) = results.ranks
+        if self._is_requesting and results.number == self._number:
+            self._steps.enter_quorum(result.quorum_id)
+            self._set_answer(result)
             return None
-        # it crossed our withdrawal, and others count on us
-        return QuorumAborted(placement.quorum_id, "a worker had given up waiting for it")
+        # it crossed the cancellation, and the other members rely on this one
+        return QuorumAborted(result.quorum_id, "a worker had given up waiting for it")
 
-    def _answered(self, answer: QuorumResult | LeaveGranted | CheckpointBeforeLeave) -> None:
+    def _set_answer(self, answer: QuorumAnswer) -> None:
         self._answer = answer
-        self._asking = False
+        self._is_requesting = False
 
 
-def _connected(path: Path, timeout_s: float) -> socket.socket:
+def _connect(path: Path, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:
@@ -366,202 +362,194 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
     except OSError as e:
         connection.close()
         raise GroupServerGoneError(
-            f"the server of this replica group can not be reached at {path}: {e}. Is its process "
+            f"the server of this replica group cannot be reached at {path}: {e}. Is its process "
             "alive, and on this node?"
         ) from e
+    connection.settimeout(None)
     return connection
 
 
-def _some(connection: socket.socket) -> bytes:
-    data = connection.recv(_READ_BYTES)
-    if not data:
-        raise ConnectionResetError("it closed the connection")
-    return data
+_clients: weakref.WeakSet[ManagerClient] = weakref.WeakSet()
 
 
-_links: weakref.WeakSet[ManagerClient] = weakref.WeakSet()
+def _close_in_child() -> None:
+    """In a forked child (a data loader): the connection belongs to the parent."""
+    for client in list(_clients):
+        client._socket.close()
 
 
-def _leave_to_parent() -> None:
-    """In a forked child (a data loader): the connection is the parent's."""
-    for link in list(_links):
-        link._socket.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-# ---- What one worker knows of its quorum, and where in it it is (pure)
-# `messages` has the rules: calls are counted from the one that asked for the quorum (0); whoever
-# has been told of a change at a call waits there until it is confirmed or taken back. As long as
-# it waits, it agrees to other proposals for the same call.
-
-
-_SMOOTHING = 0.2
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class QuorumSteps:
-    """One worker's calls in its present quorum.
+    """One worker's steps in its present quorum (pure).
+
+    `messages` has the rules. A worker that knows of a proposed switch waits at its step until it is
+    confirmed or withdrawn; meanwhile it accepts other proposals for the same step.
 
     Attributes:
-        quorum_id: The quorum's; `NO_QUORUM`: none.
-        call: The number of the step begun last.
-        broken: Why the quorum can not go on.
-        must_ask: A step that is begun now needs a new quorum.
-        proposal: The change that this worker has agreed to.
-        confirmed: Its confirmation.
-        is_saved: It was the last moment to save when the step begun last was begun.
+        quorum_id: The quorum's; `NO_QUORUM` if none.
+        quorum_step: Number of the last step started, from 0: the one that requested the quorum.
+        abort_reason: Why the quorum is aborted; None if it is not.
+        must_request: A step that starts now needs a new quorum.
+        proposal: The switch that this worker has accepted.
+        confirmation: Its confirmation.
+        is_saved: `must_save` was set when the last step started.
     """
 
-    def __init__(self, *, alone: bool) -> None:
-        """Begin outside of any quorum.
+    def __init__(self, *, is_single: bool) -> None:
+        """Start outside of any quorum.
 
         Args:
-            alone: The group has no other worker, so that this one may ask as soon as the quorum is
-                broken; else all do after the same verdict.
+            is_single: The group has no other worker, so this one may request as soon as the quorum
+                is aborted; else all do after the same decision.
         """
-        self._alone = alone
+        self._is_single = is_single
         self._interval_s: float | None = None
-        self._begun_at: float | None = None
-        self.enter(NO_QUORUM)
-        self.call = -1
+        self._started_at: float | None = None
+        self.enter_quorum(NO_QUORUM)
+        self.quorum_step = -1
 
-    def enter(self, quorum_id: int) -> None:
-        """Begin at call 0 of a quorum."""
+    def enter_quorum(self, quorum_id: int) -> None:
+        """Start at step 0 of a quorum."""
         self.quorum_id = quorum_id
-        self.call = 0
-        self.broken: str | None = None
-        self._told = False
-        """All workers of the group have been told that it is broken, this one too."""
-        self.must_ask = quorum_id == NO_QUORUM
+        self.quorum_step = 0
+        self.abort_reason: str | None = None
+        self._all_know_abort = False
+        """The server has notified all workers of the group that the quorum is aborted."""
+        self.must_request = quorum_id == NO_QUORUM
         self.proposal: ProposeSwitch | None = None
-        self.confirmed: ConfirmSwitch | None = None
+        self.confirmation: ConfirmSwitch | None = None
         self._settled = 0
-        """The call up to which nothing new may be agreed to."""
+        """The step up to which no proposal may be accepted any more."""
         self._must_save = False
         self.is_saved = False
 
-    def begin(self, now: float) -> None:
+    def start_step(self, now: float) -> None:
         """Count a step."""
-        self.is_saved = self.is_last
-        self.call += 1
-        if self._begun_at is not None:
-            took = now - self._begun_at
-            before = took if self._interval_s is None else self._interval_s
-            self._interval_s = before + (took - before) * _SMOOTHING
-        self._begun_at = now
-        if self.confirmed is not None and self.proposal is not None:
-            self.must_ask = self.must_ask or self.call >= self.proposal.call
-        if not self.undecided:
-            self.settle(self.call)
+        self.is_saved = self.must_save
+        self.quorum_step += 1
+        if self._started_at is not None:
+            took_s = now - self._started_at
+            before_s = took_s if self._interval_s is None else self._interval_s
+            self._interval_s = before_s + (took_s - before_s) * _SMOOTHING
+        self._started_at = now
+        if self.confirmation is not None and self.proposal is not None:
+            reached = self.quorum_step >= self.proposal.quorum_step
+            self.must_request = self.must_request or reached
+        if not self.is_undecided:
+            self.settle_step(self.quorum_step)
 
     @property
-    def undecided(self) -> bool:
-        """Whether the step begun is one at which all may have to ask."""
-        return self._undecided_at(self.call)
+    def is_undecided(self) -> bool:
+        """Whether the step started may be the one of a switch."""
+        return self._is_undecided_at(self.quorum_step)
 
     @property
-    def undecided_next(self) -> bool:
-        """Whether that can be said of the step after it."""
-        return self._undecided_at(self.call + 1)
+    def is_next_undecided(self) -> bool:
+        """Whether the step after it may be."""
+        return self._is_undecided_at(self.quorum_step + 1)
 
     @property
-    def switches_next(self) -> bool:
-        """Whether all members ask in the step after the one begun, as confirmed."""
+    def is_switch_next(self) -> bool:
+        """Whether the step after the one started is the one of a confirmed switch."""
         proposal = self.proposal
         return (
-            self.confirmed is not None
+            self.confirmation is not None
             and proposal is not None
-            and self.broken is None
-            and self.call + 1 == proposal.call
+            and self.abort_reason is None
+            and self.quorum_step + 1 == proposal.quorum_step
         )
 
     @property
-    def is_last(self) -> bool:
-        """Whether the group goes in the step after the one begun, and the newest state with it."""
-        confirmed = self.confirmed if self.switches_next else None
-        goes_last = confirmed is not None and confirmed.leaves and confirmed.last
-        return self._must_save or goes_last
+    def must_save(self) -> bool:
+        """Whether the group leaves after the step started, and no other group has its state."""
+        confirmation = self.confirmation if self.is_switch_next else None
+        leaves_last = confirmation is not None and confirmation.leaves and confirmation.last
+        return self._must_save or leaves_last
 
-    def save_first(self) -> None:
-        """There is no quorum for the step begun: it is for saving."""
-        self._must_save = self.must_ask = True
+    def require_save(self) -> None:
+        """Record that there is no quorum for the step started: its end is for saving."""
+        self._must_save = self.must_request = True
 
-    def settle(self, call: int) -> None:
-        """Agree to no more proposals for the steps up to this one: it goes on there, or asks."""
-        self._settled = max(self._settled, call)
+    def settle_step(self, quorum_step: int) -> None:
+        """Accept no more proposals for the steps up to this one."""
+        self._settled = max(self._settled, quorum_step)
 
-    def _undecided_at(self, call: int) -> bool:
+    def _is_undecided_at(self, quorum_step: int) -> bool:
         proposal = self.proposal
         return (
             proposal is not None
-            and self.confirmed is None
-            and not self.must_ask
-            and call >= proposal.call
+            and self.confirmation is None
+            and not self.must_request
+            and quorum_step >= proposal.quorum_step
         )
 
-    def rate(self, now: float) -> float:
-        """Return the calls a second lately; 0 before the second."""
-        if self._interval_s is None or self._begun_at is None:
+    def steps_per_s(self, now: float) -> float:
+        """Return the steps per second lately; 0 before the second step."""
+        if self._interval_s is None or self._started_at is None:
             return 0.0
-        return 1.0 / max(self._interval_s, now - self._begun_at, 1e-6)
+        return 1.0 / max(self._interval_s, now - self._started_at, 1e-6)
 
-    def proposed(self, propose: ProposeSwitch, now: float) -> SwitchVote | None:
-        """Agree to a proposal, if it is ahead; return the answer. None: there is none."""
-        if propose.quorum_id != self.quorum_id:
+    def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:
+        """Accept a proposal if its step has not started; return the answer, or None."""
+        if proposal.quorum_id != self.quorum_id:
             return None
-        if propose.number == 0:
-            self.proposal = None if self.confirmed is None else self.proposal
+        if proposal.number == 0:
+            self.proposal = None if self.confirmation is None else self.proposal
             return None
         known = self.proposal
-        if self.confirmed is not None and known is not None and propose.call != known.call:
-            return None  # another keeper's, who has not heard yet what is confirmed: it will
-        ok = self._settled < propose.call
-        if propose.call > 0 and (ok or self.confirmed is None):
-            self.proposal = propose if ok else None
-        return SwitchVote(self.quorum_id, propose.number, ok, self._settled, self.rate(now))
+        is_confirmed = self.confirmation is not None and known is not None
+        if is_confirmed and known is not None and proposal.quorum_step != known.quorum_step:
+            return None  # of another lighthouse, which does not know yet what is confirmed
+        ok = self._settled < proposal.quorum_step
+        if proposal.quorum_step > 0 and (ok or self.confirmation is None):
+            self.proposal = proposal if ok else None
+        rate = self.steps_per_s(now)
+        return SwitchVote(self.quorum_id, proposal.number, ok, self._settled, rate)
 
-    def confirm(self, confirm: ConfirmSwitch) -> None:
-        """Make sure that the step at the proposed call asks."""
+    def on_confirmation(self, confirmation: ConfirmSwitch) -> None:
+        """Request a new quorum in the proposed step."""
         proposal = self.proposal
-        if proposal is None or confirm.quorum_id != self.quorum_id:
+        if proposal is None or confirmation.quorum_id != self.quorum_id:
             return
-        if confirm.number == proposal.number:
-            self.confirmed = confirm
-            self.must_ask = self.must_ask or self.call >= proposal.call
+        if confirmation.number == proposal.number:
+            self.confirmation = confirmation
+            reached = self.quorum_step >= proposal.quorum_step
+            self.must_request = self.must_request or reached
 
-    def told_broken(self, broken: QuorumAborted) -> bool:
-        """Take the keeper's word that a quorum is over; return whether it is this one, and news."""
-        if broken.quorum_id != self.quorum_id:
+    def on_abort(self, aborted: QuorumAborted) -> bool:
+        """Record the lighthouse's abort; return whether it is news, and of this quorum."""
+        if aborted.quorum_id != self.quorum_id:
             return False
-        is_news = self.broken is None
-        self.broken = self.broken or broken.why
-        self._told = True
-        self.must_ask = self.must_ask or self._alone
+        is_news = self.abort_reason is None
+        self.abort_reason = self.abort_reason or aborted.reason
+        self._all_know_abort = True
+        self.must_request = self.must_request or self._is_single
         return is_news
 
-    def found_broken(self, quorum_id: int, why: str) -> bool:
-        """Mark this quorum as broken by this worker; return whether it is news."""
-        if quorum_id != self.quorum_id or self.broken is not None:
+    def mark_aborted(self, quorum_id: int, reason: str) -> bool:
+        """Record an abort by this worker; return whether it is news, and of this quorum."""
+        if quorum_id != self.quorum_id or self.abort_reason is not None:
             return False
-        self.broken = why
-        self.must_ask = self.must_ask or self._alone
+        self.abort_reason = reason
+        self.must_request = self.must_request or self._is_single
         return True
 
-    def counted(self, verdict: CommitDecision) -> None:
-        """Take the group's verdict on a step: all its workers know the same now."""
-        if verdict.quorum_id == self.quorum_id and self._told:
-            self.must_ask = True
+    def on_commit_decision(self, decision: CommitDecision) -> None:
+        """Record the group's decision on a step: all its workers know the same now."""
+        if decision.quorum_id == self.quorum_id and self._all_know_abort:
+            self.must_request = True
 
 
-# ---- Where the server of this worker's replica group is: the agent's, or an attendant of our own
-# In a run the agent says it by the environment. Elsewhere the group's first rank starts an
-# attendant (`manager_server_process`), and tells the others where by the group's store.
+# ---- the worker's place in its group, and the group's server
+# In a run the agent has started the server, and names its socket in the environment. Elsewhere the
+# group's first rank starts one (`manager_server_process`), and publishes it in the group's store.
 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """This worker's place in its replica group, and where the group's TCPStore is."""
+    """A worker's place in its replica group, and the address of the group's TCPStore."""
 
     rank: int
     world_size: int
@@ -574,42 +562,35 @@ class GroupPlace:
         host = f"[{self.store_addr}]" if ":" in self.store_addr else self.store_addr
         return f"{host}:{self.store_port}"
 
-
-@dataclass(frozen=True)
-class RunningServer:
-    """A server that stands: its socket, and its process where this worker has started it."""
-
-    path: Path
-    attendant: ManagerServerProcess | None = None
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """What a script says about the server; see `Manager`."""
-
-    lighthouse_addr: str | None
-    replica_id: str | None
-    connect_timeout_s: float
+    def connect_store(self, timeout_s: float) -> TCPStore:
+        """Return a connection to the group's store."""
+        return TCPStore(
+            self.store_addr,
+            self.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
 
-def group_of(
+def resolve_place(
     rank: int | None, world_size: int | None, store_addr: str | None, store_port: int | None
 ) -> GroupPlace:
-    """Return the place in the group: what is given, else what the environment says.
+    """Return the worker's place: each argument, or the environment's value if it is None.
 
     Raises:
-        ConfigError: neither says it.
+        ConfigError: The environment has no value.
     """
     env = os.environ
     return GroupPlace(
-        rank=rank if rank is not None else int(_demand(env, "RANK", "rank")),
-        world_size=world_size or int(_demand(env, "WORLD_SIZE", "world_size")),
-        store_addr=store_addr or _demand(env, "MASTER_ADDR", "store_addr"),
-        store_port=store_port or int(_demand(env, "MASTER_PORT", "store_port")),
+        rank=rank if rank is not None else int(_require(env, "RANK", "rank")),
+        world_size=world_size or int(_require(env, "WORLD_SIZE", "world_size")),
+        store_addr=store_addr or _require(env, "MASTER_ADDR", "store_addr"),
+        store_port=store_port or int(_require(env, "MASTER_PORT", "store_port")),
     )
 
 
-def _demand(env: Mapping[str, str], name: str, argument: str) -> str:
+def _require(env: Mapping[str, str], name: str, argument: str) -> str:
     if not env.get(name):
         raise ConfigError(
             argument, None, f"give it to the Manager, or set {name}, as torchrun and a run do"
@@ -617,64 +598,59 @@ def _demand(env: Mapping[str, str], name: str, argument: str) -> str:
     return env[name]
 
 
-def find_server(group: GroupPlace, wanted: ServerSettings) -> RunningServer:
-    """Return the group's server; start one if this is rank 0, and no agent has.
+def find_server(
+    place: GroupPlace,
+    *,
+    lighthouse_addr: str | None,
+    replica_id: str | None,
+    connect_timeout_s: float,
+) -> ManagerServerProcess:
+    """Return the group's server; start one if this is rank 0 and there is no agent.
+
+    Args:
+        place: This worker's.
+        lighthouse_addr: Argument of `Manager`; None: the environment's.
+        replica_id: The same, for the group's name.
+        connect_timeout_s: For the connection to the group's store.
 
     Raises:
-        ConfigError: there is neither an agent nor a lighthouse; or the group's workers are on
+        ConfigError: There is neither an agent nor a lighthouse, or the group's workers are on
             several hosts.
     """
     path = os.environ.get(SOCKET_ENV)
     if path:
-        return RunningServer(Path(path))
-    if group.rank > 0:
-        return _told(group, wanted)
-    lighthouse = wanted.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV)
+        return ManagerServerProcess(Path(path))
+    host = socket.gethostname()
+    if place.rank > 0:
+        server = json.loads(place.connect_store(connect_timeout_s).get(_server_key()))
+        if server["host"] != host:
+            raise ConfigError(
+                "world_size",
+                place.world_size,
+                f"the workers of a replica group must be on one host; rank 0 is on "
+                f"{server['host']}, rank {place.rank} on {host}: make each host a replica group of "
+                "its own",
+            )
+        return ManagerServerProcess(Path(server["path"]))
+    lighthouse = lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV)
     if not lighthouse:
         raise ConfigError(
             "lighthouse_addr",
             lighthouse,
-            "nobody keeps the quorum: submit the script with launcher=slurm (or launcher=local) "
-            f"ft=true; or start `hpc-elastic lighthouse` and give its address here or in "
+            "there is no lighthouse: submit the script with launcher=slurm (or launcher=local) "
+            "ft=true; or start `hpc-elastic lighthouse` and give its address here or in "
             f"{LIGHTHOUSE_ENV}",
         )
-    name = f"{wanted.replica_id}:{uuid.uuid4()}" if wanted.replica_id else str(uuid.uuid4())
-    attendant = start_attendant(lighthouse, name, group.world_size)
-    if group.world_size > 1:
-        _tell(group, wanted, attendant.path)
-    return RunningServer(attendant.path, attendant)
+    unique = str(uuid.uuid4())
+    name = f"{replica_id}:{unique}" if replica_id else unique
+    started = start_server_process(lighthouse, name, place.world_size)
+    if place.world_size > 1:
+        text = json.dumps({"path": str(started.path), "host": host})
+        place.connect_store(connect_timeout_s).set(_server_key(), text)
+    return started
 
 
-def _tell(group: GroupPlace, wanted: ServerSettings, path: Path) -> None:
-    text = json.dumps({"path": str(path), "host": socket.gethostname()})
-    open_store(group, wanted.connect_timeout_s).set(_key(), text)
-
-
-def _told(group: GroupPlace, wanted: ServerSettings) -> RunningServer:
-    said = json.loads(open_store(group, wanted.connect_timeout_s).get(_key()))
-    here = socket.gethostname()
-    if said["host"] != here:
-        raise ConfigError(
-            "world_size",
-            group.world_size,
-            f"the workers of a replica group must be on one host; rank 0 is on {said['host']}, "
-            f"rank {group.rank} on {here}: make each host a replica group of its own",
-        )
-    return RunningServer(Path(said["path"]))
-
-
-def _key() -> str:
+def _server_key() -> str:
     """Return the store's key; a restarted group must not read what the one before has written."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"hpc_elastic/ft/server/{attempt}"
-
-
-def open_store(group: GroupPlace, timeout_s: float) -> TCPStore:
-    """Return a connection to the group's store."""
-    return TCPStore(
-        group.store_addr,
-        group.store_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )

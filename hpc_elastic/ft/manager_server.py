@@ -1,12 +1,11 @@
-"""The server of a replica group: speaks for its workers to the keeper of the quorum.
+"""Manager server: represents the workers of one replica group at the lighthouse.
 
-It lives outside of the training processes, in the agent of a run or in an
-`manager_server_process`, so that
-nothing that they do to the interpreter lock costs the group its membership. `messages` has the
-theory. It combines what its workers say (`manager_server`), sees within milliseconds when one dies
-and within a second when one is stopped (`manager_server`), and keeps what a new keeper has to be
-told. While there is none (`down`), workers go on as long as they need no quorum, and asks wait for
-`up`.
+It runs outside of the training processes, in the agent of a run or in a process of its own
+(`manager_server_process`), so the group keeps its membership whatever they do to the interpreter
+lock. `messages` has the theory. The server combines what its workers send, notices within
+milliseconds if one dies and within a second if one is stopped, and keeps what a new lighthouse has
+to know. Without a connection to a lighthouse, workers go on as long as they need no quorum, and
+their requests wait for one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -26,7 +24,9 @@ from typing import Protocol
 
 from hpc_elastic._util import readable
 from hpc_elastic.ft.messages import (
+    MAX_LINE_BYTES,
     NO_QUORUM,
+    READ_BYTES,
     CancelRequest,
     CheckpointBeforeLeave,
     CommitDecision,
@@ -35,6 +35,7 @@ from hpc_elastic.ft.messages import (
     Hello,
     LeaveGranted,
     LeaveNotice,
+    LineReader,
     Message,
     ProposeSwitch,
     QuorumAborted,
@@ -47,269 +48,277 @@ from hpc_elastic.ft.messages import (
     SwitchVote,
     Welcome,
     WorkersLost,
-    pack,
-    unpack,
+    to_line,
 )
 
-_LOOK_S = 0.25
+_CHECK_EVERY_S = 0.25
 _STOPPED_S = 0.5
-"""A worker that is stopped for longer holds all members up: it is given up."""
-_DOWN = "there is no connection to the coordinator of the quorum"
+"""A worker that is stopped for longer counts as lost, since it holds up all members."""
+_NO_CONNECTION = "there is no connection to the lighthouse"
+_ACCEPT_AGAIN_S = 0.1
+_CREDENTIALS = struct.Struct("3i")
 
 _log = logging.getLogger(__name__)
 
 
-class Upstream(Protocol):
-    """The connection to the keeper."""
+class LighthouseConnection(Protocol):
+    """The connection to the lighthouse."""
 
     def send(self, message: Message) -> None:
-        """Queue a message; called between `ManagerServer.up` and `ManagerServer.down` only."""
+        """Queue a message; called only while the server is connected."""
 
 
 class ManagerServer:
-    """Serves one replica group; everything happens in one event loop."""
+    """The server of one replica group; everything happens in one event loop."""
 
     def __init__(
         self,
         path: Path,
         replica_id: str,
-        upstream: Upstream,
+        lighthouse: LighthouseConnection,
         *,
         listener: socket.socket | None = None,
-        on_deserted: Callable[[], None] = lambda: None,
+        on_empty: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare; `start` serves.
+        """Create the server; `start` starts it.
 
         Args:
-            path: Where its Unix socket is to be: in a folder that only the owner may enter.
-            replica_id: The group's name among all.
-            upstream: Takes what is for the keeper.
-            listener: The socket, where it is open already (`workers.listen`).
-            on_deserted: Called when the last of its workers has gone.
+            path: Of its Unix socket, in a folder that only the owner can enter.
+            replica_id: The group's name among all groups.
+            lighthouse: Takes the messages for the lighthouse.
+            listener: The socket, if it is open already (`open_listener`).
+            on_empty: Called when the last of its workers has disconnected.
         """
         self._path = path
         self._replica_id = replica_id
-        self._upstream = upstream
+        self._lighthouse = lighthouse
         self._listener = listener
-        self._on_deserted = on_deserted
-        self._down = _DOWN
+        self._on_empty = on_empty
+        self._is_connected = False
+        self._disconnect_reason = _NO_CONNECTION
         self._size: int | None = None
-        self._up = False
-        self._left = False
-        self._notice_at: float | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._has_left = False
+        self._leave_at: float | None = None
+        self._checker: asyncio.Task[None] | None = None
         self._connections: set[WorkerConnection] = set()
-        """All, those that have not said who they are among them."""
+        """All, also those without a `Hello`."""
         self._workers: dict[int, WorkerConnection] = {}
         self._number = 0
-        """The last ask's, for the life of this server."""
-        self._forget()
+        """Of the last request, over the life of this server."""
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._stopped: set[WorkerConnection] = set()
-        self._byes: set[int] = set()
-        self._lost: str | None = None
-        self._asks: dict[int, QuorumRequest] = {}
-        self._asked: QuorumRequest | None = None
-        """What has been sent to a keeper, and not been answered."""
-        self._place: QuorumResult | None = None
-        self._broken = False
-        self._call = 0
-        self._proposed = 0
-        self._ats: dict[int, SwitchVote] = {}
-        self._ballot = CommitVotes()
+        self._done_ranks: set[int] = set()
+        self._lost_reason: str | None = None
+        self._requests: dict[int, QuorumRequest] = {}
+        self._sent: QuorumRequest | None = None
+        """The group's request, without an answer so far."""
+        self._result: QuorumResult | None = None
+        self._is_aborted = False
+        self._quorum_step = 0
+        self._proposal_number = 0
+        self._switch_votes: dict[int, SwitchVote] = {}
+        self._commit_votes = CommitVotes()
 
     # ---- life ---------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Take connections of workers from now on.
+        """Accept connections of workers from now on.
 
         Raises:
-            OSError: the socket's path is taken, or too long for the system.
+            OSError: The socket's path is taken, or too long for the system.
         """
         if self._listener is None:
-            self._listener = listen(str(self._path))
+            self._listener = open_listener(str(self._path))
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._listener, accept_all, self._listener, self._take)
-        self._watch = asyncio.create_task(self._watch_for_stopped())
+        loop.add_reader(self._listener, accept_all, self._listener, self._accept)
+        self._checker = asyncio.create_task(self._check_for_stopped())
 
     async def stop(self) -> None:
         """Close all connections and remove the socket. May be repeated."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._checker is not None:
+            self._checker.cancel()
+            await asyncio.gather(self._checker, return_exceptions=True)
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
             self._path.unlink(missing_ok=True)
-        for worker in list(self._connections):
-            self._drop(worker)
+        self._close_connections()
 
-    def expect(self, group_world_size: int) -> None:
-        """Forget the workers before, and wait for so many new ones (the agent starts them)."""
-        if self._workers and not self._is_done and not self._left:
-            self._lose("its workers are started again")
-        for worker in list(self._connections):
-            self._drop(worker)
-        self._forget()
+    def expect_workers(self, group_world_size: int) -> None:
+        """Forget the present workers, and wait for new ones, which the agent starts."""
+        if self._workers and not self._is_done and not self._has_left:
+            self._lose_workers("its workers are started again")
+        self._close_connections()
+        self._reset()
         self._size = group_world_size
-        self._left = False
+        self._has_left = False
 
     @property
     def has_left(self) -> bool:
-        """The group is out of the quorum as announced: its workers stand still, for good."""
-        return self._left
+        """Whether the group has left the quorum as announced: its workers wait to be stopped."""
+        return self._has_left
 
     @property
-    def was_placed(self) -> bool:
-        """The workers that are expected now have been in a quorum."""
-        return self._place is not None
+    def was_in_quorum(self) -> bool:
+        """Whether the present workers have been in a quorum."""
+        return self._result is not None
 
-    def notice(self, left_s: float) -> None:
-        """Announce that the node is to be left within so many seconds."""
-        self._notice_at = asyncio.get_running_loop().time() + left_s
-        self._tell(LeaveNotice(left_s))
+    def announce_leave(self, left_s: float) -> None:
+        """Announce that the node is lost within this number of seconds."""
+        self._leave_at = asyncio.get_running_loop().time() + left_s
+        self._send_up(LeaveNotice(left_s))
 
-    # ---- the keeper ---------------------------------------------------------------------
+    # ---- the lighthouse -----------------------------------------------------------------
 
-    def up(self) -> None:
-        """A connection to a keeper stands: say who is here, and what it has to answer."""
-        self._up = True
-        place = self._place
-        if place is None:
-            self._tell(ReplicaStatus(NO_QUORUM, 0, 0, 0, broken=False))
+    def on_connect(self) -> None:
+        """Report the group's state to a newly connected lighthouse, and repeat its request."""
+        self._is_connected = True
+        result = self._result
+        if result is None:
+            self._send_up(ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
         else:
-            self._tell(ReplicaStatus(place.quorum_id, place.replica_rank, place.replica_world_size,
-                            self._call, self._broken))  # fmt: skip
-        if self._lost is not None:
-            self._tell(WorkersLost(self._lost))
-        if self._notice_at is not None:
-            left_s = self._notice_at - asyncio.get_running_loop().time()
-            self._tell(LeaveNotice(max(0.0, left_s)))
+            rank, size = result.replica_rank, result.replica_world_size
+            self._send_up(
+                ReplicaStatus(result.quorum_id, rank, size, self._quorum_step, self._is_aborted)
+            )
+        if self._lost_reason is not None:
+            self._send_up(WorkersLost(self._lost_reason))
+        if self._leave_at is not None:
+            left_s = self._leave_at - asyncio.get_running_loop().time()
+            self._send_up(LeaveNotice(max(0.0, left_s)))
         if self._is_done:
-            self._tell(Shutdown())
-        self._ask_again()
+            self._send_up(Shutdown())
+        self._repeat_request()
 
-    def down(self, why: str = _DOWN) -> None:
-        """The connection is gone; the keeper may be. May be repeated, to give another reason."""
-        self._up = False
-        self._down = why
-        self._send(self._asks, QuorumWaiting(self._down))
+    def on_disconnect(self, reason: str = _NO_CONNECTION) -> None:
+        """Handle the loss of the connection. May be repeated, to give another reason."""
+        self._is_connected = False
+        self._disconnect_reason = reason
+        self._send_down(self._requests, QuorumWaiting(reason))
 
-    def heard(self, message: Message) -> None:
-        """Take a message of the keeper.
+    def on_message(self, message: Message) -> None:
+        """Handle a message of the lighthouse.
 
         Raises:
-            ValueError: it is not for a group.
+            ValueError: It is not for a group.
         """
         match message:
             case QuorumResults():
-                self._placed(message)
+                self._on_results(message)
             case QuorumAborted():
-                self._break(message)
+                self._abort_quorum(message)
             case ProposeSwitch():
-                self._proposed, self._ats = message.number, {}
-                self._send_all(message)
+                self._proposal_number, self._switch_votes = message.number, {}
+                self._send_down(self._workers, message)
             case ConfirmSwitch():
-                self._send_all(message)
-            case LeaveGranted():
-                self._left = True
-                self._answer(message)
-            case CheckpointBeforeLeave():
-                self._answer(message)
+                self._send_down(self._workers, message)
+            case LeaveGranted() | CheckpointBeforeLeave():
+                self._has_left |= isinstance(message, LeaveGranted)
+                self._requests, self._sent = {}, None
+                self._send_down(self._workers, message)
             case QuorumWaiting():
-                self._send(self._asks, message)
+                self._send_down(self._requests, message)
             case _:
                 raise ValueError(f"not for a group: {message}")
 
-    def _tell(self, message: Message) -> None:
-        if self._up:
-            self._upstream.send(message)
+    def _send_up(self, message: Message) -> None:
+        if self._is_connected:
+            self._lighthouse.send(message)
 
-    def _placed(self, placements: QuorumResults) -> None:
-        ranks = placements.ranks
-        if self._asked is None or len(ranks) != self._size:
+    def _on_results(self, results: QuorumResults) -> None:
+        ranks = results.ranks
+        if self._sent is None or len(ranks) != self._size:
             quorum_id = ranks[0].quorum_id if ranks else NO_QUORUM
-            self._tell(QuorumAborted(quorum_id, f"{self._replica_id} had given up waiting for it"))
+            reason = f"{self._replica_id} had given up waiting for it"
+            self._send_up(QuorumAborted(quorum_id, reason))
             return
-        if placements.number != self._asked.number:
-            return  # an older ask's: the keeper breaks that quorum when it hears the newer one
-        asks, self._asks, self._asked = self._asks, {}, None
-        self._place, self._broken, self._call = ranks[0], False, 0
-        for rank, placement in enumerate(ranks):
-            self._workers[rank].send(QuorumResults((placement,), asks[rank].number))
+        if results.number != self._sent.number:
+            return  # of an older request: the newer one aborts that quorum at the lighthouse
+        requests, self._requests, self._sent = self._requests, {}, None
+        self._result, self._is_aborted, self._quorum_step = ranks[0], False, 0
+        for rank, result in enumerate(ranks):
+            self._workers[rank].send(QuorumResults((result,), requests[rank].number))
 
-    def _answer(self, message: LeaveGranted | CheckpointBeforeLeave) -> None:
-        self._asks, self._asked = {}, None
-        self._send_all(message)
-
-    def _break(self, broken: QuorumAborted) -> bool:
-        """Tell all workers, in the same order with respect to verdicts; whether it is news."""
-        if self._place is None or broken.quorum_id != self._place.quorum_id or self._broken:
+    def _abort_quorum(self, aborted: QuorumAborted) -> bool:
+        """Notify all workers, all in the same order relative to decisions; return if it is news."""
+        result = self._result
+        if result is None or aborted.quorum_id != result.quorum_id or self._is_aborted:
             return False
-        self._broken = True
-        self._send_all(broken)
+        self._is_aborted = True
+        self._send_down(self._workers, aborted)
         return True
 
     # ---- workers ------------------------------------------------------------------------
 
-    def said(self, worker: WorkerConnection, message: Message) -> None:
-        """See `workers.WorkerHost`."""
+    def on_worker_message(self, worker: WorkerConnection, message: Message) -> None:
+        """Handle a message of a worker.
+
+        Raises:
+            ValueError: It is not from a worker, or out of order.
+        """
         if isinstance(message, Hello):
-            self._welcome(worker, message)
+            self._add_worker(worker, message)
             return
         rank = self._rank_of(worker)
         match message:
             case QuorumRequest():
-                self._asks[rank] = message
-                self._ask_if_complete()
+                self._requests[rank] = message
+                self._request_if_complete()
             case CancelRequest():
-                self._withdraw(rank)
+                self._requests.pop(rank, None)
+                if self._sent is not None:
+                    self._sent = None
+                    self._send_up(message)
             case QuorumAborted():
-                if self._break(message):
-                    self._tell(message)
+                if self._abort_quorum(message):
+                    self._send_up(message)
             case SwitchVote():
-                self._answered(rank, message)
+                self._on_switch_vote(rank, message)
             case CommitVote():
-                self._ballot.cast(rank, message)
-                self._decide()
+                self._commit_votes.add_vote(rank, message)
+                self._decide_commit()
             case Shutdown():
-                self._bye(rank)
+                self._done_ranks.add(rank)
+                self._requests.pop(rank, None)
+                if self._is_done:
+                    self._send_up(message)
             case _:
                 raise ValueError(f"not from a worker: {message}")
 
-    def left(self, worker: WorkerConnection, why: str) -> None:
-        """See `workers.WorkerHost`."""
+    def on_worker_disconnect(self, worker: WorkerConnection, reason: str) -> None:
+        """Handle the end of a worker's connection or process."""
         self._connections.discard(worker)
         self._stopped.discard(worker)
         rank = next((r for r, w in self._workers.items() if w is worker), None)
         if rank is not None:
             del self._workers[rank]
-            self._asks.pop(rank, None)
-            if rank not in self._byes and not self._left:
-                self._lose(f"rank {rank} of {self._replica_id}: {why}")
+            self._requests.pop(rank, None)
+            if rank not in self._done_ranks and not self._has_left:
+                self._lose_workers(f"rank {rank} of {self._replica_id}: {reason}")
             if not self._workers:
-                self._on_deserted()
+                self._on_empty()
 
-    def _take(self, connection: socket.socket) -> None:
+    def _accept(self, connection: socket.socket) -> None:
         try:
             self._connections.add(WorkerConnection(connection, self))
         except OSError as e:
-            _log.warning("a worker was not let in: %s", e)
+            _log.warning("a worker's connection was refused: %s", e)
             connection.close()
 
-    def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
+    def _add_worker(self, worker: WorkerConnection, hello: Hello) -> None:
         if self._size is None:
             self._size = hello.group_world_size
         if hello.group_world_size != self._size or not 0 <= hello.group_rank < self._size:
             raise ValueError(
                 f"rank {hello.group_rank} of {hello.group_world_size}, in a group of {self._size}"
             )
-        before = self._workers.get(hello.group_rank)
-        if before is not None and before is not worker:
-            raise ValueError(f"rank {hello.group_rank} is process {before.pid} already")
-        self._byes.discard(hello.group_rank)
+        known = self._workers.get(hello.group_rank)
+        if known is not None and known is not worker:
+            raise ValueError(f"rank {hello.group_rank} is process {known.pid} already")
+        self._done_ranks.discard(hello.group_rank)
         self._workers[hello.group_rank] = worker
         worker.send(Welcome(self._replica_id))
 
@@ -317,147 +326,119 @@ class ManagerServer:
         for rank, known in self._workers.items():
             if known is worker:
                 return rank
-        raise ValueError("it has not said who it is")
+        raise ValueError("a message before Hello")
 
-    def _drop(self, worker: WorkerConnection) -> None:
-        worker.close()
-        self._connections.discard(worker)
-        self._workers = {rank: w for rank, w in self._workers.items() if w is not worker}
+    def _close_connections(self) -> None:
+        for worker in self._connections:
+            worker.close()
+        self._connections.clear()
+        self._workers.clear()
 
-    def _lose(self, why: str) -> None:
-        """Tell everybody that this group can not go on, before any of its workers waits in vain."""
-        _log.warning("%s", why)
-        self._lost = why
-        if not self._is_complete(self._asks):
-            self._asked = None
-        self._tell(WorkersLost(why))
-        if self._place is not None:
-            self._break(QuorumAborted(self._place.quorum_id, why))
-        self._decide()
-
-    def _bye(self, rank: int) -> None:
-        self._byes.add(rank)
-        self._asks.pop(rank, None)
-        if self._is_done:
-            self._tell(Shutdown())
+    def _lose_workers(self, reason: str) -> None:
+        """Report that the group cannot go on, before any of its workers waits in vain."""
+        _log.warning("%s", reason)
+        self._lost_reason = reason
+        if not self._is_complete(self._requests):
+            self._sent = None
+        self._send_up(WorkersLost(reason))
+        if self._result is not None:
+            self._abort_quorum(QuorumAborted(self._result.quorum_id, reason))
+        self._decide_commit()
 
     @property
     def _is_done(self) -> bool:
-        return self._is_complete(self._byes)
+        return self._is_complete(self._done_ranks)
 
-    def _is_complete(self, given: Iterable[int]) -> bool:
-        return self._size is not None and len(list(given)) == self._size
+    def _is_complete(self, by_rank: Iterable[int]) -> bool:
+        return self._size is not None and len(list(by_rank)) == self._size
 
-    def _send_all(self, message: Message) -> None:
-        self._send(self._workers, message)
-
-    def _send(self, ranks: Iterable[int], message: Message) -> None:
+    def _send_down(self, ranks: Iterable[int], message: Message) -> None:
         for rank in list(ranks):
             if rank in self._workers:
                 self._workers[rank].send(message)
 
-    # ---- what they say together ---------------------------------------------------------
+    # ---- what the group sends as one ----------------------------------------------------
 
-    def _ask_if_complete(self) -> None:
-        if not self._is_complete(self._asks):
-            assert self._size is not None or not self._asks
-            self._send(self._asks, QuorumWaiting(missing(self._asks, self._size or 0)))
-        elif not self._up:
-            self._send(self._asks, QuorumWaiting(self._down))
-        elif self._asked is None:
+    def _request_if_complete(self) -> None:
+        if not self._is_complete(self._requests):
+            waiting = QuorumWaiting(missing_ranks(self._requests, self._size or 0))
+            self._send_down(self._requests, waiting)
+        elif not self._is_connected:
+            self._send_down(self._requests, QuorumWaiting(self._disconnect_reason))
+        elif self._sent is None:
             self._number += 1
-            self._asked = replace(combined_ask(self._asks), number=self._number)
-            self._ask_again()
+            self._sent = replace(combine_requests(self._requests), number=self._number)
+            self._repeat_request()
 
-    def _ask_again(self) -> None:
-        """Ask the keeper, who may not have heard it, or has forgotten a group that was lost."""
-        if self._asked is None:
-            self._ask_if_complete()
+    def _repeat_request(self) -> None:
+        """Send the request to a lighthouse that may not have it, or has dropped a lost group."""
+        if self._sent is None:
+            self._request_if_complete()
         elif not self._stopped:
-            self._lost = None
-            self._tell(self._asked)
+            self._lost_reason = None
+            self._send_up(self._sent)
 
-    def _withdraw(self, rank: int) -> None:
-        self._asks.pop(rank, None)
-        if self._asked is not None:
-            self._asked = None
-            self._tell(CancelRequest())
-
-    def _answered(self, rank: int, at: SwitchVote) -> None:
-        self._call = max(self._call, at.call)
-        if at.number != self._proposed:
+    def _on_switch_vote(self, rank: int, vote: SwitchVote) -> None:
+        self._quorum_step = max(self._quorum_step, vote.quorum_step)
+        if vote.number != self._proposal_number:
             return
-        self._ats[rank] = at
-        if self._is_complete(self._ats):
-            self._tell(combined_at(self._ats))
+        self._switch_votes[rank] = vote
+        if self._is_complete(self._switch_votes):
+            self._send_up(combine_switch_votes(self._switch_votes))
 
-    def _decide(self) -> None:
-        verdict = self._ballot.decide(self._size or 1, complete=len(self._workers) == self._size)
-        if verdict is not None:
-            self._send_all(verdict)
+    def _decide_commit(self) -> None:
+        all_live = len(self._workers) == self._size
+        decision = self._commit_votes.decide(self._size or 1, all_live=all_live)
+        if decision is not None:
+            self._send_down(self._workers, decision)
 
-    async def _watch_for_stopped(self) -> None:
+    async def _check_for_stopped(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
             for worker in list(self._workers.values()):
                 with contextlib.suppress(ValueError):
-                    self._look_at(worker, worker.stopped_for(loop.time()))
+                    self._check_worker(worker, worker.stopped_for(loop.time()))
 
-    def _look_at(self, worker: WorkerConnection, stopped_s: float) -> None:
-        if stopped_s >= _STOPPED_S and worker not in self._stopped and not self._left:
+    def _check_worker(self, worker: WorkerConnection, stopped_s: float) -> None:
+        if stopped_s >= _STOPPED_S and worker not in self._stopped and not self._has_left:
             self._stopped.add(worker)
             rank = self._rank_of(worker)
-            self._lose(f"rank {rank} of {self._replica_id}: process {worker.pid} is stopped")
+            self._lose_workers(
+                f"rank {rank} of {self._replica_id}: process {worker.pid} is stopped"
+            )
         elif stopped_s == 0 and worker in self._stopped:
             self._stopped.discard(worker)
-            self._ask_again()
-
-
-# ---- A server's end of one worker: its socket, whether its process lives, whether it is stopped
-# The kernel says whose process has connected (SO_PEERCRED), when it dies (a pidfd: forked
-# children may keep its socket open), and in which state it is (/proc): a worker that holds the
-# interpreter lock for minutes is well, one that was stopped by a signal is not.
-
-
-_READ_BYTES = 1 << 16
-_PAUSE_S = 0.1
-_CREDENTIALS = struct.Struct("3i")
-
-
-class WorkerHost(Protocol):
-    """The server, as a `WorkerConnection` reports to it."""
-
-    def said(self, worker: WorkerConnection, message: Message) -> None:
-        """A message has come. A `ValueError` ends the connection."""
-
-    def left(self, worker: WorkerConnection, why: str) -> None:
-        """The connection has ended, or the process; called once."""
+            self._repeat_request()
 
 
 class WorkerConnection:
-    """One connection to the server.
+    """The server's end of one worker: its socket, and the life of its process.
+
+    The kernel reports which process has connected (SO_PEERCRED), its death (a pidfd, since forked
+    children may keep its socket open), and its state (/proc): a worker that holds the interpreter
+    lock for minutes is healthy, one that a signal has stopped is not.
 
     Attributes:
-        pid: The process's, as this one's process namespace knows it.
+        pid: The process's, in the process namespace of this process.
     """
 
-    def __init__(self, connection: socket.socket, host: WorkerHost) -> None:
+    def __init__(self, connection: socket.socket, server: ManagerServer) -> None:
         """Take over a connection, in the running event loop.
 
         Raises:
-            PermissionError: it is another user's.
-            OSError: the process has ended already.
+            PermissionError: It is another user's.
+            OSError: The process has ended already.
         """
         self.pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         if uid != os.getuid():
             raise PermissionError(f"process {self.pid} is user {uid}'s")
-        self._host = host
-        self._lines = Lines()
+        self._server = server
+        self._lines = LineReader()
         self._unsent = b""
-        self._open = True
+        self._is_open = True
         self._stopped_since: float | None = None
         self._pidfd = os.pidfd_open(self.pid)
         try:
@@ -468,25 +449,25 @@ class WorkerConnection:
         connection.setblocking(False)
         self._socket = connection
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._pidfd, self._died)
+        self._loop.add_reader(self._pidfd, self._on_death)
         self._loop.add_reader(connection, self._read)
 
     def send(self, message: Message) -> None:
-        """Queue a message; one that does not read for a MiB is dropped."""
-        if not self._open:
+        """Queue a message; drop a worker that does not read for a MiB."""
+        if not self._is_open:
             return
-        waits = bool(self._unsent)
+        is_waiting = bool(self._unsent)
         self._unsent += to_line(message)
         if len(self._unsent) > MAX_LINE_BYTES:
             self._end("it does not read")
-        elif not waits:
+        elif not is_waiting:
             self._write()
 
     def close(self) -> None:
         """Drop the connection, without a report. May be repeated."""
-        if not self._open:
+        if not self._is_open:
             return
-        self._open = False
+        self._is_open = False
         for file in (self._pidfd, self._socket.fileno()):
             self._loop.remove_reader(file)
         self._loop.remove_writer(self._socket)
@@ -495,7 +476,7 @@ class WorkerConnection:
         os.close(self._stat)
 
     def stopped_for(self, now: float) -> float:
-        """Return for how long the process has been stopped by a signal, as far as was looked."""
+        """Return for how long a signal has stopped the process, as far as this was called."""
         if not self._is_stopped():
             self._stopped_since = None
             return 0.0
@@ -507,10 +488,8 @@ class WorkerConnection:
         try:
             line = os.pread(self._stat, 4096, 0)
         except OSError:
-            return False  # it is dead: the pidfd says so
+            return False  # it is dead: the pidfd reports it
         return line[line.rfind(b")") + 2 :][:1] in (b"T", b"t")
-
-    # ---- what the event loop calls ------------------------------------------------------
 
     def _write(self) -> None:
         try:
@@ -528,44 +507,44 @@ class WorkerConnection:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(_READ_BYTES)
+            data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
             return
         except OSError as e:
             self._end(str(e))
             return
         if not data:
-            dead = readable(self._pidfd, timeout_s=0)
-            self._end(f"process {self.pid} ended" if dead else "it closed its connection")
+            is_dead = readable(self._pidfd, timeout_s=0)
+            self._end(f"process {self.pid} ended" if is_dead else "it closed its connection")
             return
-        self._take(data)
+        self._handle(data)
 
-    def _take(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         try:
             for message in self._lines.feed(data):
-                if self._open:
-                    self._host.said(self, message)
+                if self._is_open:
+                    self._server.on_worker_message(self, message)
         except (ValueError, TypeError) as e:
-            self._end(f"it talks nonsense: {e}")
+            self._end(f"invalid message: {e}")
 
-    def _died(self) -> None:
-        """Hear its last words first, for it may have said that it leaves in peace."""
+    def _on_death(self) -> None:
+        """Read the socket first: a `Shutdown` may be buffered."""
         with contextlib.suppress(OSError):
-            while self._open and (data := self._socket.recv(_READ_BYTES)):
-                self._take(data)
+            while self._is_open and (data := self._socket.recv(READ_BYTES)):
+                self._handle(data)
         self._end(f"process {self.pid} ended")
 
-    def _end(self, why: str) -> None:
-        if self._open:
+    def _end(self, reason: str) -> None:
+        if self._is_open:
             self.close()
-            self._host.left(self, why)
+            self._server.on_worker_disconnect(self, reason)
 
 
-def listen(path: str) -> socket.socket:
+def open_listener(path: str) -> socket.socket:
     """Open a Unix socket for workers, to which only this user can connect.
 
     Raises:
-        OSError: the path is taken, or longer than the 107 bytes that the system allows.
+        OSError: The path is taken, or longer than the 107 bytes that the system allows.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -584,80 +563,77 @@ def listen(path: str) -> socket.socket:
     return listener
 
 
-Take = Callable[[socket.socket], None]
-
-
-def accept_all(listener: socket.socket, take: Take) -> None:
-    """Hand what has connected to ``take`` (in the event loop, whenever it is readable)."""
+def accept_all(listener: socket.socket, accept: Callable[[socket.socket], None]) -> None:
+    """Accept all waiting connections (in the event loop, whenever the listener is readable)."""
     while True:
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as e:  # most likely too many open files: it would stay readable
-            _log.warning("no worker can be taken for now: %s", e)
+            _log.warning("no worker can connect for now: %s", e)
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener)
-            loop.call_later(_PAUSE_S, _go_on, listener, take)
+            loop.call_later(_ACCEPT_AGAIN_S, _resume_accepting, listener, accept)
             return
-        take(connection)
+        accept(connection)
 
 
-def _go_on(listener: socket.socket, take: Take) -> None:
+def _resume_accepting(listener: socket.socket, accept: Callable[[socket.socket], None]) -> None:
     if listener.fileno() >= 0:
-        asyncio.get_running_loop().add_reader(listener, accept_all, listener, take)
+        asyncio.get_running_loop().add_reader(listener, accept_all, listener, accept)
 
 
-# ---- What the workers of one replica group say together (pure; `manager_server` sends it)
+# ---- messages of several workers combined into one of their group (pure)
 
 
-def combined_ask(asks: Mapping[int, QuorumRequest]) -> QuorumRequest:
-    """Return the ask of a group, all of whose workers ask.
+def combine_requests(requests: Mapping[int, QuorumRequest]) -> QuorumRequest:
+    """Return the request of a group, given those of all its workers by rank.
 
-    Workers at different steps are no copy of the model any more: the group gets a token of its own
+    Workers at different steps are no copy of the model: the group gets a state version of its own
     at the least step, so that it heals.
     """
-    ranks = [asks[rank] for rank in sorted(asks)]
+    ranks = [requests[rank] for rank in sorted(requests)]
     first = ranks[0]
-    step = min(ask.step for ask in ranks)
-    lineage = first.lineage
-    if any(ask.step != step for ask in ranks):
-        text = "|".join(f"{ask.step}:{ask.lineage}" for ask in ranks)
-        lineage = hashlib.blake2b(f"torn|{text}".encode(), digest_size=16).hexdigest()
+    step = min(q.step for q in ranks)
+    version = first.state_version
+    if any(q.step != step for q in ranks):
+        text = "|".join(f"{q.step}:{q.state_version}" for q in ranks)
+        version = hashlib.blake2b(f"torn|{text}".encode(), digest_size=16).hexdigest()
     return replace(
         first,
-        call=max(ask.call for ask in ranks),
+        quorum_step=max(q.quorum_step for q in ranks),
         step=step,
-        lineage=lineage,
-        quorum_id=max(ask.quorum_id for ask in ranks),
-        commit_failures=max(ask.commit_failures for ask in ranks),
-        min_replicas=max(ask.min_replicas for ask in ranks),
-        shrink_only=any(ask.shrink_only for ask in ranks),
-        metadata=tuple(text for ask in ranks for text in ask.metadata),
-        is_saved=all(ask.is_saved for ask in ranks),
+        state_version=version,
+        quorum_id=max(q.quorum_id for q in ranks),
+        commit_failures=max(q.commit_failures for q in ranks),
+        min_replicas=max(q.min_replicas for q in ranks),
+        shrink_only=any(q.shrink_only for q in ranks),
+        metadata=tuple(text for q in ranks for text in q.metadata),
+        is_saved=all(q.is_saved for q in ranks),
     )
 
 
-def combined_at(answers: Mapping[int, SwitchVote]) -> SwitchVote:
-    """Return the answer of a group, all of whose workers have answered one proposal."""
-    ats = list(answers.values())
+def combine_switch_votes(votes: Mapping[int, SwitchVote]) -> SwitchVote:
+    """Return the vote of a group, given those of all its workers on one proposal."""
+    all_votes = list(votes.values())
     return replace(
-        ats[0],
-        ok=all(at.ok for at in ats),
-        call=max(at.call for at in ats),
-        rate=max(at.rate for at in ats),
+        all_votes[0],
+        ok=all(vote.ok for vote in all_votes),
+        quorum_step=max(vote.quorum_step for vote in all_votes),
+        rate=max(vote.rate for vote in all_votes),
     )
 
 
 class CommitVotes:
-    """The votes of a group's workers on their steps, one step after the other."""
+    """The votes of a group's workers on one step after the other."""
 
     def __init__(self) -> None:
         self._votes: dict[int, CommitVote] = {}
         self._is_decided = False
 
-    def cast(self, rank: int, vote: CommitVote) -> None:
-        """Count a vote; one on a step before the last is too late."""
+    def add_vote(self, rank: int, vote: CommitVote) -> None:
+        """Add a vote; ignore one on a step before the last."""
         known = next(iter(self._votes.values()), None)
         if known is not None and _step_of(vote) < _step_of(known):
             return
@@ -665,67 +641,28 @@ class CommitVotes:
             self._votes, self._is_decided = {}, False
         self._votes[rank] = vote
 
-    def decide(self, group_world_size: int, *, complete: bool) -> CommitDecision | None:
-        """Return the verdict on the last step, once there is one. One no decides.
+    def decide(self, group_world_size: int, *, all_live: bool) -> CommitDecision | None:
+        """Return the decision on the last step, once there is one: one no decides.
 
         Args:
-            group_world_size: So many must say yes.
-            complete: Whether all workers live; one that is dead says no.
+            group_world_size: Number of yes votes needed.
+            all_live: Whether all workers live; a dead one votes no.
         """
         if self._is_decided or not self._votes:
             return None
-        refused = not complete or not all(vote.yes for vote in self._votes.values())
-        if not refused and len(self._votes) < group_world_size:
+        commit = all_live and all(vote.commit for vote in self._votes.values())
+        if commit and len(self._votes) < group_world_size:
             return None
         self._is_decided = True
         vote = next(iter(self._votes.values()))
-        return CommitDecision(vote.quorum_id, vote.call, commit=not refused)
+        return CommitDecision(vote.quorum_id, vote.quorum_step, commit)
 
 
 def _step_of(vote: CommitVote) -> tuple[int, int]:
-    return vote.quorum_id, vote.call
+    return vote.quorum_id, vote.quorum_step
 
 
-def missing(asked: Mapping[int, object], group_world_size: int) -> str:
-    """Return which workers of the group have not asked."""
-    ranks = [str(rank) for rank in range(group_world_size) if rank not in asked]
-    return f"rank {', '.join(ranks)} of this replica group has not asked for a quorum yet"
-
-
-# ---- JSON lines between a worker and the server of its group, which are on one node (pure)
-# Nothing is signed: the socket lies in a folder that only its owner may enter, and the server
-# asks the kernel whose process has connected.
-
-
-MAX_LINE_BYTES = 1 << 20
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def to_line(message: Message) -> bytes:
-    """Return a message as one line."""
-    return _to_json(pack(message)).encode() + b"\n"
-
-
-class Lines:
-    """Puts messages together from what is read of a socket."""
-
-    def __init__(self) -> None:
-        self._pending = b""
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete with these bytes.
-
-        Raises:
-            ValueError: a line is no message, or longer than `MAX_LINE_BYTES`.
-        """
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        if len(self._pending) > MAX_LINE_BYTES:
-            raise ValueError(f"a line longer than {MAX_LINE_BYTES} bytes")
-        return [_message(line) for line in lines]
-
-
-def _message(line: bytes) -> Message:
-    raw = json.loads(line)
-    if not isinstance(raw, dict):
-        raise ValueError("not an object")
-    return unpack(raw)
+def missing_ranks(requests: Mapping[int, object], group_world_size: int) -> str:
+    """Return which workers of the group have not requested a quorum, as text."""
+    ranks = [str(rank) for rank in range(group_world_size) if rank not in requests]
+    return f"rank {', '.join(ranks)} of this replica group has not requested a quorum yet"

@@ -1,17 +1,15 @@
-"""The process beside a worker that keeps its place in the quorum, where no agent does.
+"""The manager server of a replica group as a process of its own, where there is no agent.
 
-Outside of a run, the Manager of group rank 0 starts it (`start_attendant`). It is a `ManagerServer`
-whose keeper is a lighthouse: heartbeats are its own, so that a worker may hold the interpreter lock
-for as long as it likes. It connects again for ever, and ends when its workers have gone.
+Outside of a run, the Manager of group rank 0 starts it (`start_server_process`), and its lighthouse
+is a standalone one. It sends its own heartbeats, so a worker may hold the interpreter lock for any
+time. It reconnects for ever, and ends when its workers have disconnected.
 
-The socket is opened by the parent: workers can connect before this process has started.
+The parent opens the socket, so workers can connect before this process has started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import json
 import logging
 import os
 import signal
@@ -20,52 +18,60 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic._util import readable
-from hpc_elastic.ft.manager_server import ManagerServer, listen
-from hpc_elastic.ft.messages import PURPOSE, SESSION_EPOCH, Message, frame, parse_address, unpack
+from hpc_elastic.ft.manager_server import ManagerServer, open_listener
+from hpc_elastic.ft.messages import (
+    LIGHTHOUSE_PURPOSE,
+    LIGHTHOUSE_SESSION,
+    Message,
+    parse_address,
+    to_frame,
+    unpack,
+)
 from hpc_elastic.transport.auth import AuthenticationError, user_secret
 from hpc_elastic.transport.connection import CONNECTION_ERRORS, ClientConnection, connect
 
 _RETRY_S = 0.05
-_RETRY_STRANGE_S = 0.25
-"""Somebody else listens there, or with another key, if it is not just ending."""
-_ORPHANS_S = 5.0
-"""How long the workers of a group outlive its rank 0 at most."""
-_BEATS_A_SILENCE = 5
+_RETRY_UNAUTHENTICATED_S = 0.25
+"""Another program listens there, or one with another key, unless it is just ending."""
+_ORPHANED_S = 5.0
+"""How long the workers of a group may outlive its rank 0."""
+_BEATS_PER_SILENCE = 5
 _SILENCE_S = 5.0
-"""Until the lighthouse has said otherwise."""
+"""Until the lighthouse has sent its own."""
 
 _SOURCE = str(Path(__file__).parents[2])
 _START = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from hpc_elastic.ft.manager_server_process import main, Path
-sys.exit(main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+from hpc_elastic.ft.manager_server_process import main
+main(*sys.argv[2:])
 """
-"""Nothing but the standard library and this package is needed: the site's packages are left out,
-and what lies in the working directory is."""
+"""It needs only the standard library and this package: site-packages and the working directory are
+left out."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ManagerServerProcess:
-    """A process that was started; it ends by itself, after the links of all workers are closed.
+    """A running manager server; it ends by itself, after all workers have disconnected.
 
     Attributes:
-        path: The Unix socket to give to `link.ManagerClient`.
-        process: The process; to be waited for by `end`.
+        path: The Unix socket for `manager_client.ManagerClient`.
+        process: Its process; None if another process has started it.
     """
 
     path: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None = None
 
-    def end(self, timeout_s: float = 5.0) -> None:
-        """Wait for its end, once the links are closed; kill it if it takes longer."""
+    def wait(self, timeout_s: float = 5.0) -> None:
+        """Wait for the process's end, once the clients are closed; kill it if it takes longer."""
+        if self.process is None:
+            return
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -74,80 +80,36 @@ class ManagerServerProcess:
         _remove(self.path)
 
 
-@dataclass(frozen=True)
-class _Orders:
-    lighthouse: str
-    replica_id: str
-    group_world_size: int
-
-
-_spare: ManagerServerProcess | None = None
-"""One that has been started, and waits for its orders."""
-_spare_of: int = 0
-"""Whose it is: a forked process inherits the variable, not the child."""
-
-
-def prewarm() -> None:
-    """Start a process now that `start_attendant` will take: it needs 0.1 s for its own imports.
-
-    Called where a Manager is likely to follow, before torch is imported. It ends with this process.
-    """
-    global _spare, _spare_of
-    if _spare is None or _spare_of != os.getpid():
-        _spare, _spare_of = _spawn(), os.getpid()
-        atexit.register(_dismiss, _spare)
-
-
-def start_attendant(
+def start_server_process(
     lighthouse_addr: str, replica_id: str, group_world_size: int
 ) -> ManagerServerProcess:
-    """Start the server of this replica group; returns at once, its socket takes connections.
+    """Start the server of this replica group; return at once, its socket accepts connections.
 
     Args:
         lighthouse_addr: ``host:port`` or ``http://host:port``.
-        replica_id: The group's name, unlike that of any other.
-        group_world_size: Its workers.
+        replica_id: The group's name, different from that of any other.
+        group_world_size: Number of its workers.
 
     Raises:
-        ConfigError: the address is none.
-        OSError: no socket or no process could be had.
+        ConfigError: The address has another form.
+        OSError: The socket or the process cannot be created.
     """
-    global _spare
     parse_address(lighthouse_addr)
-    attendant, _spare = _spare, None
-    if attendant is None or _spare_of != os.getpid() or attendant.process.poll() is not None:
-        attendant = _spawn()
-    orders = _Orders(lighthouse_addr, replica_id, group_world_size)
-    assert attendant.process.stdin is not None
-    with attendant.process.stdin as stdin:
-        stdin.write(json.dumps(asdict(orders)).encode() + b"\n")
-    return attendant
-
-
-def _spawn() -> ManagerServerProcess:
     path = Path(tempfile.mkdtemp(prefix="hpc-elastic-ft-")) / "socket"
     try:
-        listener = listen(str(path))
-        try:
-            arguments = [_SOURCE, str(path), str(listener.fileno()), str(os.getpid())]
+        with open_listener(str(path)) as listener:
+            numbers = [str(n) for n in (listener.fileno(), os.getpid(), group_world_size)]
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, *arguments],
+                [sys.executable, "-I", "-S", "-c", _START, _SOURCE, str(path), *numbers,
+                 lighthouse_addr, replica_id],
                 pass_fds=[listener.fileno()],
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-            )
-        finally:
-            listener.close()
+            )  # fmt: skip
     except BaseException:
         _remove(path)
         raise
     return ManagerServerProcess(path, process)
-
-
-def _dismiss(spare: ManagerServerProcess) -> None:
-    if spare is _spare and _spare_of == os.getpid() and spare.process.stdin is not None:
-        spare.process.stdin.close()  # there will be no orders
-        spare.end()
 
 
 def _remove(path: Path) -> None:
@@ -156,153 +118,132 @@ def _remove(path: Path) -> None:
         path.parent.rmdir()
 
 
-# ---- the process ------------------------------------------------------------------------
+# ---- in the process
 
 
-def main(path: Path, listener: int, parent: int) -> int:
-    """Wait for orders, and attend one replica group until its workers have gone."""
+def main(
+    path: str, listener_fd: str, parent: str, size: str, lighthouse: str, replica_id: str
+) -> None:
+    """Serve one replica group until its workers have disconnected."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the training
         signal.signal(number, signal.SIG_IGN)
+    link = LighthouseLink(lighthouse, replica_id)
+    listener = socket.socket(fileno=int(listener_fd))
     try:
-        orders = _ordered(parent)
-        if orders is not None:
-            asyncio.run(_attend(orders, path, socket.socket(fileno=listener), parent))
+        asyncio.run(_serve(Path(path), listener, int(parent), int(size), link))
     finally:
-        _remove(path)
-    return 0
+        _remove(Path(path))
 
 
-def _ordered(parent: int) -> _Orders | None:
-    """Return what the parent writes once it knows; None if it ends before.
-
-    Its own forked children may keep the pipe open, so that its end is no sign.
-    """
-    pidfd = _pidfd_of(parent)
-    if pidfd is None:
-        return None
-    ready = readable(sys.stdin, pidfd)
-    os.close(pidfd)
-    text = sys.stdin.readline() if sys.stdin in ready else ""
-    return _Orders(**json.loads(text)) if text else None
-
-
-def _pidfd_of(parent: int) -> int | None:
-    """Return a descriptor that is readable once the parent has ended; None if it has."""
-    try:
-        pidfd = os.pidfd_open(parent)
-    except OSError:
-        return None
-    if os.getppid() == parent:
-        return pidfd
-    os.close(pidfd)
-    return None
-
-
-async def _attend(orders: _Orders, path: Path, listener: socket.socket, parent: int) -> None:
+async def _serve(
+    path: Path, listener: socket.socket, parent: int, size: int, link: LighthouseLink
+) -> None:
     over = asyncio.Event()
-    line = _Line(orders)
-    server = ManagerServer(path, orders.replica_id, line, listener=listener, on_deserted=over.set)
-    server.expect(orders.group_world_size)
+    server = ManagerServer(path, link.replica_id, link, listener=listener, on_empty=over.set)
+    server.expect_workers(size)
     await server.start()
     _end_after(parent, over)
-    keeping = asyncio.create_task(line.keep(server))
+    linking = asyncio.create_task(link.run(server))
     try:
         await over.wait()
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        linking.cancel()
+        await asyncio.gather(linking, return_exceptions=True)
         await server.stop()
 
 
 def _end_after(parent: int, over: asyncio.Event) -> None:
-    """Watch the process that this one belongs to, in the running event loop."""
+    """Set the event some time after the parent process has ended."""
     loop = asyncio.get_running_loop()
-    pidfd = _pidfd_of(parent)
-    if pidfd is None:
+    try:
+        pidfd = os.pidfd_open(parent)
+    except OSError:
         over.set()
         return
 
-    def ended() -> None:
+    def on_end() -> None:
         loop.remove_reader(pidfd)
-        loop.call_later(_ORPHANS_S, over.set)
+        loop.call_later(_ORPHANED_S, over.set)
 
-    loop.add_reader(pidfd, ended)
+    loop.add_reader(pidfd, on_end)
+    if os.getppid() != parent:  # it had ended, and the id may be another process's
+        over.set()
 
 
-class _Line:
-    """The connection to the lighthouse, again and again."""
+class LighthouseLink:
+    """The connection to the lighthouse, made again whenever it is lost."""
 
-    def __init__(self, orders: _Orders) -> None:
-        self._orders = orders
-        self._address = parse_address(orders.lighthouse)
+    def __init__(self, lighthouse: str, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self._address = parse_address(lighthouse)
         self._stream: ClientConnection | None = None
         self._silence_s = _SILENCE_S
-        self._heard = False
-        self._trouble: str | None = None
+        self._has_received = False
+        self._failure: str | None = None
 
     def send(self, message: Message) -> None:
-        """See `group_server.Upstream`."""
+        """See `manager_server.LighthouseConnection`."""
         if self._stream is not None:
-            self._stream.send(frame(message))
+            self._stream.send(to_frame(message))
 
-    async def keep(self, server: ManagerServer) -> None:
-        """Connect, talk, and connect again; until cancelled, which sends what is queued."""
-        secret = user_secret(PURPOSE)
-        hello = {"replica": self._orders.replica_id}
+    async def run(self, server: ManagerServer) -> None:
+        """Connect, exchange messages, and connect again; until cancelled, which sends the queue."""
+        secret = user_secret(LIGHTHOUSE_PURPOSE)
+        hello = {"replica": self.replica_id}
         while True:
             try:
-                stream = await connect(*self._address, secret, SESSION_EPOCH, hello)
+                stream = await connect(*self._address, secret, LIGHTHOUSE_SESSION, hello)
             except OSError as e:
-                await self._wait_after(e, server)
+                await self._pause_after(e, server)
                 continue
-            self._trouble = None
-            await self._talk(stream, server)
+            self._failure = None
+            await self._receive_all(stream, server)
 
-    async def _wait_after(self, error: Exception, server: ManagerServer) -> None:
-        is_strange = isinstance(error, AuthenticationError | ConnectionResetError)
+    async def _pause_after(self, error: Exception, server: ManagerServer) -> None:
+        is_unauthenticated = isinstance(error, AuthenticationError | ConnectionResetError)
         host, port = self._address
-        why = f"the lighthouse at {host}:{port} does not answer: {error}"
-        if is_strange:
-            why += (
+        failure = f"the lighthouse at {host}:{port} does not answer: {error}"
+        if is_unauthenticated:
+            failure += (
                 ". Is it `hpc-elastic lighthouse`, of the same user? Hosts with homes of their own "
                 "need the same ~/.config/hpc_elastic/key"
             )
-        if why != self._trouble:
-            self._trouble = why
-            server.down(why)
-            if is_strange:
-                _log.warning("%s", why)
-        await asyncio.sleep(_RETRY_STRANGE_S if is_strange else _RETRY_S)
+        if failure != self._failure:
+            self._failure = failure
+            server.on_disconnect(failure)
+            if is_unauthenticated:
+                _log.warning("%s", failure)
+        await asyncio.sleep(_RETRY_UNAUTHENTICATED_S if is_unauthenticated else _RETRY_S)
 
-    async def _talk(self, stream: ClientConnection, server: ManagerServer) -> None:
+    async def _receive_all(self, stream: ClientConnection, server: ManagerServer) -> None:
         self._stream = stream
-        beating = asyncio.create_task(self._beat(stream))
+        beating = asyncio.create_task(self._send_heartbeats(stream))
         try:
-            server.up()
+            server.on_connect()
             while True:
-                self._take(await stream.receive(), server)
-                self._heard = True
+                self._handle(await stream.receive(), server)
+                self._has_received = True
         except CONNECTION_ERRORS as e:
-            server.down(f"the connection to the lighthouse is lost: {e}")
+            server.on_disconnect(f"the connection to the lighthouse is lost: {e}")
         finally:
             beating.cancel()
             self._stream = None
             await stream.close()
 
-    def _take(self, raw: dict[str, Any], server: ManagerServer) -> None:
+    def _handle(self, raw: dict[str, Any], server: ManagerServer) -> None:
         match raw["type"]:
             case "ft":
-                server.heard(unpack(raw["message"]))
+                server.on_message(unpack(raw["message"]))
             case "terms":
                 self._silence_s = float(raw["silence_s"])
 
-    async def _beat(self, stream: ClientConnection) -> None:
-        """Show that this side lives, and give up a lighthouse that does not."""
+    async def _send_heartbeats(self, stream: ClientConnection) -> None:
+        """Send heartbeats, and drop the connection to a lighthouse that does not answer them."""
         silent_s = 0.0
         while silent_s < self._silence_s:
             stream.send({"type": "beat"})
-            self._heard = False
-            pause_s = self._silence_s / _BEATS_A_SILENCE
+            self._has_received = False
+            pause_s = self._silence_s / _BEATS_PER_SILENCE
             await asyncio.sleep(pause_s)
-            silent_s = 0.0 if self._heard else silent_s + pause_s
+            silent_s = 0.0 if self._has_received else silent_s + pause_s
         stream.abort()

@@ -1,37 +1,50 @@
-"""What the workers, their replica groups and the keeper of the quorum tell each other (pure).
+"""Messages between workers, the servers of their replica groups and the lighthouse (pure).
 
 Theory of operation
 -------------------
-A *replica group* is the workers of one array task: one copy of the model. Each group has a *server*
-(`manager_server`), outside of the training processes: the agent of a run, or a small process of its
-own (`manager_server_process`). It speaks for its workers to the *keeper* (`lighthouse_state`),
-which decides about the quorum (`quorum`): it lives with the leader of a run, or in a
-`coordination.LighthouseServer`.
+A *replica group* is the set of workers of one array task: one copy of the model. Each group has a
+*manager server* (`manager_server`) outside of its training processes: in the agent of a run, or in
+a small process of its own (`manager_server_process`). It represents its workers at the *lighthouse*
+(`lighthouse_state`), which decides about the quorum (`quorum`). The lighthouse is part of a run's
+leader, or stands alone (`coordination.LighthouseServer`).
 
-    worker  --Unix socket-->  server of its group  --signed connection-->  keeper
+    worker  --Unix socket-->  manager server  --signed connection-->  lighthouse
 
-A step that nobody disturbs costs no message. A worker counts its *calls*, the steps that it has
-begun in the present quorum: call 0 is the one that asked for it. As long as all members only count,
-they stay in lockstep, since each step's collectives need all of them. A worker asks again when
+An undisturbed step costs no message. A worker counts its *quorum steps*, the steps that it has
+started in the present quorum; quorum step 0 is the one that requested the quorum. As long as all
+members only count, they stay in lockstep, since the collectives of each step need all of them. A
+worker requests another quorum when
 
-- its last step was not committed, or the quorum is *broken*: the keeper has told every member that
-  one of them was lost or could not go on, and their collectives have been aborted;
-- the *switch* has come: where somebody joins or leaves as announced, the keeper proposes a call
-  that is ahead of everybody (`ProposeSwitch`), each worker answers whether it can still ask there
-  (`SwitchVote`), and the keeper confirms it (`ConfirmSwitch`). A worker that comes to the proposed
-  call before that waits for it, so that all ask at the same call, and no step fails.
+- its last step was not committed, or the quorum is *aborted*: a member was lost or cannot go on.
+  The lighthouse has notified every member, and their collectives have been aborted;
+- the *switch* is reached: where a group joins, or leaves as announced, the lighthouse proposes a
+  quorum step ahead of all members (`ProposeSwitch`). Each worker answers whether it can still
+  request a quorum there (`SwitchVote`), and the lighthouse confirms it (`ConfirmSwitch`). A worker
+  that reaches the proposed step earlier waits for the confirmation, so all members request at the
+  same step and no step fails.
 
-Quorum ids are ``epoch << EPOCH_SHIFT | count``: they rise for ever, whoever keeps the quorum.
+Quorum ids are ``epoch << EPOCH_SHIFT | count``: they always rise, also from one lighthouse to the
+next.
 
-*Lineage*. A committed step makes a new token out of the last one and the quorum that it was made in
-(`quorum`). Groups whose steps and tokens are equal have the same parameters; equal steps alone say
-nothing. Those that are at another step, or at the same with another token, heal.
+*State version*. A committed step makes a new version out of the last one and the quorum in which it
+was made (`quorum`). Groups with equal step and version have the same parameters; equal steps alone
+prove nothing. Groups at another step, or at the same step with another version, heal.
 
-Every message is a JSON object: the dataclass's fields, and its name as ``type``.
+Every message is a JSON object: the fields of its dataclass, and its class name as ``type``. Between
+a worker and its server, which are on one node, it is one line of text. Those lines are not signed:
+the socket is in a folder that only its owner can enter, and the server learns from the kernel which
+process has connected. A manager server process and a lighthouse sign their frames
+(`transport.auth`) with a secret derived from the user's key: ``terms`` (from the lighthouse, first:
+``silence_s``, after which each side gives up the other), ``beat`` (which is answered) and ``ft``,
+whose ``message`` is one of these.
+
+This module needs only the standard library: a manager server process starts without site-packages.
 """
 
 from __future__ import annotations
 
+import json
+import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -40,14 +53,22 @@ from hpc_elastic.errors import ConfigError
 EPOCH_SHIFT = 20
 NO_QUORUM = -1
 SOCKET_ENV = "HPC_ELASTIC_FT_SOCKET"
-"""Path of the socket on which the agent of a run serves its workers."""
+"""Environment variable: the socket on which the agent of a run serves its workers."""
+LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+"""Environment variable: the address of a standalone lighthouse."""
+LIGHTHOUSE_PURPOSE = "lighthouse"
+"""Purpose of the secret that both ends derive from the user's key."""
+LIGHTHOUSE_SESSION = 0
+"""Session epoch of every lighthouse: its clients cannot know its epoch before they connect."""
+READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Worker to server, first: who I am."""
+    """Worker to server, first."""
 
     group_rank: int
     group_world_size: int
@@ -56,32 +77,32 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Server to worker, in answer: who your group is."""
+    """Server to worker, in answer to `Hello`."""
 
     replica_id: str
 
 
 @dataclass(frozen=True)
 class QuorumRequest:
-    """One worker, or (with the metadata of all its ranks) one group, wants to be in the quorum.
+    """Up: a worker, or (with the metadata of all its ranks) a group, requests a quorum.
 
     Attributes:
-        call: Steps begun in the quorum ``quorum_id``, this one included.
+        quorum_step: Steps started in the quorum ``quorum_id``, this one included.
         step: Steps committed.
-        lineage: The token of the state at that step.
-        quorum_id: The last quorum it was in; `NO_QUORUM`: none.
+        state_version: Version of the state at that step.
+        quorum_id: The last quorum it was in; `NO_QUORUM` if none.
         commit_failures: Steps in a row that were not committed.
         min_replicas: The fewest members that it works with.
-        shrink_only: Nobody may join now.
+        shrink_only: No group may join now.
         store: ``host:port`` of the group's TCPStore, for the members' process group.
-        metadata: What a peer needs to fetch the state, by group rank (one worker: its own alone).
-        number: Counts the asks of a group; the same when one is sent again.
-        is_saved: The script could save this state as one that nobody else has.
+        metadata: What a peer needs to fetch the state, by group rank (of a worker: its own alone).
+        number: Counts the requests of a group; the same when one is repeated.
+        is_saved: The script had the chance to save this state as the only one that has it.
     """
 
-    call: int
+    quorum_step: int
     step: int
-    lineage: str
+    state_version: str
     quorum_id: int
     commit_failures: int
     min_replicas: int
@@ -94,54 +115,54 @@ class QuorumRequest:
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """Up to the keeper: it does not wait any more."""
+    """Up: the last `QuorumRequest` is void."""
 
 
 @dataclass(frozen=True)
 class QuorumAborted:
-    """Up: this quorum can not go on, because of me. Down: it is over for everybody."""
+    """Up: the sender cannot go on in this quorum. Down: it is over for all members."""
 
     quorum_id: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class ProposeSwitch:
-    """Down: all may have to ask at this call of the quorum.
+    """Down: all members may have to request the next quorum at this quorum step.
 
-    Call 0 only asks how far everybody is; number 0 takes back what was proposed.
+    Step 0 only asks how far the members are; number 0 withdraws the last proposal.
     """
 
     quorum_id: int
     number: int
-    call: int
+    quorum_step: int
 
 
 @dataclass(frozen=True)
 class SwitchVote:
-    """Up, to a proposal: whether it was seen in time (``call`` is not past it), and how far I am.
+    """Up, in answer to a proposal.
 
     Attributes:
         number: The proposal's.
-        ok: No worker of the group has begun the proposed call.
-        call: The furthest call that one of them has begun.
-        rate: Calls a second lately, at least 0.
+        ok: No worker of the group has started the proposed quorum step.
+        quorum_step: The furthest quorum step that a worker has started.
+        rate: Steps per second lately, at least 0.
     """
 
     quorum_id: int
     number: int
     ok: bool
-    call: int
+    quorum_step: int
     rate: float
 
 
 @dataclass(frozen=True)
 class ConfirmSwitch:
-    """Down: all ask at the proposed call.
+    """Down: all members request the next quorum at the proposed step.
 
     Attributes:
-        leaves: This group does not come back from there: it is to leave.
-        last: All members leave there, and nobody else holds the state: save it before.
+        leaves: This group leaves there.
+        last: All members leave there, and no other group has the state: it is to be saved before.
     """
 
     quorum_id: int
@@ -152,7 +173,7 @@ class ConfirmSwitch:
 
 @dataclass(frozen=True)
 class HealSource:
-    """A member with the newest state, by its place in the quorum."""
+    """A member with the newest state, by its rank in the quorum."""
 
     replica_rank: int
     metadata: str
@@ -164,18 +185,18 @@ class QuorumResult:
 
     Attributes:
         quorum_id: The quorum's.
-        replica_rank: The group's place among all members, from 0.
-        replica_world_size: Members.
-        store: ``host:port`` of the primary's store, where the new process group meets.
-        max_step: The newest step; who heals will be there.
-        lineage: The token of the newest state.
-        cohort_rank: The group's place among those that have it; None: it heals.
-        cohort_size: How many have it; at least 1.
-        sources: From whom this worker fetches the state, the best first; empty unless it heals.
-        first_of: Replica ranks of those whose first source it is.
-        serves: Replica ranks of all those that have it among their sources.
-        next_store: Where the group will probably meet if the primary is lost. To connect can take
-            seconds where names are slow, so it is done beforehand.
+        replica_rank: The group's rank among all members, from 0.
+        replica_world_size: Number of members.
+        store: ``host:port`` of the store where the members form the new process group.
+        max_step: The newest step; a member that heals will be there.
+        state_version: Version of the newest state.
+        cohort_rank: The group's rank among the members with that state; None if it heals.
+        cohort_size: Number of members with that state, at least 1.
+        sources: Members to fetch the state from, the best first; empty unless the worker heals.
+        first_source_of: Replica ranks of the members whose first source it is.
+        source_of: Replica ranks of all members that have it among their sources.
+        next_store: Where the members will probably meet if the one with ``store`` is lost. Workers
+            connect ahead, since that can take seconds where name servers are slow.
     """
 
     quorum_id: int
@@ -183,12 +204,12 @@ class QuorumResult:
     replica_world_size: int
     store: str
     max_step: int
-    lineage: str
+    state_version: str
     cohort_rank: int | None
     cohort_size: int
     sources: tuple[HealSource, ...] = ()
-    first_of: tuple[int, ...] = ()
-    serves: tuple[int, ...] = ()
+    first_source_of: tuple[int, ...] = ()
+    source_of: tuple[int, ...] = ()
     next_store: str = ""
 
     @property
@@ -199,11 +220,11 @@ class QuorumResult:
 
 @dataclass(frozen=True)
 class QuorumResults:
-    """Keeper to group: the placement of each of its workers, by group rank.
+    """Down: the results of the workers of one group, by group rank.
 
     Attributes:
         ranks: By group rank.
-        number: The ask's that it answers: asks and answers may cross.
+        number: Of the request that it answers: requests and answers may cross.
     """
 
     ranks: tuple[QuorumResult, ...] = field(default=())
@@ -217,43 +238,41 @@ class LeaveGranted:
 
 @dataclass(frozen=True)
 class CheckpointBeforeLeave:
-    """Down, in answer to `QuorumRequest`: it may go once it has saved; nobody else has its state.
+    """Down, in answer to `QuorumRequest`: the group leaves once it has saved its state.
 
-    There is no quorum for the step that it was asked for: it fails, and its end is the moment.
+    No other group has that state. There is no quorum for the step that requested one: it fails, and
+    the script can save at its end.
     """
 
 
 @dataclass(frozen=True)
 class QuorumWaiting:
-    """Down: whom a quorum is waited for with; for the error of who waits for too long."""
+    """Down: which groups the quorum waits for; the text of a worker's time-out error."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CommitVote:
-    """Worker to server: whether this worker could commit the step of a call.
-
-    Only where the group has several.
-    """
+    """Worker to server, in groups of several workers: whether this worker can commit the step."""
 
     quorum_id: int
-    call: int
-    yes: bool
+    quorum_step: int
+    commit: bool
 
 
 @dataclass(frozen=True)
 class CommitDecision:
-    """Server to its workers: all of them could, or not."""
+    """Server to its workers: whether the group commits the step."""
 
     quorum_id: int
-    call: int
+    quorum_step: int
     commit: bool
 
 
 @dataclass(frozen=True)
 class LeaveNotice:
-    """Up: this group's node is to be left within so many seconds: let it go at the next switch."""
+    """Up: the group's node is lost in ``left_s`` seconds; it is to leave at the next switch."""
 
     left_s: float
 
@@ -262,30 +281,30 @@ class LeaveNotice:
 class WorkersLost:
     """Up: workers of this group are dead, or stopped for longer than a moment."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Worker to server, and up: it is done, and leaves in peace."""
+    """Worker to server, and up: it is done and leaves on purpose."""
 
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """Group to a new keeper, first: the quorum that it is in.
+    """Group to lighthouse, first on each connection: the quorum that it is in.
 
     Attributes:
-        quorum_id: `NO_QUORUM`: none.
-        replica_rank, replica_world_size: Its place in it.
-        call: The furthest call begun.
-        broken: It has been told, or found, that it is broken.
+        quorum_id: `NO_QUORUM` if none.
+        replica_rank, replica_world_size: Its place there.
+        quorum_step: The furthest quorum step started.
+        is_aborted: It knows that the quorum is aborted.
     """
 
     quorum_id: int
     replica_rank: int
     replica_world_size: int
-    call: int
-    broken: bool
+    quorum_step: int
+    is_aborted: bool
 
 
 Message = (
@@ -310,48 +329,23 @@ Message = (
     | ReplicaStatus
 )
 
-M = TypeVar("M")
-
-_TYPES: dict[str, Any] = {
-    t.__name__.lower(): t
-    for t in (
-        Hello,
-        Welcome,
-        QuorumRequest,
-        CancelRequest,
-        QuorumAborted,
-        ProposeSwitch,
-        SwitchVote,
-        ConfirmSwitch,
-        QuorumResult,
-        QuorumResults,
-        LeaveGranted,
-        CheckpointBeforeLeave,
-        QuorumWaiting,
-        CommitVote,
-        CommitDecision,
-        LeaveNotice,
-        WorkersLost,
-        Shutdown,
-        ReplicaStatus,
-    )
-}
-
+_TYPES: dict[str, Any] = {t.__name__: t for t in typing.get_args(Message)}
 _NESTED: dict[Any, dict[str, Any]] = {
     QuorumResult: {"sources": HealSource},
     QuorumResults: {"ranks": QuorumResult},
 }
-_NAMES = {t: name for name, t in _TYPES.items()}
 _FIELDS = {t: tuple(f.name for f in fields(t)) for t in (*_TYPES.values(), HealSource)}
+
+M = TypeVar("M")
 
 
 def pack(message: Message) -> Json:
     """Return a message as a JSON object."""
-    return {"type": _NAMES[type(message)], **_plain(message)}
+    return {"type": type(message).__name__, **_plain(message)}
 
 
 def _plain(item: Any) -> Json:
-    """Return the fields (`dataclasses.asdict` would copy deeply, for longer than a signature)."""
+    """Return the fields; `dataclasses.asdict` copies deeply and takes longer than a signature."""
     plain = dict(vars(item))
     for name in _NESTED.get(type(item), ()):
         plain[name] = tuple(_plain(part) for part in plain[name])
@@ -362,15 +356,15 @@ def unpack(raw: Json) -> Message:
     """Return the message in a JSON object.
 
     Raises:
-        ValueError: it is none of ours.
+        ValueError: It is none of this module's messages.
     """
     type_ = _TYPES.get(str(raw.get("type")))
     if type_ is None:
-        raise ValueError(f"no message of fault tolerance: {raw.get('type')!r}")
+        raise ValueError(f"unknown message type {raw.get('type')!r}")
     try:
         message: Message = _build(type_, raw)
     except (TypeError, KeyError) as e:
-        raise ValueError(f"a damaged message {raw['type']!r}: {e}") from e
+        raise ValueError(f"malformed message {raw['type']!r}: {e}") from e
     return message
 
 
@@ -387,29 +381,49 @@ def _build(type_: type[M], raw: Json) -> M:
     return type_(**given)
 
 
-# ---- What a lighthouse and an attendant tell each other, and how it is addressed (pure)
-# Both ends sign what they say (`transport.auth`) with a secret derived from the user's key
-# (`transport.auth`). Frames: ``terms`` (lighthouse to attendant, first: ``silence_s``, after
-# which each side gives up the other), ``beat`` (it is answered) and ``ft``, which carries a
-# ``message`` of these.
-
-
-PURPOSE = "lighthouse"
-"""Of the secret that both ends derive from the user's key."""
-SESSION_EPOCH = 0
-"""An attendant can not know the lighthouse's epoch before it has connected."""
-
-
-def frame(message: Message) -> dict[str, Any]:
-    """Return what carries a message between a replica and its keeper."""
+def to_frame(message: Message) -> Json:
+    """Return the frame that carries a message between a manager server and a lighthouse."""
     return {"type": "ft", "message": pack(message)}
+
+
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def to_line(message: Message) -> bytes:
+    """Return the line that carries a message between a worker and its server."""
+    return _to_json(pack(message)).encode() + b"\n"
+
+
+class LineReader:
+    """Parser of the lines read from a socket."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Return the messages that these bytes complete.
+
+        Raises:
+            ValueError: A line is no message, or longer than `MAX_LINE_BYTES`.
+        """
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > MAX_LINE_BYTES:
+            raise ValueError(f"a line longer than {MAX_LINE_BYTES} bytes")
+        return [_parse_line(line) for line in lines]
+
+
+def _parse_line(line: bytes) -> Message:
+    raw = json.loads(line)
+    if not isinstance(raw, dict):
+        raise ValueError("not a JSON object")
+    return unpack(raw)
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of ``http://host:port`` or ``host:port``.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: It has another form.
     """
     from urllib.parse import urlsplit
 

@@ -1,13 +1,13 @@
-"""NCCL in a process that outlives its peers: aborted without a crash, configured again in place.
+"""ProcessGroupNCCL: NCCL in a process that outlives its peers, aborted and reconfigured in place.
 
 NCCL's operations run on the GPU: a peer's death leaves a kernel that spins for ever. Only
-``ncclCommAbort`` ends it, from any thread, and it makes the whole communicator useless; so `abort`
-does that, and the next `configure` makes a new one. torch's own watchdog would end the process
-after a time-out, and so its time-out is put far off: a `WorkWatch` of ours looks at each
-operation's deadline, and aborts the group.
+``ncclCommAbort`` ends it, from any thread, and it makes the whole communicator unusable; so `abort`
+calls it, and the next `configure` makes a new communicator. torch's own watchdog would end the
+process after a time-out, so its time-out is put far off: a `WorkWatchdog` checks each operation's
+deadline, and aborts the group.
 
-An operation's `wait` only orders streams, as with torch. Whoever wants to know whether a step has
-succeeded calls `errored`, which waits for the stream.
+An operation's `wait` only orders streams, as with torch. `errored` returns whether a step has
+failed; it waits for the stream.
 
 Environment, set here unless it is set already, before the first group is made:
 ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` (torch's watchdog must not end the process) and
@@ -33,16 +33,18 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Work
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import reconfigurable
-from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT, NamedWork, named
+from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT, ManagedWork, translate_error
 from hpc_elastic.ft.reconfigurable import (
+    AbortableStore,
     CancellableTask,
     LiveGroup,
     MemberPlace,
     ReconfigurableProcessGroup,
+    connect_store,
+    parse_store_addr,
 )
 
-_NEVER = timedelta(days=7)  # torch's watchdog ends the process; the Watch aborts the group instead
+_NEVER = timedelta(days=7)  # torch's watchdog ends the process; the WorkWatchdog aborts the group
 _OLDEST = (2, 26)
 
 
@@ -53,10 +55,10 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        """Have no members yet.
+        """Create the group, without members.
 
         Raises:
-            ConfigError: there is no NCCL here, or one that can not be aborted safely.
+            ConfigError: There is no NCCL, or one that cannot be aborted safely.
         """
         _require_nccl()
         super().__init__(timeout)
@@ -71,25 +73,24 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def errored(self) -> Exception | None:
         """Wait for the current stream, then return why the group was aborted; None if it was not.
 
-        An operation that hangs is aborted at its time-out, and so is this.
+        An operation that hangs is aborted at its time-out, and then this returns.
         """
         if self._error is None and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return self._error
 
-    def _build(self, attempt: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
-        where = reconfigurable.parse(place.store_addr)
-        store = reconfigurable.connect(where, attempt)
-        met = reconfigurable.AbortableStore(store, where.prefix, place.world_size, attempt)
-        _muster(met, place)
-        attempt.waits_for = "NCCL's communicator"
-        # NCCL keeps its store for later communicators, and so gets one that outlives the attempt.
-        backend = _backend(PrefixStore(where.prefix, store), place)
-        group = NCCLGroup(place, backend, WorkWatch(self._late))
+    def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
+        where = parse_store_addr(place.store_addr)
+        client = connect_store(where, task)
+        _barrier(AbortableStore(client, where.prefix, place.world_size, task), place)
+        task.waits_for = "NCCL's communicator"
+        # NCCL keeps its store for later communicators, and so gets one that outlives the task.
+        backend = _make_backend(PrefixStore(where.prefix, client), place)
+        group = NCCLGroup(place, backend, WorkWatchdog(self._on_timeout))
         group.set_timeout(self._timeout)
         return group
 
-    def _late(self, why: str) -> None:
+    def _on_timeout(self, why: str) -> None:
         self.abort(why=why)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
@@ -98,18 +99,17 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         try:
             work = getattr(parent, name)(*args, **kwargs)
         except RuntimeError as e:
-            raise named(e, name, live) from e
-        live.watch.add(work, name, live.timeout_s)
-        return NamedWork(work, name, live)
+            raise translate_error(e, name, live) from e
+        live.watchdog.add_work(work, name, live.timeout_s)
+        return ManagedWork(work, name, live)
 
 
-class NCCLGroup:
-    """One group of torch's, and the watch over its operations."""
+class NCCLGroup(LiveGroup):
+    """One group of torch's, and the watchdog of its operations."""
 
-    def __init__(self, place: MemberPlace, backend: Any, watch: WorkWatch) -> None:
-        self.place = place
-        self.watch = watch
-        self.over: Exception | None = None
+    def __init__(self, place: MemberPlace, backend: Any, watchdog: WorkWatchdog) -> None:
+        super().__init__(place)
+        self.watchdog = watchdog
         self.timeout_s = 0.0
         self._backend = backend
         self._pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
@@ -119,22 +119,22 @@ class NCCLGroup:
 
     @property
     def pg(self) -> TorchProcessGroup:
-        """What does the operations."""
+        """torch's group, which does the operations."""
         return self._pg
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later operations."""
         self.timeout_s = timeout.total_seconds()
 
-    def end(self, error: Exception, *, peacefully: bool) -> None:
+    def end_group(self, error: Exception, *, finish_pending: bool) -> None:
         """End the kernels on the GPU, and all that waits for them.
 
-        In peace too it is the abort: torch's shutdown waits for peers, which may be gone.
+        It always aborts: torch's shutdown waits for peers, which may be lost.
         """
-        if peacefully:
+        if finish_pending:
             torch.cuda.current_stream().synchronize()
-        self.over = error
-        self.watch.stop()
+        self.end_error = error
+        self.watchdog.stop()
         abort = getattr(self._backend, "abort", None) or self._backend._abort  # its name in 2.6
         abort()
 
@@ -148,18 +148,18 @@ def _require_nccl() -> None:
         raise ConfigError("NCCL", ".".join(map(str, version)), remedy)
 
 
-def _muster(met: reconfigurable.AbortableStore, place: MemberPlace) -> None:
-    """Wait until all members are there, since NCCL's own waiting can not be interrupted."""
-    met.set(f"here/{place.rank}", b"1")
+def _barrier(store: AbortableStore, place: MemberPlace) -> None:
+    """Wait until all members have come, since NCCL's own waiting cannot be interrupted."""
+    store.set(f"here/{place.rank}", b"1")
     for rank in range(place.world_size):
-        met.get(f"here/{rank}")
+        store.get(f"here/{rank}")
 
 
-def _backend(store: Any, place: MemberPlace) -> Any:
+def _make_backend(store: Any, place: MemberPlace) -> Any:
     from torch.distributed import ProcessGroupNCCL as TorchNCCL
 
     options: Any = TorchNCCL.Options()
-    options.config.blocking = 0  # or else abort() waits for what it is to end
+    options.config.blocking = 0  # else abort() waits for what it is to end
     options._timeout = _NEVER
     if place.global_ranks:
         options.global_ranks_in_group = place.global_ranks
@@ -170,46 +170,44 @@ def _backend(store: Any, place: MemberPlace) -> Any:
     return backend
 
 
-# ---- A thread that looks at the deadlines of operations, and tells when one is missed
-# Operations on a GPU end on their own; nobody waits for them on the CPU, and so nobody would
-# notice one that does not end.
+# ---- the watchdog: operations on a GPU end by themselves, and no thread waits for them on the CPU
 
 
-_LOOK_S = 0.5
+_CHECK_EVERY_S = 0.5
 
 
-class Pending(Protocol):
-    """What can be asked whether it has ended, as torch's Work."""
+class Completable(Protocol):
+    """The part of torch's Work that a `WorkWatchdog` uses."""
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
 
 
 class _Operation(NamedTuple):
-    work: Pending
+    work: Completable
     name: str
     timeout_s: float
     until: float
 
 
-class WorkWatch:
-    """Watch over the operations of one group, in the order in which they were begun."""
+class WorkWatchdog:
+    """A thread that checks the deadlines of one group's operations, in their order."""
 
-    def __init__(self, late: Callable[[str], None]) -> None:
-        """Watch nothing yet.
+    def __init__(self, on_timeout: Callable[[str], None]) -> None:
+        """Create it, without operations.
 
         Args:
-            late: Called once, on the watch's thread, with the name and the seconds of the first
-                operation that missed its deadline.
+            on_timeout: Called once, on the watchdog's thread, with the name and the seconds of the
+                first operation that missed its deadline.
         """
-        self._late = late
+        self._on_timeout = on_timeout
         self._operations: deque[_Operation] = deque()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, work: Pending, name: str, timeout_s: float) -> None:
-        """Watch over an operation that has just begun."""
-        self._forget_completed()
+    def add_work(self, work: Completable, name: str, timeout_s: float) -> None:
+        """Watch an operation that has just started."""
+        self._remove_completed()
         self._operations.append(_Operation(work, name, timeout_s, time.monotonic() + timeout_s))
         if self._thread is None:
             self._thread = threading.Thread(
@@ -223,20 +221,20 @@ class WorkWatch:
         self._operations.clear()
 
     def _run(self) -> None:
-        while not self._stopped.wait(_LOOK_S):
-            self._forget_completed()
-            missed = self._missed(time.monotonic())
+        while not self._stopped.wait(_CHECK_EVERY_S):
+            self._remove_completed()
+            missed = self._first_missed(time.monotonic())
             if missed is not None and not self._stopped.is_set():
                 self._stopped.set()
-                self._late(f"{missed.name} timed out after {missed.timeout_s:g} s")
+                self._on_timeout(f"{missed.name} timed out after {missed.timeout_s:g} s")
 
-    def _missed(self, now: float) -> _Operation | None:
+    def _first_missed(self, now: float) -> _Operation | None:
         late = (o for o in list(self._operations) if o.until < now and not o.work.is_completed())
         return next(late, None)
 
-    def _forget_completed(self) -> None:
+    def _remove_completed(self) -> None:
         try:
             while self._operations[0].work.is_completed():
                 self._operations.popleft()
-        except IndexError:  # all have, or the other thread was faster
+        except IndexError:  # none is left, or the other thread was faster
             pass

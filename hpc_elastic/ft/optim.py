@@ -1,4 +1,4 @@
-"""An optimizer that steps only where all went well."""
+"""Optimizer that steps only if the Manager commits the step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class OptimizerWrapper(Optimizer):
-    """Ties an optimizer to the Manager: `zero_grad` begins a step, `step` commits or skips it.
+    """An optimizer under a Manager: `zero_grad` starts a step, `step` commits or skips it.
 
     Call `zero_grad` before the forward pass and `step` after the backward pass, each step.
     Schedulers may be given this wrapper.
 
     Args:
         manager: The Manager.
-        optim: The optimizer that does the work; its state is what is saved.
+        optim: The wrapped optimizer; its state is the one that is saved.
     """
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
-        # Not Optimizer's own __init__: all that it would make is the wrapped one's.
+        # Not Optimizer's own __init__: everything that it would create is the wrapped one's.
         self.optim = optim
         self.manager = manager
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step, unless one has begun in which nothing was done yet; clear the gradients.
+        """Start a step, unless one was started in which nothing was done yet; clear the gradients.
 
         Raises:
-            TimeoutError, LeftQuorumError: as `Manager.start_quorum`.
+            TimeoutError, LeftQuorumError: As `Manager.start_quorum`.
         """
         self.manager.begin_step()
         self.optim.zero_grad(set_to_none)
@@ -44,11 +44,11 @@ class OptimizerWrapper(Optimizer):
             closure: Not supported: it would run the collectives again.
 
         Raises:
-            ValueError: a closure was given.
-            RuntimeError, TimeoutError, LeftQuorumError: as `Manager.should_commit`.
+            ValueError: A closure was given.
+            RuntimeError, TimeoutError, LeftQuorumError: As `Manager.should_commit`.
         """
         if closure is not None:
-            raise ValueError("closure: optimizers with closures can not be made fault tolerant")
+            raise ValueError("closure: optimizers with closures cannot be made fault tolerant")
         if self.manager.should_commit():
             self.optim.step()
 
@@ -66,7 +66,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups."""
+        """The wrapped optimizer's parameter groups."""
         return self.optim.param_groups
 
     @property

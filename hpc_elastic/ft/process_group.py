@@ -1,16 +1,13 @@
-"""Process groups that can be aborted and configured again without leaving the process.
+"""Process groups that are aborted and reconfigured within one process, and their works and errors.
 
-The names are torchft's. `ProcessGroupGloo` and `ProcessGroupNCCL` do the work; the others wrap or
-imitate one. What a group has to do is said in `process_group`, how it is made and aborted in
-`reconfigurable`. There are no groups in a subprocess (torchft's Baby*): both kinds here can be
-aborted in their own process.
+The names are torchft's. `ProcessGroupGloo` (`gloo`) and `ProcessGroupNCCL` (`nccl`) do the work, on
+top of `reconfigurable`; the groups of this module wrap or imitate one. There are no groups in a
+subprocess (torchft's Baby*): both backends can be aborted in their own process.
 """
 
 from __future__ import annotations
 
-import heapq
 import importlib
-import itertools
 import logging
 import re
 import threading
@@ -42,27 +39,50 @@ __all__ = [
     "ProcessGroupWrapper",
 ]
 
+DEFAULT_TIMEOUT = timedelta(seconds=60)
 _BACKENDS = {"ProcessGroupGloo": "hpc_elastic.ft.gloo", "ProcessGroupNCCL": "hpc_elastic.ft.nccl"}
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a backend at its first use: torchft has them here, and they are built on this."""
+    """Import a backend on first use: torchft has them in this module, which they are built on."""
     if name not in _BACKENDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_BACKENDS[name]), name)
 
 
-# ---- The process group of fault tolerance: torch's, which can be configured again in place
-# It keeps its identity while its members change: a script, DDP or a `DeviceMesh` holds one object
-# for the whole training, and the Manager calls `configure` whenever there is a new quorum. Ranks
-# and size change then, so nothing may be kept of them.
+# ---- errors, derived from RuntimeError as torch's are, so scripts that expect those need no change
+
+
+class ProcessGroupError(HpcElasticError, RuntimeError):
+    """An operation of a process group failed."""
+
+
+class NotConfiguredError(ProcessGroupError):
+    """The group has no members yet, or was shut down: call `configure` first."""
+
+
+class AbortedError(ProcessGroupError):
+    """The group was aborted: pending operations have failed, and `configure` forms a new one."""
+
+
+class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
+    """An operation, or `configure`, took too long; the message names it, its group and seconds."""
+
+
+# ---- groups
 
 
 class ProcessGroup(TorchProcessGroup):
-    """Base of all groups here; the collectives are torch's, by torch's names.
+    """Base of all process groups of this package: torch's, which can be reconfigured in place.
 
-    Every one of them takes the arguments of `torch.distributed.ProcessGroup`'s method of its name
-    (lists of tensors, and an options object), and returns a Work.
+    A script, DDP or a `DeviceMesh` holds one object for the whole training; the Manager calls
+    `configure` whenever there is a new quorum. Rank and size change then, so do not keep them.
+
+    The collectives take the arguments of `torch.distributed.ProcessGroup`'s methods of the same
+    name (lists of tensors, and an options object), and return a Work.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,37 +100,37 @@ class ProcessGroup(TorchProcessGroup):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Meet the members of a new quorum (every member at once; what was before is given up).
+        """Form the group of a new quorum; all members call it, and the group before is given up.
 
         Args:
             store_addr: ``host:port/prefix`` of a TCPStore; the prefix must never have been used.
             replica_id: Name of this member, for messages.
             rank: Of this member, from 0.
-            world_size: Members, at least 1.
+            world_size: Number of members, at least 1.
             quorum_id: For messages.
             group_rank: This worker's rank inside its replica group.
-            group_world_size: Workers in a replica group.
+            group_world_size: Number of workers of a replica group.
             global_ranks: The members' ranks in the whole job, for torch's flight recorder.
 
         Raises:
-            CollectiveTimeoutError: not all came in time; it names who is absent. Ask for another
-                quorum.
+            CollectiveTimeoutError: A member did not come in time; the message names it. Request
+                another quorum.
             AbortedError: `abort` was called meanwhile.
         """
-        raise NotImplementedError(f"{type(self).__name__} can not be configured")
+        raise NotImplementedError(f"{type(self).__name__} cannot be configured")
 
     def abort(self) -> None:
-        """Give up everything that is pending (any thread); the next `configure` begins anew."""
+        """Fail everything that is pending (any thread); the next `configure` forms a new group."""
 
     def shutdown(self) -> None:
-        """Leave the group in peace; what has been sent still arrives."""
+        """Leave the group on purpose; what has been sent still arrives."""
 
     def errored(self) -> Exception | None:
-        """Return why the group has to be configured again; None if it has not."""
+        """Return why the group has to be reconfigured; None if it need not be."""
         return None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let each operation from now on, and each `configure`, take at most so long."""
+        """Set the time-out of each later operation and of each later `configure`."""
         raise NotImplementedError(f"{type(self).__name__} has no time-out")
 
     def size(self) -> int:
@@ -118,7 +138,7 @@ class ProcessGroup(TorchProcessGroup):
         raise NotImplementedError(f"{type(self).__name__} has no size")
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """Return the name under which `register` makes it known."""
+        """Return the name under which `register` registers it."""
         raise NotImplementedError(f"{type(self).__name__} has no name")
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
@@ -128,10 +148,10 @@ class ProcessGroup(TorchProcessGroup):
         return self.broadcast([tensor], opts)
 
     def register(self, name: str) -> ProcessGroup:
-        """Make the group known to torch, for DeviceMesh and functional collectives (once).
+        """Register the group with torch, once, for DeviceMesh and functional collectives.
 
         torch's default group must be initialized. For torch it is a group of this rank alone,
-        since a size that changes has no place in a mesh.
+        since a mesh cannot hold a size that changes.
 
         Args:
             name: Unique in this process.
@@ -154,7 +174,7 @@ class ProcessGroup(TorchProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """torch's name for it, once it is registered."""
+        """torch's name of the group, once it is registered."""
         if self._group_name is None:
             raise ValueError("the process group has no name: call register() first")
         return self._group_name
@@ -166,16 +186,10 @@ class ProcessGroup(TorchProcessGroup):
         return f"{type(self).__name__}()"
 
 
-# ---- A process group that hands everything on to another one
-
-
-DEFAULT_TIMEOUT = timedelta(seconds=60)
-
-
 class ProcessGroupWrapper(ProcessGroup):
-    """Hand every operation on to another group; a subclass changes what it wants to.
+    """A group that passes every operation to another one; subclasses change some of them.
 
-    All operations go through `_call`, so that one method decides about all of them.
+    All operations go through `_call`, so a subclass changes all of them in one method.
     """
 
     def __init__(
@@ -184,9 +198,8 @@ class ProcessGroupWrapper(ProcessGroup):
         """Wrap ``pg``.
 
         Args:
-            timeout: Of each operation and of `configure`, where the subclass has a group of its
-                own.
-            pg: The group to wrap; None where the subclass brings its own.
+            timeout: Of each operation and of `configure`, if the subclass has a group of its own.
+            pg: The group to wrap; None if the subclass brings its own.
         """
         super().__init__(0, 1)
         self._pg = pg
@@ -194,10 +207,10 @@ class ProcessGroupWrapper(ProcessGroup):
 
     @property
     def parent(self) -> TorchProcessGroup:
-        """The group that does the work.
+        """The group that does the operations.
 
         Raises:
-            NotConfiguredError: there is none yet.
+            NotConfiguredError: There is none yet.
         """
         if self._pg is None:
             raise NotConfiguredError(
@@ -218,11 +231,11 @@ class ProcessGroupWrapper(ProcessGroup):
         self._wrapped().shutdown()
 
     def errored(self) -> Exception | None:
-        """Return what the wrapped group says."""
+        """Return the wrapped group's error."""
         return self._wrapped().errored()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the wrapped group's."""
+        """Set the wrapped group's time-out."""
         self._timeout = timeout
         self._wrapped().set_timeout(timeout)
 
@@ -238,7 +251,7 @@ class ProcessGroupWrapper(ProcessGroup):
             return 0
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the wrapped group's."""
+        """Return the wrapped group's name."""
         return self._wrapped().getBackendName()
 
     def __repr__(self) -> str:
@@ -250,103 +263,44 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        """Do one operation: ``name`` is the method's of torch's ProcessGroup."""
+        """Start the operation that is torch's method ``name``."""
         work: Work = getattr(self.parent, name)(*args, **kwargs)
         return work
 
-    # torch's surface, all its overloads. The C++ side calls these by name (its trampolines), and
-    # so does torch.distributed.
 
-    def allreduce(self, *args: Any, **kwargs: Any) -> Work:
-        """Reduce tensors over all members, in place."""
-        return self._call("allreduce", *args, **kwargs)
+def _operation(name: str) -> Callable[..., Work]:
+    def operation(self: ProcessGroupWrapper, *args: Any, **kwargs: Any) -> Work:
+        return self._call(name, *args, **kwargs)
 
-    def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Work:
-        """Reduce several tensors as one."""
-        return self._call("allreduce_coalesced", *args, **kwargs)
-
-    def allgather(self, *args: Any, **kwargs: Any) -> Work:
-        """Gather a tensor of each member on all."""
-        return self._call("allgather", *args, **kwargs)
-
-    def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Work:
-        """Gather several tensors of each member."""
-        return self._call("allgather_coalesced", *args, **kwargs)
-
-    def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
-        """Gather into one tensor each."""
-        return self._call("allgather_into_tensor_coalesced", *args, **kwargs)
-
-    def _allgather_base(self, *args: Any, **kwargs: Any) -> Work:
-        return self._call("_allgather_base", *args, **kwargs)
-
-    def alltoall(self, *args: Any, **kwargs: Any) -> Work:
-        """Send one tensor to each member, and receive one."""
-        return self._call("alltoall", *args, **kwargs)
-
-    def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
-        """Send a part of one tensor to each member."""
-        return self._call("alltoall_base", *args, **kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> Work:
-        """Wait for all members."""
-        return self._call("barrier", *args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Work:
-        """Copy one member's tensors to all."""
-        return self._call("broadcast", *args, **kwargs)
-
-    def gather(self, *args: Any, **kwargs: Any) -> Work:
-        """Gather on one member."""
-        return self._call("gather", *args, **kwargs)
-
-    def scatter(self, *args: Any, **kwargs: Any) -> Work:
-        """Scatter from one member."""
-        return self._call("scatter", *args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Work:
-        """Reduce on one member."""
-        return self._call("reduce", *args, **kwargs)
-
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
-        """Reduce, and give a part to each member."""
-        return self._call("reduce_scatter", *args, **kwargs)
-
-    def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Work:
-        """Reduce several tensors, and give a part of each to each member."""
-        return self._call("reduce_scatter_tensor_coalesced", *args, **kwargs)
-
-    def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
-        return self._call("_reduce_scatter_base", *args, **kwargs)
-
-    def send(self, *args: Any, **kwargs: Any) -> Work:
-        """Send tensors to one member."""
-        return self._call("send", *args, **kwargs)
-
-    def recv(self, *args: Any, **kwargs: Any) -> Work:
-        """Receive tensors from one member."""
-        return self._call("recv", *args, **kwargs)
-
-    def recv_anysource(self, *args: Any, **kwargs: Any) -> Work:
-        """Receive tensors from whoever sends first."""
-        return self._call("recv_anysource", *args, **kwargs)
+    operation.__name__ = name
+    operation.__doc__ = f"Start `torch.distributed.ProcessGroup.{name}` (see `_call`)."
+    return operation
 
 
-# ---- A group of one member, which moves nothing and always succeeds
+for _name in (
+    "allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "_allgather_base", "alltoall", "alltoall_base", "barrier",
+    "broadcast", "gather", "scatter", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "send", "recv", "recv_anysource",
+):  # fmt: skip
+    # torch's C++ code, and torch.distributed, call all overloads of these by name
+    setattr(ProcessGroupWrapper, _name, _operation(_name))
 
 
 class ProcessGroupDummy(ProcessGroupWrapper):
-    """Pretend to do what a group of one member does, for code that insists on a group.
+    """A group of one member that moves nothing and always succeeds.
+
+    For code that insists on a group.
 
     Attributes:
-        configure_count: How often it was configured.
+        configure_count: Number of calls of `configure`.
     """
 
     def __init__(self, rank: int, world: int) -> None:
-        """Be that one member.
+        """Create the group.
 
         Raises:
-            ValueError: another rank than 0, or another size than 1.
+            ValueError: The rank is not 0, or the size is not 1.
         """
         if (rank, world) != (0, 1):
             raise ValueError(f"rank={rank}, world={world}: a dummy group is rank 0 of 1")
@@ -386,10 +340,10 @@ class ProcessGroupDummy(ProcessGroupWrapper):
         return f"{type(self).__name__}()"
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        if name in _COPIES and len(args) > 1:
+        if name in _COPYING and len(args) > 1:
             for to, source in zip(_flat(args[0]), _flat(args[1]), strict=False):
                 to.copy_(source)
-        return DummyWork(None if name in _NOTHING else args[0])
+        return DummyWork(None if name in _WITHOUT_RESULT else args[0])
 
 
 def _flat(tensors: Any) -> Iterable[torch.Tensor]:
@@ -398,25 +352,19 @@ def _flat(tensors: Any) -> Iterable[torch.Tensor]:
     return [t for each in tensors for t in _flat(each)]
 
 
-_COPIES = {
+_COPYING = {
     "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base",
     "alltoall", "alltoall_base", "gather", "scatter", "reduce_scatter",
     "reduce_scatter_tensor_coalesced", "_reduce_scatter_base",
 }  # fmt: skip
-_NOTHING = {"barrier", "send", "recv", "recv_anysource"}
-
-
-# ---- Groups that wrap another one: errors swallowed, errors planted, or all handed to a Manager
-
-
-_log = logging.getLogger(__name__)
+_WITHOUT_RESULT = {"barrier", "send", "recv", "recv_anysource"}
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
-    """Swallow errors: a failed operation, and all later ones, seem to succeed and do nothing.
+    """A group whose failed operation, and all later ones, seem to succeed and do nothing.
 
-    `error` tells what happened; `configure` begins anew. So a model's code needs no handling of
-    errors, and who drives it looks once a step.
+    `error` returns what happened, and `configure` clears it. So a model's code needs no error
+    handling, and its caller checks once a step.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
@@ -424,12 +372,12 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         self._error: Exception | None = None
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the error, and configure the wrapped group."""
+        """Clear the error, and configure the wrapped group."""
         self._error = None
         super().configure(*args, **kwargs)
 
     def report_error(self, e: Exception) -> None:
-        """Record an error: nothing is done any more until `configure`."""
+        """Record an error: operations do nothing until `configure`."""
         self._error = e
 
     def error(self) -> Exception | None:
@@ -443,50 +391,50 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         try:
             return _SwallowingWork(super()._call(name, *args, **kwargs), result, self.report_error)
         except Exception as e:
-            _log.warning("%s failed, and is swallowed: %s", name, e)
+            _log.warning("%s failed, and its error is swallowed: %s", name, e)
             self.report_error(e)
             return DummyWork(result)
 
 
 class _SwallowingWork(Work):
-    def __init__(self, work: Work, result: Any, report: Callable[[Exception], None]) -> None:
+    def __init__(self, work: Work, result: Any, on_error: Callable[[Exception], None]) -> None:
         super().__init__()
         self._work = work
         self._result = result
-        self._report = report
+        self._on_error = on_error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
             return self._work.wait() if timeout is None else self._work.wait(timeout)
         except Exception as e:
-            self._report(e)
+            self._on_error(e)
             return True
 
     def get_future(self) -> Any:
-        def swallow(future: torch.futures.Future[Any]) -> Any:
+        def swallow(future: Future[Any]) -> Any:
             try:
                 return future.value()
             except Exception as e:
-                self._report(e)
+                self._on_error(e)
                 return self._result
 
         return self._work.get_future().then(swallow)
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
-    """Plant errors, for tests of whoever uses a group."""
+    """A group with planted errors, for tests of code that uses a group."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg=pg)
         self._future_error: Exception | None = None
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """Forget the planted error, and configure the wrapped group."""
+        """Clear the planted error, and configure the wrapped group."""
         self._future_error = None
         super().configure(*args, **kwargs)
 
     def report_future_error(self, e: Exception) -> None:
-        """Let the next operation fail with this, in its `wait` and its future."""
+        """Let the next operation fail with this error, in its `wait` and its future."""
         self._future_error = e
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
@@ -506,64 +454,61 @@ class _FailedWork(Work):
         raise self._error
 
     def get_future(self) -> Any:
-        def fail(future: torch.futures.Future[Any]) -> Any:
+        def fail(future: Future[Any]) -> Any:
             raise self._error
 
         return self._work.get_future().then(fail)
 
 
-class ReducingManager(Protocol):
-    """What `ManagedProcessGroup` needs of a `hpc_elastic.ft.Manager`."""
+class AllreduceManager(Protocol):
+    """The part of `hpc_elastic.ft.Manager` that `ManagedProcessGroup` uses."""
 
     _pg: ProcessGroup
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp | ReduceOp.RedOpType) -> Work:
-        """Reduce a tensor over the replica groups that contribute."""
+        """Reduce a tensor over the participating replica groups."""
 
     def num_participants(self) -> int:
-        """Return how many replica groups contribute."""
+        """Return the number of participating replica groups."""
 
 
 class ManagedProcessGroup(ProcessGroupWrapper):
-    """Hand allreduces to a Manager: a group whose size is the number of contributors.
+    """A group that passes allreduces to a Manager; its size is the number of participants.
 
-    Errors go to the Manager, and are told by its `should_commit`.
+    The Manager records errors, and its `should_commit` returns False.
     """
 
-    def __init__(self, manager: ReducingManager) -> None:
+    def __init__(self, manager: AllreduceManager) -> None:
         super().__init__(pg=manager._pg)
         self._manager = manager
 
     def allreduce(self, tensors: Any, opts: Any = None, **options: Any) -> Work:  # type: ignore[override]
-        """Reduce one tensor over those that contribute.
+        """Reduce one tensor over the participants.
 
         Args:
             tensors: One tensor, or a list of one.
             opts: torch's AllreduceOptions, or a ReduceOp; the sum by default.
-            options: Of torch's other forms of the call; ``op`` counts.
+            options: Of torch's other overloads; only ``op`` counts.
 
         Raises:
-            ValueError: several tensors: give each to a call of its own.
+            ValueError: There are several tensors: call it once for each.
         """
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if len(listed) != 1:
-            raise ValueError(f"{len(listed)} tensors: a Manager reduces one a call")
+            raise ValueError(f"{len(listed)} tensors: a Manager reduces one tensor per call")
         op = opts.reduceOp if isinstance(opts, AllreduceOptions) else options.get("op", opts)
         return self._manager.allreduce(listed[0], reduce_op=ReduceOp.SUM if op is None else op)
 
     def size(self) -> int:
-        """Return the number of contributors."""
+        """Return the number of participants."""
         return self._manager.num_participants()
 
 
-# ---- Collectives that never raise: what went wrong is told to the Manager, and the step is skipped
-
-
-T = TypeVar("T")
+# ---- works
 
 
 class DummyWork(Work):
-    """Work that is done: where there is nothing to do any more."""
+    """A completed work."""
 
     def __init__(self, result: object) -> None:
         super().__init__()
@@ -583,255 +528,248 @@ class DummyWork(Work):
         return self._future
 
 
-class ManagedWork(Work):
-    """One collective on one tensor, whose result is finished (divided) exactly once.
+class WorkGroup(Protocol):
+    """The group of a `ManagedWork`.
 
-    What is called first decides where: `wait` finishes it on the calling thread, `get_future` on
-    the thread that completes the collective, so that several may be under way.
+    Attributes:
+        place: Describes the group in errors.
+        end_error: Why the group has ended; None while it has not.
+        is_at_rest: The group has ended, and operations that have not failed are stuck.
+        pending: Works whose futures the group has to fail when it is at rest.
+    """
+
+    place: Any
+    end_error: Exception | None
+    is_at_rest: bool
+    pending: set[ManagedWork]
+
+
+_POLL = timedelta(seconds=0.1)
+_TIMED_OUT = re.compile(r"timed out(?: waiting (\d+)ms)?|timeout", re.IGNORECASE)
+
+
+class ManagedWork(Work):
+    """An operation of a process group: torch's work, whose errors name operation and group.
+
+    An *abortable* work also ends when its group is aborted, though torch may not end it. (A send
+    that fails in gloo's own loop is lost: it completes neither by itself nor when its connection
+    breaks. That is rare, and happens if a connection breaks just as the peer announces that it is
+    ready.) So `wait` polls, and the future is one that the group can fail.
+
+    `manage` makes it the work of a Manager: errors are reported instead of raised, and the result
+    is divided, exactly once. The first call decides where: `wait` does it on the calling thread,
+    `get_future` on the thread that completes the collective, so several can be under way.
 
     Args:
-        work: The collective.
-        tensor: Its tensor.
-        divisor: What the sum is divided by; 1: it stays as it is.
-        failed: Called with the error, if there is one.
+        work: torch's.
+        operation: Its name, for errors.
+        group: Its group; None for a work of an unknown group, whose errors stay as they are.
+        is_abortable: Whether ``work.wait`` can be repeated and a future be completed for it.
     """
 
     def __init__(
         self,
         work: Work,
-        tensor: torch.Tensor,
-        divisor: int,
-        failed: Callable[[Exception], None],
+        operation: str = "",
+        group: WorkGroup | None = None,
+        *,
+        is_abortable: bool = False,
     ) -> None:
-        super().__init__()
-        self._work = work
-        self._tensor = tensor
-        self._divisor = divisor
-        self._failed = failed
-        self._done: bool | None = None
-        self._future: Future[torch.Tensor] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result.
-
-        Args:
-            timeout: None: the process group's.
-
-        Returns:
-            False: it failed, and the tensor holds nothing of use.
-        """
-        if self._future is not None:
-            self._future.wait()
-        elif self._done is None:
-            try:
-                self._work.wait(*(() if timeout is None else (timeout,)))
-                self._finish()
-            except Exception as e:
-                self._fail(e)
-        return bool(self._done)
-
-    def get_future(self) -> Future[torch.Tensor]:
-        """Return a future of the tensor; it holds no error, whatever happens."""
-        if self._future is None:
-            if self._done is None:
-                self._future = self._work.get_future().then(self._completed)
-            else:
-                self._future = Future()
-                self._future.set_result(self._tensor)
-        return self._future
-
-    def is_completed(self) -> bool:
-        """Tell whether it has ended, well or not."""
-        return self._done is not None or bool(self._work.is_completed())
-
-    def synchronize(self) -> None:
-        """Wait; a device's stream waits instead of this thread where the group works so."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Let the current stream wait for the result."""
-        self.wait()
-
-    def _completed(self, future: Future[Any]) -> torch.Tensor:
-        try:
-            future.value()
-            self._finish()
-        except Exception as e:
-            self._fail(e)
-        return self._tensor
-
-    def _finish(self) -> None:
-        if self._divisor != 1:
-            with torch.no_grad():
-                self._tensor.div_(self._divisor)
-        self._done = True
-
-    def _fail(self, error: Exception) -> None:
-        self._done = False
-        self._failed(error)
-
-
-class _Timers:
-    """Calls functions later, on one thread that is made with the first of them."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it after so many seconds; it must not block."""
-        with self._changed:
-            heapq.heappush(self._heap, (time.monotonic() + delay_s, next(self._count), call))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ft_timers", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            self._next()()
-
-    def _next(self) -> Callable[[], None]:
-        with self._changed:
-            while True:
-                left_s = self._heap[0][0] - time.monotonic() if self._heap else None
-                if left_s is not None and left_s <= 0:
-                    return heapq.heappop(self._heap)[2]
-                self._changed.wait(left_s)
-
-
-_timers = _Timers()
-
-
-class _Swallowing:
-    """Completes a future with another one's value, or with a default after an error or a while."""
-
-    def __init__(self, default: Any, failed: Callable[[Exception], None]) -> None:
-        self.future: Future[Any] = Future()
-        self._default = default
-        self._failed = failed
-        self._is_open = True
-        self._lock = threading.Lock()
-
-    def ended(self, future: Future[Any]) -> None:
-        """Take over the other future's end."""
-        try:
-            self._complete(None, future.value())
-        except Exception as e:
-            self._complete(e, self._default)
-
-    def late(self, timeout_s: float) -> None:
-        """Do not wait any longer."""
-        e = TimeoutError(f"a future was not completed within {timeout_s:g} s")
-        self._complete(e, self._default)
-
-    def _complete(self, error: Exception | None, value: Any) -> None:
-        with self._lock:
-            was_open, self._is_open = self._is_open, False
-        if was_open:
-            if error is not None:
-                self._failed(error)
-            self.future.set_result(value)
-
-
-def swallow_errors(
-    future: Future[T], default: T, timeout_s: float, failed: Callable[[Exception], None]
-) -> Future[T]:
-    """Return a future that completes within the time-out, and never with an error.
-
-    Args:
-        future: The one to follow.
-        default: Its value where that fails or takes too long.
-        timeout_s: Seconds, above 0.
-        failed: Called with the error then, on any thread.
-    """
-    swallowing = _Swallowing(default, failed)
-    _timers.after(timeout_s, lambda: swallowing.late(timeout_s))
-    future.add_done_callback(swallowing.ended)
-    return swallowing.future
-
-
-# ---- A torch Work whose errors say what failed, in which group, and after how many seconds
-
-
-_TIMED_OUT = re.compile(r"timed out(?: waiting (\d+)ms)?|timeout", re.IGNORECASE)
-
-
-class NamedGroup(Protocol):
-    """The group of an operation.
-
-    Attributes:
-        place: For messages.
-        over: Why it has ended; None as long as it has not.
-    """
-
-    place: Any
-    over: Exception | None
-
-
-class NamedWork(Work):
-    """Hand everything on to a Work; translate what its `wait` raises.
-
-    The future is torch's own: an error in it has torch's text.
-    """
-
-    def __init__(self, work: Work, operation: str, group: NamedGroup) -> None:
         super().__init__()
         self._work = work
         self._operation = operation
         self._group = group
+        self._abortable_in = group if is_abortable else None
+        self._future: Future[Any] | None = None
+        self._is_open = threading.Lock()
+        self._result: Any = None
+        self._divisor = 1
+        self._on_error: Callable[[Exception], None] | None = None
+        self._succeeded: bool | None = None
+
+    @classmethod
+    def of(cls, work: Work) -> ManagedWork:
+        """Return the work itself if it can still be managed, else one around it."""
+        is_unused = isinstance(work, cls) and work._on_error is None and work._future is None
+        return cast(ManagedWork, work) if is_unused else cls(work)
+
+    def manage(
+        self, tensor: torch.Tensor, divisor: int, on_error: Callable[[Exception], None]
+    ) -> ManagedWork:
+        """Report errors instead of raising them, and divide the result.
+
+        Args:
+            tensor: The operation's, and the future's value.
+            divisor: Divides the tensor; 1 leaves it as it is.
+            on_error: Called with the error, if there is one, on any thread.
+
+        Returns:
+            This work.
+        """
+        self._result, self._divisor, self._on_error = tensor, divisor, on_error
+        return self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the operation.
 
-        Raises:
-            CollectiveTimeoutError: it took too long. It may still write into its tensors, until
-                the group is aborted.
-            AbortedError: the group was aborted.
-            ProcessGroupError: a peer's connection broke, or something else that torch tells.
-        """
-        try:
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
-        except RuntimeError as e:
-            raise named(e, self._operation, self._group) from e
+        Args:
+            timeout: None, and 0 as in torch's C++ code (``kNoTimeout``): the group's.
 
-    def get_future(self) -> Any:
-        """Return torch's own future."""
-        return self._work.get_future()
+        Returns:
+            False if it is managed and failed; the tensor's content is undefined then.
+
+        Raises:
+            CollectiveTimeoutError: It took too long. It may still write into its tensors, until
+                the group is aborted. (This and the following: only if it is not managed.)
+            AbortedError: The group was aborted.
+            ProcessGroupError: A peer's connection broke, or torch has another error.
+        """
+        timeout = timeout or None
+        if self._on_error is None:
+            return self._wait(timeout)
+        if self._future is not None:
+            self._future.wait()
+        elif self._succeeded is None:
+            error = None
+            try:
+                self._wait(timeout)
+            except Exception as e:
+                error = e
+            self._finish(error)
+        return bool(self._succeeded)
+
+    def get_future(self) -> Future[Any]:
+        """Return a future: of the tensor and without errors if managed, else of torch's value."""
+        if self._future is None:
+            if self._succeeded is not None:
+                self._future = Future()
+                self._future.set_result(self._result)
+            elif self._abortable_in is not None:
+                self._future = Future()
+                self._abortable_in.pending.add(self)
+                self._work.get_future().add_done_callback(self._on_completed)
+            elif self._on_error is not None:
+                self._future = self._work.get_future().then(self._managed_result)
+            else:
+                self._future = self._work.get_future()
+        return self._future
+
+    def fail_future(self, error: Exception) -> None:
+        """End the future of an abortable work with an error, unless it has ended (any thread)."""
+        self._end_future(None, error)
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended, well or not."""
-        return self._work.is_completed()
+        """Return whether it has ended, successfully or not."""
+        return self._succeeded is not None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Tell whether it has ended well."""
+        """Return whether it has succeeded."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """Return why it failed; None if it did not."""
+        """Return torch's error; None if there is none."""
         return self._work.exception()
 
     def result(self) -> Any:
-        """Return its tensors."""
+        """Return torch's result."""
         return self._work.result()
 
     def source_rank(self) -> int:
-        """Return whom a recv_anysource received from."""
+        """Return the rank that a recv_anysource received from."""
         return self._work.source_rank()
 
     def synchronize(self) -> None:
-        """Let the current stream wait for it."""
-        self._work.synchronize()
+        """Let the current stream wait for it, or this thread if the group works on the CPU."""
+        if self._on_error is None:
+            self._work.synchronize()
+        else:
+            self.wait()
+
+    def block_current_stream(self) -> None:
+        """Let the current stream wait for it, as `synchronize`."""
+        self.synchronize()
+
+    def _wait(self, timeout: timedelta | None) -> bool:
+        """Wait for torch's work."""
+        group = self._abortable_in
+        if group is None:
+            return self._wait_for_torch(timeout)
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while True:
+            if group.is_at_rest and group.end_error and not self._work.is_completed():
+                raise group.end_error
+            try:
+                return self._work.wait(_POLL if until is None else _shorter(until))
+            except RuntimeError:
+                if self._work.is_completed():
+                    return self._wait_for_torch(None)
+            if timeout is not None and until is not None and time.monotonic() >= until:
+                raise CollectiveTimeoutError(
+                    f"{self._operation} timed out after {timeout.total_seconds():g} s "
+                    f"in {group.place}"
+                )
+
+    def _wait_for_torch(self, timeout: timedelta | None) -> bool:
+        try:
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as e:
+            if self._group is None:
+                raise
+            raise translate_error(e, self._operation, self._group) from e
+
+    def _on_completed(self, done: Future[Any]) -> None:
+        value, error = self._outcome_of(done)
+        self._end_future(value, error)
+
+    def _managed_result(self, done: Future[Any]) -> Any:
+        self._finish(self._outcome_of(done)[1])
+        return self._result
+
+    def _outcome_of(self, done: Future[Any]) -> tuple[Any, Exception | None]:
+        try:
+            return done.value(), None
+        except Exception as e:
+            if self._group is not None and isinstance(e, RuntimeError):
+                return None, translate_error(e, self._operation, self._group)
+            return None, e
+
+    def _end_future(self, value: Any, error: Exception | None) -> None:
+        assert self._abortable_in is not None and self._future is not None
+        self._abortable_in.pending.discard(self)
+        if not self._is_open.acquire(blocking=False):
+            return  # it has ended already
+        if self._on_error is not None:
+            self._finish(error)
+            self._future.set_result(self._result)
+        elif error is None:
+            self._future.set_result(value)
+        else:
+            self._future.set_exception(error)
+
+    def _finish(self, error: Exception | None) -> None:
+        """Divide the result of a managed work, or report its error."""
+        assert self._on_error is not None
+        if error is None and self._divisor != 1:
+            try:
+                with torch.no_grad():
+                    self._result.div_(self._divisor)
+            except Exception as e:
+                error = e
+        self._succeeded = error is None
+        if error is not None:
+            self._on_error(error)
 
 
-def named(error: RuntimeError, operation: str, group: NamedGroup) -> Exception:
-    """Return torch's error as one of ours, which names the operation and the group."""
+def _shorter(until: float) -> timedelta:
+    return max(timedelta(milliseconds=1), min(_POLL, timedelta(seconds=until - time.monotonic())))
+
+
+def translate_error(error: RuntimeError, operation: str, group: WorkGroup) -> Exception:
+    """Return an error of gloo's or NCCL's as one of this module's, which names the group."""
     if isinstance(error, ProcessGroupError):
         return error
-    if group.over is not None:
-        return group.over
+    if group.end_error is not None:
+        return group.end_error
     text, match = str(error), _TIMED_OUT.search(str(error))
     if match is None:
         return ProcessGroupError(f"{operation} failed in {group.place}: {text}")
@@ -839,26 +777,36 @@ def named(error: RuntimeError, operation: str, group: NamedGroup) -> Exception:
     return CollectiveTimeoutError(f"{operation} timed out{seconds} in {group.place}: {text}")
 
 
-# ---- What a process group raises, so that a caller need not read gloo's or NCCL's own texts
-#     ProcessGroupError (RuntimeError)
-#     |- NotConfiguredError               used before `configure`, or after `shutdown`
-#     |- AbortedError                     somebody called `abort`; configure it again
-#     `- CollectiveTimeoutError (TimeoutError)   an operation, or `configure`, took too long
-#
-# They are RuntimeErrors, as torch's own are, so a script that expects those needs no change.
+def swallow_errors(
+    future: Future[T], default: T, timeout_s: float, on_error: Callable[[Exception], None]
+) -> Future[T]:
+    """Return a future that completes within the time-out, and never with an error.
 
+    Args:
+        future: The one to follow.
+        default: The value if that fails or takes too long.
+        timeout_s: Seconds, above 0.
+        on_error: Called with the error then, on any thread.
+    """
+    result: Future[T] = Future()
+    is_open = threading.Lock()
 
-class ProcessGroupError(HpcElasticError, RuntimeError):
-    """A process group can not do what it was asked for."""
+    def complete(value: T, error: Exception | None) -> None:
+        if is_open.acquire(blocking=False):
+            if error is not None:
+                on_error(error)
+            result.set_result(value)
 
+    def follow(done: Future[T]) -> None:
+        timer.cancel()
+        try:
+            complete(done.value(), None)
+        except Exception as e:
+            complete(default, e)
 
-class NotConfiguredError(ProcessGroupError):
-    """The group has no members yet: call `configure` first."""
-
-
-class AbortedError(ProcessGroupError):
-    """The group was given up: what was pending has failed, and `configure` makes a new one."""
-
-
-class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
-    """An operation took longer than allowed; its message names it, its group and the seconds."""
+    error = TimeoutError(f"a future was not completed within {timeout_s:g} s")
+    timer = threading.Timer(timeout_s, complete, (default, error))
+    timer.daemon = True
+    timer.start()
+    future.add_done_callback(follow)
+    return result

@@ -1,29 +1,39 @@
-"""Who is in the quorum, who asks for the next one, and when that can be formed (pure).
+"""Rules of the quorum: its members, when it can be formed, and which of them heal (pure).
 
-The rules
----------
-A quorum *stands* until it is *over*: broken, because a member was lost or could not go on, or
-because all of its members ask for the next one at the call of a switch. Newcomers wait for that.
-Once it is over the next one is formed as soon as
+Membership
+----------
+A quorum is *active* until it ends: it is aborted because a member was lost or cannot go on, or all
+its members request the next one at the step of a switch. Newcomers wait for that. Then the next
+quorum is formed as soon as
 
-- every live previous member asks. They are waited for, for `QuorumRules.wait_for_live_s` from the
-first
-  of them that asks (longer, where their calls take so long), and are then dropped. A member that is
-  lost, stopped, done or dropped is not waited for, until it asks anew, as a newcomer. A member
-  whose connection to a new keeper is still missing is waited for as well, but not for long;
-- where there is no live previous member: all that are connected ask, or more than half of them do
-  and `QuorumRules.join_timeout_s` has passed since the first asked; and a keeper that has just
-  begun has waited for `QuorumRules.greet_s`, for members of a quorum that it has not heard of yet;
-- it has the fewest members that the keeper and every asker work with;
-- more than half of those that could be members ask. So no minority goes on beside the others;
+- every live previous member requests it. The lighthouse waits for them for
+  `QuorumRules.live_timeout_s` from the first request (longer where their steps take longer), and
+  then drops them. It does not wait for a member that is lost, stopped, done or dropped, until that
+  requests again, as a newcomer. It waits only briefly for a member that has not connected to a new
+  lighthouse;
+- or, without live previous members: all connected groups request it, or more than half of them do
+  and `QuorumRules.join_timeout_s` has passed since the first request. A lighthouse that has just
+  started first waits `QuorumRules.startup_wait_s` for members of a quorum unknown to it;
+- there are the fewest members that the lighthouse and every requesting group work with;
+- more than half of the possible members request it, so no minority goes on beside the others;
 - the groups have as many workers as the first member's group.
 
-Newcomers that ask by then are members as well, unless a previous member says `shrink_only` (if a
-newcomer could, it would keep others out for as long as it waits). Previous members keep their
-order, newcomers come behind them, by replica id.
+Newcomers that request by then become members too, unless a previous member asks for `shrink_only`.
+(A newcomer's `shrink_only` does not count: it would exclude others for as long as it waits.)
+Previous members keep their order; newcomers follow, by replica id.
 
-Each event is cheap, and only what completes a quorum looks at all members: their number does not
-make a round's cost grow faster than itself. Times are the keeper's monotonic seconds.
+Each event is cheap, and only the one that completes a quorum examines all members, so the cost of a
+round grows linearly. Times are the lighthouse's monotonic seconds.
+
+Healing
+-------
+Members with the newest step *and one state version* are the *cohort*: they have the same
+parameters. Of several versions at that step the one of most members wins, then that of the lowest
+rank. All others heal, also those at the same step with another version. States that were
+initialised at random have different versions at step 0, so all but one member heal there.
+
+Each worker that heals gets several sources, and they are spread: the i-th healing member starts, in
+its r-th worker, with the (i + r)-th member of the cohort.
 """
 
 from __future__ import annotations
@@ -31,436 +41,448 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 
 from hpc_elastic.ft.messages import HealSource, QuorumRequest, QuorumResult, QuorumResults
 
-_NAMED = 5
+MAX_SOURCES = 4
+_LISTED = 5
+_VERSION_BYTES = 16
 
 
 @dataclass(frozen=True)
 class QuorumRules:
-    """How long is waited, and for how many.
+    """Sizes and time-outs of quorums, in seconds.
 
     Attributes:
         min_replicas: The fewest members, at least 1.
-        join_timeout_s: What the first quorum waits for those that are connected.
-        wait_for_live_s: What is waited for previous members that live but do not ask.
-        come_back_s: What a new keeper waits for members that have not connected to it.
-        regroup_s: The same where at least half of the quorum asks for the next one: most likely the
-            others broke it, or have left; one that lives joins again at the next switch.
-        greet_s: A keeper that has heard of no quorum forms none for so long after its start: the
-            members of one may be about to come back, and would find it replaced by a newcomer's.
+        join_timeout_s: Wait of the first quorum for groups that are connected.
+        live_timeout_s: Wait for previous members that live but do not request the next quorum.
+        reconnect_timeout_s: Wait of a new lighthouse for members that have not connected to it.
+        short_reconnect_timeout_s: The same if at least half of the quorum requests the next one:
+            most likely the missing members aborted it, or have left. A live one joins again at the
+            next switch.
+        startup_wait_s: A lighthouse that knows of no quorum forms none for this time after its
+            start, since members of one may be reconnecting.
     """
 
     min_replicas: int = 1
     join_timeout_s: float = 0.1
-    wait_for_live_s: float = 60.0
-    come_back_s: float = 5.0
-    regroup_s: float = 1.0
-    greet_s: float = 0.5
+    live_timeout_s: float = 60.0
+    reconnect_timeout_s: float = 5.0
+    short_reconnect_timeout_s: float = 1.0
+    startup_wait_s: float = 0.5
 
 
 class ActiveQuorum:
-    """A quorum that stands, or the last one that did.
+    """The present quorum, or the last one.
 
     Attributes:
         quorum_id: Its id.
-        stay: Members by rank that are not lost, gone or dropped.
-        silent: Those of them that do not ask.
-        size: Members when it was formed.
-        num_missing: Members, known by number alone, that have not come to this keeper.
-        over: Why it stands no longer.
-        since: When it was formed, or heard of.
-        is_adopted: It was formed by a keeper before this one.
-        num_workers: In each group; 0: not known.
-        first_bye: The first member that was done, and when; None: none is.
+        members: Replica ids by rank, without those that are lost, done or dropped (ordered set).
+        not_requesting: Members that do not request the next quorum (ordered set).
+        size: Number of members when it was formed.
+        num_unconnected: Members of an adopted quorum that have not connected to this lighthouse;
+            only their number is known.
+        end_reason: Why it ended; None while it is active.
+        formed_at: When it was formed, or adopted.
+        is_adopted: A lighthouse before this one formed it.
+        group_world_size: Workers of each group; 0 if unknown.
+        first_shutdown: The first member that was done, and when; None if none is.
     """
 
     def __init__(self, quorum_id: int, members: Iterable[str], now: float) -> None:
         self.quorum_id = quorum_id
-        self.stay = dict.fromkeys(members)
-        self.silent = dict.fromkeys(self.stay)  # not a set: its order is not by chance
-        self.num_missing = 0
-        self.over: str | None = None
-        self.since = now
-        self.size = len(self.stay)
+        self.members = dict.fromkeys(members)
+        self.not_requesting = dict.fromkeys(self.members)
+        self.num_unconnected = 0
+        self.end_reason: str | None = None
+        self.formed_at = now
+        self.size = len(self.members)
         self.is_adopted = False
-        self.num_workers = 0
-        self.first_bye: tuple[str, float] | None = None
-        self._ranks: dict[str, int] = {m: i for i, m in enumerate(self.stay)}
-        self._first_ask_at: float | None = None
-        self._pace_s = 0.0
+        self.group_world_size = 0
+        self.first_shutdown: tuple[str, float] | None = None
+        self._ranks: dict[str, int] = {m: i for i, m in enumerate(self.members)}
+        self._first_request_at: float | None = None
+        self._step_s = 0.0
 
     @classmethod
     def adopt(cls, quorum_id: int, size: int, now: float) -> ActiveQuorum:
-        """Return a quorum of which only the id and the size are known yet."""
-        standing = cls(quorum_id, (), now)
-        standing.num_missing = standing.size = size
-        standing.is_adopted = True
-        return standing
+        """Return the quorum of an earlier lighthouse, of which only id and size are known yet."""
+        quorum = cls(quorum_id, (), now)
+        quorum.num_unconnected = quorum.size = size
+        quorum.is_adopted = True
+        return quorum
 
     @property
-    def stands(self) -> bool:
-        """Whether it is not over."""
-        return self.over is None
+    def is_active(self) -> bool:
+        """Whether it has not ended."""
+        return self.end_reason is None
 
-    def came_back(self, replica: str, rank: int) -> None:
-        """A member has connected (again)."""
-        if replica in self.stay:
+    def add_reconnected(self, replica: str, rank: int) -> None:
+        """Add a member that has connected (again)."""
+        if replica in self.members:
             return
         if replica not in self._ranks:
             self._ranks[replica] = rank
-            self.num_missing = max(0, self.num_missing - 1)
-        by_rank = sorted([*self.stay, replica], key=lambda r: self._ranks[r])
-        self.stay = dict.fromkeys(by_rank)
-        self.silent[replica] = None
+            self.num_unconnected = max(0, self.num_unconnected - 1)
+        by_rank = sorted([*self.members, replica], key=lambda r: self._ranks[r])
+        self.members = dict.fromkeys(by_rank)
+        self.not_requesting[replica] = None
 
-    def remove(self, replica: str) -> None:
-        """A member is not waited for any more."""
-        self.stay.pop(replica, None)
-        self.silent.pop(replica, None)
+    def remove_member(self, replica: str) -> None:
+        """Remove a member that is not waited for any more."""
+        self.members.pop(replica, None)
+        self.not_requesting.pop(replica, None)
 
-    def asked(self, replica: str, call: int, now: float) -> None:
-        """A member asks for the next quorum at its call of this one."""
-        self.silent.pop(replica, None)
-        if self._first_ask_at is None:
-            self._first_ask_at = now
-            self._pace_s = (now - self.since) / max(1, call)
+    def mark_requesting(self, replica: str, quorum_step: int, now: float) -> None:
+        """Record that a member requests the next quorum at a step of this one."""
+        self.not_requesting.pop(replica, None)
+        if self._first_request_at is None:
+            self._first_request_at = now
+            self._step_s = (now - self.formed_at) / max(1, quorum_step)
 
-    def is_long_waited_for(self, now: float, wait_s: float) -> bool:
-        """Whether members that do not ask have had the time for it: two of their calls at least."""
-        first = self._first_ask_at
-        return first is not None and now - first >= max(wait_s, 2 * self._pace_s)
+    def is_live_timeout_over(self, now: float, timeout_s: float) -> bool:
+        """Return whether the other members had the time to request, at least two of their steps."""
+        first = self._first_request_at
+        return first is not None and now - first >= max(timeout_s, 2 * self._step_s)
 
 
 class ReplicaRegistry:
-    """All replica groups that one keeper knows.
+    """All replica groups known to one lighthouse.
 
     Attributes:
-        standing: The quorum, or the last one; None: there was none.
-        asks: What those want that ask for the next one.
-        fresh: Connected, and have neither asked nor been members yet.
-        connected: Those whose connection stands.
-        notices: Who is under notice -> when it is to be gone.
-        lost: Groups that are known to be dead and never came to this keeper.
-        first_ask_at: Since when somebody has been asking without a break.
-        started_at: When the first event came; None: none has.
+        quorum: The present quorum, or the last one; None if there was none.
+        requests: Open requests for the next quorum, by replica.
+        idle: Connected groups that have neither requested a quorum nor been members (ordered set).
+        connected: Groups with a connection.
+        leave_deadlines: When groups under notice are lost.
+        lost: Groups known to be dead that never connected to this lighthouse.
+        first_request_at: Since when there has always been a request.
+        started_at: When the first event came; None before.
     """
 
     def __init__(self, rules: QuorumRules, lost: Iterable[str] = ()) -> None:
         self.rules = rules
-        self.standing: ActiveQuorum | None = None
-        self.asks: dict[str, QuorumRequest] = {}
-        self.fresh: dict[str, None] = {}
+        self.quorum: ActiveQuorum | None = None
+        self.requests: dict[str, QuorumRequest] = {}
+        self.idle: dict[str, None] = {}
         self.connected: set[str] = set()
-        self.notices: dict[str, float] = {}
+        self.leave_deadlines: dict[str, float] = {}
         self.lost = set(lost)
-        self.first_ask_at = 0.0
+        self.first_request_at = 0.0
         self.started_at: float | None = None
 
     # ---- events --------------------------------------------------------------------------
 
-    def start(self, now: float) -> None:
-        """The keeper is at work; only the first call counts."""
+    def mark_started(self, now: float) -> None:
+        """Record the start of the lighthouse; only the first call counts."""
         if self.started_at is None:
             self.started_at = now
 
-    def arrive(self, replica: str) -> None:
-        """A group has connected, for the first time or again; what it asked for is forgotten."""
+    def add_connection(self, replica: str) -> None:
+        """Add a group that has connected (again); its earlier request is void."""
         self.connected.add(replica)
         self.lost.discard(replica)
-        self.forget_ask(replica)
-        self.notices.pop(replica, None)
+        self.remove_request(replica)
+        self.leave_deadlines.pop(replica, None)
         if not self.is_member(replica):
-            self.fresh[replica] = None
+            self.idle[replica] = None
 
-    def came_back(self, replica: str, rank: int) -> None:
-        """A connected group says that it is in the standing quorum."""
-        assert self.standing is not None
-        self.standing.came_back(replica, rank)
-        self.fresh.pop(replica, None)
+    def add_reconnected(self, replica: str, rank: int) -> None:
+        """Record that a connected group is a member of the quorum."""
+        assert self.quorum is not None
+        self.quorum.add_reconnected(replica, rank)
+        self.idle.pop(replica, None)
 
-    def leave(self, replica: str) -> None:
-        """Its connection is gone."""
+    def remove_connection(self, replica: str) -> None:
+        """Remove a group whose connection is lost, or that is known to be dead."""
         if replica not in self.connected:
             self.lost.add(replica)
         self.connected.discard(replica)
-        self.notices.pop(replica, None)
-        self.retire(replica)
+        self.leave_deadlines.pop(replica, None)
+        self.drop_replica(replica)
 
-    def retire(self, replica: str) -> None:
-        """It does not count for anything until it asks anew."""
-        self.asks.pop(replica, None)
-        self.fresh.pop(replica, None)
-        if self.standing is not None:
-            self.standing.remove(replica)
+    def drop_replica(self, replica: str) -> None:
+        """Ignore a group until it requests a quorum again."""
+        self.requests.pop(replica, None)
+        self.idle.pop(replica, None)
+        if self.quorum is not None:
+            self.quorum.remove_member(replica)
 
-    def ask(self, replica: str, ask: QuorumRequest, now: float) -> None:
-        """A group wants to be in the next quorum."""
-        if not self.asks:
-            self.first_ask_at = now
-        self.fresh.pop(replica, None)
-        self.asks[replica] = ask
-        if self.standing is not None and self.is_member(replica):
-            self.standing.asked(replica, ask.call, now)
+    def add_request(self, replica: str, request: QuorumRequest, now: float) -> None:
+        """Add a group's request for the next quorum."""
+        if not self.requests:
+            self.first_request_at = now
+        self.idle.pop(replica, None)
+        self.requests[replica] = request
+        if self.quorum is not None and self.is_member(replica):
+            self.quorum.mark_requesting(replica, request.quorum_step, now)
 
-    def forget_ask(self, replica: str) -> None:
-        """It does not ask any more; it may be waited for again."""
-        if self.asks.pop(replica, None) is None:
+    def remove_request(self, replica: str) -> None:
+        """Remove a group's request; the group may be waited for again."""
+        if self.requests.pop(replica, None) is None:
             return
-        if self.standing is not None and self.is_member(replica):
-            self.standing.silent[replica] = None
+        if self.quorum is not None and self.is_member(replica):
+            self.quorum.not_requesting[replica] = None
         else:
-            self.fresh[replica] = None
+            self.idle[replica] = None
 
-    def formed(self, quorum_id: int, members: Iterable[str], now: float) -> None:
-        """A quorum has been formed; those that it left behind go on asking."""
-        self.standing = ActiveQuorum(quorum_id, members, now)
-        self.standing.num_workers = len(self.asks[next(iter(self.standing.stay))].metadata)
-        for member in self.standing.stay:
-            del self.asks[member]
-        self.first_ask_at = now
+    def set_quorum(self, quorum_id: int, members: Iterable[str], now: float) -> None:
+        """Replace the quorum by a new one; the requests of its members are answered."""
+        self.quorum = ActiveQuorum(quorum_id, members, now)
+        first = next(iter(self.quorum.members))
+        self.quorum.group_world_size = len(self.requests[first].metadata)
+        for member in self.quorum.members:
+            del self.requests[member]
+        self.first_request_at = now
 
-    # ---- questions -----------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------
 
     def is_member(self, replica: str) -> bool:
-        """Whether it is a member of the last quorum, and has not left it."""
-        return self.standing is not None and replica in self.standing.stay
+        """Return whether a group is a member of the last quorum, and has not left it."""
+        return self.quorum is not None and replica in self.quorum.members
 
     @property
-    def num_missing(self) -> int:
-        """Members of an adopted quorum that may still connect."""
-        if self.standing is None:
+    def num_unconnected(self) -> int:
+        """Number of members of an adopted quorum that may still connect."""
+        if self.quorum is None:
             return 0
-        return max(0, self.standing.num_missing - len(self.lost))
+        return max(0, self.quorum.num_unconnected - len(self.lost))
 
     @property
-    def has_previous(self) -> bool:
+    def has_live_members(self) -> bool:
         """Whether there are live previous members."""
-        return self.standing is not None and bool(self.standing.stay)
-
-    def is_back_time_over(self, now: float) -> bool:
-        """Whether members that did not come to a new keeper have had the time for it."""
-        standing = self.standing
-        if standing is None:
-            return True
-        num_asking = len(standing.stay) - len(standing.silent)
-        half_ask = 2 * num_asking >= standing.size
-        wait_s = self.rules.regroup_s if half_ask else self.rules.come_back_s
-        return now - standing.since >= wait_s
-
-    def next_quorum(self, now: float) -> tuple[str, ...] | str:
-        """Return the members by rank of a quorum that can be formed now, or who is missing.
-
-        The last one is over. The text is for people, and short however many are missing.
-        """
-        if not self.asks:
-            return "nobody asks"
-        if self.has_previous or self.num_missing:
-            waits_for = self._previous_members_awaited(now)
-        else:
-            waits_for = self._connected_awaited(now)
-        return waits_for or self._form()
-
-    # ---- rules ---------------------------------------------------------------------------
-
-    def _previous_members_awaited(self, now: float) -> str:
-        standing = self.standing
-        assert standing is not None
-        if self.num_missing and not self.is_back_time_over(now):
-            return f"{self.num_missing} members of quorum {standing.quorum_id} to reconnect"
-        patience_s = self.rules.wait_for_live_s
-        if standing.silent and not standing.is_long_waited_for(now, patience_s):
-            return f"previous members that have not asked: {name_some(standing.silent)}"
-        return ""
-
-    def _connected_awaited(self, now: float) -> str:
-        waited_s = now - self.first_ask_at
-        if self.standing is None and now - (self.started_at or 0.0) < self.rules.greet_s:
-            return "groups that may be about to reconnect"
-        if not self.fresh or waited_s >= self.rules.wait_for_live_s:
-            return ""
-        if waited_s < self.rules.join_timeout_s or len(self.asks) <= len(self.fresh):
-            return f"groups that have not asked: {name_some(self.fresh)}"
-        return ""
-
-    def _form(self) -> tuple[str, ...] | str:
-        order = self._eligible()
-        silent = self.standing.silent if self.standing is not None else {}
-        least = max([self.rules.min_replicas, *(self.asks[r].min_replicas for r in order)])
-        if len(order) < least:
-            return f"{least - len(order)} more groups ({len(order)} of at least {least} ask)"
-        if len(order) <= len(silent):
-            return f"a majority: {name_some(silent)} live and do not ask"
-        return tuple(order)
-
-    def _eligible(self) -> list[str]:
-        """Return who can be a member, by rank."""
-        stay = self.standing.stay if self.standing is not None else {}
-        order = [r for r in stay if r in self.asks]
-        if not any(self.asks[r].shrink_only for r in order):
-            order += sorted(r for r in self.asks if r not in stay)
-        num = self._num_workers(order)
-        return [r for r in order if len(self.asks[r].metadata) == num]
-
-    def _num_workers(self, order: list[str]) -> int:
-        """Return how many workers a group must have, like those of the first member."""
-        if self.has_previous and self.standing is not None and self.standing.num_workers:
-            return self.standing.num_workers
-        return len(self.asks[order[0]].metadata) if order else 0
-
-    def misfits(self) -> dict[str, str]:
-        """Return those that ask and whose groups have another size than the members', and why."""
-        num = self._num_workers(sorted(self.asks))
-        return {
-            r: f"groups of {num} workers, as the members have; this one has {len(a.metadata)}"
-            for r, a in self.asks.items()
-            if len(a.metadata) != num
-        }
+        return self.quorum is not None and bool(self.quorum.members)
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether a group asks that the standing quorum could take in."""
-        assert self.standing is not None
-        num = self.standing.num_workers
-        return any(not num or len(a.metadata) == num for a in self.asks.values())
+        """Whether a group requests that the present quorum could take in."""
+        assert self.quorum is not None
+        size = self.quorum.group_world_size
+        return any(not size or len(r.metadata) == size for r in self.requests.values())
+
+    def is_reconnect_timeout_over(self, now: float) -> bool:
+        """Return whether members that have not connected to a new lighthouse had the time to."""
+        quorum = self.quorum
+        if quorum is None:
+            return True
+        num_requesting = len(quorum.members) - len(quorum.not_requesting)
+        half_request = 2 * num_requesting >= quorum.size
+        rules = self.rules
+        timeout_s = rules.short_reconnect_timeout_s if half_request else rules.reconnect_timeout_s
+        return now - quorum.formed_at >= timeout_s
+
+    def next_members(self, now: float) -> tuple[str, ...] | str:
+        """Return the members, by rank, of a quorum that can be formed now, or what it waits for.
+
+        The last quorum has ended. The text is for users, and short however many are missing.
+        """
+        if not self.requests:
+            return "no group requests a quorum"
+        if self.has_live_members or self.num_unconnected:
+            waits_for = self._awaited_members(now)
+        else:
+            waits_for = self._awaited_connections(now)
+        return waits_for or self._members_or_reason()
+
+    def misfit_reasons(self) -> dict[str, str]:
+        """Return why groups cannot join whose number of workers differs from the members'."""
+        size = self._group_world_size(sorted(self.requests))
+        return {
+            r: f"groups of {size} workers, as the members have; this one has {len(q.metadata)}"
+            for r, q in self.requests.items()
+            if len(q.metadata) != size
+        }
+
+    def _awaited_members(self, now: float) -> str:
+        quorum = self.quorum
+        assert quorum is not None
+        if self.num_unconnected and not self.is_reconnect_timeout_over(now):
+            return f"{self.num_unconnected} members of quorum {quorum.quorum_id} to reconnect"
+        timeout_s = self.rules.live_timeout_s
+        if quorum.not_requesting and not quorum.is_live_timeout_over(now, timeout_s):
+            return f"previous members that have not requested: {list_some(quorum.not_requesting)}"
+        return ""
+
+    def _awaited_connections(self, now: float) -> str:
+        waited_s = now - self.first_request_at
+        if self.quorum is None and now - (self.started_at or 0.0) < self.rules.startup_wait_s:
+            return "groups that may be about to reconnect"
+        if not self.idle or waited_s >= self.rules.live_timeout_s:
+            return ""
+        if waited_s < self.rules.join_timeout_s or len(self.requests) <= len(self.idle):
+            return f"groups that have not requested: {list_some(self.idle)}"
+        return ""
+
+    def _members_or_reason(self) -> tuple[str, ...] | str:
+        order = self._eligible()
+        others = self.quorum.not_requesting if self.quorum is not None else {}
+        least = max([self.rules.min_replicas, *(self.requests[r].min_replicas for r in order)])
+        if len(order) < least:
+            return f"{least - len(order)} more groups ({len(order)} of at least {least} request)"
+        if len(order) <= len(others):
+            return f"a majority: {list_some(others)} live and do not request"
+        return tuple(order)
+
+    def _eligible(self) -> list[str]:
+        """Return the groups that can be members, by rank."""
+        previous = self.quorum.members if self.quorum is not None else {}
+        order = [r for r in previous if r in self.requests]
+        if not any(self.requests[r].shrink_only for r in order):
+            order += sorted(r for r in self.requests if r not in previous)
+        size = self._group_world_size(order)
+        return [r for r in order if len(self.requests[r].metadata) == size]
+
+    def _group_world_size(self, order: list[str]) -> int:
+        """Return how many workers a group must have: as many as the first member."""
+        if self.has_live_members and self.quorum is not None and self.quorum.group_world_size:
+            return self.quorum.group_world_size
+        return len(self.requests[order[0]].metadata) if order else 0
 
 
-def name_some(replicas: Collection[str]) -> str:
-    """Return a few of these by name, and the number of the others; at the same cost for many."""
-    more = f" and {len(replicas) - _NAMED} more" if len(replicas) > _NAMED else ""
-    return ", ".join(islice(replicas, _NAMED)) + more
+def list_some(replicas: Collection[str]) -> str:
+    """Return a few replica ids and the number of the others, at the same cost for any number."""
+    more = f" and {len(replicas) - _LISTED} more" if len(replicas) > _LISTED else ""
+    return ", ".join(islice(replicas, _LISTED)) + more
 
 
-# ---- Who heals from whom in a new quorum, and where its process groups meet (pure)
-# Those with the newest step *and one and the same token* are the *cohort*: their parameters are
-# the same. Of several tokens at that step the one that most members have wins, then the one of
-# the member with the lowest rank: members of the last quorum come first there. All others heal,
-# also those at the same step with another history, and, where states were initialised at random,
-# all but one at step 0; so the cohort alone has gradients that count.
-#
-# Each worker that heals is given several sources, and they are spread: the i-th that heals, in
-# its group the r-th worker, begins with the (i + r)-th of the cohort and goes on with those
-# behind it.
-#
-# The work grows with the number of members, not with its square: what they share is made once.
-
-
-MAX_SOURCES = 4
+# ---- healing: the cohort, and the result of each member
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Who has the newest state, and who has not.
+    """The members with the newest state.
 
     Attributes:
         step: The newest step.
-        lineage: The token of the state at that step.
-        ranks: Places in the quorum of those that have it, rising; at least one.
-        healing: Places of all others.
+        state_version: Version of the state at that step.
+        ranks: Replica ranks with that state, rising; at least one.
+        healing: Replica ranks of all other members.
     """
 
     step: int
-    lineage: str
+    state_version: str
     ranks: tuple[int, ...]
     healing: tuple[int, ...]
 
 
-def find_cohort(asks: Sequence[QuorumRequest]) -> Cohort:
-    """Return who of the members, by rank and at least one, has the newest state."""
-    step = max(a.step for a in asks)
-    newest = Counter(a.lineage for a in asks if a.step == step)
-    lineage = newest.most_common(1)[0][0]  # of equals the first one counted: the lowest rank's
-    has = [a.step == step and a.lineage == lineage for a in asks]
+def find_cohort(requests: Sequence[QuorumRequest]) -> Cohort:
+    """Return the cohort of the members that made these requests, by rank; at least one."""
+    step = max(r.step for r in requests)
+    newest = Counter(r.state_version for r in requests if r.step == step)
+    version = newest.most_common(1)[0][0]  # among equals the first counted: the lowest rank's
+    has = [r.step == step and r.state_version == version for r in requests]
     ranks = tuple(i for i, h in enumerate(has) if h)
-    return Cohort(step, lineage, ranks, tuple(i for i, h in enumerate(has) if not h))
+    return Cohort(step, version, ranks, tuple(i for i, h in enumerate(has) if not h))
 
 
-def place(
-    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+def assign_results(
+    quorum_id: int, members: Sequence[str], requests: Mapping[str, QuorumRequest]
 ) -> dict[str, QuorumResults]:
-    """Return what each member of a new quorum is told.
+    """Return the results of each member of a new quorum.
 
     Args:
         quorum_id: The new quorum's.
         members: Their replica ids by rank; at least one.
-        asks: What each of them asked for; the groups have the same number of workers.
+        requests: Of each member; the groups have the same number of workers.
     """
-    by_rank = [asks[m] for m in members]
+    by_rank = [requests[m] for m in members]
     cohort = find_cohort(by_rank)
-    group_size = len(by_rank[0].metadata)
-    workers = [_place_workers(quorum_id, by_rank, cohort, r) for r in range(group_size)]
+    group_world_size = len(by_rank[0].metadata)
+    workers = [_results_of_rank(quorum_id, by_rank, cohort, r) for r in range(group_world_size)]
     return {
-        m: QuorumResults(tuple(w[i] for w in workers), asks[m].number)
+        m: QuorumResults(tuple(w[i] for w in workers), requests[m].number)
         for i, m in enumerate(members)
     }
 
 
-def _place_workers(
-    quorum_id: int, asks: Sequence[QuorumRequest], cohort: Cohort, group_rank: int
+def _results_of_rank(
+    quorum_id: int, requests: Sequence[QuorumRequest], cohort: Cohort, group_rank: int
 ) -> list[QuorumResult]:
-    """Return the places of the workers with this rank in their groups, one of each group."""
-    size, num = len(cohort.ranks), len(asks)
+    """Return the results of the workers with one rank in their groups, one of each group."""
+    size, num = len(cohort.ranks), len(requests)
     primary = cohort.ranks[group_rank % size]
     following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
-    store, next_store = asks[primary].store, asks[following].store
-    sources, first_of, serves = _assign(asks, cohort, group_rank)
+    store, next_store = requests[primary].store, requests[following].store
     cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
+    all_sources = [HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
+    sources: dict[int, tuple[HealSource, ...]] = {}
+    first_source_of: dict[int, list[int]] = {}
+    source_of: dict[int, list[int]] = {}
+    for i, rank in enumerate(cohort.healing):
+        start = i + group_rank
+        chosen = [all_sources[(start + j) % size] for j in range(min(MAX_SOURCES, size))]
+        sources[rank] = tuple(chosen)
+        first_source_of.setdefault(chosen[0].replica_rank, []).append(rank)
+        for source in chosen:
+            source_of.setdefault(source.replica_rank, []).append(rank)
     return [
         QuorumResult(
-            quorum_id, rank, num, store, cohort.step, cohort.lineage, cohort_rank.get(rank), size,
-            sources.get(rank, ()), tuple(first_of.get(rank, ())), tuple(serves.get(rank, ())),
-            next_store,
+            quorum_id, rank, num, store, cohort.step, cohort.state_version, cohort_rank.get(rank),
+            size, sources.get(rank, ()), tuple(first_source_of.get(rank, ())),
+            tuple(source_of.get(rank, ())), next_store,
         )
         for rank in range(num)
     ]  # fmt: skip
 
 
-def _assign(
-    asks: Sequence[QuorumRequest], cohort: Cohort, group_rank: int
-) -> tuple[dict[int, tuple[HealSource, ...]], dict[int, list[int]], dict[int, list[int]]]:
-    """Return sources by who heals, and by source whose first one it is, and whom it serves."""
-    size = len(cohort.ranks)
-    all_sources = [HealSource(r, asks[r].metadata[group_rank]) for r in cohort.ranks]
-    sources: dict[int, tuple[HealSource, ...]] = {}
-    first_of: dict[int, list[int]] = {}
-    serves: dict[int, list[int]] = {}
-    for i, rank in enumerate(cohort.healing):
-        start = i + group_rank
-        chosen = [all_sources[(start + j) % size] for j in range(min(MAX_SOURCES, size))]
-        sources[rank] = tuple(chosen)
-        first_of.setdefault(chosen[0].replica_rank, []).append(rank)
-        for source in chosen:
-            serves.setdefault(source.replica_rank, []).append(rank)
-    return sources, first_of, serves
+# ---- state versions
 
 
-# ---- Tokens that tell histories of parameters apart (pure); `messages` says what they are for
+@dataclass(frozen=True)
+class CommittedProgress:
+    """The committed steps of one replica's parameters.
 
-
-_BYTES = 16
-
-
-def fresh() -> str:
-    """Return the token of a state that nobody else has: one that was initialised at random."""
-    return secrets.token_hex(_BYTES)
-
-
-def known(step: int, batches_committed: int) -> str:
-    """Return the token of a state that all groups are promised to have alike.
-
-    It was loaded from a checkpoint of that step, or initialised from the same seed (step 0).
+    Attributes:
+        step: Steps committed.
+        batches_committed: Contributions to them, of all members.
+        state_version: Version of the parameters.
     """
-    return _hash(f"known|{step}|{batches_committed}")
+
+    step: int
+    batches_committed: int
+    state_version: str
+
+    @classmethod
+    def initial(cls, *, init_sync: bool) -> CommittedProgress:
+        """Return the progress of parameters as a script initialises them; see `Manager`."""
+        return cls(0, 0, random_version()) if init_sync else cls.loaded(0, 0)
+
+    @classmethod
+    def loaded(cls, step: int, batches_committed: int) -> CommittedProgress:
+        """Return the progress of a checkpoint that all groups load alike."""
+        return cls(step, batches_committed, loaded_version(step, batches_committed))
+
+    def after_step(self, quorum_id: int, num_participants: int) -> CommittedProgress:
+        """Return the progress after one more step, committed in a quorum by these contributors."""
+        return replace(
+            self,
+            step=self.step + 1,
+            batches_committed=self.batches_committed + num_participants,
+            state_version=next_version(self.state_version, quorum_id, num_participants),
+        )
 
 
-def after_step(token: str, quorum_id: int, num_participants: int) -> str:
-    """Return the token after a step that was committed in a quorum by so many contributors."""
-    return _hash(f"{token}|{quorum_id}|{num_participants}")
+def random_version() -> str:
+    """Return the version of a state that no other group has: one initialised at random."""
+    return secrets.token_hex(_VERSION_BYTES)
+
+
+def loaded_version(step: int, batches_committed: int) -> str:
+    """Return the version of a state that all groups promise to have alike.
+
+    It was loaded from a checkpoint of that step, or initialised from one seed (step 0).
+    """
+    return _hash(f"loaded|{step}|{batches_committed}")
+
+
+def next_version(version: str, quorum_id: int, num_participants: int) -> str:
+    """Return the version after a step committed in a quorum by these contributors."""
+    return _hash(f"{version}|{quorum_id}|{num_participants}")
 
 
 def _hash(text: str) -> str:
-    return blake2b(text.encode(), digest_size=_BYTES).hexdigest()
+    return blake2b(text.encode(), digest_size=_VERSION_BYTES).hexdigest()

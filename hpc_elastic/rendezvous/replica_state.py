@@ -55,7 +55,7 @@ from hpc_elastic.ft.messages import (
     ReplicaStatus,
     Shutdown,
     WorkersLost,
-    frame,
+    to_frame,
 )
 from hpc_elastic.ft.messages import Message as ReplicaReport
 from hpc_elastic.rendezvous.effects import Effect, Message, Note, Send
@@ -412,7 +412,7 @@ class QuorumBridge:
         """An agent has connected."""
         name = replica_name(agent)
         self._agents[name] = agent
-        self._waiting.append(partial(self._lighthouse.arrived, name))
+        self._waiting.append(partial(self._lighthouse.on_connect, name))
 
     def received(self, agent: Agent, message: ReplicaReport, now: float) -> None:
         """An agent has sent this for the lighthouse."""
@@ -427,7 +427,7 @@ class QuorumBridge:
                 return
         if isinstance(message, (CancelRequest, WorkersLost, Shutdown)):
             self._held.pop(agent, None)
-        self._waiting.append(partial(self._lighthouse.said, replica_name(agent), message))
+        self._waiting.append(partial(self._lighthouse.on_message, replica_name(agent), message))
 
     def disconnected(self, agent: Agent, why: str) -> None:
         """The connection to an agent is gone, or it is not heard any more."""
@@ -435,7 +435,7 @@ class QuorumBridge:
         self._agents.pop(name, None)
         self._held.pop(agent, None)
         self._ending.pop(agent, None)
-        self._waiting.append(partial(self._lighthouse.left, name, why))
+        self._waiting.append(partial(self._lighthouse.on_disconnect, name, why))
 
     def tick(self, now: float) -> None:
         """Time has passed; to be called every few hundredths of a second."""
@@ -447,8 +447,9 @@ class QuorumBridge:
         if self._held and not self._is_ending:
             held, self._held = self._held, {}
             for agent, message in held.items():
-                self._waiting.append(partial(self._lighthouse.said, replica_name(agent), message))
-        self._waiting.append(self._lighthouse.tick)
+                name = replica_name(agent)
+                self._waiting.append(partial(self._lighthouse.on_message, name, message))
+        self._waiting.append(self._lighthouse.on_tick)
 
     def answer(self, now: float) -> list[Effect]:
         """Let the lighthouse handle what has happened; return what it sends."""
@@ -459,7 +460,7 @@ class QuorumBridge:
                 if agent is not None:
                     if isinstance(answer.message, QuorumResults):
                         self._replicas.takes_part(agent)
-                    sends.append(Send((agent,), frame(answer.message)))
+                    sends.append(Send((agent,), to_frame(answer.message)))
         return sends
 
     @property

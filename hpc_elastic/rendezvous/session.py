@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.ft.manager_server import ManagerServer
 from hpc_elastic.ft.messages import Message as ReplicaReport
-from hpc_elastic.ft.messages import frame, unpack
+from hpc_elastic.ft.messages import to_frame, unpack
 from hpc_elastic.rendezvous.effects import (
     Claim,
     Connect,
@@ -400,7 +400,7 @@ class Session:
         self._stream = stream
         self._carry_out(self._following.connected(time.monotonic()))
         if self.replica is not None:
-            self.replica.up()
+            self.replica.on_connect()
         why = "its connection closed"
         try:
             while self._stream is stream and self._heard.ending is None:
@@ -416,7 +416,7 @@ class Session:
     def _lose_stream(self) -> None:
         self._stream = None
         if self.replica is not None:
-            self.replica.down()
+            self.replica.on_disconnect()
 
     def _hang_up(self) -> None:
         if self._stream is not None:
@@ -433,12 +433,12 @@ class Session:
 
     def send(self, message: ReplicaReport) -> None:
         """Send a message of this node's replica to the lighthouse (event loop)."""
-        self._say(frame(message))
+        self._say(to_frame(message))
 
     def _hear(self, message: Message) -> None:
         if message["type"] == "ft":
             if self.replica is not None:
-                self.replica.heard(unpack(message["message"]))
+                self.replica.on_message(unpack(message["message"]))
             return
         self._heard.hear(message)
         if self._heard.ending is not None:

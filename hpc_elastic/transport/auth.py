@@ -218,7 +218,7 @@ def peers_secret() -> bytes:
     record = own_record()
     if record is None:
         return user_secret("peers")
-    from hpc_elastic.run.directory import RunDir  # not in an attendant, which is to start fast
+    from hpc_elastic.run.directory import RunDir  # not in a manager server process
 
     return sign(RunDir(record.parent.parent).secret.read_bytes(), "peers").encode()
 

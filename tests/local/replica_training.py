@@ -31,13 +31,13 @@ class Worker:
         from hpc_elastic.ft.manager_client import ManagerClient
 
         self.folder = folder
-        self.broken = threading.Event()
+        self.aborted = threading.Event()
         socket = Path(os.environ["HPC_ELASTIC_FT_SOCKET"])
-        self.link = ManagerClient(
-            socket, 0, 1, on_broken=lambda *_: self.broken.set(), timeout_s=20
+        self.client = ManagerClient(
+            socket, 0, 1, on_abort=lambda *_: self.aborted.set(), timeout_s=20
         )
         self.log = (folder / f"{os.environ['REPLICA_GROUP_ID']}.{os.getpid()}").open("a")
-        self.step, self.lineage, self.failures = 0, "start", 0
+        self.step, self.state_version, self.failures = 0, "start", 0
 
     def note(self, **fields: object) -> None:
         """Write a line."""
@@ -47,7 +47,7 @@ class Worker:
     def train(self) -> int:
         """Step until the folder has a file ``stop``; return the last step."""
         while not self.is_over():
-            if self.link.needs_quorum(failed=self.failures > 0) and not self.enter():
+            if self.client.start_step(last_failed=self.failures > 0) and not self.enter():
                 time.sleep(GIVE_UP_S)  # it has left: its agent stops it
             if self.all_meet():
                 self.step += 1
@@ -55,10 +55,10 @@ class Worker:
                 self.note(made=True)
             else:
                 self.failures += 1
-                self.link.report_broken(self.link.quorum_id, "a step failed")
-                self.note(failed=self.link.broken)
+                self.client.report_abort(self.client.quorum_id, "a step failed")
+                self.note(failed=self.client.abort_reason)
             time.sleep(STEP_S)
-        self.link.close()
+        self.client.close()
         return self.step
 
     def is_over(self) -> bool:
@@ -68,35 +68,35 @@ class Worker:
         return False
 
     def enter(self) -> bool:
-        """Ask for a place in a quorum; tell whether there was one."""
+        """Request a place in a quorum; return whether there was one."""
         from torch.distributed import TCPStore
 
         from hpc_elastic.ft.messages import QuorumRequest, QuorumResult
 
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        ask = QuorumRequest(
-            self.link.call, self.step, self.lineage, self.link.quorum_id, self.failures,
-            1, False, store, ("here",),
+        request = QuorumRequest(
+            self.client.quorum_step, self.step, self.state_version, self.client.quorum_id,
+            self.failures, 1, False, store, ("here",),
         )  # fmt: skip
-        answer = self.link.ask(ask, timeout_s=GIVE_UP_S)
+        answer = self.client.request_quorum(request, timeout_s=GIVE_UP_S)
         if not isinstance(answer, QuorumResult):
             self.note(left=True)
             return False
-        self.broken.clear()
+        self.aborted.clear()
         self.place = answer
-        self.step, self.lineage = answer.max_step, answer.lineage
+        self.step, self.state_version = answer.max_step, answer.state_version
         host, _, port = answer.store.rpartition(":")
         self.store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
         self.note(quorum=answer.quorum_id, size=answer.replica_world_size)
         return True
 
     def all_meet(self) -> bool:
-        """Wait until all members have come to this call; False: the quorum broke."""
-        key = f"ft/{self.place.quorum_id}/{self.link.call}"
+        """Wait until all members have come to this step; return False if the quorum is aborted."""
+        key = f"ft/{self.place.quorum_id}/{self.client.quorum_step}"
         with contextlib.suppress(RuntimeError):  # torch's error: the store is gone
             num = self.store.add(key, 1)
             while num < self.place.replica_world_size:
-                if self.broken.is_set() or self.link.broken:
+                if self.aborted.is_set() or self.client.abort_reason:
                     return False
                 time.sleep(0.002)
                 num = self.store.add(key, 0)

@@ -119,7 +119,7 @@ def test_abort_while_configuring(address):
 
 
 def is_configuring(group) -> bool:
-    return group._attempt is not None
+    return group._task is not None
 
 
 def test_absent_member_is_named(address):

@@ -1,5 +1,5 @@
-"""A Manager whose link, process group and transport are played: each answer can be chosen."""
-# ruff: noqa: D102  # the methods are those of what is played
+"""A Manager with a fake client, process group and transport, whose answers a test chooses."""
+# ruff: noqa: D102  # the methods are those of the faked classes
 
 import threading
 from collections import deque
@@ -13,62 +13,64 @@ from hpc_elastic.ft import manager as module
 from hpc_elastic.ft.messages import NO_QUORUM, CheckpointBeforeLeave, HealSource, QuorumResult
 
 
-class FakeLink:
-    """Answers questions with the placements that a test has put in a queue."""
+class FakeClient:
+    """Answers requests with the results that a test has queued."""
 
-    def __init__(self, on_broken):
-        self.on_broken = on_broken
+    def __init__(self, on_abort):
+        self.on_abort = on_abort
         self.replica_id = "r"
         self.quorum_id = NO_QUORUM
-        self.call = -1
-        self.broken = None
+        self.quorum_step = -1
+        self.abort_reason = None
         self.answers = deque()
-        self.asks = []
+        self.requests = []
+        self.timeouts = []
         self.reports = []
         self.votes = []
-        self.verdict = True
-        self.is_last = False
+        self.decision = True
+        self.must_save = False
         self.is_saved = False
         self.closed = False
 
-    def needs_quorum(self, *, failed):
-        self.is_saved = self.is_last
-        self.call += 1
-        return failed or self.quorum_id == NO_QUORUM or self.broken is not None
+    def start_step(self, *, last_failed):
+        self.is_saved = self.must_save
+        self.quorum_step += 1
+        return last_failed or self.quorum_id == NO_QUORUM or self.abort_reason is not None
 
-    def ask(self, ask, timeout_s):
-        self.asks.append(ask)
+    def request_quorum(self, request, timeout_s):
+        self.requests.append(request)
+        self.timeouts.append(timeout_s)
         answer = self.answers.popleft()
         if isinstance(answer, Exception):
             raise answer
         if isinstance(answer, QuorumResult):
-            self.quorum_id, self.call, self.broken = answer.quorum_id, 0, None
-        self.is_last = isinstance(answer, CheckpointBeforeLeave)
+            self.quorum_id, self.quorum_step, self.abort_reason = answer.quorum_id, 0, None
+        self.must_save = isinstance(answer, CheckpointBeforeLeave)
         return answer
 
-    def report_broken(self, quorum_id, why):
-        if quorum_id == self.quorum_id and self.broken is None:
-            self.broken = why
-            self.reports.append((quorum_id, why))
+    def report_abort(self, quorum_id, reason):
+        if quorum_id == self.quorum_id and self.abort_reason is None:
+            self.abort_reason = reason
+            self.reports.append((quorum_id, reason))
 
-    def breaks(self, why="a member was lost"):
-        """Play the keeper's word that the present quorum is over."""
-        self.broken = why
-        self.on_broken(self.quorum_id, why)
+    def abort(self, reason="a member was lost"):
+        """Let the lighthouse abort the present quorum."""
+        self.abort_reason = reason
+        self.on_abort(self.quorum_id, reason)
 
-    def vote(self, yes, timeout_s):
-        self.votes.append(yes)
-        return yes and self.verdict
+    def vote(self, commit, timeout_s):
+        self.votes.append(commit)
+        return commit and self.decision
 
-    def settle(self):
-        return self.is_last
+    def settle_next_step(self):
+        return self.must_save
 
     def close(self):
         self.closed = True
 
 
 class FakeWork(Work):
-    """Ends when it is told to."""
+    """Ends when a test ends its future."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +88,7 @@ class FakeWork(Work):
 
 
 class FakeGroup:
-    """A process group whose sum is what a test says; others are reached by `configured`."""
+    """A process group whose other members add a number that a test sets."""
 
     def __init__(self):
         self.configured = []
@@ -133,7 +135,7 @@ class FakeGroup:
 
 
 class FakeTransport:
-    """Gives the state that a test has put there."""
+    """Returns the state that a test has set."""
 
     multi_source = False
     needs_group = True
@@ -169,41 +171,54 @@ class FakeTransport:
         self.calls.append("shutdown")
 
 
-def place(quorum_id=1, rank=0, size=2, *, cohort=(0, 2), step=0, lineage="L", **more):
-    """Return a placement; by default all are new."""
-    return QuorumResult(quorum_id, rank, size, "h:1", step, lineage, *cohort, **more)
+def place(quorum_id=1, rank=0, size=2, *, cohort=(0, 2), step=0, version="L", **more):
+    """Return a quorum's result; by default all members have the newest state."""
+    return QuorumResult(quorum_id, rank, size, "h:1", step, version, *cohort, **more)
 
 
-def heals(quorum_id=1, rank=1, size=2, *, step=7, lineage="L"):
-    """Return the placement of a member that heals from member 0."""
+def heals(quorum_id=1, rank=1, size=2, *, step=7, version="L"):
+    """Return the result of a member that heals from member 0."""
     return place(
-        quorum_id, rank, size, cohort=(None, size - 1), step=step, lineage=lineage,
+        quorum_id, rank, size, cohort=(None, size - 1), step=step, version=version,
         sources=(HealSource(0, "there"),),
     )  # fmt: skip
 
 
-def state_of(step=7, value=3.0, lineage="L"):
-    """Return what a peer would send."""
-    about = {"step": step, "batches_committed": 2 * step, "lineage": lineage}
-    return {"user": {"default": {"w": torch.tensor([value])}}, "torchft": about}
+def state_of(step=7, value=3.0, version="L"):
+    """Return the state that a peer sends."""
+    progress = {"step": step, "batches_committed": 2 * step, "state_version": version}
+    return {"user": {"default": {"w": torch.tensor([value])}}, "torchft": progress}
 
 
-def make(monkeypatch, *answers, **arguments):
-    """Return a played Manager: manager, link, group, transport and the user's tensor."""
+def make(monkeypatch, *answers, has_state=True, **arguments):
+    """Return a Manager and its fakes: manager, client, group, transport, and the user's tensor."""
     group, transport, w = FakeGroup(), FakeTransport(), torch.tensor([1.0])
-    monkeypatch.setattr(module, "ManagerClient", lambda *_, on_broken, **__: FakeLink(on_broken))
-    monkeypatch.setattr(
-        module, "find_server", lambda *_: SimpleNamespace(path=None, attendant=None)
-    )
-    monkeypatch.setattr(module.checkpoint_trigger, "answer_by", lambda rule: None)
+    made = []
+
+    def make_client(*_, on_abort, **__):
+        made.append(FakeClient(on_abort))
+        return made[0]
+
+    policies = []
+    monkeypatch.setattr(module, "ManagerClient", make_client)
+    server = SimpleNamespace(path=None, wait=lambda: None)
+    monkeypatch.setattr(module, "find_server", lambda *_, **__: server)
+    monkeypatch.setattr(module.checkpoint_trigger, "answer_by", policies.append)
     given = {"rank": 0, "world_size": 1, "store_addr": "h", "store_port": 1, "min_replica_size": 1}
     manager = module.Manager(
         group,
-        lambda state: w.copy_(state["w"]),
-        lambda: {"w": w},
+        (lambda state: w.copy_(state["w"])) if has_state else None,
+        (lambda: {"w": w}) if has_state else None,
         checkpoint_transport=transport,
         **{**given, **arguments},
     )
-    link = manager._link
-    link.answers.extend(answers)
-    return SimpleNamespace(manager=manager, link=link, group=group, transport=transport, w=w)
+    (client,) = made
+    client.answers.extend(answers)
+    return SimpleNamespace(
+        manager=manager,
+        client=client,
+        group=group,
+        transport=transport,
+        w=w,
+        should_save=policies[0],
+    )

@@ -1,4 +1,4 @@
-"""The Manager's steps, with everybody else played; test_ft_manager_faults has what goes wrong."""
+"""The Manager's steps, with a fake client, process group and transport."""
 
 from datetime import timedelta
 
@@ -6,245 +6,225 @@ import pytest
 import torch
 from ft_fakes import heals, make, place, state_of
 from torch.distributed import HashStore, ReduceOp
+from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import quorum
-from hpc_elastic.ft.early import wants_attendant
-from hpc_elastic.ft.manager import Manager, SaveAgreement, WorldSizeMode
-from hpc_elastic.ft.manager_client import ServerSettings, find_server, group_of
+from hpc_elastic.ft.manager import LeftQuorumError, SaveAgreement, WorldSizeMode
+from hpc_elastic.ft.manager_client import find_server, resolve_place
+from hpc_elastic.ft.messages import CheckpointBeforeLeave, LeaveGranted
+from hpc_elastic.ft.quorum import CommittedProgress
+from hpc_elastic.ft.quorum_client import DamagedStateError
+from hpc_elastic.worker import reporting
+
+STEP_3 = {"step": 3, "batches_committed": 6}
 
 
 def one_step(manager, value=1.0):
-    """Make a step; return the mean and the verdict."""
+    """Make a step; return the mean, and whether it was committed."""
     manager.start_quorum()
     tensor = torch.tensor([value])
     manager.allreduce(tensor).wait()
     return tensor.item(), manager.should_commit()
 
 
-def test_a_step_in_an_unchanged_quorum_asks_nobody(monkeypatch):
-    """Only the first of three steps asks, and only it configures the group."""
-    played = make(monkeypatch, place())
+def version_of(manager):
+    """Return the state version that a peer would get."""
+    return manager._manager_state_dict()["torchft"]["state_version"]
+
+
+# ---- steps that are committed -------------------------------------------------------------------
+
+
+def test_step_in_an_unchanged_quorum_sends_nothing(monkeypatch):
+    """Only the first of three steps requests, and only it configures the group."""
+    made = make(monkeypatch, place())
     for _ in range(3):
-        one_step(played.manager)
-    assert len(played.link.asks) == 1
-    assert played.group.configured == [(1, 0, 2)]
-    assert played.manager.current_step() == 3
-    assert played.manager.batches_committed() == 6
-    assert played.manager.state_dict() == {"step": 3, "batches_committed": 6}
-
-
-def test_the_mean_is_over_the_contributors(monkeypatch):
-    """Two contribute: the sum is halved."""
-    played = make(monkeypatch, place())
-    played.group.others = 5.0
-    assert one_step(played.manager, 1.0) == (3.0, True)
+        one_step(made.manager)
+    assert len(made.client.requests) == 1
+    assert made.group.configured == [(1, 0, 2)]
+    assert made.manager.current_step() == 3
+    assert made.manager.batches_committed() == 6
+    assert made.manager.state_dict() == {"step": 3, "batches_committed": 6}
 
 
 @pytest.mark.parametrize(("op", "expected"), [(ReduceOp.SUM, 6.0), (ReduceOp.AVG, 3.0)])
-def test_only_a_mean_is_divided(monkeypatch, op, expected):
-    """A sum stays one."""
-    played = make(monkeypatch, place())
-    played.group.others = 5.0
-    played.manager.start_quorum()
+def test_mean_is_over_the_participants(monkeypatch, op, expected):
+    """Of two: the sum is halved; another operation is not divided."""
+    made = make(monkeypatch, place())
+    made.group.others = 5.0
+    made.manager.start_quorum()
     tensor = torch.tensor([1.0])
-    played.manager.allreduce(tensor, reduce_op=op).wait()
+    made.manager.allreduce(tensor, reduce_op=op).wait()
     assert tensor.item() == expected
+    assert made.manager.should_commit()
 
 
-def test_a_mean_of_integers_is_refused(monkeypatch):
+def test_mean_of_integers_is_refused(monkeypatch):
     """As in torchft."""
-    played = make(monkeypatch, place())
-    played.manager.start_quorum()
+    made = make(monkeypatch, place())
+    made.manager.start_quorum()
     with pytest.raises(ValueError, match="int64"):
-        played.manager.allreduce(torch.tensor([1]))
+        made.manager.allreduce(torch.tensor([1]))
 
 
-def test_a_future_holds_the_mean(monkeypatch):
-    """It is divided once, whoever waits and how often."""
-    played = make(monkeypatch, place())
-    played.group.others = 5.0
-    played.manager.start_quorum()
-    work = played.manager.allreduce(torch.tensor([1.0]))
+def test_future_holds_the_mean(monkeypatch):
+    """It is divided once, with any number of waits."""
+    made = make(monkeypatch, place())
+    made.group.others = 5.0
+    made.manager.start_quorum()
+    work = made.manager.allreduce(torch.tensor([1.0]))
     assert work.get_future().wait().item() == 3.0
     work.wait()
     assert work.get_future().value().item() == 3.0
 
 
-def test_several_collectives_may_be_under_way(monkeypatch):
-    """None waits for the one before; what was not waited for is finished before the commit."""
-    played = make(monkeypatch, place())
-    played.group.held = []
-    played.manager.start_quorum()
+def test_several_collectives_are_under_way(monkeypatch):
+    """None waits for the one before; all are finished before the commit."""
+    made = make(monkeypatch, place())
+    made.group.held = []
+    made.manager.start_quorum()
     tensors = [torch.tensor([2.0]), torch.tensor([4.0])]
     for tensor in tensors:
-        played.manager.allreduce(tensor)
-    for work, _ in played.group.held:
+        made.manager.allreduce(tensor)
+    for work, _ in made.group.held:
         work.future.set_result([])
-    assert played.manager.should_commit()
+    assert made.manager.should_commit()
     assert [t.item() for t in tensors] == [1.0, 2.0]
 
 
-def test_who_heals_adds_zero_and_applies_the_state_before_the_verdict(monkeypatch):
-    """Async mode: the mean is that of the others, and the step counts from theirs."""
-    played = make(monkeypatch, heals())
-    played.manager.load_state_dict({"step": 3, "batches_committed": 6})
-    played.transport.state = state_of(step=7, value=3.0)
-    played.group.others = 5.0
-    played.manager.start_quorum()
-    played.manager.wait_quorum()
-    assert played.w.item() == 1.0
-    assert played.manager.current_step() == 7
-    assert not played.manager.is_participating()
-    assert played.manager.participating_rank() is None
-    tensor = torch.tensor([100.0])
-    played.manager.allreduce(tensor).wait()
-    assert tensor.item() == 5.0
-    assert played.manager.should_commit()
-    assert played.w.item() == 3.0
-    assert played.manager.state_dict() == {"step": 8, "batches_committed": 15}
-    assert played.manager._progress.lineage == quorum.after_step("L", 1, 1)
+def test_group_commits_if_all_its_ranks_can(monkeypatch):
+    """The server counts the votes; one no is the group's."""
+    made = make(monkeypatch, place(), world_size=2)
+    made.client.decision = False
+    assert one_step(made.manager)[1] is False
+    assert made.client.votes == [True]
+    assert made.manager.current_step() == 0
+    [(_, reason)] = made.client.reports
+    assert "another rank of the group could not commit" in reason
 
 
-def test_who_has_healed_contributes_from_the_next_step_on(monkeypatch):
-    """Without any message: the commit of the first step says that all are new."""
-    played = make(monkeypatch, heals())
-    played.manager.load_state_dict({"step": 3, "batches_committed": 6})
-    played.transport.state = state_of()
-    one_step(played.manager)
-    played.manager.start_quorum()
-    assert played.manager.participating_rank() == 1
-    assert played.manager.num_participants() == 2
-    assert len(played.link.asks) == 1
+def test_begin_step_twice_starts_one_step(monkeypatch):
+    """A sampler and the optimizer's zero_grad may both call it; a used step is another matter."""
+    made = make(monkeypatch, place())
+    made.manager.begin_step()
+    made.manager.begin_step()
+    assert made.client.quorum_step == 0
+    made.manager.allreduce(torch.tensor([1.0])).wait()
+    assert made.manager.should_commit()
+    made.manager.begin_step()
+    assert made.client.quorum_step == 1
 
 
-def test_in_sync_mode_who_heals_does_so_before_the_forward_pass(monkeypatch):
-    """And contributes at once."""
-    played = make(monkeypatch, heals(), use_async_quorum=False)
-    played.manager.load_state_dict({"step": 3, "batches_committed": 6})
-    played.transport.state = state_of(value=3.0)
-    played.manager.start_quorum()
-    assert played.w.item() == 3.0
-    assert played.manager.participating_rank() == 1
-    assert played.manager.num_participants() == 2
-
-
-def test_at_step_0_all_take_one_state_before_the_forward_pass(monkeypatch):
-    """In async mode too, so that all contribute to the first step."""
-    played = make(monkeypatch, heals(step=0))
-    played.transport.state = state_of(step=0, value=9.0)
-    played.manager.start_quorum()
-    assert played.w.item() == 9.0
-    assert played.manager.num_participants() == 2
-    assert played.manager.participating_rank() == 1
-
-
-def test_a_source_sends_its_state_with_its_history(monkeypatch):
-    """The live tensors, the step and the token."""
-    played = make(monkeypatch, place(cohort=(0, 1), step=0, first_of=(1,), serves=(1, 2)))
-    one_step(played.manager)
-    [(destinations, step, state)] = played.transport.sent
-    assert (destinations, step) == ([1], 0)
-    assert state["user"]["default"]["w"] is played.w
-    assert state["torchft"] == {"step": 0, "batches_committed": 0, "lineage": "L"}
-
-
-def test_a_transport_with_several_sources_gets_them_all(monkeypatch):
-    """As JSON, the best first; and a source is told of all that may come."""
-    played = make(monkeypatch, heals())
-    played.manager.load_state_dict({"step": 3, "batches_committed": 6})
-    played.transport.multi_source = True
-    played.transport.state = state_of()
-    one_step(played.manager)
-    assert ("recv", 0, '["there"]', 7) in played.transport.calls
-
-
-def test_replicas_that_differ_heal_from_one_source(monkeypatch):
-    """Pieces of several would make no model."""
-    played = make(monkeypatch, heals())
-    played.manager.load_state_dict({"step": 3, "batches_committed": 6})
-    played.transport.multi_source = True
-    played.manager.heal_from_one_source()
-    played.transport.state = state_of()
-    one_step(played.manager)
-    assert ("recv", 0, "there", 7) in played.transport.calls
-
-
-def test_a_spare_adds_zero(monkeypatch):
-    """FIXED_WITH_SPARES: two contribute, and this is the third."""
-    played = make(
-        monkeypatch, place(rank=2, size=3, cohort=(2, 3)),
-        min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
-    )  # fmt: skip
-    played.group.others = 8.0
-    assert one_step(played.manager, 100.0) == (4.0, True)
-    assert played.manager.participating_rank() is None
-    assert played.manager.num_participants() == 2
-
-
-def test_histories_are_told_apart_by_what_was_promised(monkeypatch):
-    """Random parameters are like nobody's; loaded or equally seeded ones are like their peers'."""
-    tokens = [make(monkeypatch).manager._progress.lineage for _ in range(2)]
-    assert tokens[0] != tokens[1]
-    same = [make(monkeypatch, init_sync=False).manager._progress.lineage for _ in range(2)]
-    assert same[0] == same[1]
-    loaded = make(monkeypatch).manager
-    loaded.load_state_dict({"step": 3, "batches_committed": 6})
-    assert loaded._progress.lineage == quorum.known(3, 6)
-
-
-def test_a_group_commits_what_all_its_ranks_can(monkeypatch):
-    """The server counts; one no is everybody's."""
-    played = make(monkeypatch, place(), world_size=2)
-    played.link.verdict = False
-    assert one_step(played.manager)[1] is False
-    assert played.link.votes == [True]
-    assert played.manager.current_step() == 0
-
-
-def test_beginning_a_step_twice_begins_one(monkeypatch):
-    """So a sampler and the optimizer's zero_grad may both do it; a used step is another matter."""
-    played = make(monkeypatch, place())
-    played.manager.begin_step()
-    played.manager.begin_step()
-    assert played.link.call == 0
-    played.manager.allreduce(torch.tensor([1.0])).wait()
-    assert played.manager.should_commit()
-    played.manager.begin_step()
-    assert played.link.call == 1
-
-
-def test_one_group_saves_and_when_all_leave_at_once(monkeypatch):
-    """The contributor of rank 0, when it is due, and in the last step of all."""
-    played = make(monkeypatch, place())
-    one_step(played.manager)
-    dues = [(False, False), (True, False), (False, True)]
-    assert [played.manager._saving.decide(1, *due) for due in dues] == [False, True, True]
-    played.link.is_last = True
-    assert played.manager._saving.decide(1, False, False)
-
-
-def test_ranks_of_one_group_save_by_one_clock():
-    """The first rank's, one step later; the others' clocks do not count."""
-    store = HashStore()
-    first, second = SaveAgreement(store, is_first=True), SaveAgreement(store, is_first=False)
-    answers = [
-        (first.at_step(due=a), second.at_step(due=b))
-        for a, b in [(False, True), (True, False), (True, True), (False, False)]
-    ]
-    assert answers == [(False, False), (False, False), (True, True), (False, False)]
-
-
-def test_questions_before_the_first_quorum(monkeypatch):
+def test_queries_before_the_first_quorum(monkeypatch):
     """Nothing is known, and nothing is waited for."""
     manager = make(monkeypatch).manager
     assert (manager.participating_rank(), manager.num_participants()) == (None, 0)
     assert not manager.is_participating()
+    assert manager.errored() is None
     with pytest.raises(RuntimeError, match="start_quorum"):
         manager.wait_quorum()
+    with pytest.raises(RuntimeError, match="start_quorum"):
+        manager.should_commit()
 
 
-def test_a_key_is_registered_once(monkeypatch):
+def test_spare_adds_zero(monkeypatch):
+    """FIXED_WITH_SPARES: two participate, and this is the third."""
+    made = make(
+        monkeypatch, place(rank=2, size=3, cohort=(2, 3)),
+        min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
+    )  # fmt: skip
+    made.group.others = 8.0
+    assert one_step(made.manager, 100.0) == (4.0, True)
+    assert made.manager.participating_rank() is None
+    assert made.manager.num_participants() == 2
+
+
+# ---- healing ------------------------------------------------------------------------------------
+
+
+def test_healing_replica_adds_zero_and_applies_the_state_before_the_commit(monkeypatch):
+    """Async mode: the mean is that of the others, and the step counts from theirs."""
+    made = make(monkeypatch, heals())
+    made.manager.load_state_dict(STEP_3)
+    made.transport.state = state_of(step=7, value=3.0)
+    made.group.others = 5.0
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    assert made.w.item() == 1.0
+    assert made.manager.current_step() == 7
+    tensor = torch.tensor([100.0])
+    made.manager.allreduce(tensor).wait()
+    assert tensor.item() == 5.0
+    assert made.manager.should_commit()
+    assert made.w.item() == 3.0
+    assert made.manager.state_dict() == {"step": 8, "batches_committed": 15}
+    assert version_of(made.manager) == CommittedProgress(7, 14, "L").after_step(1, 1).state_version
+
+
+def test_healed_replica_participates_from_the_next_step_on(monkeypatch):
+    """Without any message: after the commit of the first step all have the newest state."""
+    made = make(monkeypatch, heals())
+    made.manager.load_state_dict(STEP_3)
+    made.transport.state = state_of()
+    one_step(made.manager)
+    made.manager.start_quorum()
+    assert made.manager.participating_rank() == 1
+    assert made.manager.num_participants() == 2
+    assert len(made.client.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "loaded", "arguments"),
+    [(heals(), STEP_3, {"use_async_quorum": False}), (heals(step=0), None, {})],
+    ids=["in sync mode", "at step 0"],
+)
+def test_healing_before_the_forward_pass(monkeypatch, result, loaded, arguments):
+    """The replica participates at once."""
+    made = make(monkeypatch, result, **arguments)
+    if loaded:
+        made.manager.load_state_dict(loaded)
+    made.transport.state = state_of(step=result.max_step, value=9.0)
+    made.manager.start_quorum()
+    assert made.w.item() == 9.0
+    assert made.manager.participating_rank() == 1
+    assert made.manager.num_participants() == 2
+
+
+def test_source_sends_its_state_with_its_progress(monkeypatch):
+    """The live tensors, the step and the version of the quorum's newest state."""
+    made = make(monkeypatch, place(cohort=(0, 1), first_source_of=(1,), source_of=(1, 2)))
+    one_step(made.manager)
+    [(destinations, step, state)] = made.transport.sent
+    assert (destinations, step) == ([1], 0)
+    assert state["user"]["default"]["w"] is made.w
+    assert state["torchft"] == {"step": 0, "batches_committed": 0, "state_version": "L"}
+
+
+@pytest.mark.parametrize(("one_source", "metadata"), [(False, '["there"]'), (True, "there")])
+def test_metadata_of_the_sources(monkeypatch, one_source, metadata):
+    """As JSON, the best first; of one alone if the replicas differ (LocalSGD)."""
+    made = make(monkeypatch, heals())
+    made.manager.load_state_dict(STEP_3)
+    made.transport.multi_source = True
+    if one_source:
+        made.manager.heal_from_one_source()
+    made.transport.state = state_of()
+    one_step(made.manager)
+    assert ("recv", 0, metadata, 7) in made.transport.calls
+
+
+def test_state_versions_follow_the_promises(monkeypatch):
+    """Random parameters equal no other's; loaded or equally seeded ones equal their peers'."""
+    random = [version_of(make(monkeypatch).manager) for _ in range(2)]
+    assert random[0] != random[1]
+    seeded = [version_of(make(monkeypatch, init_sync=False).manager) for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    loaded = make(monkeypatch).manager
+    loaded.load_state_dict(STEP_3)
+    assert version_of(loaded) == CommittedProgress.loaded(3, 6).state_version
+
+
+def test_key_is_registered_once(monkeypatch):
     """The error names it."""
     manager = make(monkeypatch).manager
     manager.register_state_dict_fn("more", lambda s: None, dict)
@@ -252,62 +232,383 @@ def test_a_key_is_registered_once(monkeypatch):
         manager.register_state_dict_fn("more", lambda s: None, dict)
 
 
-def test_the_state_can_be_kept_from_being_read(monkeypatch):
+def test_reading_the_state_can_be_disallowed(monkeypatch):
     """Until it is allowed again; the reader gives up after the time-out."""
-    played = make(monkeypatch, timeout=timedelta(seconds=0.05))
-    played.manager.disallow_state_dict_read()
-    played.manager.disallow_state_dict_read()
+    made = make(monkeypatch, timeout=timedelta(seconds=0.05))
+    made.manager.disallow_state_dict_read()
+    made.manager.disallow_state_dict_read()
     with pytest.raises(TimeoutError, match="allow_state_dict_read"):
-        played.manager._manager_state_dict()
-    played.manager.allow_state_dict_read()
-    assert played.manager._manager_state_dict()["torchft"]["step"] == 0
+        made.manager._manager_state_dict()
+    made.manager.allow_state_dict_read()
+    assert made.manager._manager_state_dict()["torchft"]["step"] == 0
 
 
-def test_shutting_down_leaves_in_peace(monkeypatch):
-    """The link says so; the transport and the group are released."""
-    played = make(monkeypatch)
-    played.manager.shutdown()
-    assert played.link.closed
-    assert played.group.is_down
-    assert "shutdown" in played.transport.calls
+# ---- errors of a step ---------------------------------------------------------------------------
+
+
+def test_error_costs_the_step_and_is_reported_at_once(monkeypatch):
+    """It is not raised; the next step requests a new quorum, with the number of failures."""
+    made = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    made.group.error = RuntimeError("peer lost")
+    made.manager.allreduce(torch.tensor([1.0])).wait()
+    assert "peer lost" in str(made.manager.errored())
+    [(quorum_id, reason)] = made.client.reports
+    assert quorum_id == 1
+    assert "peer lost" in reason
+    assert not made.manager.should_commit()
+    assert one_step(made.manager) == (1.0, True)
+    assert [request.commit_failures for request in made.client.requests] == [0, 1]
+    assert made.manager.errored() is None
+
+
+def test_collectives_after_an_error_do_nothing(monkeypatch):
+    """The tensor stays as it is."""
+    made = make(monkeypatch, place())
+    made.manager.start_quorum()
+    made.manager.report_error(ValueError("mine"))
+    tensor = torch.tensor([5.0])
+    assert made.manager.allreduce(tensor).wait()
+    assert tensor.item() == 5.0
+    assert isinstance(made.manager.errored().original_exception, ValueError)
+    assert not made.manager.should_commit()
+
+
+def test_abort_ends_the_collectives_under_way(monkeypatch):
+    """The step fails; a work's wait returns False, and a future holds no error, for DDP's sake."""
+    made = make(monkeypatch, place())
+    made.group.held = []
+    made.manager.start_quorum()
+    work = made.manager.allreduce(torch.tensor([1.0]))
+    tensor = torch.tensor([1.0])
+    future = made.manager.allreduce(tensor).get_future()
+    made.client.abort()
+    assert not work.wait()
+    assert future.wait() is tensor
+    assert not made.manager.should_commit()
+
+
+def test_abort_after_the_last_collective_costs_no_step(monkeypatch):
+    """Its result is right; the next step requests."""
+    made = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1), step=1))
+    made.manager.start_quorum()
+    made.manager.allreduce(torch.tensor([1.0])).wait()
+    made.client.abort()
+    assert made.manager.should_commit()
+    assert one_step(made.manager)[1]
+    assert len(made.client.requests) == 2
+
+
+def test_error_that_only_the_process_group_knows(monkeypatch):
+    """A wrapper may swallow errors: the step fails all the same."""
+    made = make(monkeypatch, place())
+    made.manager.start_quorum()
+    made.manager.allreduce(torch.tensor([1.0])).wait()
+    made.group.error = RuntimeError("seen by the watchdog")
+    assert not made.manager.should_commit()
+
+
+def test_step_without_a_decision_has_failed(monkeypatch):
+    """Its peers may have committed it: the replica must not go on as if it had not been."""
+    made = make(monkeypatch, place(), place(2))
+    made.manager.start_quorum()
+    made.manager.allreduce(torch.tensor([1.0])).wait()
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    assert len(made.client.requests) == 2
+    assert made.client.reports
+
+
+def test_too_few_participants_do_not_commit(monkeypatch):
+    """All members find the same, and request again."""
+    made = make(monkeypatch, heals(), place(2, step=7), min_replica_size=2)
+    made.manager.load_state_dict(STEP_3)
+    made.transport.state = state_of()
+    assert not one_step(made.manager)[1]
+    assert "too few participants" in made.client.reports[0][1]
+    assert one_step(made.manager)[1]
+    assert made.client.requests[1].commit_failures == 1
+
+
+def test_more_failures_in_a_row_than_allowed_raise(monkeypatch):
+    """With the last error."""
+    made = make(monkeypatch, place(), max_retries=0)
+    made.manager.start_quorum()
+    made.manager.report_error(ValueError("mine"))
+    with pytest.raises(RuntimeError, match=r"max_retries=0.*mine"):
+        made.manager.should_commit()
+
+
+def test_late_error_of_an_earlier_step_costs_nothing_now(monkeypatch):
+    """It belongs to its own step."""
+    made = make(monkeypatch, place())
+    made.manager.start_quorum()
+    future = Future()
+    wrapped = made.manager.wrap_future(future, 5)
+    made.manager.allreduce(torch.tensor([1.0])).wait()
+    assert made.manager.should_commit()
+    made.manager.start_quorum()
+    future.set_exception(RuntimeError("late"))
+    assert wrapped.wait() == 5
+    assert made.manager.errored() is None
+    assert not made.client.reports
+
+
+def test_wrapped_future_always_holds_a_value(monkeypatch):
+    """Its own, or the default after an error, or after the time-out."""
+    made = make(monkeypatch, place())
+    made.manager.start_quorum()
+    good, never = Future(), Future()
+    wrapped = made.manager.wrap_future(good, 5)
+    good.set_result(3)
+    assert wrapped.wait() == 3
+    assert made.manager.errored() is None
+    late = made.manager.wrap_future(never, 6, timeout=timedelta(seconds=0.01))
+    assert late.wait() == 6
+    assert "0.01 s" in str(made.manager.errored())
+
+
+# ---- entering a quorum that fails ---------------------------------------------------------------
+
+
+def test_abort_before_the_first_collective_costs_no_step(monkeypatch):
+    """Another quorum is entered in its place, while the forward pass goes on."""
+    made = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    made.client.abort()
+    tensor = torch.tensor([4.0])
+    made.manager.allreduce(tensor).wait()
+    assert tensor.item() == 4.0
+    assert made.manager.should_commit()
+    assert made.manager.quorum_id() == 2
+
+
+def test_abort_after_the_script_knows_its_part_costs_the_step(monkeypatch):
+    """It may have chosen samples by it."""
+    made = make(monkeypatch, place())
+    made.manager.start_quorum()
+    assert made.manager.num_participants() == 2
+    made.client.abort()
+    made.manager.allreduce(torch.tensor([4.0])).wait()
+    assert not made.manager.should_commit()
+    assert len(made.client.requests) == 1
+
+
+def test_abort_in_a_group_of_several_ranks_costs_the_step(monkeypatch):
+    """None of them enters another quorum alone within a step."""
+    made = make(monkeypatch, place(), world_size=2)
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    made.client.abort()
+    made.manager.allreduce(torch.tensor([4.0])).wait()
+    assert not made.manager.should_commit()
+    assert made.client.votes == [False]
+
+
+def test_quorum_that_is_aborted_while_it_is_entered_is_replaced(monkeypatch):
+    """The abort reaches configure at any moment, and costs nothing."""
+    made = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
+    reached = []
+
+    def hang_once():
+        made.group.during_configure = lambda: None
+        made.client.abort()
+        made.group.aborted.clear()
+        reached.append(made.group.aborted.wait(30.0))
+        raise RuntimeError("aborted")
+
+    made.group.during_configure = hang_once
+    assert one_step(made.manager)[1]
+    assert [c[0] for c in made.group.configured] == [1, 2]
+    assert reached == [True]
+
+
+def test_own_failure_to_enter_is_reported_and_retried(monkeypatch):
+    """The others must not wait for a member that could not enter."""
+    made = make(monkeypatch, place(), place(2))
+    made.group.fails_to_configure = OSError("no route")
+    assert one_step(made.manager)[1]
+    assert "no route" in made.client.reports[0][1]
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [(OSError("no state"), "no state"), (state_of(version="another"), "another history")],
+    ids=["no state", "a state of another version"],
+)
+def test_member_that_cannot_heal_gives_the_step_up(monkeypatch, state, error):
+    """After three attempts; the script goes on."""
+    made = make(monkeypatch, *(heals(n) for n in (1, 2, 3)))
+    made.manager.load_state_dict(STEP_3)
+    made.transport.state = state
+    assert not one_step(made.manager)[1]
+    assert error in str(made.manager.errored())
+    assert made.w.item() == 1.0
+    assert made.manager.current_step() == 3
+
+
+def test_state_received_in_place_in_part_is_of_no_step(monkeypatch):
+    """Any peer's replaces it; without one the script has to load a checkpoint."""
+    made = make(monkeypatch, heals(), place(2, size=1, cohort=(0, 1), step=-1))
+    made.manager.load_state_dict(STEP_3)
+    made.transport.in_place = True
+    made.transport.state = OSError("the peer is lost")
+    made.manager.start_quorum()
+    with pytest.raises(DamagedStateError, match="checkpoint"):
+        made.manager.wait_quorum()
+    assert [request.step for request in made.client.requests] == [3, -1]
+
+
+def test_healed_state_is_applied_though_the_step_fails(monkeypatch):
+    """So the replica requests the next quorum with it."""
+    made = make(monkeypatch, heals(), place(2, rank=1, cohort=(1, 2), step=7))
+    made.manager.load_state_dict(STEP_3)
+    made.transport.state = state_of(value=3.0)
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    made.manager.report_error(ValueError("mine"))
+    assert not made.manager.should_commit()
+    assert made.w.item() == 3.0
+    one_step(made.manager)
+    assert (made.client.requests[1].step, made.client.requests[1].state_version) == (7, "L")
+
+
+def test_healed_state_that_was_not_applied_does_not_count(monkeypatch):
+    """Its quorum was aborted before the first collective: the replica still has to heal."""
+    made = make(monkeypatch, heals(), heals(2))
+    made.manager.load_state_dict(STEP_3)
+    made.transport.state = state_of(value=3.0)
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    made.client.abort()
+    made.manager.allreduce(torch.tensor([4.0])).wait()
+    assert [request.step for request in made.client.requests] == [3, 3]
+    assert made.manager.should_commit()
+    assert made.manager.current_step() == 8
+
+
+def test_healing_without_state_functions(monkeypatch):
+    """The error names the remedy."""
+    results = [place(n, cohort=(0, 1), first_source_of=(1,)) for n in (1, 2, 3)]
+    made = make(monkeypatch, *results, has_state=False)
+    assert not one_step(made.manager)[1]
+    assert "register_state_dict_fn" in str(made.manager.errored())
+
+
+def test_no_quorum_in_time(monkeypatch):
+    """The error names what was waited for, after the given number of attempts."""
+    late = TimeoutError("waiting for r7")
+    made = make(monkeypatch, late, late, place(), quorum_retries=1)
+    with pytest.raises(TimeoutError, match="r7"):
+        made.manager.start_quorum()
+    assert len(made.client.requests) == 2
+    assert one_step(made.manager)[1]
+
+
+# ---- leaving, and saving before that ------------------------------------------------------------
+
+
+def test_group_that_has_left(monkeypatch):
+    """Outside of a run, where no agent stops the script, it raises."""
+    monkeypatch.delenv("HPC_ELASTIC_FT_SOCKET", raising=False)
+    made = make(monkeypatch, place(), LeaveGranted())
+    one_step(made.manager)
+    made.client.abort_reason = "switch"
+    made.manager.start_quorum()
+    with pytest.raises(LeftQuorumError):
+        made.manager.wait_quorum()
+
+
+def test_group_that_has_to_save_makes_a_step_that_fails(monkeypatch):
+    """Whatever its rank was; then it requests again, and says that it could save."""
+    results = [place(rank=1, size=2), CheckpointBeforeLeave(), place(2, size=1, step=1)]
+    made = make(monkeypatch, *results)
+    assert one_step(made.manager)[1]
+    assert not made.should_save(1, False, False)
+    made.client.abort()
+    assert not one_step(made.manager)[1]
+    assert "no replica that stays has its state" in str(made.manager.errored())
+    assert made.manager.participating_rank() == 0
+    assert made.manager.current_step() == 1
+    assert made.should_save(1, False, False)
+    assert one_step(made.manager)[1]
+    assert [request.is_saved for request in made.client.requests] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("rank", "must_save", "by_step", "by_time", "saves", "urgent"),
+    [
+        (0, False, False, False, False, False),
+        (0, False, True, False, True, False),
+        (0, False, False, True, True, False),
+        (0, True, False, False, True, True),
+        (0, True, True, False, True, True),
+        (1, True, True, True, False, False),
+        (1, False, True, True, False, False),
+    ],
+)
+def test_first_participant_saves(monkeypatch, rank, must_save, by_step, by_time, saves, urgent):
+    """When it is due, and urgently in the last step before all leave."""
+    monkeypatch.setattr(reporting, "save_is_last", lambda is_last: urgencies.append(is_last))
+    urgencies = []
+    made = make(monkeypatch, place(rank=rank, cohort=(rank, 2)))
+    one_step(made.manager)
+    made.client.must_save = must_save
+    assert made.should_save(1, by_step, by_time) is saves
+    assert urgencies == [urgent]
+
+
+def test_ranks_of_one_group_save_by_one_clock():
+    """The first rank's, one step later; the others' clocks do not count."""
+    store = HashStore()
+    first, second = SaveAgreement(store, is_first=True), SaveAgreement(store, is_first=False)
+    answers = [
+        (first.should_save(due=a), second.should_save(due=b))
+        for a, b in [(False, True), (True, False), (True, True), (False, False)]
+    ]
+    assert answers == [(False, False), (False, False), (True, True), (False, False)]
+
+
+def test_shutdown_releases_everything(monkeypatch):
+    """The client leaves on purpose; the transport and the group are released."""
+    made = make(monkeypatch)
+    made.manager.shutdown()
+    assert made.client.closed
+    assert made.group.is_down
+    assert "shutdown" in made.transport.calls
+
+
+# ---- the environment ----------------------------------------------------------------------------
 
 
 def test_without_a_run_and_a_lighthouse_both_remedies_are_named(monkeypatch):
     """ft=true, or an address."""
     for name in ("HPC_ELASTIC_FT_SOCKET", "TORCHFT_LIGHTHOUSE"):
         monkeypatch.delenv(name, raising=False)
-    group = group_of(0, 1, "h", 1)
+    own = resolve_place(0, 1, "h", 1)
     with pytest.raises(ConfigError, match=r"ft=true.*TORCHFT_LIGHTHOUSE"):
-        find_server(group, ServerSettings(None, None, 1.0))
+        find_server(
+            own,
+            lighthouse_addr=None,
+            replica_id=None,
+            connect_timeout_s=1.0,
+        )
 
 
-@pytest.mark.parametrize(
-    ("env", "is_helper", "expected"),
-    [
-        ({"TORCHFT_LIGHTHOUSE": "h:1"}, False, True),
-        ({"TORCHFT_LIGHTHOUSE": "h:1", "RANK": "0"}, False, True),
-        ({"TORCHFT_LIGHTHOUSE": "h:1", "RANK": "1"}, False, False),
-        ({"TORCHFT_LIGHTHOUSE": "h:1"}, True, False),
-        ({"TORCHFT_LIGHTHOUSE": "h:1", "HPC_ELASTIC_FT_SOCKET": "/s"}, False, False),
-        ({}, False, False),
-    ],
-)
-def test_an_attendant_is_started_early_where_one_will_be_wanted(env, is_helper, expected):
-    """Not in a data loader, not in a run, and not without a lighthouse."""
-    assert wants_attendant(env, is_helper=is_helper) is expected
-
-
-def test_a_missing_place_in_the_group_names_argument_and_variable(monkeypatch):
-    """Rank and store come from the environment where they are not given."""
+def test_missing_place_in_the_group_names_argument_and_variable(monkeypatch):
+    """Rank and store come from the environment if they are not given."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match=r"store_addr.*MASTER_ADDR"):
-        group_of(0, 1, None, 1)
+        resolve_place(0, 1, None, 1)
     monkeypatch.setenv("MASTER_ADDR", "::1")
-    assert group_of(0, 1, None, 5).store == "[::1]:5"
+    assert resolve_place(0, 1, None, 5).store == "[::1]:5"
 
 
-def test_the_environment_sets_time_outs(monkeypatch):
+def test_environment_sets_time_outs(monkeypatch):
     """As torchft's variables do."""
     monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "7")
-    manager: Manager = make(monkeypatch).manager
-    assert manager._limits.quorum_timeout_s == 7.0
+    made = make(monkeypatch, place())
+    one_step(made.manager)
+    assert made.client.timeouts == [7.0]

@@ -1,27 +1,30 @@
-"""Process groups in one process: those that imitate and wrap, and what they build on in torch."""
+"""Process groups in one process: wrappers, works, and the private parts of torch below them."""
 
 import socket
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
+from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp, Work
+from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft import gloo, reconfigurable
-from hpc_elastic.ft.nccl import WorkWatch
+from hpc_elastic.ft.nccl import WorkWatchdog
 from hpc_elastic.ft.process_group import (
     AbortedError,
     CollectiveTimeoutError,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     ManagedProcessGroup,
+    ManagedWork,
     NotConfiguredError,
     ProcessGroupDummy,
     ProcessGroupError,
     ProcessGroupGloo,
-    named,
+    translate_error,
 )
 from hpc_elastic.ft.reconfigurable import CancellableTask
 
@@ -79,12 +82,12 @@ def test_planted_error():
     assert "planted" in str(swallowing.error())
 
 
-def test_managed_group_asks_its_manager():
+def test_managed_group_uses_its_manager():
     """A managed group reduces through the Manager, and is as large as its contributors."""
-    asked = []
+    ops = []
     manager = SimpleNamespace(
         _pg=ProcessGroupDummy(0, 1),
-        allreduce=lambda tensor, reduce_op: asked.append(reduce_op),
+        allreduce=lambda tensor, reduce_op: ops.append(reduce_op),
         num_participants=lambda: 3,
     )
     group = ManagedProcessGroup(manager)
@@ -92,13 +95,13 @@ def test_managed_group_asks_its_manager():
     options.reduceOp = ReduceOp.AVG
     for opts in (options, ReduceOp.MAX, None):
         group.allreduce([torch.ones(1)], opts)
-    assert asked == [ReduceOp.AVG, ReduceOp.MAX, ReduceOp.SUM] and group.size() == 3
+    assert ops == [ReduceOp.AVG, ReduceOp.MAX, ReduceOp.SUM] and group.size() == 3
     with pytest.raises(ValueError, match="2 tensors"):
         group.allreduce([torch.ones(1), torch.ones(1)])
 
 
-def test_a_group_without_members_says_so():
-    """Before configure there is a clear error; rank is 0, and abort is remembered."""
+def test_group_without_members():
+    """Operations raise; the rank is 0, and an abort is remembered."""
     group = ProcessGroupGloo(timedelta(seconds=1))
     with pytest.raises(NotConfiguredError, match=r"call configure\(\) first"):
         group.allreduce([torch.ones(1)])
@@ -126,56 +129,145 @@ def test_a_group_of_one():
 def test_malformed_store(address):
     """A store address of another form is refused with the form that is expected."""
     with pytest.raises(ConfigError, match="host:port/prefix"):
-        reconfigurable.parse(address)
+        reconfigurable.parse_store_addr(address)
 
 
 def test_store_address_of_ipv6():
     """An IPv6 address may stand in brackets, and a prefix may have slashes."""
-    assert reconfigurable.parse("[::1]:29500/a/b") == ("::1", 29500, "a/b")
-    assert reconfigurable.parse("10.0.0.1:1") == ("10.0.0.1", 1, "")
+    assert reconfigurable.parse_store_addr("[::1]:29500/a/b") == ("::1", 29500, "a/b")
+    assert reconfigurable.parse_store_addr("10.0.0.1:1") == ("10.0.0.1", 1, "")
 
 
-def test_timeouts_are_translated():
+def work_group(**fields):
+    """A group of works that has not ended."""
+    given = {"place": "the group of quorum 2", "end_error": None, "is_at_rest": False}
+    return SimpleNamespace(**{**given, "pending": set(), **fields})
+
+
+def test_errors_are_translated():
     """torch's texts become errors that name the operation, the group and the seconds."""
-    group = SimpleNamespace(place="the group of quorum 2", over=None)
-    late = named(RuntimeError("Timed out waiting 1500ms for recv"), "allreduce", group)
+    group = work_group()
+    late = translate_error(RuntimeError("Timed out waiting 1500ms for recv"), "allreduce", group)
     assert isinstance(late, CollectiveTimeoutError) and isinstance(late, TimeoutError)
     assert "allreduce timed out after 1.5 s in the group of quorum 2" in str(late)
-    other = named(RuntimeError("Connection closed by peer"), "barrier", group)
+    closed = RuntimeError("Connection closed by peer")
+    other = translate_error(closed, "barrier", group)
     assert type(other) is ProcessGroupError and "barrier failed" in str(other)
-    group.over = AbortedError("given up")
-    assert named(RuntimeError("Connection closed by peer"), "barrier", group) is group.over
+    group.end_error = AbortedError("aborted")
+    assert translate_error(closed, "barrier", group) is group.end_error
 
 
-def test_attempt_given_up_discards_what_comes_later():
-    """What is built after it was given up is discarded, and the waiting one is told why."""
-    import threading
+class StuckWork(Work):
+    """torch's work that does not end before a test ends its future."""
 
+    def __init__(self):
+        super().__init__()
+        self.future = Future()
+
+    def wait(self, timeout=None):  # noqa: D102
+        if not self.future.done():
+            raise RuntimeError("Operation timed out!")
+        self.future.wait()
+        return True
+
+    def is_completed(self):  # noqa: D102
+        return self.future.done()
+
+    def get_future(self):  # noqa: D102
+        return self.future
+
+
+def test_work_names_its_errors():
+    """In `wait` and in the future, unless the group is unknown."""
+    for group, expected in [(work_group(), ProcessGroupError), (None, RuntimeError)]:
+        work = StuckWork()
+        managed = ManagedWork(work, "barrier", group, is_abortable=group is not None)
+        future = managed.get_future()
+        work.future.set_exception(RuntimeError("closed"))
+        for wait in (managed.wait, future.wait):
+            with pytest.raises(expected, match="closed") as error:
+                wait()
+            assert error.type is expected
+
+
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_stuck_work_ends_with_its_group(is_managed):
+    """Its future and its waiters, though torch's work never ends; a late end changes nothing."""
+    group, errors, tensor = work_group(), [], torch.ones(1)
+    works = [ManagedWork(StuckWork(), "allreduce", group, is_abortable=True) for _ in range(2)]
+    if is_managed:
+        for work in works:
+            work.manage(tensor, 2, errors.append)
+    future = works[0].get_future()
+    assert group.pending == {works[0]}
+    group.end_error, group.is_at_rest = AbortedError("peer lost"), True
+    works[0].fail_future(group.end_error)
+    assert not group.pending
+    if is_managed:
+        assert future.wait() is tensor and not works[0].wait() and not works[1].wait()
+        assert errors == [group.end_error] * 2
+    else:
+        for wait in (future.wait, works[1].wait):
+            with pytest.raises(AbortedError, match="peer lost"):
+                wait()
+    works[0]._work.future.set_result([tensor])
+    assert tensor.item() == 1.0
+
+
+def test_wait_has_a_time_out():
+    """Its own; 0 is torch's for none."""
+    work = StuckWork()
+    managed = ManagedWork(work, "allreduce", work_group(), is_abortable=True)
+    with pytest.raises(CollectiveTimeoutError, match=r"allreduce timed out after 0.05 s in the gr"):
+        managed.wait(timedelta(seconds=0.05))
+    work.future.set_result([])
+    assert managed.wait(timedelta(0))
+
+
+def test_managed_work_divides_once():
+    """By any order of waits and futures."""
+    for first in ("wait", "get_future"):
+        work, tensor = StuckWork(), torch.tensor([6.0])
+        work.future.set_result([tensor])
+        managed = ManagedWork.of(work).manage(tensor, 3, pytest.fail)
+        getattr(managed, first)()
+        assert managed.wait() and managed.get_future().wait() is tensor and managed.wait()
+        assert tensor.item() == 2.0
+
+
+def test_used_work_is_wrapped():
+    """The group's own work is managed itself, unless its future is known already."""
+    fresh, used = (ManagedWork(StuckWork()) for _ in range(2))
+    used.get_future()
+    assert ManagedWork.of(fresh) is fresh
+    assert ManagedWork.of(used) is not used
+
+
+def test_cancelled_task_discards_its_result():
+    """A result that comes after the cancellation; the reader gets the first error."""
     go_on, discarded = threading.Event(), threading.Event()
-    attempt = CancellableTask[str](
-        lambda a: "built" if go_on.wait(10) else "",
+    task = CancellableTask[str](
+        lambda task: "built" if go_on.wait(10) else "",
         discard=lambda built: discarded.set(),
         timeout_s=30,
         name="a thing",
     )
-    attempt.start()
-    assert attempt.give_up(AbortedError("enough")) and not attempt.give_up(AbortedError("again"))
+    task.start()
+    assert task.cancel(AbortedError("enough")) and not task.cancel(AbortedError("again"))
     with pytest.raises(AbortedError, match="enough"):
-        attempt.result()
+        task.result()
     go_on.set()
     assert discarded.wait(10)
 
 
-def test_watch_tells_the_first_late_operation():
-    """A watch tells which operation missed its deadline, and keeps silent about completed ones."""
-    import threading
-
-    told, late = threading.Event(), []
-    watch = WorkWatch(lambda why: (late.append(why), told.set()))
-    watch.add(SimpleNamespace(is_completed=lambda: True), "broadcast", 0.01)
-    watch.add(SimpleNamespace(is_completed=lambda: False), "allreduce", 0.01)
-    assert told.wait(10) and late == ["allreduce timed out after 0.01 s"]
-    watch.stop()
+def test_watchdog_reports_the_first_late_operation():
+    """Not those that have completed."""
+    reported, late = threading.Event(), []
+    watchdog = WorkWatchdog(lambda why: (late.append(why), reported.set()))
+    watchdog.add_work(SimpleNamespace(is_completed=lambda: True), "broadcast", 0.01)
+    watchdog.add_work(SimpleNamespace(is_completed=lambda: False), "allreduce", 0.01)
+    assert reported.wait(10) and late == ["allreduce timed out after 0.01 s"]
+    watchdog.stop()
 
 
 def test_addresses_as_gloo_writes_them():
@@ -217,16 +309,16 @@ def test_gloo_publishes_its_address():
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
     listeners = set(_own_listeners())
-    group = ProcessGroupGloo(meeting_like(Spy()), 0, 1, options)
+    group = ProcessGroupGloo(python_store(Spy()), 0, 1, options)
     assert any(raw in blob for raw in listeners for blob in written), (listeners, written)
     del group
 
 
-def meeting_like(store):
+def python_store(store):
     from torch.distributed import Store
 
     class Like(Store):
-        """A Python store, as the Meeting is."""
+        """A Python store, as the AbortableStore."""
 
         def set(self, key, value):
             store.set(key, value)

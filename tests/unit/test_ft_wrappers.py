@@ -29,29 +29,29 @@ TORCHFT_NAMES = {
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
 def test_gradients_become_the_mean(monkeypatch, wrap):
     """Of two contributors, the other of which adds 5 everywhere."""
-    played = make(monkeypatch, place())
-    played.group.others = 5.0
+    made = make(monkeypatch, place())
+    made.group.others = 5.0
     model = nn.Linear(2, 1, bias=False)
-    wrapped = wrap(played.manager, model)
-    optimizer = Optimizer(played.manager, torch.optim.SGD(model.parameters(), lr=1.0))
+    wrapped = wrap(made.manager, model)
+    optimizer = Optimizer(made.manager, torch.optim.SGD(model.parameters(), lr=1.0))
     before = model.weight.detach().clone()
     optimizer.zero_grad()
     wrapped(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert torch.equal(model.weight, before - 3.0)
-    assert played.manager.current_step() == 1
+    assert made.manager.current_step() == 1
 
 
 def test_a_failed_step_changes_no_parameter(monkeypatch):
     """The optimizer is not stepped, though gradients are there."""
-    played = make(monkeypatch, place())
+    made = make(monkeypatch, place())
     model = nn.Linear(2, 1)
-    wrapped = DistributedDataParallel(played.manager, model)
-    optimizer = Optimizer(played.manager, torch.optim.SGD(model.parameters(), lr=1.0))
+    wrapped = DistributedDataParallel(made.manager, model)
+    optimizer = Optimizer(made.manager, torch.optim.SGD(model.parameters(), lr=1.0))
     before = model.weight.detach().clone()
     optimizer.zero_grad()
     wrapped(torch.ones(1, 2)).sum().backward()
-    played.manager.report_error(ValueError("bad batch"))
+    made.manager.report_error(ValueError("bad batch"))
     optimizer.step()
     assert torch.equal(model.weight, before)
 
@@ -62,16 +62,16 @@ def test_a_failed_step_changes_no_parameter(monkeypatch):
 )
 def test_what_would_change_the_buckets_is_refused(monkeypatch, name, value):
     """A replica that joins later would have others."""
-    played = make(monkeypatch)
+    made = make(monkeypatch)
     with pytest.raises(ValueError, match=name):
-        DistributedDataParallel(played.manager, nn.Linear(2, 1), **{name: value})
+        DistributedDataParallel(made.manager, nn.Linear(2, 1), **{name: value})
 
 
 def test_a_scheduler_takes_the_wrapper(monkeypatch):
     """It changes the wrapped optimizer's rate."""
-    played = make(monkeypatch, place())
+    made = make(monkeypatch, place())
     inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0)
-    optimizer = Optimizer(played.manager, inner)
+    optimizer = Optimizer(made.manager, inner)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     optimizer.zero_grad()
     optimizer.step()
@@ -82,10 +82,10 @@ def test_a_scheduler_takes_the_wrapper(monkeypatch):
 
 def test_a_closure_is_refused(monkeypatch):
     """It would run the collectives again."""
-    played = make(monkeypatch, place())
+    made = make(monkeypatch, place())
     inner = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0)
     with pytest.raises(ValueError, match="closure"):
-        Optimizer(played.manager, inner).step(lambda: 0.0)
+        Optimizer(made.manager, inner).step(lambda: 0.0)
 
 
 def test_shares_of_the_sampler_are_disjoint_and_cover_all():

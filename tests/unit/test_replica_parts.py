@@ -18,7 +18,7 @@ from hpc_elastic.ft.messages import (
     ReplicaStatus,
     Shutdown,
     WorkersLost,
-    frame,
+    to_frame,
     unpack,
 )
 from hpc_elastic.rendezvous.effects import Connect, Deliver, ReadLog, Send, SendToLeader
@@ -83,8 +83,8 @@ def test_a_leader_that_wants_them_stopped_is_obeyed():
 
 
 ASK = QuorumRequest(
-    call=0, step=0, lineage="t", quorum_id=NO_QUORUM, commit_failures=0, min_replicas=1,
-    shrink_only=False, store="host:1", metadata=("m",),
+    quorum_step=0, step=0, state_version="t", quorum_id=NO_QUORUM, commit_failures=0,
+    min_replicas=1, shrink_only=False, store="host:1", metadata=("m",),
 )  # fmt: skip
 
 
@@ -96,14 +96,14 @@ def quorum() -> LeaderState:
     for agent in (B, C):
         leader.connected(agent, 0.0)
         leader.received(agent, {"type": "here", "record": 4, "number": 3}, 0.0)
-    says(leader, B, ReplicaStatus(7, 0, 1, 0, broken=False), 0.0)
-    says(leader, C, ReplicaStatus(NO_QUORUM, 0, 0, 0, broken=False), 0.0)
+    says(leader, B, ReplicaStatus(7, 0, 1, 0, is_aborted=False), 0.0)
+    says(leader, C, ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False), 0.0)
     return leader
 
 
 def says(leader: LeaderState, agent, message, now: float) -> list:
     """Let an agent's replica send a message; what is sent to replicas then."""
-    return sent(leader.received(agent, frame(message), now))
+    return sent(leader.received(agent, to_frame(message), now))
 
 
 def sent(effects: list) -> list:
@@ -153,7 +153,7 @@ def test_a_leader_that_is_cut_off_keeps_no_quorum():
 
 def test_what_is_no_message_of_a_replica_is_refused():
     """The connection that it came by ends."""
-    with pytest.raises(ValueError, match="no message of fault tolerance"):
+    with pytest.raises(ValueError, match="unknown message type"):
         quorum().received(B, {"type": "ft", "message": {"type": "nonsense"}}, 1.0)
 
 

@@ -62,7 +62,7 @@ class KeeperProcess:
 
     def _tick(self) -> None:
         if not self._gate.is_over:
-            self._send(self.keeper.tick(self._sim.world.now))
+            self._send(self.keeper.on_tick(self._sim.world.now))
             self._sim.world.after(self._sim.scenario.tick_s, self.process, self._tick)
 
     # ---- its leader -----------------------------------------------------------------------
@@ -115,7 +115,7 @@ class KeeperProcess:
             self.lost(before)
         self._connections[name] = connection
         self._agents[name] = server.agent
-        self._send(self.keeper.arrived(name, self._sim.world.now))
+        self._send(self.keeper.on_connect(name, self._sim.world.now))
         return connection
 
     def received(self, connection: Connection, message: Any) -> None:
@@ -130,14 +130,14 @@ class KeeperProcess:
                 message, WorkersLost
             ):  # it may go on again, but its word for that comes later
                 self._dismissed.add(connection.peer)
-            self._send(self.keeper.said(connection.peer, message, self._sim.world.now))
+            self._send(self.keeper.on_message(connection.peer, message, self._sim.world.now))
 
     def lost(self, connection: Connection, why: str = "its connection is gone") -> None:
         """A connection has ended."""
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
             self._dismissed.add(connection.peer)
-            self._send(self.keeper.left(connection.peer, why, self._sim.world.now))
+            self._send(self.keeper.on_disconnect(connection.peer, why, self._sim.world.now))
 
     def silent(self, name: str, server: Server | None = None) -> None:
         """A group has not been heard of for long."""
@@ -149,7 +149,7 @@ class KeeperProcess:
     def known_lost(self, name: str) -> None:
         """The run knows that a group's node is dead."""
         if name not in self._connections:
-            self._send(self.keeper.left(name, "its node is dead", self._sim.world.now))
+            self._send(self.keeper.on_disconnect(name, "its node is dead", self._sim.world.now))
 
     def _send(self, sends: list[ReplicaMessage]) -> None:
         if not sends or self is not self._sim.coordinator.keeper:

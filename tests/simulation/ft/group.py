@@ -59,8 +59,9 @@ class Server:
         self.agent = Agent(group.name, group.num_boots, group.slot, f"host{group.slot}", 1)
         self._world = group.sim.world
         self._place: Any = None
-        self._is_broken = False
+        self._is_aborted = False
         self._ask: QuorumRequest | None = None
+        self._workers_number = 0
         self._num_asks = 0
         self._lost: str | None = None
         self._is_done = False
@@ -88,11 +89,11 @@ class Server:
                     place.replica_rank,
                     place.replica_world_size,
                     0,
-                    self._is_broken,
+                    self._is_aborted,
                 )
             )
         else:
-            self._tell(ReplicaStatus(NO_QUORUM, 0, 0, 0, broken=False))
+            self._tell(ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
         self._tell_again()
 
     def _tell_again(self) -> None:
@@ -147,14 +148,14 @@ class Server:
         if placements.number != self._ask.number:
             return  # the keeper breaks that quorum when it hears of the later ask
         self._ask = None
-        self._place, self._is_broken = place, False
-        self._to_worker(place)
+        self._place, self._is_aborted = place, False
+        self._to_worker(QuorumResults((place,), self._workers_number))
 
-    def _break(self, broken: QuorumAborted) -> None:
+    def _break(self, aborted: QuorumAborted) -> None:
         place = self._place
-        if place is not None and broken.quorum_id == place.quorum_id and not self._is_broken:
-            self._is_broken = True
-            self._to_worker(broken)
+        if place is not None and aborted.quorum_id == place.quorum_id and not self._is_aborted:
+            self._is_aborted = True
+            self._to_worker(aborted)
 
     def _tell(self, message: Message) -> None:
         if self.connection is not None:
@@ -165,7 +166,7 @@ class Server:
     def expect(self) -> None:
         """Another worker is started."""
         self._place, self._ask, self._lost = None, None, None
-        self._is_broken = self._is_done = False
+        self._is_aborted = self._is_done = False
 
     def said(self, worker: Worker, message: Message) -> None:
         """The worker says something."""
@@ -174,6 +175,7 @@ class Server:
         match message:
             case QuorumRequest():
                 self._num_asks += 1
+                self._workers_number = message.number
                 self._ask, self._lost = replace(message, number=self._num_asks), None
                 self._tell(self._ask)
             case CancelRequest():
@@ -187,11 +189,11 @@ class Server:
                 self._is_done = True
                 self._tell(message)
 
-    def _report(self, broken: QuorumAborted) -> None:
+    def _report(self, aborted: QuorumAborted) -> None:
         place = self._place
-        if place is not None and place.quorum_id == broken.quorum_id and not self._is_broken:
-            self._is_broken = True
-            self._tell(broken)
+        if place is not None and place.quorum_id == aborted.quorum_id and not self._is_aborted:
+            self._is_aborted = True
+            self._tell(aborted)
 
     def lose(self, why: str) -> None:
         """The worker is dead or stopped."""

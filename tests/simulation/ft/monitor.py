@@ -70,14 +70,16 @@ class Monitor:
         self.check(bool(cohort) and all(p.cohort_size == len(cohort) for p in places), "cohort")
         for place in places:
             ranks = [s.replica_rank for s in place.sources]
-            has = all(place.replica_rank in places[r].serves and not places[r].heals for r in ranks)
+            has = all(
+                place.replica_rank in places[r].source_of and not places[r].heals for r in ranks
+            )
             self.check(has and place.heals == bool(ranks), "sources", place)
 
     # ---- workers --------------------------------------------------------------------------
 
     def has(self, who: str, state: State) -> None:
         """A worker has a state, because it committed a step or healed."""
-        known = self._histories.setdefault((state.step, state.lineage), state.history)
+        known = self._histories.setdefault((state.step, state.state_version), state.history)
         self.check(known == state.history, "two histories with one token", who, state.step)
 
     def reduced(self, call: int, given: list[tuple[Worker, State]], divisors: set[int]) -> None:

@@ -37,64 +37,66 @@ class StaysOpen(Gate):
 class WaitsForNobody(LighthouseState):
     """Forms a quorum of those that ask, whoever else lives."""
 
-    def _ask(self, replica: str, ask: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        sends = super()._ask(replica, ask, now)
-        standing = self._roll.standing
-        if standing is not None and not standing.stands:
-            standing.silent.clear()
+    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
+        sends = super()._on_request(replica, request, now)
+        standing = self._registry.quorum
+        if standing is not None and not standing.is_active:
+            standing.not_requesting.clear()
         return sends
 
 
 class TellsNobody(LighthouseState):
     """Notices that a member is lost, and keeps it to itself."""
 
-    def _lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
-        super()._lost(replica, lost, now)
+    def _on_workers_lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
+        super()._on_workers_lost(replica, lost, now)
         return []
 
 
 class IgnoresFailures(LighthouseState):
     """Lets the others wait for a member whose step failed."""
 
-    def _break(self, why: str, besides: str = "") -> list[ReplicaMessage]:
-        sends = super()._break(why, besides)
-        return [] if "step that failed" in why else sends
+    def _abort_quorum(self, reason: str, reporter: str = "") -> list[ReplicaMessage]:
+        sends = super()._abort_quorum(reason, reporter)
+        return [] if "step that failed" in reason else sends
 
-    def _reported(self, replica: str, broken: Any, now: float) -> list[ReplicaMessage]:
+    def _on_abort_report(self, replica: str, aborted: Any, now: float) -> list[ReplicaMessage]:
         return []
 
 
 class ConfirmsTooEarly(LighthouseState):
     """Confirms a call as soon as one member has agreed to it."""
 
-    def _at(self, replica: str, at: SwitchVote, now: float) -> list[ReplicaMessage]:
-        if at.ok and at.number == self._switch.number and self._switch.step:
+    def _on_switch_vote(self, replica: str, vote: SwitchVote, now: float) -> list[ReplicaMessage]:
+        if vote.ok and vote.number == self._switch.number and self._switch.step:
             self._switch.awaited.intersection_update({replica})
-        return super()._at(replica, at, now)
+        return super()._on_switch_vote(replica, vote, now)
 
 
 class LetsGoAtOnce(LighthouseState):
     """Does not wait, before it lets a member go, until the others have come to the call."""
 
-    def _ask(self, replica: str, ask: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        if replica in self._leaves and self._roll.is_member(replica):
-            self._roll.retire(replica)
+    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
+        if replica in self._leaving and self._registry.is_member(replica):
+            self._registry.drop_replica(replica)
             return [ReplicaMessage(replica, LeaveGranted())]
-        return super()._ask(replica, ask, now)
+        return super()._on_request(replica, request, now)
 
 
 class ForgetsTheLast(LighthouseState):
     """Neither says, with the confirmation, that the newest state leaves, nor sees that it does."""
 
-    def _is_unsaved(self, leaving: list[str]) -> bool:
+    def _is_state_unsaved(self, leaving: list[str]) -> bool:
         return False
 
-    def _say(self, step: Proposal | Confirmation | None, now: float) -> list[ReplicaMessage]:
+    def _send_switch(
+        self, step: Proposal | Confirmation | None, now: float
+    ) -> list[ReplicaMessage]:
         return [
             replace(s, message=replace(s.message, last=False))
             if isinstance(s.message, ConfirmSwitch)
             else s
-            for s in super()._say(step, now)
+            for s in super()._send_switch(step, now)
         ]
 
 
@@ -113,39 +115,41 @@ class LetsTheLastGo(LighthouseState):
 class TakesBackAtOnce(LighthouseState):
     """Does not know, with a new keeper, that a call may have been confirmed to some."""
 
-    def _here(self, replica: str, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        sends = super()._here(replica, here, now)
-        return [*sends, ReplicaMessage(replica, ProposeSwitch(here.quorum_id, 0, 0))]
+    def _on_status(self, replica: str, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        sends = super()._on_status(replica, status, now)
+        return [*sends, ReplicaMessage(replica, ProposeSwitch(status.quorum_id, 0, 0))]
 
-    def _follow(self, now: float) -> list[ReplicaMessage]:
-        return self._break("a member asks for another, after a step that failed")
+    def _follow_request(self, now: float) -> list[ReplicaMessage]:
+        return self._abort_quorum("a member requests another, after a step that failed")
 
 
 class GreetsNobody(LighthouseState):
     """Lets a newcomer go ahead before members of the last quorum have come back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "rules": replace(kwargs["rules"], greet_s=0.0)})
+        super().__init__(*args, **{**kwargs, "rules": replace(kwargs["rules"], startup_wait_s=0.0)})
 
 
 class BlamesTheDead(LighthouseState):
     """Takes a dead leader for a member, though it had left before."""
 
-    def _adopt(self, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        sends = super()._adopt(here, now)
-        if self._roll.lost:
-            self._standing.over = "the leader is dead"
+    def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        sends = super()._adopt(status, now)
+        if self._registry.lost:
+            self._quorum.end_reason = "the leader is dead"
         return sends
 
 
 def _any_token(
-    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+    quorum_id: int, members: Sequence[str], requests: Mapping[str, QuorumRequest]
 ) -> dict[str, QuorumResults]:
     """Equal steps count as equal states."""
-    alike = {m: replace(a, lineage="?") for m, a in asks.items()}
-    placed = quorum.place(quorum_id, members, alike)
+    alike = {m: replace(a, state_version="?") for m, a in requests.items()}
+    placed = quorum.assign_results(quorum_id, members, alike)
     return {
-        m: replace(p, ranks=tuple(replace(r, lineage=asks[m].lineage) for r in p.ranks))
+        m: replace(
+            p, ranks=tuple(replace(r, state_version=requests[m].state_version) for r in p.ranks)
+        )
         for m, p in placed.items()
     }
 
@@ -153,14 +157,14 @@ def _any_token(
 class CountsSteps(LighthouseState):
     """Takes members at the same step for equal, whatever their histories are."""
 
-    _place = staticmethod(_any_token)
+    _assign_results = staticmethod(_any_token)
 
 
 def _all_count(
-    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+    quorum_id: int, members: Sequence[str], requests: Mapping[str, QuorumRequest]
 ) -> dict[str, QuorumResults]:
     """All members count in the mean, those that heal as well."""
-    placed = quorum.place(quorum_id, members, asks)
+    placed = quorum.assign_results(quorum_id, members, requests)
     return {
         m: replace(p, ranks=tuple(replace(r, cohort_size=r.replica_world_size) for r in p.ranks))
         for m, p in placed.items()
@@ -170,14 +174,14 @@ def _all_count(
 class CountsAll(LighthouseState):
     """Says that all members contribute while some heal."""
 
-    _place = staticmethod(_all_count)
+    _assign_results = staticmethod(_all_count)
 
 
 class AgreesToAll(QuorumSteps):
     """Says ok to a call that it has begun."""
 
-    def proposed(self, propose: ProposeSwitch, now: float) -> SwitchVote | None:  # noqa: D102
-        at = super().proposed(propose, now)
+    def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:  # noqa: D102
+        at = super().on_proposal(proposal, now)
         return replace(at, ok=True) if at is not None else None
 
 
@@ -185,24 +189,24 @@ class RunsPast(QuorumSteps):
     """Does not wait at a proposed call."""
 
     @property
-    def undecided(self) -> bool:  # noqa: D102
+    def is_undecided(self) -> bool:  # noqa: D102
         return False
 
-    def settle(self, call: int) -> None:  # noqa: D102
+    def settle_step(self, quorum_step: int) -> None:  # noqa: D102
         pass
 
 
 class AdoptsAnything(LighthouseState):
     """Goes on with an older quorum of which somebody tells it."""
 
-    def _adopt(self, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        standing = self._roll.standing
-        if standing is not None and here.quorum_id != standing.quorum_id:
-            adopted = ActiveQuorum.adopt(here.quorum_id, here.replica_world_size, now)
-            self._roll.standing = adopted
+    def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        standing = self._registry.quorum
+        if standing is not None and status.quorum_id != standing.quorum_id:
+            adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
+            self._registry.quorum = adopted
             self._switch.state = AgreementState.IDLE
             return []
-        return super()._adopt(here, now)
+        return super()._adopt(status, now)
 
 
 MUTANTS: Mapping[str, tuple[Parts, str]] = {

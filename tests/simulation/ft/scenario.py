@@ -53,7 +53,7 @@ class Scenario:
     def bound_s(self) -> float:
         """Within this time of calm all replicas are in one quorum and have made steps."""
         waits = 12.0 + 8 * self.longest_delay_s + 4 * self.heal_s
-        return waits + 20 * 3 * self.step_s + self.rules.come_back_s
+        return waits + 20 * 3 * self.step_s + self.rules.reconnect_timeout_s
 
 
 def draw(rng: random.Random) -> Scenario:
@@ -64,7 +64,7 @@ def draw(rng: random.Random) -> Scenario:
     step_s = rng.uniform(8.0, 20.0) if is_rare else rng.choice((0.05, 0.1, 0.3))
     rules = QuorumRules(
         min_replicas=2 if num_groups > 2 and rng.random() < 0.2 else 1,
-        wait_for_live_s=60.0 if kind is not Kind.ALL or rng.random() < 0.7 else 3.0,
+        live_timeout_s=60.0 if kind is not Kind.ALL or rng.random() < 0.7 else 3.0,
     )
     return Scenario(
         kind=kind,

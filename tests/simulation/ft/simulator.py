@@ -140,7 +140,7 @@ class Simulator:
 
     def _complaint(self) -> str:
         at = [
-            (g.name, w.doing.value, w.steps.quorum_id & 0xFFFFF, w.steps.call, w.commits)
+            (g.name, w.doing.value, w.steps.quorum_id & 0xFFFFF, w.steps.quorum_step, w.commits)
             for g in self._live()
             if (w := g.worker) is not None and w.doing is not Doing.OVER
         ]

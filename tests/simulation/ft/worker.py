@@ -19,6 +19,7 @@ from hpc_elastic.ft.messages import (
     QuorumAborted,
     QuorumRequest,
     QuorumResult,
+    QuorumResults,
     Shutdown,
 )
 from simulation.ft.meeting import Meeting
@@ -50,7 +51,7 @@ class State:
     """Parameters: what they went through, as one number."""
 
     step: int
-    lineage: str
+    state_version: str
     history: int
 
 
@@ -60,7 +61,7 @@ class Worker:
     def __init__(self, group: Group, number: int) -> None:
         self.name = f"{group.name}.{number}"
         self.process = Process()
-        self.steps = group.sim.parts.steps(alone=True)
+        self.steps = group.sim.parts.steps(is_single=True)
         self.state = State(0, f"fresh {self.name}", hash((group.sim.seed, self.name)))
         self.doing = Doing.COMPUTING
         self.waits_since = math.inf
@@ -93,8 +94,8 @@ class Worker:
 
     def begin(self) -> None:
         """Begin a step: `Manager.start_quorum`."""
-        self.steps.begin(self._world.now)
-        if self.steps.undecided and not self._is_failed:
+        self.steps.start_step(self._world.now)
+        if self.steps.is_undecided and not self._is_failed:
             self._wait(Doing.WAITING)
         else:
             self._decide()
@@ -106,8 +107,8 @@ class Worker:
     def _decide(self) -> None:
         steps = self.steps
         self.waits_since = math.inf
-        steps.settle(steps.call)
-        if self._is_failed or steps.must_ask or steps.undecided:
+        steps.settle_step(steps.quorum_step)
+        if self._is_failed or steps.must_request or steps.is_undecided:
             self._ask()
         else:
             self._compute()
@@ -123,15 +124,16 @@ class Worker:
         shrink_only = may_shrink and self._world.rng.random() < 0.05
         self._send(
             QuorumRequest(
-                steps.call,
+                steps.quorum_step,
                 state.step,
-                state.lineage,
+                state.state_version,
                 steps.quorum_id,
                 self._failures,
                 1,
                 shrink_only,
                 self.name,
                 (self.name,),
+                number=self._asks,
                 is_saved=steps.is_saved,
             )
         )
@@ -144,16 +146,17 @@ class Worker:
             self._send(CancelRequest())
             self._ask()
 
-    def _placed(self, place: QuorumResult) -> None:
-        if self.doing is not Doing.ASKING:
+    def _placed(self, results: QuorumResults) -> None:
+        (place,) = results.ranks
+        if self.doing is not Doing.ASKING or results.number != self._asks:
             self._send(QuorumAborted(place.quorum_id, "a worker had given up waiting for it"))
             return
-        self.steps.enter(place.quorum_id)
+        self.steps.enter_quorum(place.quorum_id)
         self.place, self.doing = place, Doing.CONFIGURING
         self._snapshot, self._healed = self.state, None
         self._leave_meeting()
         self._meeting = self._sim.meeting(place)
-        self._fetching = {f"{place.quorum_id} {rank}" for rank in place.first_of}
+        self._fetching = {f"{place.quorum_id} {rank}" for rank in place.first_source_of}
         self._meeting.join(place.replica_rank, self)
 
     def configured(self, quorum_id: int) -> None:
@@ -195,17 +198,22 @@ class Worker:
     def _compute(self) -> None:
         self.doing = Doing.COMPUTING
         took = self._group.step_s * (0.7 + 0.6 * self._world.rng.random())
-        self._world.after(took, self.process, self._computed, self.steps.quorum_id, self.steps.call)
+        self._world.after(
+            took, self.process, self._computed, self.steps.quorum_id, self.steps.quorum_step
+        )
 
     def _computed(self, quorum_id: int, call: int) -> None:
         steps = self.steps
-        if (quorum_id, call) != (steps.quorum_id, steps.call) or self.doing is not Doing.COMPUTING:
+        if (quorum_id, call) != (
+            steps.quorum_id,
+            steps.quorum_step,
+        ) or self.doing is not Doing.COMPUTING:
             return
         assert self.place is not None and self._meeting is not None
         self.doing = Doing.REDUCING
-        if self.fails_next or steps.broken is not None:
+        if self.fails_next or steps.abort_reason is not None:
             self.fails_next = False
-            self.failed(quorum_id, call, steps.broken or "an error of its own")
+            self.failed(quorum_id, call, steps.abort_reason or "an error of its own")
             return
         place, all_give = self.place, call > 0 or self._everyone
         divisor = place.replica_world_size if all_give else place.cohort_size
@@ -226,7 +234,7 @@ class Worker:
             return
         self._apply_healed()
         self._contributors = contributors
-        if self._fetching and self.steps.broken is None:
+        if self._fetching and self.steps.abort_reason is None:
             self.doing = Doing.SERVING  # the state must not change while it is fetched
         else:
             self._commit()
@@ -237,7 +245,7 @@ class Worker:
 
     def _commit(self) -> None:
         num, state = len(self._contributors), self.state
-        token = quorum.after_step(state.lineage, self.steps.quorum_id, num)
+        token = quorum.next_version(state.state_version, self.steps.quorum_id, num)
         self.state = State(state.step + 1, token, hash((state.history, self._contributors)))
         self._sim.monitor.has(self.name, self.state)
         self._sim.monitor.commits += 1
@@ -251,17 +259,17 @@ class Worker:
             self._send(Shutdown())
             self._world.after(0.05, self.process, self._leave_meeting)
             return
-        if self.saves and self.steps.undecided_next:
+        if self.saves and self.steps.is_next_undecided:
             self._wait(Doing.SETTLING)
         else:
             self._settle()
 
     def _settle(self) -> None:
-        """The end of a step: `Saving.decide`."""
+        """The end of a step: `CheckpointPolicy.decide`."""
         self.waits_since = math.inf
         if self.saves:
-            self.steps.settle(self.steps.call + 1)
-            self.saved = self.state if self.steps.is_last else self.saved
+            self.steps.settle_step(self.steps.quorum_step + 1)
+            self.saved = self.state if self.steps.must_save else self.saved
         self.doing = Doing.OVER
         self._world.after(_BETWEEN_S, self.process, self.begin)
 
@@ -280,17 +288,17 @@ class Worker:
             self._next()
 
     def _is_at(self, quorum_id: int, call: int) -> bool:
-        here = (self.steps.quorum_id, self.steps.call)
+        here = (self.steps.quorum_id, self.steps.quorum_step)
         return here == (quorum_id, call) and self.doing is Doing.REDUCING
 
     def _report(self, why: str) -> None:
-        if self.steps.found_broken(self.steps.quorum_id, why):
+        if self.steps.mark_aborted(self.steps.quorum_id, why):
             self._send(QuorumAborted(self.steps.quorum_id, why))
         self._leave_meeting()
 
     def _save(self) -> None:
         """There is no quorum for the step: it fails, and its end is for saving."""
-        self.steps.save_first()
+        self.steps.require_save()
         self.doing, self._is_failed = Doing.OVER, True
         self._world.after(self._group.step_s, self.process, self._next)
 
@@ -298,9 +306,9 @@ class Worker:
         if self._healed is None:
             return
         assert self.place is not None
-        same = (self._healed.step, self._healed.lineage) == (
+        same = (self._healed.step, self._healed.state_version) == (
             self.place.max_step,
-            self.place.lineage,
+            self.place.state_version,
         )
         self._sim.monitor.check(same, "healed to another state than was said", self.name)
         self.state, self._healed = self._healed, None
@@ -325,7 +333,7 @@ class Worker:
         """Its reading thread gets a message."""
         steps = self.steps
         match message:
-            case QuorumResult():
+            case QuorumResults():
                 self._placed(message)
             case LeaveGranted():
                 self.doing = Doing.OVER
@@ -334,25 +342,25 @@ class Worker:
                 if self.doing is Doing.ASKING:
                     self._save()
             case QuorumAborted():
-                if steps.told_broken(message):
-                    self._broke(message)
+                if steps.on_abort(message):
+                    self._aborted(message)
             case ProposeSwitch():
-                reply = steps.proposed(message, self._world.now)
+                reply = steps.on_proposal(message, self._world.now)
                 if reply is not None:
                     self._send(reply)
             case ConfirmSwitch():
-                steps.confirm(message)
-        if self.doing is Doing.WAITING and not steps.undecided:
+                steps.on_confirmation(message)
+        if self.doing is Doing.WAITING and not steps.is_undecided:
             self._decide()
-        if self.doing is Doing.SETTLING and not steps.undecided_next:
+        if self.doing is Doing.SETTLING and not steps.is_next_undecided:
             self._settle()
 
-    def _broke(self, broken: QuorumAborted) -> None:
+    def _aborted(self, aborted: QuorumAborted) -> None:
         self._leave_meeting()
         if self.doing is Doing.SERVING:
             self._commit()
         elif self.doing in (Doing.CONFIGURING, Doing.HEALING, Doing.REDUCING):
-            self.failed(broken.quorum_id, self.steps.call, broken.why)
+            self.failed(aborted.quorum_id, self.steps.quorum_step, aborted.reason)
 
     def _send(self, message: Message) -> None:
         self._group.from_worker(self, message)
@@ -365,4 +373,4 @@ class Worker:
     @property
     def is_settled(self) -> bool:
         """Whether it is in a quorum that stands, as far as it knows."""
-        return self.steps.quorum_id != NO_QUORUM and self.steps.broken is None
+        return self.steps.quorum_id != NO_QUORUM and self.steps.abort_reason is None

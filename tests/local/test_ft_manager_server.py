@@ -1,0 +1,417 @@
+"""ManagerServer and ManagerClient, over real sockets and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from ft_server import PATIENCE_S, Bench, Q, request_of, until
+from scarcity import no_descriptors
+
+from hpc_elastic.ft.manager_client import GroupServerGoneError, ManagerClient
+from hpc_elastic.ft.messages import (
+    NO_QUORUM,
+    CancelRequest,
+    CheckpointBeforeLeave,
+    ConfirmSwitch,
+    LeaveGranted,
+    LeaveNotice,
+    ProposeSwitch,
+    QuorumAborted,
+    QuorumRequest,
+    QuorumWaiting,
+    ReplicaStatus,
+    Shutdown,
+    SwitchVote,
+    WorkersLost,
+)
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.end()
+
+
+# ---- requests and votes -------------------------------------------------------------------------
+
+
+def test_step_in_an_active_quorum_sends_nothing(bench):
+    """Steps after the result cost no message."""
+    server = bench.serve()
+    client = bench.client()
+    assert client.replica_id == "group-a"
+    bench.enter(client)
+    for step in range(1, 100):
+        assert not client.start_step(last_failed=False)
+        assert client.quorum_step == step
+    assert not server.received.messages
+
+
+def test_all_ranks_request_as_one(bench):
+    """Until all do, a rank that waits knows which one is missing."""
+    server = bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    assert clients[0].start_step(last_failed=False)
+    with pytest.raises(TimeoutError, match="rank 1 of this replica group"):
+        clients[0].request_quorum(request_of(clients[0]), 2.0)
+    first = bench.threads.submit(clients[0].request_quorum, request_of(clients[0]), PATIENCE_S)
+    second = bench.request(clients[1], 1)
+    assert server.received.next(QuorumRequest).metadata == ("m0", "m1")
+    server.place(Q, 2)
+    assert first.result(PATIENCE_S) == second.result(PATIENCE_S)
+
+
+def test_failed_step_requests_again(bench):
+    """The step after one that was not committed needs a quorum."""
+    server = bench.serve()
+    client = bench.client()
+    bench.enter(client)
+    bench.request(client, failures=1)
+    request = server.received.next(QuorumRequest)
+    assert (request.quorum_step, request.quorum_id, request.commit_failures) == (1, Q, 1)
+    server.place(Q + 1)
+
+
+def test_abort_reaches_every_rank_once(bench):
+    """Each worker is called back once, and not for an older quorum."""
+    server = bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients)
+    server.send(QuorumAborted(Q - 1, "old"))
+    server.send(QuorumAborted(Q, "b died"))
+    server.send(QuorumAborted(Q, "b died again"))
+    until(lambda: len(bench.aborts) == 2)
+    assert bench.aborts == [(Q, "b died")] * 2
+    assert clients[0].abort_reason == "b died"
+
+
+def test_abort_calls_back_while_the_worker_waits(bench):
+    """The reading thread does, while the worker's own thread is elsewhere."""
+    server = bench.serve()
+    called = threading.Event()
+    client = ManagerClient(
+        server.path, 0, 1, on_abort=lambda q, reason: called.set(), timeout_s=PATIENCE_S
+    )
+    bench.enter(client)
+    server.send(QuorumAborted(Q, "b died"))
+    assert called.wait(PATIENCE_S)
+    client.close()
+
+
+def test_abort_by_one_rank_reaches_all(bench):
+    """Its report goes up once, and to the other ranks."""
+    server = bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients)
+    clients[1].report_abort(Q, "mine")
+    clients[1].report_abort(Q, "mine")
+    clients[1].report_abort(Q - 1, "of another")
+    assert server.received.next(QuorumAborted) == QuorumAborted(Q, "mine")
+    until(lambda: bench.aborts == [(Q, "mine")])  # the other rank's
+    assert not server.received.messages
+
+
+def test_group_commits_if_all_ranks_can(bench):
+    """One no decides for all."""
+    bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients)
+    votes = [bench.threads.submit(client.vote, True, PATIENCE_S) for client in clients]
+    assert [vote.result(PATIENCE_S) for vote in votes] == [True, True]
+    for client in clients:
+        assert not client.start_step(last_failed=False)
+    assert not clients[0].vote(False, PATIENCE_S)
+    assert not clients[1].vote(True, PATIENCE_S)
+
+
+def test_vote_without_a_decision_is_a_no_for_all(bench):
+    """A rank that votes late does not commit either."""
+    bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients)
+    assert not clients[0].vote(True, 0.05)
+    assert not clients[1].vote(True, PATIENCE_S)
+
+
+def test_new_lighthouse_gets_everything(bench):
+    """Without one, requests wait; the next gets the group's status, then its request."""
+    server = bench.serve()
+    client = bench.client()
+    bench.enter(client)
+    server.do(server.server.on_disconnect)
+    server.do(server.server.announce_leave, 60.0)
+    assert client.start_step(last_failed=True)
+    with pytest.raises(TimeoutError, match="no connection to the lighthouse"):
+        client.request_quorum(request_of(client), 2.0)
+    answer = bench.threads.submit(client.request_quorum, request_of(client), PATIENCE_S)
+    until(lambda: server.server._requests)
+    server.do(server.server.on_connect)
+    status = ReplicaStatus(Q, 0, 2, 0, is_aborted=False)
+    assert server.received.next(ReplicaStatus) == status
+    server.received.next(LeaveNotice)
+    assert server.received.next(QuorumRequest).quorum_id == Q
+    server.do(server.server.on_disconnect)
+    server.do(server.server.on_connect)
+    server.received.next(QuorumRequest)
+    server.place(Q + 1)
+    assert answer.result(PATIENCE_S).quorum_id == Q + 1
+
+
+def test_time_out_cancels_the_request(bench):
+    """A quorum that is formed with the group all the same is aborted."""
+    server = bench.serve()
+    client = bench.client()
+    assert client.start_step(last_failed=False)
+    with pytest.raises(TimeoutError, match="b has not requested"):
+        waiting = bench.threads.submit(client.request_quorum, request_of(client), 2.0)
+        server.received.next(QuorumRequest)
+        server.send(QuorumWaiting("b has not requested"))
+        waiting.result(PATIENCE_S)
+    server.received.next(CancelRequest)
+    server.place(Q)
+    assert server.received.next(QuorumAborted).quorum_id == Q
+    assert client.quorum_id == NO_QUORUM
+
+
+def test_result_of_an_older_request_is_ignored(bench):
+    """It crossed the newer one."""
+    server = bench.serve()
+    client = bench.client()
+    assert client.start_step(last_failed=False)
+    with pytest.raises(TimeoutError):
+        client.request_quorum(request_of(client), 0.05)
+    answer = bench.threads.submit(client.request_quorum, request_of(client), PATIENCE_S)
+    older, newer = server.received.next(QuorumRequest), server.received.next(QuorumRequest)
+    assert newer.number > older.number
+    server.place(Q, number=older.number)
+    server.place(Q + 1)
+    assert answer.result(PATIENCE_S).quorum_id == Q + 1
+
+
+# ---- switches, and leaving ----------------------------------------------------------------------
+
+
+def test_proposal_is_answered_for_all_ranks(bench):
+    """The group accepts a step that none has started, waits, and requests when it is confirmed."""
+    server = bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients)
+    assert not clients[1].start_step(last_failed=False)
+    server.send(ProposeSwitch(Q, 3, 1))
+    assert not server.received.next(SwitchVote).ok
+    server.send(ProposeSwitch(Q, 4, 2))
+    vote = server.received.next(SwitchVote)
+    assert (vote.number, vote.ok, vote.quorum_step) == (4, True, 1)
+    assert not clients[0].start_step(last_failed=False)
+    waiting = [bench.threads.submit(client.start_step, last_failed=False) for client in clients]
+    server.send(ConfirmSwitch(Q, 4, leaves=True))
+    assert all(needs.result(PATIENCE_S) for needs in waiting)
+
+
+def test_proposal_is_withdrawn(bench):
+    """A waiting worker goes on then, and requests if the quorum is aborted."""
+    server = bench.serve()
+    client = bench.client()
+    bench.enter(client)
+    server.send(ProposeSwitch(Q, 1, 1))
+    server.received.next(SwitchVote)
+    needs = bench.threads.submit(client.start_step, last_failed=False)
+    server.send(ProposeSwitch(Q, 0, 0))
+    assert not needs.result(PATIENCE_S)
+    server.send(ProposeSwitch(Q, 2, 2))
+    server.received.next(SwitchVote)
+    needs = bench.threads.submit(client.start_step, last_failed=False)
+    server.send(QuorumAborted(Q, "b died"))
+    assert needs.result(PATIENCE_S)
+
+
+def test_end_of_a_step_waits_for_the_confirmation(bench):
+    """The worker learns there whether it has to save."""
+    server = bench.serve()
+    client = bench.client()
+    bench.enter(client)
+    assert not client.settle_next_step()
+    server.send(ProposeSwitch(Q, 1, 1))
+    assert not server.received.next(SwitchVote).ok
+    assert not client.start_step(last_failed=False)
+    server.send(ProposeSwitch(Q, 2, 2))
+    assert server.received.next(SwitchVote).ok
+    must_save = bench.threads.submit(client.settle_next_step)
+    server.send(ConfirmSwitch(Q, 2, leaves=True, last=True))
+    assert must_save.result(PATIENCE_S)
+
+
+def test_leave_is_granted(bench):
+    """The request ends with it, and the end of the workers is no loss any more."""
+    server = bench.serve()
+    client = bench.client()
+    bench.enter(client)
+    server.do(server.server.announce_leave, 60.0)
+    assert server.received.next(LeaveNotice).left_s == 60.0
+    answer = bench.request(client, failures=1)
+    server.received.next(QuorumRequest)
+    server.send(LeaveGranted())
+    assert answer.result(PATIENCE_S) == LeaveGranted()
+    assert server.server.has_left
+    client._socket.shutdown(socket.SHUT_RDWR)
+    assert server.is_empty.wait(PATIENCE_S)
+    assert not server.received.messages
+
+
+def test_checkpoint_before_leave(bench):
+    """The request ends with it; the workers make one more step, so the group has not left."""
+    server = bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients)
+    server.send(QuorumAborted(Q, "b died"))
+    votes = [bench.threads.submit(client.vote, False, PATIENCE_S) for client in clients]
+    assert not any(vote.result(PATIENCE_S) for vote in votes)
+    answers = [bench.request(client, rank) for rank, client in enumerate(clients)]
+    assert not server.received.next(QuorumRequest).is_saved
+    server.send(CheckpointBeforeLeave())
+    assert [answer.result(PATIENCE_S) for answer in answers] == [CheckpointBeforeLeave()] * 2
+    assert not server.server.has_left
+    votes = [bench.threads.submit(client.vote, False, PATIENCE_S) for client in clients]
+    assert not any(vote.result(PATIENCE_S) for vote in votes)
+    assert all(client.settle_next_step() for client in clients)
+    assert all(client.start_step(last_failed=True) for client in clients)
+    assert all(client.is_saved for client in clients)
+
+
+# ---- the life of workers ------------------------------------------------------------------------
+
+
+def test_shutdown_of_all_ranks(bench):
+    """The group reports it, and nothing is lost."""
+    server = bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients)
+    clients[0].close()
+    clients[1].close()
+    assert server.is_empty.wait(PATIENCE_S)
+    assert server.received.messages == [Shutdown()]
+
+
+def test_dead_worker_is_lost_at_once(bench):
+    """Though a child of it keeps its socket open."""
+    server = bench.serve()
+    worker = bench.worker()
+    worker.order("step")
+    server.received.next(QuorumRequest)
+    server.place(Q)
+    worker.wait_for("placed")
+    worker.order("fork 30")
+    child = int(worker.wait_for("forked")[1])
+    os.kill(worker.pid, signal.SIGKILL)
+    assert "ended" in server.received.next(WorkersLost).reason
+    os.kill(child, signal.SIGKILL)
+
+
+def test_dead_rank_aborts_its_group(bench):
+    """The other ranks do not commit, and the rank can come back."""
+    server = bench.serve(size=2)
+    other, rank = bench.client(1, 2), bench.client(0, 2)
+    bench.enter(rank, other)
+    voting = bench.threads.submit(other.vote, True, PATIENCE_S)
+    rank._socket.shutdown(socket.SHUT_RDWR)
+    assert not voting.result(PATIENCE_S)
+    server.received.next(WorkersLost)
+    assert [reason.split(":")[0] for _, reason in bench.aborts] == ["rank 0 of group-a"]
+    answer = bench.request(other, 1, failures=1)
+    again = bench.client(0, 2)
+    bench.request(again)
+    server.received.next(QuorumRequest)
+    server.place(Q + 1, 2)
+    assert answer.result(PATIENCE_S).quorum_id == Q + 1
+
+
+def test_stopped_worker_is_lost_until_it_continues(bench):
+    """Its request is sent again then."""
+    server = bench.serve()
+    worker = bench.worker()
+    worker.order("step")
+    server.received.next(QuorumRequest)
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert "stopped" in server.received.next(WorkersLost).reason
+    os.kill(worker.pid, signal.SIGCONT)
+    server.received.next(QuorumRequest)
+    server.place(Q)
+    worker.wait_for("placed")
+
+
+def test_new_workers_are_expected(bench):
+    """When the agent starts the workers again, nothing is left of those before."""
+    server = bench.serve()
+    client = bench.client()
+    bench.enter(client)
+    server.do(server.server.expect_workers, 2)
+    server.received.next(WorkersLost)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    bench.enter(*clients, quorum_id=Q + 1)
+    assert client.start_step(last_failed=True)
+    with pytest.raises(GroupServerGoneError):
+        client.request_quorum(request_of(client), 1.0)
+
+
+def test_server_that_has_ended(bench):
+    """A worker trains on, and learns it when it needs a quorum."""
+    server = bench.serve()
+    client = bench.client()
+    bench.enter(client)
+    server.end_server()
+    assert not client.start_step(last_failed=False)
+    client.report_abort(Q, "no matter")
+    assert client.start_step(last_failed=True)
+    with pytest.raises(GroupServerGoneError, match="Start the worker again"):
+        client.request_quorum(request_of(client), PATIENCE_S)
+    with pytest.raises(GroupServerGoneError, match="cannot be reached"):
+        ManagerClient(server.path, 0, 1, on_abort=print, timeout_s=1.0)
+
+
+def test_impostors_are_refused(bench):
+    """A rank that is taken, a wrong size, and invalid messages end that connection only."""
+    server = bench.serve(size=2)
+    clients = [bench.client(rank, 2) for rank in range(2)]
+    for rank, size in ((0, 2), (2, 2), (0, 3)):
+        with pytest.raises(GroupServerGoneError):
+            ManagerClient(server.path, rank, size, on_abort=print, timeout_s=PATIENCE_S)
+    for invalid in (
+        b"[]\n",
+        b"\xff\n",
+        b'{"type":"Shutdown"}\n',
+        b'{"type":"QuorumRequest"}\n',
+        b'{"type":"nothing"}\n',
+        b"x" * 3_000_000,
+    ):
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
+            connection.connect(str(server.path))
+            connection.settimeout(PATIENCE_S)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(invalid)
+                assert connection.recv(100) == b""
+    bench.enter(*clients)
+
+
+def test_lack_of_open_files_passes(bench, caplog):
+    """Workers can connect again as soon as there are descriptors."""
+    server = bench.serve()
+    with socket.socket(socket.AF_UNIX) as waiting, no_descriptors():
+        waiting.connect(str(server.path))
+        until(lambda: "no worker can connect for now" in caplog.text)
+    bench.enter(bench.client())
+
+
+def test_other_users_are_refused(bench, monkeypatch):
+    """The kernel tells whose process has connected."""
+    server = bench.serve()
+    assert server.path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "getuid", lambda: 65534)
+    with pytest.raises(GroupServerGoneError):
+        bench.client()

@@ -1,4 +1,4 @@
-"""``hpc-elastic cancel``: end a run, its waiting tasks too."""
+"""``hpc-elastic cancel``, ``resume`` and ``prune``: end a run, restart it, delete checkpoints."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ Examples:
 \b
 --json prints one object:
   run_id, run   the run's id and directory
-  result        how it had ended before: "succeeded", "failed", or null
-  cancelled     the tasks that were cancelled, by name
+  result        how it had ended already: "succeeded", "failed", or null
+  cancelled     names of the tasks that were cancelled
   left          those of them that have not ended in time
 """
 
 
 @click.command(epilog=_CANCEL_EXAMPLES)
 @options.run
-@click.option("-y", "--yes", is_flag=True, help="Do not ask, on a terminal either.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
     "--wait-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
-    help="Wait so long for the tasks to end. [default: 30 s more than they may take]",
+    help="Longest wait for the tasks to end. [default: 30 s more than they may take]",
 )  # fmt: skip
 @options.as_json
 def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) -> int:
-    """End a run for good: its tasks that run, and those that wait.
+    """End a run: its running tasks and its pending ones.
 
-    Other runs of the same sweep go on. The tasks get what scancel would give them: SIGTERM, and
-    SIGKILL after KillWait (30 s, where the cluster has not set it otherwise). In that time the run
-    saves a checkpoint at one step, so that `hpc-elastic resume` goes on from there; a script that
-    does not ask should_checkpoint has its own last one.
+    Other runs of the same sweep go on. The tasks are ended as by scancel: SIGTERM, and SIGKILL
+    after KillWait (by default 30 s). In that time the run saves a checkpoint at one step, from
+    which `hpc-elastic resume` continues. A script that does not call should_checkpoint continues
+    from its own last checkpoint.
 
-    A task that is being requeued at this very moment does not come back. The command returns when
-    all tasks are gone. On a terminal it asks first.
+    A task that is being requeued at this moment is ended too. The command returns when no task is
+    left. On a terminal it asks for confirmation.
 
-    The exit code is 1 if tasks are left after the time, or it was not confirmed. A run that has
-    ended already is left as it is, with exit code 0.
+    The exit code is 1 if tasks are left after --wait-s, or the command was not confirmed. A run
+    that has ended already is not changed, and the exit code is 0.
     """
     return cancel_run(run, yes=yes, wait_s=wait_s, as_json=as_json)
 
 
 def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> int:
-    """Cancel a run and say what came of it.
+    """Cancel a run and print the outcome.
 
     Returns:
-        0 if no task of it is left, else 1.
+        0 if no task of the run is left, else 1.
     """
     from hpc_elastic.launcher import cancel
     from hpc_elastic.launcher.run_handle import read_result_status
@@ -95,17 +95,17 @@ def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> 
         return 1 if left else 0
     if left:
         names = ", ".join(f"{task.task} ({task.state} {task.node})".strip() for task in left)
-        click.echo(f"still there after {bound:g} s: {names}; they were told to end", err=True)
+        click.echo(f"still there after {bound:g} s: {names}; they have received SIGTERM", err=True)
         return 1
     result = read_result_status(target.run)
     if result is not None:
-        print(f"its tasks are gone; it {result} before it was cancelled")
+        print(f"no task is left; the run {result} before it was cancelled")
         return 0
-    print(f"cancelled; to go on from its last checkpoint: hpc-elastic resume {quoted(run)}")
+    print(f"cancelled; to continue from its last checkpoint: hpc-elastic resume {quoted(run)}")
     return 0
 
 
-# ---- ``hpc-elastic resume``: let a run that has stopped go on from its last checkpoint
+# ---- ``hpc-elastic resume``
 
 
 _RESUME_EXAMPLES = """
@@ -118,9 +118,9 @@ Examples:
 \b
 --json prints one object:
   run_id, run, launcher   as at the submission; run is the directory
-  generation              how often the run was resumed
-  nodes, job_ids          what was asked for, and under which jobs
-  log                     launcher=local: the output of the process that goes on
+  generation              number of times that the run was resumed
+  nodes, job_ids          the requested nodes, and the jobs that request them
+  log                     launcher=local: the output of the launcher's process
 """
 
 
@@ -129,16 +129,15 @@ Examples:
 @click.argument("overrides", nargs=-1, metavar="[OVERRIDE]...")
 @options.as_json
 def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Let a run that has stopped go on, in the same run directory, and return at once.
+    """Restart a run that has stopped, in the same run directory, and return at once.
 
-    For a run that has failed, was cancelled, or whose tasks are all gone. It goes on from its last
-    good checkpoint, as after any other loss of all its nodes: logs, events and rounds go on to be
-    written and counted, in new tasks. What it has spent of its restarts is forgotten, and so are
-    the nodes that it avoided: launcher.exclude=... names some.
+    The run has failed, was cancelled, or has lost all its tasks. It continues from its last good
+    checkpoint in new tasks, as after any other loss of all its nodes: logs and events are appended,
+    and rounds are counted on. Its number of restarts begins at 0 again, and its list of excluded
+    nodes is empty again; launcher.exclude=... excludes nodes.
 
-    OVERRIDE is nodes=..., nproc_per_node=... or launcher.KEY=..., as at the submission; what is
-    not given stays as it was. The config that the training reads, and its code, stay as they were:
-    other overrides are refused.
+    OVERRIDE is nodes=..., nproc_per_node=... or launcher.KEY=..., as at the submission. All other
+    settings, the config of the training and its code stay the same; other overrides are refused.
 
     A run that still has tasks, or has succeeded, is refused. If this command is interrupted, the
     run can be resumed again.
@@ -147,10 +146,10 @@ def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
 
 
 def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Resume a run, and print how to watch it.
+    """Resume a run, and print the commands that watch it.
 
     Raises:
-        HpcElasticError: it was not resumed; see `hpc_elastic.launcher.resume`.
+        HpcElasticError: It was not resumed.
     """
     from hpc_elastic.cli.submit import print_run
 
@@ -191,11 +190,11 @@ def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     told = detach.in_background(work)
     if "error" in told or not told:
-        raise SubmissionError(str(told.get("error", "it ended; its traceback is above")))
+        raise SubmissionError(str(told.get("error", "the launcher ended; its traceback is above")))
     return told
 
 
-# ---- ``hpc-elastic prune``: remove old checkpoints of a run, and what aborted saves have left
+# ---- ``hpc-elastic prune``
 
 
 _PRUNE_EXAMPLES = """
@@ -208,12 +207,12 @@ Examples:
 \b
 --json prints one object:
   directory     of the checkpoints
-  kept          the good steps that stay, newest first
-  damaged       what is wrong with those that were read and are not good, by step
+  kept          steps of the good checkpoints that are kept, newest first
+  damaged       step -> problem of the checkpoints that were read and are damaged
   removed       [{"folder", "num_bytes"}]; with --dry-run, what would be removed
-  left          of these, what could not be removed
-  freed_bytes   together
-  dry_run       whether nothing was done
+  left          folders of these that could not be removed
+  freed_bytes   freed space in bytes
+  dry_run       whether nothing was removed
 """
 
 
@@ -221,25 +220,27 @@ Examples:
 @options.run
 @click.option(
     "--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
-    help="Keep the newest N checkpoints that are good. 0 keeps none, and needs --yes.",
+    help="Keep the newest N good checkpoints. 0 keeps none, and needs --yes.",
 )  # fmt: skip
 @click.option(
     "--directory", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR",
-    help="Where the run's checkpoints are. [default: where it has saved]",
+    help="Directory of the checkpoints. [default: where the run has saved]",
 )  # fmt: skip
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
-@click.option("-y", "--yes", is_flag=True, help="With --keep-last 0: really remove all.")
+@click.option(
+    "-n", "--dry-run", is_flag=True, help="Print what would be removed, and remove nothing."
+)
+@click.option("-y", "--yes", is_flag=True, help="Confirms --keep-last 0.")
 @options.as_json
 def prune_command(
     run: Path, keep_last: int, directory: Path | None, dry_run: bool, yes: bool, as_json: bool
 ) -> int:
     """Remove a run's checkpoints that are older than the newest N good ones.
 
-    A checkpoint counts as good only after all its bytes were read and their checksums are right, so
-    that a damaged one is never kept in place of a good one. Where fewer than N are good, none is
-    removed. What aborted saves have left goes as well. Checkpoints in the nodes' memory are left
-    alone, and so are those that are newer than the oldest one kept: a run that goes on restores one
-    of these. Checkpointer(keep_every=...) is not known here: what it keeps for ever goes, too.
+    A checkpoint is good if all its bytes can be read and their checksums match: a damaged one is
+    never kept in place of a good one. If fewer than N are good, none is removed. The remains of
+    aborted saves are removed too. Checkpoints in the memory of nodes are kept, and so are those
+    that are newer than the oldest one kept: a run that goes on restores one of these.
+    Checkpointer(keep_every=...) is unknown to this command: checkpoints that it keeps are removed.
 
     The exit code is 1 if something could not be removed.
     """
@@ -255,23 +256,23 @@ def prune_command(
 def _require_meant(run: Path, keep_last: int, *, yes: bool) -> None:
     if keep_last == 0 and not yes:
         what = "removes every checkpoint: the run could not be resumed"
-        raise click.UsageError(f"--keep-last 0 {what}. Add --yes if that is meant")
+        raise click.UsageError(f"--keep-last 0 {what}. Add --yes to confirm")
     if keep_last == 0 and _goes_on(run):
         remedy = "keep at least one, or cancel the run first"
-        raise RunDirectoryError(f"{run} goes on, and restores its newest checkpoint: {remedy}")
+        raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
 
 
 def prune(
     run: Path, directory: Path | None, *, keep_last: int, dry_run: bool
 ) -> tuple[Cleaning, list[Item]]:
-    """Remove what may go.
+    """Remove the checkpoints that are not kept, and the remains of aborted saves.
 
     Returns:
-        What was to go, and what of it is left.
+        The plan, and the items of it that could not be removed.
 
     Raises:
-        CheckpointNotFoundError: the run has no directory of checkpoints.
-        CheckpointError: it can not be read.
+        CheckpointNotFoundError: The run has no directory of checkpoints.
+        CheckpointError: The directory cannot be read.
     """
     from hpc_elastic.checkpoint import store
     from hpc_elastic.run import fencing
@@ -288,7 +289,7 @@ def prune(
 
 
 def _only_directory(run: RunDir) -> Path:
-    """Return where the run's checkpoints are, or what aborted saves have left of them."""
+    """Return the directory of the run's checkpoints, or of the remains of aborted saves."""
     from hpc_elastic.checkpoint.store import directories
 
     try:
@@ -296,16 +297,16 @@ def _only_directory(run: RunDir) -> Path:
     except OSError as e:
         raise RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
     if not found:
-        remedy = "if its script saves elsewhere, say so with --directory DIR"
+        remedy = "if its script saves elsewhere, add --directory DIR"
         raise CheckpointNotFoundError(f"{run.path} has no checkpoints: {remedy}")
     if len(found) > 1:
-        which = f"choose one with --directory DIR: {', '.join(map(str, found))}"
+        which = f"select one with --directory DIR: {', '.join(map(str, found))}"
         raise CheckpointNotFoundError(f"{run.path} saves to several directories; {which}")
     return found[0]
 
 
 def _goes_on(run: Path) -> bool:
-    """Tell whether the run may have a task; where Slurm does not say, it may."""
+    """Whether the run may have a task; True if the scheduler does not answer."""
     from hpc_elastic.slurm.scheduler import Scheduler
 
     files = RunDir(run)
@@ -314,7 +315,7 @@ def _goes_on(run: Path) -> bool:
     except (SlurmError, LocalQueueError, RunDirectoryError) as e:
         if not is_there(files.spec):
             raise
-        click.echo(f"taken for a run that goes on: {e}", err=True)
+        click.echo(f"assuming that the run goes on: {e}", err=True)
         return True
 
 

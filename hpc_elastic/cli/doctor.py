@@ -1,4 +1,4 @@
-"""``hpc-elastic doctor``: will elastic runs work here, and what is to be done where they won't?"""
+"""``hpc-elastic doctor``: check whether elastic runs will work on this cluster."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 _EPILOG = """
 \b
 The settings are those of a script's command line; `partition=gpu` is short for
-`launcher.partition=gpu`. What is not given is the cluster's default.
+`launcher.partition=gpu`. Settings that are not given have the defaults of the cluster.
 
 \b
 Examples:
-  hpc-elastic doctor                                     look around, submit nothing
+  hpc-elastic doctor                                     without submitting a job
   hpc-elastic doctor partition=gpu time=4:00:00 nodes=1:16
   hpc-elastic doctor partition=gpu gpus_per_node=4 --probe
   hpc-elastic doctor partition=gpu --probe --nodes 8 --dir /scratch/$USER
   hpc-elastic doctor container.runtime=apptainer container.image=torch.sif --probe
-  hpc-elastic doctor --probe --json > doctor.json        what a bug report attaches
+  hpc-elastic doctor --probe --json > doctor.json        for a bug report
 
 \b
-Exit codes: 0 nothing failed; 1 something did; 2 wrong arguments; 130 interrupted.
+Exit codes: 0 no check failed; 1 a check failed; 2 wrong arguments; 130 interrupted.
 Keys of --json: schema (1), verdict, time, versions, asked, findings (check, verdict, found, why,
-remedy), facts. A verdict is ok, warn, fail or unknown. No environment variables are in it.
+remedy), facts. A verdict is ok, warn, fail or unknown. Environment variables are left out.
 """
 
 
 def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the settings that begin so, for the shell."""
+    """Return the settings that begin with `incomplete`."""
     from dataclasses import fields
 
     from hpc_elastic.config.schema import SlurmSettings
@@ -51,31 +51,32 @@ def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
 
 @click.command(epilog=_EPILOG)
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
-@click.option("--probe", is_flag=True, help="Submit a job of about a minute that tries things out.")
+@click.option("--probe", is_flag=True, help="Submit a job that tests the nodes, of about a minute.")
 @click.option(
     "--nodes", type=click.IntRange(1, 64), default=2, show_default=True,
-    help="With --probe: on how many nodes.",
+    help="Number of nodes of --probe.",
 )  # fmt: skip
 @click.option(
     "--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=300, show_default=True,
-    metavar="SECONDS", help="With --probe: how long it may wait in the queue.",
+    metavar="SECONDS", help="Longest wait of --probe in the queue.",
 )  # fmt: skip
 @click.option(
     "--dir", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".",
-    help="Where runs will lie: hydra.sweep.dir, or a folder above it.  [default: this one]",
+    help="Directory of the runs: hydra.sweep.dir, or one above it.  [default: .]",
 )  # fmt: skip
 @options.as_json
 def doctor_command(
     settings: tuple[str, ...], probe: bool, nodes: int, wait_s: float, folder: Path, as_json: bool
 ) -> int:
-    """Tell whether elastic runs will work on this cluster, and what to do where they won't.
+    """Check whether elastic runs will work on this cluster, and print remedies.
 
-    Looks at this login node, at Slurm and at the directory that runs will lie in. With --probe,
-    a job goes through what a run goes through, on real nodes: they meet, see each other's files,
-    reduce a tensor together, get signals, and one of them is requeued and comes back. It ends by
-    itself, and Ctrl-C cancels it.
+    The checks cover this login node, Slurm and the directory of the runs. With --probe a job tests
+    the steps of a run on real nodes: they connect, read each other's files, reduce a tensor,
+    receive signals, and one of them is requeued and starts again. The job ends by itself, and
+    Ctrl-C cancels it.
 
-    A check that failed makes runs fail, or not come back; a warning is a loss that can be avoided.
+    A failed check means that runs fail, or are not requeued; a warning is a loss that can be
+    avoided.
     """
     from hpc_elastic._util import sigterm_as_interrupt
     from hpc_elastic.doctor import cluster, examine

@@ -1,4 +1,4 @@
-"""``hpc-elastic events``: what happened to a run, in plain sentences."""
+"""``hpc-elastic events``: what happened to a run, in sentences."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from hpc_elastic.launcher.run_view import RunView
     from hpc_elastic.report.causes import TimelineEntry
 
-_LOOK_AGAIN_S = 0.5
+_POLL_S = 0.5
 _SETTLED_S = 5.0
-"""An episode is told once it is over, or has gone on for so long: later events belong to it."""
+"""Age of an entry, after its end, from which later events no longer change it."""
 
 
 @click.command(
@@ -34,28 +34,28 @@ _SETTLED_S = 5.0
 )
 @options.run
 @options.as_json
-@click.option("--raw", is_flag=True, help="Print the events themselves, one JSON object a line.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended, however.")
+@click.option("--raw", is_flag=True, help="Print the events, one JSON object per line.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the events until the run has ended.")
 def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
-    """Tell what happened to a run: one line for each thing, its cause first.
+    """Show what happened to a run, one line for each change, its cause first.
 
-    How the group formed, grew and shrank, and why; who was preempted, died or failed; which step
-    was saved, how many steps were lost, and after how many seconds training went on. Times are
-    local. Nothing needs to be running: all is told from the files in the run directory.
+    The lines say how the group formed, grew and shrank, and why; which node was preempted, died or
+    failed; which step was saved, how many steps were lost, and after how many seconds training
+    continued. Times are local. The command reads the run directory only: the run may have ended.
 
-    --json prints a list of objects; with --follow, one object a line, as they come. With --follow a
-    change that goes on for long, because no node is free, say, is told twice: as far as it has
-    come, and when it is over. The exit code is 1 then if the run has not succeeded.
+    --json prints a list of objects; with --follow one object per line. With --follow a change that
+    takes long, such as a wait for a free node, is printed twice: while it lasts, and when it is
+    over. The exit code of --follow is 1 if the run has not succeeded.
     """
     if as_json and raw:
         raise click.UsageError("--raw prints JSON already: give --json or --raw, not both")
     RunDir(run).load()
     if raw:
         return _raw(run, follow=follow)
-    return _follow(run, as_json=as_json) if follow else _tell(run, as_json=as_json)
+    return _follow(run, as_json=as_json) if follow else _print_all(run, as_json=as_json)
 
 
-def _tell(run: Path, *, as_json: bool) -> int:
+def _print_all(run: Path, *, as_json: bool) -> int:
     from hpc_elastic.report.attempts import EventIndex
     from hpc_elastic.report.sentences import lines
     from hpc_elastic.report.timeline import build_timeline
@@ -77,7 +77,7 @@ def _as_json(episode: TimelineEntry) -> dict[str, object]:
     return {"sentence": sentence(episode), **episode.to_json()}
 
 
-# ---- as it goes ---------------------------------------------------------------------------
+# ---- following
 
 
 def _raw(run: Path, *, follow: bool) -> int:
@@ -86,41 +86,41 @@ def _raw(run: Path, *, follow: bool) -> int:
             print(json.dumps(event), flush=follow)
 
     if follow:
-        return _tell_end(_read(run, show))
+        return _print_end(_read(run, show))
     show(EventReader(RunDir(run).event_logs).new())
     return 0
 
 
 def _follow(run: Path, *, as_json: bool) -> int:
-    told = _Told(as_json=as_json)
+    printer = TimelinePrinter(as_json=as_json)
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
         from hpc_elastic.run.event_schema import valid_events
 
         events.extend(valid_events(new))
-        if new or told.waits:
-            told.tell(events, time.time())
+        if new or printer.has_unprinted:
+            printer.print(events, time.time())
 
     end = _read(run, show)
-    told.tell(events, float("inf"))
-    return _tell_end(end)
+    printer.print(events, float("inf"))
+    return _print_end(end)
 
 
 def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
-    """Show what there is, and what comes until the run has ended; return how it has."""
+    """Show the events until the run has ended; return its last view."""
     from hpc_elastic.launcher.run_view import EndDetector
 
     reader, detector = EventReader(RunDir(run).event_logs), EndDetector(RunDir(run), warn=_say)
     while True:
-        ended = detector.poll()  # first: events that come after it are shown too
+        ended = detector.poll()  # before the events, none of which is missed
         show(reader.new())
         if ended is not None:
             return ended
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_S)
 
 
-def _tell_end(view: RunView) -> int:
+def _print_end(view: RunView) -> int:
     """Print how a run ended on standard error; return the exit code."""
     _say(view.describe())
     return view.ended.exit_code if view.ended is not None else 1
@@ -131,29 +131,29 @@ def _say(text: str) -> None:
 
 
 def _over_at(episode: TimelineEntry) -> float:
-    """Return when it was over, or, of one that goes on, when it began."""
+    """Return when a change was over; when it began, if it lasts."""
     begins_the_pause = episode.kind != "resumed"
     return episode.time + (episode.cost.pause_s or 0.0 if begins_the_pause else 0.0)
 
 
-class _Told:
-    """What was printed already."""
+class TimelinePrinter:
+    """Prints the entries of a timeline, each once."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._sentences: set[tuple[float, str]] = set()
         self._day = ""
-        self.waits = False
-        """Whether something has happened that is not told yet."""
+        self.has_unprinted = False
+        """Whether an entry is not printed yet."""
 
-    def tell(self, events: list[Event], now: float) -> None:
-        """Print what is new, and will not change any more."""
+    def print(self, events: list[Event], now: float) -> None:
+        """Print the new entries that will not change any more."""
         from hpc_elastic.report.attempts import EventIndex
         from hpc_elastic.report.timeline import build_timeline
 
         found = build_timeline(EventIndex(events))
         settled = list(takewhile(lambda episode: now - _over_at(episode) >= _SETTLED_S, found))
-        self.waits = len(settled) < len(found)
+        self.has_unprinted = len(settled) < len(found)
         for episode in settled:
             self._print(episode)
 

@@ -1,4 +1,4 @@
-"""``hpc-elastic lighthouse``: a coordinator for fault-tolerant training without this launcher."""
+"""``hpc-elastic lighthouse``: the quorum of fault-tolerant training without this launcher."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from hpc_elastic.ft.coordination import LighthouseOptions, open_port, serve
 @click.option("--min-replicas", default=1, show_default=True, help="Fewest members of a quorum.")
 @click.option(
     "--join-timeout-ms", default=100, show_default=True,
-    help="How long to wait for replicas that do not ask yet.",
+    help="Longest wait for replicas that have not joined yet.",
 )  # fmt: skip
 @click.option(
-    "--quorum-tick-ms", default=100, show_default=True, help="How often to look at the time-outs."
-)
+    "--quorum-tick-ms", default=100, show_default=True,
+    help="Interval between two checks of the time-outs.",
+)  # fmt: skip
 @click.option(
     "--heartbeat-timeout-ms", default=5000, show_default=True,
-    help="A replica that is silent for longer is lost.",
+    help="A replica without a heartbeat for longer is lost.",
 )  # fmt: skip
 def lighthouse_command(bind: str, **options: int) -> int:
-    """Keep the quorum of hpc_elastic.ft where no run of this launcher does.
+    """Serve the quorum of hpc_elastic.ft to Managers that this launcher has not started.
 
-    The Managers are given its address in TORCHFT_LIGHTHOUSE. May be killed and started again.
+    They find its address in TORCHFT_LIGHTHOUSE. It can be killed and started again at any time.
     """
     return lighthouse(bind, LighthouseOptions(**options))
 
@@ -41,7 +42,7 @@ def lighthouse(bind: str, options: LighthouseOptions) -> int:
 
     Raises:
         ConfigError: ``bind`` is no ``address:port``.
-        HpcElasticError: the port can not be had.
+        HpcElasticError: The port cannot be opened.
     """
     with suppress(asyncio.CancelledError):
         asyncio.run(_serve(bind, options))

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from hpc_elastic.launcher.run_view import Query
 
 _WIDE = 130
-"""From so many columns on a run is one line; otherwise what was overridden stands below."""
+"""Columns from which a run fits on one line; otherwise its overrides are below it."""
 
 _HELP = """
 \b
 A run's state is one of
   queued      none of its tasks has a node
-  starting    the first ones have one
-  waiting     the group is being formed, or has fewer nodes than it needs
+  starting    its first tasks have nodes
+  waiting     the group is forming, or has fewer nodes than min_nodes
   training    it trains
-  requeued    its nodes went back to the queue, for they were too few
+  requeued    its nodes were requeued, as they were fewer than min_nodes
   succeeded, failed
-  cancelled   it was, and none of its tasks is left
-  lost        its tasks are gone, and it has left no result
-  unknown     Slurm does not answer, and the run has told nothing yet
+  cancelled   it was cancelled, and no task is left
+  lost        no task is left, and there is no result
+  unknown     Slurm does not answer, and the run has not started yet
 
 \b
 With --json, a list of objects: run_id, directory, submitted (Unix seconds), state, nodes, step,
-total_steps (null where not known), overrides and problem (why its files can not be read).
+total_steps (null if unknown), overrides and problem (why its files cannot be read).
 
 \b
 Examples:
@@ -50,7 +50,7 @@ Examples:
 
 @dataclass(frozen=True)
 class Listed:
-    """One run of the list; None and empty where nothing is known."""
+    """One run of the list; None and empty if unknown."""
 
     run_id: str
     directory: str
@@ -64,17 +64,17 @@ class Listed:
 
 
 @click.command(epilog=_HELP)
-@click.option("-a", "--all", "everything", is_flag=True, help="All runs, not only the newest.")
+@click.option("-a", "--all", "everything", is_flag=True, help="List all runs.")
 @click.option(
     "-n", "--limit", default=20, show_default=True, metavar="N", type=click.IntRange(min=1),
-    help="So many runs.",
+    help="Number of runs.",
 )  # fmt: skip
 @options.as_json
 def list_command(everything: bool, limit: int, as_json: bool) -> int:
-    """List the runs that you have submitted from this account, the newest first.
+    """List the runs that you have submitted, the newest first.
 
-    Slurm is asked once, for all that have not ended. Runs whose directory was deleted are left
-    out; `hpc-elastic status RUN` shows more of one.
+    Slurm is queried once, for all runs that have not ended. Runs whose directory was deleted are
+    left out. `hpc-elastic status RUN` shows a run in detail.
     """
     known = registry.newest_first()
     found = list(known if everything else islice(known, limit))
@@ -87,11 +87,11 @@ def list_command(everything: bool, limit: int, as_json: bool) -> int:
 
 
 def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed]:
-    """Return the runs as they are listed; the scheduler is queried once for all that go on.
+    """Return the rows of runs; the scheduler is queried once for all that go on.
 
     Args:
         known: The runs.
-        query: Queries the scheduler; None: Slurm, and the tables of local launchers.
+        query: Queries the scheduler; None for Slurm and the local launchers.
     """
     from hpc_elastic.launcher.run_view import label_of, read_views
     from hpc_elastic.slurm.scheduler import take_snapshot
@@ -117,7 +117,7 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
     return found
 
 
-# ---- for people ----------------------------------------------------------------------------
+# ---- the table
 
 
 def _print(runs: Sequence[Listed], *, cut: bool) -> None:
@@ -129,7 +129,7 @@ def _print(runs: Sequence[Listed], *, cut: bool) -> None:
         return
     _print_table(out, runs)
     if cut:
-        out.print(f"the {len(runs)} newest; --all lists all, --limit N so many", style="dim")
+        out.print(f"the newest {len(runs)}; --all lists all, --limit N the newest N", style="dim")
 
 
 def _print_table(out: Console, runs: Sequence[Listed]) -> None:

@@ -34,13 +34,14 @@ from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices
 
 _FIRST_LINES = 10
-"""With --follow, as of ``tail -f``."""
+"""Lines that --follow begins with, as ``tail -f``."""
 _POLL_S = 0.2
-_LAST_WORDS_S = 2.0
-"""What the agents write after the end is waited for until nothing came for so long."""
-_LAST_WORDS_AT_MOST_S = 15.0
+_LAST_LINES_S = 2.0
+"""Following ends when nothing was written for so long after the end of the run, ..."""
+_LAST_LINES_AT_MOST_S = 15.0
+"""... or after this time."""
 _COLOURLESS = ("dumb", "unknown")
-"""Kinds of terminals."""
+"""Values of ``TERM`` without colours."""
 
 _EXAMPLES = """\b
 Examples:
@@ -56,14 +57,14 @@ Examples:
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked for.
+    """The output that is shown.
 
     Attributes:
-        selection: Of which files.
-        keep: Of which lines.
-        since: Unix seconds before which nothing is shown.
-        tail: Only so many of the last lines.
-        follow: Go on until the run has ended.
+        selection: Selects the files.
+        keep: Selects the lines.
+        since: Unix seconds of the first line; None for all.
+        tail: Number of last lines; None for all.
+        follow: Whether to go on until the run has ended.
     """
 
     selection: Selection
@@ -105,7 +106,7 @@ def _pattern(
     multiple=True,
     callback=_ranks,
     metavar="R",
-    help="Only this global rank, or ranks (0-3,8); may be repeated.",
+    help="Only this global rank, or ranks (0-3,8). Can be repeated.",
 )
 @click.option(
     "--node",
@@ -113,47 +114,45 @@ def _pattern(
     multiple=True,
     callback=_hosts,
     metavar="N",
-    help="Only this node, or nodes (node[1-3]); may be repeated.",
+    help="Only this node, or nodes (node[1-3]). Can be repeated.",
 )
 @click.option(
     "--attempt",
     type=click.IntRange(0),
     metavar="K",
-    help="Only this attempt of each task: 0 is before any requeue.",
+    help="Only this attempt of each task; 0 is the one before any requeue.",
 )
 @click.option(
     "--round",
     "round_",
     type=click.IntRange(1),
     metavar="N",
-    help="Only this round of the run: every change of the group begins a new one.",
+    help="Only this round; each change of the group begins a new one.",
 )
 @click.option(
     "-f",
     "--follow",
     is_flag=True,
-    help="Go on until the run has ended: across restarts, requeues and new nodes. "
-    f"Begins with the last {_FIRST_LINES} lines, unless --tail or --since says otherwise.",
+    help="Follow the output until the run has ended, also over restarts and new nodes. "
+    f"Begins with the last {_FIRST_LINES} lines, unless --tail or --since is given.",
 )
 @click.option(
     "--grep",
     "pattern",
     callback=_pattern,
     metavar="RE",
-    help="Only lines in which this regular expression is found; (?i) ignores case.",
+    help="Only lines that match this regular expression; (?i) ignores case.",
 )
+@click.option("-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines.")
 @click.option(
-    "-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of all."
-)
-@click.option(
-    "--since", type=PointInTime(), metavar="T", help=f"Only what was written since: {FORMS}."
+    "--since", type=PointInTime(), metavar="T", help=f"Only lines written since: {FORMS}."
 )
 @click.option(
     "--agent/--no-agent",
     "agents",
     default=False,
     show_default=True,
-    help="With the agents' logs, and what the launcher captured of the tasks.",
+    help="Add the logs of the agents, and the captured output of the tasks.",
 )
 @options.as_json
 def logs_command(
@@ -170,21 +169,21 @@ def logs_command(
     agents: bool,
     as_json: bool,
 ) -> int:
-    """Print what a run's workers have written, of all nodes together, in order of time.
+    """Print the output of a run's workers on all nodes, in order of time.
 
-    Each line begins with its time, its node and its rank; then `|` for standard output, `!` for
-    standard error, `:` for what agents and tasks have written. Times are those at which the lines
-    came, to a tenth of a second; nothing is asked of the script. A line that was redrawn, as
-    progress bars do, is shown as it was left.
+    Each line begins with its time, node and rank; then `|` for standard output, `!` for standard
+    error, `:` for agents and tasks. The time is that of the arrival of the line, to a tenth of a
+    second; the script needs no changes. Of a line that was redrawn, such as a progress bar, the
+    last form is shown.
 
-    With --json each line is an object: time (Unix seconds), timed (false: nothing is known but the
-    file's date), host, task, attempt, round, rank (null for agents), stream (out, err, agent,
+    With --json each line is an object: time (Unix seconds), timed (false if only the date of the
+    file is known), host, task, attempt, round, rank (null for agents), stream (out, err, agent,
     slurm or local), text.
 
-    With --follow it ends with the run, also with one that was cancelled, or whose tasks are gone,
-    and says how that ended.
+    With --follow the command ends with the run, also with one that was cancelled or has lost its
+    tasks, and prints how the run ended.
 
-    The exit code is 1 if there is nothing to show; with --follow, if the run has not succeeded.
+    The exit code is 1 if there is no output; with --follow, if the run has not succeeded.
     """
     selection = Selection(ranks, nodes, attempt, round_, agents)
     if follow and tail is None and since is None:
@@ -203,7 +202,7 @@ def _keep(pattern: re.Pattern[str] | None, since: float | None) -> Keep:
 
 
 class _Output:
-    """Where lines go to."""
+    """Prints lines on standard output."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -226,19 +225,19 @@ class _Output:
 
 
 def takes_colours(environ: Mapping[str, str]) -> bool:
-    """Tell whether a terminal is to have colours, as rich does for the other commands (pure)."""
+    """Whether output on a terminal has colours, by the rules of rich (pure)."""
     return not environ.get("NO_COLOR") and environ.get("TERM", "").lower() not in _COLOURLESS
 
 
 def show(run: RunDir, query: Query, out: _Output) -> int:
-    """Print what is asked for of a run.
+    """Print the output of a run.
 
     Returns:
-        0, or 1 if nothing was printed; of one that is followed, whether it has succeeded.
+        0, or 1 if nothing was printed; if the run is followed, 1 if it has not succeeded.
 
     Raises:
-        RunDirectoryError: it is no run directory, or its workers have written nothing.
-        NothingSelectedError: what is asked for is not there.
+        RunDirectoryError: `run` is no run directory, or its workers have written nothing.
+        NothingSelectedError: The selection matches no output.
     """
     discovery = log_files.Discovery(run)
     if query.follow:
@@ -251,7 +250,7 @@ def show(run: RunDir, query: Query, out: _Output) -> int:
     out.make_room(chosen)
     out.write(_so_far(chosen, query, {}))
     if not out.num_lines:
-        _say(f"nothing to show; {read_view(run.path).describe()}")
+        _say(f"no output; {read_view(run.path).describe()}")
     return 0 if out.num_lines else 1
 
 
@@ -262,13 +261,13 @@ def _require_output(
     if any(source.is_worker for source in sources):
         require_there(selection, sources)
     elif not chosen:
-        remedy = "; --agent shows the logs of its agents" if sources else ""
+        remedy = "; --agent shows the logs of the agents" if sources else ""
         doing = read_view(run.path).describe()
-        raise RunDirectoryError(f"{run.path}: no output of workers yet; {doing}{remedy}")
+        raise RunDirectoryError(f"{run.path} has no output of workers yet; {doing}{remedy}")
 
 
 def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -> Iterator[LogLine]:
-    """Yield what the files hold now, or up to a byte of each."""
+    """Yield the lines of files, each up to a byte."""
     since = query.since
     if query.tail is not None:
         yield from log_files.tail(chosen, query.tail, query.keep, since=since, until=until)
@@ -283,7 +282,7 @@ def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -
 
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
-    """Print what there is and what is added, until the run has ended and all is told."""
+    """Print the present output and what is added, until the run has ended; return its view."""
     detector, ended_at = EndDetector(run, warn=_say), 0.0
     ended: RunView | None = None
     follower = Follower(discovery, query.selection, query.keep)
@@ -293,8 +292,8 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     out.make_room(chosen)
     out.write(_so_far(chosen, query, until))
     if not is_there(run.result):
-        _say_what_is_awaited(run, query.selection, sources)
-    while ended is None or not _all_told(ended_at, follower.last_news):
+        _report_missing(run, query.selection, sources)
+    while ended is None or not _is_complete(ended_at, follower.last_news):
         out.write(follower.poll())
         sys.stdout.flush()
         if ended is None and (ended := detector.poll()) is not None:
@@ -304,22 +303,22 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     return ended
 
 
-def _say_what_is_awaited(run: RunDir, selection: Selection, sources: Sequence[LogSource]) -> None:
-    """Say what is not there, but may come."""
+def _report_missing(run: RunDir, selection: Selection, sources: Sequence[LogSource]) -> None:
+    """Print which selected output does not exist yet."""
     try:
         if any(source.is_worker for source in sources):
             require_there(selection, sources)
         else:
             _say(f"waiting for output; {read_view(run.path).describe()}")
     except NothingSelectedError as e:
-        _say(f"{e}; waiting for it")
+        _say(f"{e}; waiting")
 
 
-def _all_told(ended_at: float, last_news: float) -> bool:
+def _is_complete(ended_at: float, last_news: float) -> bool:
     now = time.monotonic()
-    return now - max(ended_at, last_news) > _LAST_WORDS_S or now - ended_at > _LAST_WORDS_AT_MOST_S
+    return now - max(ended_at, last_news) > _LAST_LINES_S or now - ended_at > _LAST_LINES_AT_MOST_S
 
 
 def _say(text: str) -> None:
-    """Tell something that is no output of the run."""
+    """Print a message of this command."""
     click.echo(f"hpc-elastic: {text}", err=True)

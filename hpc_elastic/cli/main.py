@@ -1,9 +1,7 @@
 """The command ``hpc-elastic``: its commands are imported when they are called.
 
-``--help`` answers in the time that Python takes to start, on a login node whose file system is
-slow, too: what the list of commands says stands here, and nothing else does.
-
-``hpc-elastic --help`` tells the exit codes (`_HELP`); each command's own, what they mean for it.
+``--help`` starts as fast as Python itself, also on a slow file system: this module holds the list
+of commands with their summaries, and imports none of them.
 """
 
 from __future__ import annotations
@@ -23,65 +21,65 @@ from hpc_elastic.errors import HpcElasticError, near_miss
 
 INTERRUPTED = 130
 _SIGNALLED = 128
-"""And the number of the signal, as shells have it."""
+"""Added to the number of a signal: the exit code of a process that it ended, as in shells."""
 
 _HELP = """
-RUN is a run directory, a run's id as `hpc-elastic list` shows it, or `last`. Each command's --help
-has examples, and the keys of its --json.
+RUN is a run directory, the id of a run in `hpc-elastic list`, or `last`. The --help of a command
+shows examples and the keys of its --json.
 
 \b
 Exit codes:
-  0    it was done, and what was asked for holds
-  1    it failed: standard error says why; so does, with --json, an object with
-       the key error on standard output. Or what was asked for does not hold:
+  0    success
+  1    an error: the message is on standard error, and with --json also on
+       standard output, as an object with the key error. Or:
          wait; status --watch; logs, events --follow
                   a run has not succeeded
-         logs     there is nothing to show
+         logs     there is no output
          cancel   it was not confirmed, or tasks are left
          preempt, kill
-                  the node is still there
+                  the node is still in the run
          prune    something could not be removed
          doctor   a check failed
-         audit    a sample was left out or trained twice, or nobody can tell
+         audit    a sample was left out or trained twice, or that is unknown
          verify   a checkpoint is damaged
-  2    the arguments are wrong: nothing was done
-  130  it was interrupted; 0 of lighthouse, which is ended so
+  2    the arguments are wrong, and nothing was done
+  130  interrupted; lighthouse returns 0
 
-If SCRIPT fails, submit returns its exit code, or 128 plus the number of the signal that ended it;
-standard output is empty then.
+If SCRIPT fails, submit returns its exit code, or 128 plus the number of the signal that ended it.
+Standard output is empty then.
 """
 
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Submit": {
         "submit": ("submit", "Submit the runs of a script, or print their batch script."),
     },
-    "Look": {
-        "status": ("status", "Show a run: group, tasks, step, pace, where its time went."),
+    "Observe": {
+        "status": ("status", "Show a run: group, tasks, step, pace, and where its time went."),
         "list": ("list", "List your runs, the newest first."),
         "wait": ("submit", "Wait for submitted runs and show their progress."),
-        "logs": ("logs", "Show the output of all workers, in order of time; follow it."),
-        "events": ("events", "Tell what happened to a run, and why, in plain sentences."),
+        "logs": ("logs", "Show or follow the output of all workers, in order of time."),
+        "events": ("events", "Show what happened to a run, and why."),
         "report": ("report", "Write a page on a run: nodes, training, faults and their cost."),
     },
-    "Steer": {
-        "cancel": ("control", "End a run, its waiting tasks too."),
-        "preempt": ("nodes", "Take a node from a run with notice; it saves and comes back."),
-        "kill": ("nodes", "Let a run lose a node without notice."),
-        "resume": ("control", "Let a run that stopped go on from its last checkpoint."),
+    "Control": {
+        "cancel": ("control", "End a run and its pending tasks."),
+        "preempt": ("nodes", "Preempt a node of a run: it saves, leaves and is requeued."),
+        "kill": ("nodes", "Kill the processes of a node of a run, without notice."),
+        "resume": ("control", "Restart a run that has stopped from its last checkpoint."),
         "prune": ("control", "Remove old checkpoints of a run."),
-        "completion": ("main", "Print what completes commands and runs in your shell."),
+        "completion": ("main", "Print the script that completes arguments in a shell."),
     },
-    "Prove": {
-        "doctor": ("doctor", "Tell whether runs will work on this cluster."),
-        "audit": ("verify", "Prove that every sample was trained exactly once an epoch."),
+    "Check": {
+        "doctor": ("doctor", "Check whether runs will work on this cluster."),
+        "audit": ("verify", "Check that every sample was trained exactly once per epoch."),
         "verify": ("verify", "Check the checkpoints of a run."),
         "export": ("verify", "Write a checkpoint as one file for torch.load."),
     },
     "Serve": {
-        "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without a launcher."),
+        "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without this launcher."),
     },
 }
-"""Name -> module of this package, which has `<name>_command`, and what ``--help`` says of it."""
+"""Section -> command -> module of this package with `<command>_command`, and the summary."""
 _RENAMED = {"attach": "wait", "clean": "prune", "render": "submit --dry-run"}
 """Former name of a command -> its name."""
 
@@ -95,14 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    _print_what_can_be_printed()
+    _replace_unprintable()
     try:
         code = program.main(argv, prog_name="hpc-elastic", standalone_mode=False)
     except HpcElasticError as e:
         click.echo(f"hpc-elastic: {e}", err=True)
         return 1
-    except OSError as e:  # a file system that fails where nothing can be done about it
-        click.echo(f"hpc-elastic: {_in_words(e)}", err=True)
+    except OSError as e:  # of a file system
+        click.echo(f"hpc-elastic: {_message(e)}", err=True)
         return 1
     except click.ClickException as e:
         e.show()
@@ -116,56 +114,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if code >= 0 else _SIGNALLED - code
 
 
-def _print_what_can_be_printed() -> None:
-    """Let a character that the terminal has not (``LC_ALL=C``) be a question mark, no failure."""
+def _replace_unprintable() -> None:
+    """Print a question mark for a character that the encoding lacks (``LC_ALL=C``)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def _in_words(error: OSError) -> str:
-    what = error.strerror or str(error) or type(error).__name__
-    return what if error.filename is None else f"{error.filename}: {what}"
+def _message(error: OSError) -> str:
+    text = error.strerror or str(error) or type(error).__name__
+    return text if error.filename is None else f"{error.filename}: {text}"
 
 
-def _print_no_more() -> None:
-    """Let the interpreter's last flush not fail once more."""
+def _discard_output() -> None:
+    """Discard further output: the interpreter's last flush would fail again."""
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 class _Program(click.Group):
-    """The commands by section, without importing them."""
+    """The commands by section; a command is imported when it is called."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; that nobody reads on (``| head``) is no failure."""
+        """Run the command; a closed pipe (``| head``) is no error."""
         try:
             return self._invoke(ctx)
         except BrokenPipeError:  # click itself would exit with 1
-            _print_no_more()
+            _discard_output()
             return 0
 
     def _invoke(self, ctx: click.Context) -> object:
-        """Run the command; what it failed by is said as JSON too where that was asked for."""
+        """Run the command; with ``--json`` an error is printed as JSON too."""
         try:
             code = super().invoke(ctx)
         except (HpcElasticError, OSError) as e:
             if ctx.meta.get(options.JSON) and not isinstance(e, BrokenPipeError):
-                text = str(e) if isinstance(e, HpcElasticError) else _in_words(e)
+                text = str(e) if isinstance(e, HpcElasticError) else _message(e)
                 click.echo(json.dumps({"error": text}))
             raise
         try:
-            sys.stdout.flush()  # not at the interpreter's end, where a full disk is no exit code
+            sys.stdout.flush()  # a full disk fails here, where it has an exit code
         except OSError:
-            _print_no_more()
+            _discard_output()
             raise
         return code
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return their names."""
+        """Return the names of all commands."""
         return [name for section in _SECTIONS.values() for name in section]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None: there is none of this name."""
+        """Import a command; None if there is none of this name."""
         for section in _SECTIONS.values():
             if cmd_name in section:
                 module = import_module(f"hpc_elastic.cli.{section[cmd_name][0]}")
@@ -200,14 +198,14 @@ class _Program(click.Group):
 )
 @click.version_option(package_name="hpc_elastic", prog_name="hpc-elastic")
 def program() -> None:
-    """Elastic PyTorch runs on Slurm: submit, look, steer, prove."""
+    """Elastic PyTorch runs on Slurm: submit, observe, control, check."""
 
 
-# ---- ``hpc-elastic completion``: what makes a shell complete the command's arguments
+# ---- ``hpc-elastic completion``
 
 
 _VARIABLE = "_HPC_ELASTIC_COMPLETE"
-"""click's: the shell asks by calling the program with it."""
+"""The environment variable by which click recognizes a call for completion."""
 
 _COMPLETION_EXAMPLES = """
 \b
@@ -221,20 +219,20 @@ To install it, once:
 @click.command(epilog=_COMPLETION_EXAMPLES)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> int:
-    """Print a script that lets SHELL complete commands, options, and runs.
+    """Print the script with which SHELL completes commands, options and runs.
 
-    A RUN is completed by the ids of your runs, newest first, and by folders.
+    RUN is completed with the ids of your runs, newest first, and with directories.
     """
     print(source(shell))
     return 0
 
 
 def source(shell: str) -> str:
-    """Return the script for a shell."""
+    """Return the completion script of a shell."""
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)
     assert kind is not None
     complete = kind(program, {}, "hpc-elastic", _VARIABLE)
-    # not .source(): it looks at the version of the bash that is first on PATH, and warns
+    # not .source(): it checks the version of the first bash on PATH, and warns
     return complete.source_template % complete.source_vars()

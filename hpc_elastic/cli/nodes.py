@@ -1,4 +1,4 @@
-"""One node of a run, as `preempt` and `kill` name it, take it and see it go."""
+"""``hpc-elastic preempt`` and ``kill``: take one node from a run, with notice or without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, Phase, TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, require_killable, take_snapshot
 
 _POLL_S = 0.5
-_ASK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class NamedNode:
     Attributes:
         run: The run.
         spec: Its description.
-        task: The name of the node's task.
-        host: The node's name.
-        attempt: How often the task was requeued.
+        task: Name of the node's task.
+        host: Name of the node.
+        attempt: Number of requeues of the task.
     """
 
     run: RunDir
@@ -43,27 +42,27 @@ class NamedNode:
     attempt: int
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the node with its task, for messages."""
         return f"{self.host} (task {self.task}, attempt {self.attempt})"
 
     @property
     def json(self) -> dict[str, Any]:
-        """Return what ``--json`` says of it."""
+        """The keys that ``--json`` has for the node."""
         return {
             "run_id": self.spec.run_id, "run": str(self.run.path), "task": self.task,
             "node": self.host, "attempt": self.attempt,
         }  # fmt: skip
 
     def events(self, *kinds: str) -> list[Event]:
-        """Return what this node's task has written of some kinds, in all its attempts."""
+        """Return the events of some kinds of this node's task, of all its attempts."""
         found = read_events(self.run.event_logs)
         return [e for e in found if e["kind"] in kinds and e["task"] == self.task]
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Write down that a user takes this node.
+        """Write the event that a user takes this node.
 
         Raises:
-            RunDirectoryError: the run belongs to somebody else.
+            RunDirectoryError: The run belongs to another user.
         """
         log = self.run.events(COMMANDS)
         try:
@@ -78,15 +77,15 @@ class NamedNode:
 
 
 def find_node(run: Path, name: str) -> NamedNode:
-    """Return the node of a run that a user means.
+    """Return a node of a run by its name.
 
     Args:
         run: The run directory.
-        name: The node's name, with its domain or without; or its task's.
+        name: Name of the node, with its domain or without, or of its task.
 
     Raises:
-        RunDirectoryError: the run has ended or is cancelled, or has no such node; says which it
-            has.
+        RunDirectoryError: The run has ended or is cancelled, or has no such node; the message
+            lists its nodes.
         SlurmError: Slurm does not answer.
     """
     files = RunDir(run)
@@ -109,16 +108,16 @@ def find_node(run: Path, name: str) -> NamedNode:
 
 
 def require_goes_on(run: RunDir) -> None:
-    """Refuse a run that has ended, or is cancelled.
+    """Check that a run has not ended and is not cancelled.
 
     Raises:
-        RunDirectoryError: it has no node any more.
+        RunDirectoryError: It has, or is.
     """
     result, mark = read_result_status(run), run.cancellation()
     if result is not None:
-        raise RunDirectoryError(f"{run.path} has ended: it {result}, and has no node any more")
+        raise RunDirectoryError(f"{run.path} has ended ({result}), and has no nodes")
     if mark is not None:
-        raise RunDirectoryError(f"{run.path} was cancelled{mark.by_whom}: it gives up its nodes")
+        raise RunDirectoryError(f"{run.path} was cancelled{mark.by_whom}, and leaves its nodes")
 
 
 def _states(spec: RunSpec) -> dict[str, TaskState]:
@@ -126,32 +125,32 @@ def _states(spec: RunSpec) -> dict[str, TaskState]:
     queue = take_snapshot([spec])
     states = queue.tasks_of(spec)
     if states is None:
-        raise SlurmError(f"the run's nodes are not known: {queue.why_unknown(spec)}")
+        raise SlurmError(f"the nodes of the run are unknown: {queue.why_unknown(spec)}")
     return states
 
 
 def _refusal(
     name: str, found: Iterable[str], hosts: Mapping[str, str], states: Mapping[str, TaskState]
 ) -> str:
-    """Say why a name is not that of one node, and what could be given (pure)."""
+    """Return why a name is not that of one node, and which names are (pure)."""
     several = ", ".join(found)
     if several:
-        return f"{name} has several tasks of the run: give one of them ({several})"
+        return f"{name} has several tasks of the run; give one of them: {several}"
     if name in states:
         return f"task {name} has no node: it is {states[name].state}"
     if not hosts:
         waiting = sum(state.phase is Phase.PENDING for state in states.values())
-        return f"{name}: the run has no node now; tasks that wait for one: {waiting}"
+        return f"{name}: the run has no node now; pending tasks: {waiting}"
     named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
     near = near_miss(name, hosts.values())
-    return f"{name} is no node of the run{near}; its nodes: {named}"
+    return f"{name} is not a node of the run{near}; its nodes: {named}"
 
 
 def wait_until(node: NamedNode, is_gone: Callable[[], bool], wait_s: float) -> float | None:
-    """Wait until a node is gone, or its run has ended; return after how long.
+    """Wait until a node is gone, or its run has ended.
 
     Returns:
-        Seconds; None if it is still there after `wait_s`.
+        Waited time in seconds; None if the node is still there after `wait_s`.
     """
     began = time.monotonic()
     while not (is_gone() or node.run.is_over):
@@ -162,7 +161,7 @@ def wait_until(node: NamedNode, is_gone: Callable[[], bool], wait_s: float) -> f
 
 
 def state_now(node: NamedNode) -> TaskState | None:
-    """Return what the scheduler says of a node's task; None: it does not list it, or is silent."""
+    """Return the state of a node's task; None if the scheduler lists none, or does not answer."""
     try:
         return _states(node.spec).get(node.task)
     except HpcElasticError:
@@ -170,7 +169,7 @@ def state_now(node: NamedNode) -> TaskState | None:
 
 
 def left_alone(node: NamedNode) -> list[str]:
-    """Return the tasks that nobody would bring back, for no task of the run has a node now.
+    """Return the ended tasks of a run without any node, which has no leader to restart them.
 
     Raises:
         SlurmError: Slurm does not answer.
@@ -183,21 +182,21 @@ def left_alone(node: NamedNode) -> list[str]:
 
 
 def is_lost(node: NamedNode, state: TaskState | None) -> bool:
-    """Tell whether nothing runs any more of the attempt that had the node (pure)."""
+    """Whether the attempt that had the node has ended (pure)."""
     if state is None:
         return False
     return (state.restarts or 0) > node.attempt or state.phase in (Phase.ENDED, Phase.PENDING)
 
 
 class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """A node of the run that was named before; completed from its last group."""
+    """A node of the run; completed with the members of its last group."""
 
     name = "node"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        """Return the members of the group that begin so."""
+        """Return the nodes of the group that begin with `incomplete`."""
         from click.shell_completion import CompletionItem
 
         from hpc_elastic.cli.options import find_run
@@ -214,11 +213,11 @@ class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 argument = click.argument("node", type=NodeName(), metavar="NODE")
 wait_option = click.option(
     "--wait-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
-    help="Wait so long for the node to be left. [default: 30 s more than it may take]",
+    help="Longest wait for the node to leave. [default: 30 s more than it may take]",
 )  # fmt: skip
 
 
-# ---- ``hpc-elastic kill``: let a run lose a node without notice
+# ---- ``hpc-elastic kill``
 
 
 _WAIT_S = 60.0
@@ -231,8 +230,8 @@ Examples:
 
 \b
 --json prints one object:
-  run_id, run, task, node, attempt   what was killed; attempt: of the task
-  gone     whether nothing of it runs any more
+  run_id, run, task, node, attempt   the node, and the attempt of its task
+  gone     whether its processes have ended
   after_s  after how many seconds
 """
 
@@ -243,12 +242,12 @@ Examples:
 @wait_option
 @options.as_json
 def kill_command(run: Path, node: str, wait_s: float | None, as_json: bool) -> int:
-    """Kill the agent and the workers of NODE, as if it had died: to see what a run makes of that.
+    """Kill the agent and the workers of NODE, to test how a run handles the loss of a node.
 
-    NODE is a node's name (node3, local-1) or that of its task, as `hpc-elastic status` shows them.
-    SIGKILL ends its processes at once and nothing is saved: what was done since the last checkpoint
-    is done again. The node's task goes back to the queue, as that of a lost node does. The machine
-    itself is left alone, and so are other jobs on it.
+    NODE is the name of a node (node3, local-1) or of its task, as in `hpc-elastic status`. SIGKILL
+    ends its processes at once, and nothing is saved: the steps since the last checkpoint are
+    repeated. The node's task is requeued, as after the loss of a node. The machine and other jobs
+    on it are not affected.
 
     The nodes of a co-allocated job cannot be killed one by one, and are refused; so is a run that
     has ended. The exit code is 1 if the node is still there after the time.
@@ -257,10 +256,10 @@ def kill_command(run: Path, node: str, wait_s: float | None, as_json: bool) -> i
 
 
 def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
-    """Kill a node's processes, wait until they are gone, and say what came of it.
+    """Kill a node's processes, wait until they have ended, and print the outcome.
 
     Returns:
-        0 if they are, else 1.
+        0 if they have ended, else 1.
     """
     require_killable(node.task)
     if not as_json:
@@ -269,7 +268,7 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
     Scheduler(node.run, node.spec).kill_task(node.task)
     after_s = wait_until(node, lambda: is_lost(node, state_now(node)), wait_s)
     if after_s is not None:
-        _bring_back(node)
+        _restart_if_last(node)
     if as_json:
         gone = after_s is not None
         print(json.dumps({**node.json, "gone": gone, "after_s": after_s}, indent=2))
@@ -281,29 +280,26 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
 
 
 def _what_next(node: NamedNode) -> str:
-    """Say whether the task of a node that is gone starts again."""
+    """Return whether the task of a killed node starts again, and why not."""
     if node.run.is_over:
-        return "its task does not come back: the run has ended"
+        return "its task is not restarted: the run has ended"
     left = node.spec.requeues_left(node.attempt)
     if left is not None and left <= 0:
-        return f"its task does not come back, by launcher.max_requeues={node.spec.max_requeues}"
+        return f"its task is not restarted: launcher.max_requeues={node.spec.max_requeues}"
     state = state_now(node)
     if state is not None and state.reason == LAUNCHER_ENDED:
-        return f"its task does not come back: {LAUNCHER_ENDED}"
+        return f"its task is not restarted: {LAUNCHER_ENDED}"
     return "its task starts again as soon as a node is free"
 
 
-def _bring_back(node: NamedNode) -> None:
-    """Let the tasks of a run without any node come back: no leader is left to see to it.
-
-    The last one may have been killed by another command at the same time.
-    """
+def _restart_if_last(node: NamedNode) -> None:
+    """Restart the tasks of a run that has lost its last node, also to another command."""
     gone = left_alone(node)
     if gone:
         Scheduler(node.run, node.spec).restart_tasks(gone)
 
 
-# ---- ``hpc-elastic preempt``: take a node from a run, with notice
+# ---- ``hpc-elastic preempt``
 
 
 _MARGIN_S = 30.0
@@ -316,12 +312,12 @@ Examples:
 
 \b
 --json prints one object:
-  run_id, run, task, node, attempt   what was preempted; attempt: of the task
-  grace_s     the time that it was given
-  left        whether it was left in time
+  run_id, run, task, node, attempt   the node, and the attempt of its task
+  grace_s     the grace period in seconds
+  left        whether the node left in time
   after_s     after how many seconds
-  step        the step that all ranks saved before; null: none
-  comes_back  whether its task went back to the queue; null: it was not left
+  step        the step that all ranks saved before it left, or null
+  comes_back  whether its task was requeued; null if the node has not left
 """
 
 
@@ -330,22 +326,22 @@ Examples:
 @argument
 @click.option(
     "--grace-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
-    help="The time that the node is given. [default: the run's launcher.preempt_grace_s]",
+    help="Grace period of the node. [default: launcher.preempt_grace_s of the run]",
 )  # fmt: skip
 @wait_option
 @options.as_json
 def preempt_command(
     run: Path, node: str, grace_s: float | None, wait_s: float | None, as_json: bool
 ) -> int:
-    """Take NODE from a run with notice, as a preemption does: it saves, leaves and comes back.
+    """Preempt NODE: all ranks save a checkpoint, the node leaves the run, and is requeued.
 
-    NODE is a node's name (node3, local-1) or that of its task, as `hpc-elastic status` shows them.
-    All ranks save at one step, the node's workers are stopped, the others go on, and the node's
-    task goes back to the queue. It starts again as soon as a node is free. This needs no right but
-    that to write into the run directory: a notice file tells the run's leader.
+    NODE is the name of a node (node3, local-1) or of its task, as in `hpc-elastic status`. All
+    ranks save at one step, the workers of the node are stopped, the others go on, and the node's
+    task is requeued. It starts again as soon as a node is free. The command writes a notice file
+    into the run directory, which the run's leader reads; it needs no other permission.
 
-    The command returns when the node was left. The exit code is 1 if it was not in time; a notice
-    that nobody has taken by then is withdrawn. A run that has ended is refused.
+    The command returns when the node has left. The exit code is 1 if it has not left in time; a
+    notice that no leader has read by then is withdrawn. A run that has ended is refused.
     """
     found = find_node(run, node)
     return preempt(
@@ -354,16 +350,16 @@ def preempt_command(
 
 
 def preempt(node: NamedNode, grace_s: float, wait_s: float | None, as_json: bool) -> int:
-    """Give a node notice, wait until it is left, and say what came of it.
+    """Preempt a node, wait until it has left, and print the outcome.
 
     Returns:
-        0 if it was left, or the run has ended meanwhile; else 1.
+        0 if it has left, or the run has ended meanwhile; else 1.
     """
     from hpc_elastic.shared_files import write_atomic
 
     wait_s = grace_s + _MARGIN_S if wait_s is None else wait_s
     if not as_json:
-        print(f"preempting {node}: it has {grace_s:g} s to save and to leave", flush=True)
+        print(f"preempting {node}: it has {grace_s:g} s to save and leave", flush=True)
     before = len(node.events("task_exited"))
     num_stops = len(_stops(node))
     node.note("preempt", grace_s=grace_s)
@@ -372,7 +368,7 @@ def preempt(node: NamedNode, grace_s: float, wait_s: float | None, as_json: bool
     write_atomic(notice, f"{grace_s:g}\n")
     after_s = wait_until(node, lambda: len(node.events("task_exited")) > before, wait_s)
     left = node.events("task_exited")[before:]
-    told = {
+    printed = {
         **node.json, "grace_s": grace_s, "left": bool(left),
         "after_s": None if after_s is None else round(after_s, 1),
         "step": next((s["step"] for s in _stops(node)[num_stops:] if s.get("step")), None),
@@ -380,24 +376,22 @@ def preempt(node: NamedNode, grace_s: float, wait_s: float | None, as_json: bool
     }  # fmt: skip
     unread = after_s is None and _withdraw(notice)
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(printed, indent=2))
     elif after_s is None:
-        why = "no leader has taken the notice, which is withdrawn" if unread else "it was told to"
-        click.echo(f"{node.host} was not left within {wait_s:g} s: {why}", err=True)
+        why = "no leader has read the notice, which is withdrawn" if unread else "it has its notice"
+        click.echo(f"{node.host} has not left within {wait_s:g} s: {why}", err=True)
     else:
-        print(_outcome(node, told))
+        print(_outcome(node, printed))
     return 1 if after_s is None else 0
 
 
 def _stops(node: NamedNode) -> list[dict[str, Any]]:
-    """Return when rounds of the run were stopped."""
-    from hpc_elastic.run.events import read_events
-
+    """Return the events of the rounds that were stopped."""
     return [e for e in read_events(node.run.event_logs) if e["kind"] == "round_stopped"]
 
 
 def _withdraw(notice: Path) -> bool:
-    """Take a notice back; return False if it was taken already."""
+    """Remove a notice; False if the leader has read it already."""
     try:
         notice.unlink()
     except FileNotFoundError:
@@ -405,9 +399,9 @@ def _withdraw(notice: Path) -> bool:
     return True
 
 
-def _outcome(node: NamedNode, told: dict[str, Any]) -> str:
-    if not told["left"]:
-        return f"the run has ended; {node.host} is left with it"
-    saved = "" if told["step"] is None else f"; all ranks saved step {told['step']}"
-    back = "starts again as soon as a node is free" if told["comes_back"] else "does not come back"
-    return f"{node.host} was left after {told['after_s']} s{saved}; its task {back}"
+def _outcome(node: NamedNode, printed: dict[str, Any]) -> str:
+    if not printed["left"]:
+        return f"the run has ended, and with it {node.host} has left"
+    saved = "" if printed["step"] is None else f"; all ranks saved step {printed['step']}"
+    back = "starts again as soon as a node is free" if printed["comes_back"] else "is not restarted"
+    return f"{node.host} left after {printed['after_s']} s{saved}; its task {back}"

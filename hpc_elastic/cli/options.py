@@ -1,4 +1,4 @@
-"""The arguments that several commands have, and how a run is named on the command line."""
+"""Arguments of several commands: runs by name, and points in time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.shared_files import is_there
 
 JSON = "hpc_elastic.json"
-"""In the context of a command: whether its output is JSON."""
+"""Key in the context of a command: whether its output is JSON."""
 LAST = "last"
-"""The run that was submitted last."""
+"""Names the run that was submitted last."""
 
 
 def find_run(name: str) -> Path:
-    """Return the absolute run directory that a user means.
+    """Return the absolute directory of a run by its name.
 
     Args:
         name: A run directory; a sweep directory of a single run; a run's id; or ``last``.
 
     Raises:
-        RunDirectoryError: it is none of these; says what can be given.
+        RunDirectoryError: There is no such run.
     """
     path = Path(name)
     if path.is_dir():
@@ -40,9 +40,9 @@ def find_run(name: str) -> Path:
 
 def _unknown(name: str) -> NoReturn:
     if name == LAST:
-        what = "you have submitted none yet"
+        what = "no run was submitted yet"
     elif Path(name).exists():
-        what = f"{name} is no directory"
+        what = f"{name} is not a directory"
     else:
         near = near_miss(name, [LAST, *(run.run_id for run in registry.newest_first())])
         what = f"{name}: no such directory or id{near}"
@@ -51,14 +51,14 @@ def _unknown(name: str) -> NoReturn:
 
 def _run_below(folder: Path) -> Path:
     if is_there(RunDir(folder).spec) or not (folder / SUBMISSION).is_dir():
-        return folder  # whoever reads it says what is missing
+        return folder  # its reader reports what is missing
     runs = sorted(file.parent for file in folder.glob("*/run.json"))
     if not runs:
         remedy = "give the directory of a run, or an id of `hpc-elastic list`"
-        raise RunDirectoryError(f"{folder} is a sweep directory, and no run is in it: {remedy}")
+        raise RunDirectoryError(f"{folder} is a sweep directory without a run: {remedy}")
     if len(runs) > 1:
         names = ", ".join(str(run.name) for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
-        raise RunDirectoryError(f"{folder} holds {len(runs)} runs: give one of them ({names})")
+        raise RunDirectoryError(f"{folder} holds {len(runs)} runs; give one of them: {names}")
     return runs[0]
 
 
@@ -71,7 +71,7 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
         """Make the type.
 
         Args:
-            or_folder: Any other folder will do as well, such as one checkpoint.
+            or_folder: Accept any other directory too, such as one checkpoint.
         """
         self._or_folder = or_folder
 
@@ -86,7 +86,7 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
-        """Return ids that begin so, and let the shell complete folders."""
+        """Return the ids that begin with `incomplete`, or let the shell complete directories."""
         from click.shell_completion import CompletionItem
 
         ids = [LAST, *(run.run_id for run in registry.newest_first())]
@@ -95,19 +95,19 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 
 class SweepName(RunName):
-    """A sweep directory, or one of its runs, by whatever `find_run` finds it."""
+    """A sweep directory, or one of its runs as `find_run` finds it."""
 
     name = "sweep"
 
     def convert(
         self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path:
-        """Return that directory."""
+        """Return the directory."""
         return Path(value) if Path(value).is_dir() else find_run(str(value))
 
 
 def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
-    """Remember that JSON is asked for, before another argument can be refused."""
+    """Note that output is JSON, before another argument is refused."""
     ctx.meta[JSON] = value
     return value
 
@@ -116,11 +116,11 @@ run = click.argument("run", type=RunName(), metavar="RUN")
 checkpoints = click.argument("run", type=RunName(or_folder=True), metavar="RUN")
 as_json = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_note_json,
-    help="Print JSON, for scripts.",
+    help="Print JSON.",
 )  # fmt: skip
 
 
-# ---- Points in time as they are given on the command line
+# ---- points in time
 
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
@@ -138,7 +138,7 @@ def parse_time(text: str, now: float) -> float:
         now: Unix seconds.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: `text` has none of the forms.
     """
     ago = _AGO.fullmatch(text)
     if ago is not None:
@@ -170,4 +170,4 @@ class PointInTime(click.ParamType):  # type: ignore[type-arg]  # generic since c
         try:
             return parse_time(value.strip(), time.time())
         except ValueError:
-            self.fail(f"{value!r} is no time; give one of: {FORMS}", param, ctx)
+            self.fail(f"{value!r} is not a time; give one of: {FORMS}", param, ctx)

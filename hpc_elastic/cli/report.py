@@ -1,4 +1,4 @@
-"""``hpc-elastic report``: a run from its beginning to its end, as one page."""
+"""``hpc-elastic report``: a report of a run, as a page, a picture or JSON."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _STANDARD_OUTPUT = "-"
 
 _HELP = """
 \b
-What is in it:
-  where every node-second went, and the goodput
+Content:
+  node time by use, and the goodput
   when each node joined and left, and why
   step and loss over time, with the faults and the checkpoints
   each fault with its cost: lost steps, time without a step, node time
@@ -34,20 +34,20 @@ What is in it:
 
 \b
 Formats:
-  html  one file that needs nothing else: no network, no server; light or dark as the reader's
-        system is, on a laptop or on a phone
-  png   its figures and charts as a picture, drawn without a browser
-  json  all of it as values; docs/reference/report.md describes the keys
+  html  one file without links to others; it follows the light or dark mode of the browser
+  png   the figures and charts as a picture
+  json  all values; docs/reference/report.md describes the keys
 
-html and png need `pip install 'hpc_elastic[report]'`; json needs nothing. The file can be read by
-you alone, as the run's configuration can: `chmod a+r` it to hand it around.
+html and png need `pip install 'hpc_elastic[report]'`. The file holds the configuration, and only
+you can read it; `chmod a+r` makes it readable to others.
 
 \b
---json says what was written, and needs -o FILE; the report itself is JSON with --format json:
+--json prints one object about the written file, and needs -o FILE. (--format json is the report
+as JSON.)
   run_id, run   the run's id and directory
-  file          that was written
+  file          path of the report
   format        "html", "png" or "json"
-  num_bytes     its size
+  num_bytes     size of the file
 
 \b
 Examples:
@@ -61,24 +61,23 @@ Examples:
 @options.run
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    metavar="FILE", help="Where to; - is standard output, and the default for json.",
+    metavar="FILE", help="File to write; - is standard output, the default of json.",
 )  # fmt: skip
 @click.option(
     "--format", "form", type=click.Choice(_FORMATS),
-    help="Default: as FILE ends, else html.",
+    help="Default: by the suffix of FILE, else html.",
 )  # fmt: skip
 @options.as_json
 def report_command(run: Path, output: Path | None, form: str | None, as_json: bool) -> int:
-    """Write a report of a run: where its time went, its nodes, training, faults and checkpoints.
+    """Write a report of a run: use of its time, nodes, training, faults and checkpoints.
 
-    Everything is read from the run's directory, and Slurm is asked once. The run may go on, may
-    have ended, or never have started: the report says what is known. The exit code is 0 whatever
-    has become of the run.
+    The command reads the run directory, and queries Slurm once. The run may be running, have ended,
+    or never have started. The exit code does not depend on how the run ended.
     """
     form = form or _by_name(output)
     to_file = output is not None and str(output) != _STANDARD_OUTPUT
     if (output is None and form != "json") or (as_json and not to_file):
-        raise click.UsageError(f"say where to write it, such as -o report.{form}")
+        raise click.UsageError(f"-o FILE is missing, such as -o report.{form}")
     report = report_of(run)
     text = render(report, form)
     if output is None or not to_file:
@@ -87,11 +86,11 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
         return 0
     _write(output, text)
     if as_json:
-        told = {
+        printed = {
             "run_id": report.about.run_id, "run": str(run),
             "file": str(output.absolute()), "format": form, "num_bytes": len(text),
         }  # fmt: skip
-        print(json.dumps(told, indent=2))
+        print(json.dumps(printed, indent=2))
     else:
         print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
     return 0
@@ -108,7 +107,7 @@ def render(report: Report, form: str) -> bytes:
     """Return a report in one of its formats.
 
     Raises:
-        ReportLibraryError: html and png need a library that is not installed.
+        ReportLibraryError: A library that html and png need is not installed.
     """
     values = report.to_json()
     if form == "json":
@@ -123,24 +122,24 @@ def render(report: Report, form: str) -> bytes:
 
 
 def _write(output: Path, content: bytes) -> None:
-    """Replace a file in one step by one that only its owner can read; write into a device."""
+    """Replace a file atomically by one that only its owner can read; write into a device."""
     try:
         if output.exists() and not output.is_file():
             output.write_bytes(content)
             return
         write_atomic(output, content, mode=0o600)
     except OSError as e:
-        raise RunDirectoryError(f"{output} can not be written ({e}): name another file") from e
+        raise RunDirectoryError(f"{output} cannot be written ({e}): give another file") from e
 
 
-# ---- finding out --------------------------------------------------------------------------
+# ---- collecting
 
 
 def report_of(run: Path) -> Report:
     """Return the report of a run, from its files and its scheduler.
 
     Raises:
-        RunDirectoryError: this is no run directory, nor what is left of one.
+        RunDirectoryError: This is no run directory, nor what is left of one.
     """
     from hpc_elastic.cli.run_details import read_details
     from hpc_elastic.report.report import report
@@ -190,7 +189,7 @@ def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
             for step in store.steps()
         ]
     except OSError as e:
-        notes.append(f"the checkpoints can not be listed: {e}")
+        notes.append(f"the checkpoints cannot be listed: {e}")
         return []
 
 
@@ -202,7 +201,7 @@ def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     if config is None and spec is not None:
         config = {"args": spec.entry.args} if spec.entry.kind == "function" else None
     if isinstance(config, dict):
-        config.pop("launcher", None)  # stands in the settings
+        config.pop("launcher", None)  # part of the settings
     provenance = dict(spec.provenance) if spec is not None else {}
     provenance.pop("environment", None)
     if isinstance(provenance.get("argv"), list):
@@ -213,7 +212,7 @@ def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
 
 
 def _read(file: Path, notes: list[str]) -> Any:
-    """Return the values of a YAML or JSON file; None where there is none."""
+    """Return the values of a YAML or JSON file; None if there is none."""
     import yaml
 
     try:
@@ -221,5 +220,5 @@ def _read(file: Path, notes: list[str]) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, yaml.YAMLError) as e:
-        notes.append(f"{file.name} can not be read: {e}")
+        notes.append(f"{file.name} cannot be read: {e}")
         return None

@@ -75,15 +75,15 @@ Examples:
 @click.option("-w", "--watch", is_flag=True, help="Go on until the run has ended, or Ctrl-C.")
 @click.option(
     "--every", "every_s", default=2.0, show_default=True, metavar="SECONDS",
-    type=click.FloatRange(min=0.1), help="With --watch: the time between two looks.",
+    type=click.FloatRange(min=0.1), help="With --watch: interval of updates.",
 )  # fmt: skip
 @options.as_json
 def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int:
     """Show a run: its group, tasks, step, pace, checkpoints, and where its time went.
 
-    Everything is read from the run's directory, and Slurm is queried once. Nothing needs to run,
-    and any node that sees the directory will do. The exit code is 0 whatever the state of the run,
-    and 1 if RUN is none; with --watch it is 1 if the run has not succeeded.
+    The command reads the run directory, and queries Slurm once; it works on every node that has the
+    directory, also after the end of the run. The exit code is 1 if RUN is no run; with --watch also
+    if the run has not succeeded.
     """
     from hpc_elastic.cli.run_details import read_details
 

@@ -354,17 +354,17 @@ class LocalView:
 
 
 def find_submission(folder: Path) -> Path:
-    """Return the ``.hpc_elastic`` of a sweep directory; one of its run directories will do.
+    """Return the ``.hpc_elastic`` of a sweep directory, or of the sweep of a run directory.
 
     Raises:
-        RunDirectoryError: it is neither.
+        RunDirectoryError: `folder` is neither.
     """
     if (folder / SUBMISSION).is_dir():
         return folder / SUBMISSION
     if is_there(RunDir(folder).spec):
         return Path(RunDir(folder).load().submission)
-    remedy = "give the folder that holds a sweep's runs, such as multirun/2030-01-31/12-00-00"
-    raise RunDirectoryError(f"{folder} is no sweep directory: {remedy}")
+    remedy = "give the directory of a sweep, such as multirun/2030-01-31/12-00-00"
+    raise RunDirectoryError(f"{folder} is not a sweep directory: {remedy}")
 
 
 def _read_job_ids(submission: Path) -> dict[int, str]:
@@ -373,7 +373,7 @@ def _read_job_ids(submission: Path) -> dict[int, str]:
     if not job_ids:
         arrays = Submission(submission).arrays()
         scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
-        remedy = f"; to do so: sbatch {scripts}" if scripts else ""
+        remedy = f"; to submit it: sbatch {scripts}" if scripts else ""
         raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
     return job_ids
 
@@ -381,7 +381,7 @@ def _read_job_ids(submission: Path) -> dict[int, str]:
 def read_handles(submission: Path) -> list[RunHandle]:
     """Return the runs of a sweep that were submitted.
 
-    Runs whose directories were removed are left out, and named.
+    Runs whose directories were removed are left out, and named on standard error.
 
     Raises:
         RunDirectoryError: A file of the sweep is missing, all its runs are, or nothing was
@@ -392,7 +392,9 @@ def read_handles(submission: Path) -> list[RunHandle]:
     there = {path: is_there(path) for path in dict.fromkeys(tasks)}
     removed = [path.name for path, is_there in there.items() if not is_there]
     if len(removed) == len(there):
-        raise RunDirectoryError(f"{submission.parent} holds no run any more: they were removed")
+        raise RunDirectoryError(
+            f"{submission.parent} has no runs left: their directories were removed"
+        )
     if removed:
         print(f"removed, and left out: {', '.join(removed)}", file=sys.stderr)
     specs = {path: RunDir(path).load() for path in there if there[path]}

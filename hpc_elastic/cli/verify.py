@@ -1,4 +1,4 @@
-"""``hpc-elastic verify``: check every checkpoint of a run."""
+"""``hpc-elastic verify``, ``audit`` and ``export``: check and export what a run has written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -27,15 +28,15 @@ from hpc_elastic.run.directory import RunDir
 
 @dataclass(frozen=True)
 class CheckpointFinding:
-    """One checkpoint, as it was found.
+    """The state of one checkpoint; None where the manifest cannot be read.
 
     Attributes:
         folder: Its folder.
-        step: The step that it holds; None if that can not be read.
-        num_bytes: What its files should have together.
-        world_size: Ranks that wrote it.
+        step: Its step.
+        num_bytes: Total size of its files by its manifest.
+        world_size: Number of ranks that wrote it.
         created: Unix seconds.
-        problems: What is wrong with it; nothing if it is good.
+        problems: Its defects, each a sentence; empty if it is good.
     """
 
     folder: str
@@ -53,14 +54,14 @@ Examples:
   hpc-elastic verify runs/7 --json | jq '.[] | select(.problems == []) | .step'
 
 \b
---json prints one object for each checkpoint, in a list, the newest first; null is what can not be
-read:
+--json prints a list of objects, one for each checkpoint, the newest first; null if a value cannot
+be read:
   folder       its directory
-  step         that it holds
-  num_bytes    what its files should have together
-  world_size   ranks that wrote it
+  step         its step
+  num_bytes    total size of its files by its manifest
+  world_size   number of ranks that wrote it
   created      Unix seconds
-  problems     what is wrong with it, each a sentence; [] if it is good
+  problems     its defects, each a sentence; [] if it is good
 """
 
 
@@ -70,20 +71,20 @@ read:
 def verify_command(run: Path, as_json: bool) -> int:
     """Read all checkpoints of a run and compare their checksums.
 
-    RUN is a run, its directory of checkpoints, or one checkpoint. The exit code is 1 if one is
-    damaged, or there is none.
+    RUN is a run, its directory of checkpoints, or one checkpoint. The exit code is 1 if a
+    checkpoint is damaged, or there is none.
     """
     return verify(run, as_json=as_json)
 
 
 def verify(run: Path, *, as_json: bool) -> int:
-    """Print what was found.
+    """Check all checkpoints and print their states.
 
     Returns:
         0 if every checkpoint is good, else 1.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointNotFoundError: There is no checkpoint.
     """
     findings = [examine(folder) for folder in find_checkpoints(run)]
     if as_json:
@@ -100,7 +101,7 @@ def find_checkpoints(path: Path) -> list[Path]:
         path: A run directory, a directory of checkpoints, or one checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: There is none.
     """
     if (path / MANIFEST).exists():
         return [path]
@@ -113,7 +114,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def examine(folder: Path) -> CheckpointFinding:
-    """Check one checkpoint, all of its bytes."""
+    """Check one checkpoint: all its bytes are read."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as e:
@@ -129,10 +130,6 @@ def examine(folder: Path) -> CheckpointFinding:
 
 
 def _print_table(findings: Sequence[CheckpointFinding]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table("checkpoint", "saved", "size", "ranks", "state")
     has_several = len({Path(finding.folder).parent for finding in findings}) > 1
     for finding in findings:
@@ -152,7 +149,7 @@ def _cells(finding: CheckpointFinding, *, whole: bool) -> Iterator[str]:
     yield "damaged" if finding.problems else "good"
 
 
-# ---- ``hpc-elastic audit``: was every sample trained exactly once an epoch?
+# ---- ``hpc-elastic audit``
 
 
 _COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
@@ -166,20 +163,20 @@ Examples:
   hpc-elastic audit runs/7 --json | jq '.[].holds'
 
 \b
---json prints one object, which has one for each sampler, by its name:
-  holds              whether every sample was trained exactly once, as far as it has come
+--json prints one object, with one object for each sampler, by its name:
+  holds              whether every sample so far was trained exactly once
   name               of the sampler
-  dataset_len        samples of an epoch
-  epochs             a list; of each epoch, from 0, how many samples were trained once, twice or
-                     never, are left to come, were dropped at its end, padded its last batch, or
-                     were trained elsewhere, before the run's first state:
+  dataset_len        number of samples per epoch
+  epochs             a list with the numbers of samples of each epoch, from 0: trained once, twice
+                     or never, left to train, dropped at its end, used as padding of its last
+                     batch, or trained elsewhere, before the run's first state:
                      epoch, once, twice, never, left, dropped, padded, elsewhere
   last_step          of the surviving history
-  stretches          how often a group began to train
-  replayed_steps     written down and thrown away
-  replayed_samples   of these steps
-  open_samples       of steps that not all ranks have written down yet
-  problems           why it does not hold, each a sentence
+  stretches          number of times that a group began to train
+  replayed_steps     number of recorded steps that were lost
+  replayed_samples   number of samples of these steps
+  open_samples       number of samples of steps that not all ranks have recorded yet
+  problems           why `holds` is false, each a sentence
 """
 
 
@@ -187,26 +184,26 @@ Examples:
 @options.run
 @options.as_json
 def audit_command(run: Path, as_json: bool) -> int:
-    """Tell whether every sample was trained exactly once an epoch.
+    """Check that every sample was trained exactly once per epoch.
 
-    Reads the ledger that the run's samplers have kept, whatever happened to the world size. The
-    exit code is 1 if a sample was left out or trained twice.
+    The command reads the ledger of the run's samplers, over all changes of the world size. The exit
+    code is 1 if a sample was left out or trained twice, or that is unknown.
     """
     return audit_run(run, as_json=as_json)
 
 
 def audit_run(run: Path, *, as_json: bool) -> int:
-    """Print the proof from a run's ledger.
+    """Check the ledger of a run and print the result.
 
     Args:
         run: The run directory.
-        as_json: Print one JSON object, by the samplers' names, instead of tables.
+        as_json: Print one JSON object, by the names of the samplers, instead of tables.
 
     Returns:
-        0 if it holds, 1 if a sample was left out or trained twice, or it can not be told.
+        0 if every sample was trained exactly once per epoch; 1 if not, or if that is unknown.
 
     Raises:
-        RunDirectoryError: the run has no ledger, or it is damaged.
+        RunDirectoryError: The run has no ledger, or it is damaged.
     """
     proofs = audit(run)
     if as_json:
@@ -222,19 +219,19 @@ def _print_audit(proof: Proof) -> None:
     console.print(_table(proof))
     console.print(
         f"{counted(proof.last_step, 'step')}, trained in "
-        f"{counted(proof.stretches, 'stretch', 'stretches')}; written down and thrown away: "
+        f"{counted(proof.stretches, 'stretch', 'stretches')}; recorded and lost: "
         f"{counted(proof.replayed_steps, 'step')} ({counted(proof.replayed_samples, 'sample')})"
     )
     if proof.open_samples:
-        console.print(f"not yet written down by all ranks: {counted(proof.open_samples, 'sample')}")
+        console.print(f"not yet recorded by all ranks: {counted(proof.open_samples, 'sample')}")
     for problem in proof.problems:
         console.print(f"NOT PROVEN: {problem}")
     if proof.holds:
-        console.print("Proven: every sample exactly once an epoch, as far as the training has come")
+        console.print("Proven: every sample so far was trained exactly once per epoch")
 
 
 def _table(proof: Proof) -> Table:
-    """Return a table of the epochs; columns that are zero throughout are left out."""
+    """Return the table of the epochs, without columns of zeros."""
     counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
     table = Table(title=Text(f"{proof.name}: {counted(proof.dataset_len, 'sample')}"))
     for column in ("epoch", *counts):
@@ -248,7 +245,7 @@ def _row(epoch: EpochProof, counts: list[str]) -> list[str]:
     return [str(epoch.epoch), *(f"{getattr(epoch, count):,}" for count in counts)]
 
 
-# ---- ``hpc-elastic export``: a checkpoint as one file that plain torch reads
+# ---- ``hpc-elastic export``
 
 
 _EXPORT_EXAMPLES = """
@@ -259,13 +256,13 @@ Examples:
 
 \b
 --json prints one object:
-  run           what was given for it
-  checkpoint    the folder that was read
-  step          that it holds
-  key           that was written; null: all of them
-  file          that was written
+  run           path of RUN
+  checkpoint    folder of the checkpoint
+  step          its step
+  key           the exported key; null for all
+  file          the written file
   num_bytes     its size
-  num_tensors   in it
+  num_tensors   number of tensors in it
 """
 
 
@@ -273,20 +270,22 @@ Examples:
 @options.checkpoints
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
-    metavar="FILE", help="Such as model.pt.",
+    metavar="FILE", help="File to write, such as model.pt.",
 )  # fmt: skip
-@click.option("--step", type=int, metavar="N", help="This step instead of the newest.")
-@click.option("--key", metavar="KEY", help="One key of the Checkpointer's state, such as model.")
+@click.option(
+    "--step", type=int, metavar="N", help="Step to export. [default: the newest good one]"
+)
+@click.option(
+    "--key", metavar="KEY", help="Key of the state to export, such as model. [default: all]"
+)
 @options.as_json
 def export_command(
     run: Path, output: Path, step: int | None, key: str | None, as_json: bool
 ) -> int:
     """Write the newest good checkpoint of a run as one file of whole tensors.
 
-    It is for torch.load(FILE, weights_only=True). RUN is a run, its directory of checkpoints, or
-    one checkpoint. A damaged one is passed over, and named on standard error.
-
-    The exit code is 1 if nothing was written.
+    torch.load(FILE, weights_only=True) reads it. RUN is a run, its directory of checkpoints, or one
+    checkpoint. Damaged checkpoints are skipped, and named on standard error.
     """
     return export(run, output, step=step, key=key, as_json=as_json)
 
@@ -294,34 +293,34 @@ def export_command(
 def export(
     run: Path, output: Path, *, step: int | None, key: str | None, as_json: bool = False
 ) -> int:
-    """Write a checkpoint to a file, and say which.
+    """Write a checkpoint to a file, and print which.
 
     Args:
         run: A run directory, a directory of checkpoints, or one checkpoint.
         output: The file.
         step: Which checkpoint; None takes the newest that is good.
         key: One key of the state; None for all.
-        as_json: Say it as JSON on standard output.
+        as_json: Print JSON.
 
     Returns:
         0.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        ConfigError: the state has no such key, or the output can not be written.
+        CheckpointError: There is no such checkpoint, or it is damaged.
+        ConfigError: The state has no such key, or the output cannot be written.
     """
     folder, manifest = choose(run, step)
-    # torch is imported here: a login node checks the arguments and the files without it.
+    # imports torch: the arguments and the files are checked without it
     from hpc_elastic.checkpoint.export import export as write
 
     num_tensors = write(manifest, folder, output, key)
     if as_json:
-        told = {
+        printed = {
             "run": str(run.absolute()), "checkpoint": str(folder.absolute()),
             "step": manifest.step, "key": key, "file": str(output.absolute()),
             "num_bytes": output.stat().st_size, "num_tensors": num_tensors,
         }  # fmt: skip
-        print(json.dumps(told, indent=2))
+        print(json.dumps(printed, indent=2))
         return 0
     what = f"{key} of step {manifest.step}" if key else f"step {manifest.step}"
     print(f"wrote {what} to {output}: {counted(num_tensors, 'tensor')}", file=sys.stderr)
@@ -329,17 +328,17 @@ def export(
 
 
 def choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
-    """Return the checkpoint that was asked for, verified.
+    """Return the newest good checkpoint, or that of a step.
 
     Raises:
-        CheckpointNotFoundError: there is none of that step, or it is not clear which are meant.
-        CheckpointCorruptError: it is damaged, or all are.
+        CheckpointNotFoundError: There is none of that step, or there are several directories.
+        CheckpointCorruptError: It is damaged, or all are.
     """
     folders = find_checkpoints(run)
     directories = sorted({str(folder.parent) for folder in folders})
     if len(directories) > 1:
         remedy = f"give one of them in place of RUN: {', '.join(directories)}"
-        raise CheckpointNotFoundError(f"{run} has checkpoints in several directories; {remedy}")
+        raise CheckpointNotFoundError(f"{run} has checkpoints in several directories: {remedy}")
     wanted = folders if step is None else [f for f in folders if f.name == f"step-{step:08d}"]
     if not wanted:
         known = ", ".join(folder.name for folder in folders)

@@ -144,7 +144,7 @@ class RunView:
         if end.status in (LOST, CANCELLED):
             what = f"it is lost: {end.why}" if end.status == LOST else str(end.why)
             resume = f"hpc-elastic resume {quoted(self.run.path)}"
-            return f"{what}; to go on from its last checkpoint: {resume}"
+            return f"{what}; to continue from its last checkpoint: {resume}"
         if end.status == "unknown":
             return f"it has ended, but {self.run.result} cannot be read"
         return f"it has ended: {end.status}"

@@ -40,7 +40,7 @@ def test_accelerate_goes_on_without_a_node(tmp_path):
 
     assert run.lost_at_notice() == 0
     assert value["steps"] == 2 * 38
-    assert "thrown away: 0 steps" in run.audit()
+    assert "recorded and lost: 0 steps" in run.audit()
 
 
 class Net(torch.nn.Module):

@@ -136,4 +136,4 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     assert f"killed the processes of {led}" in texts[0]
     for text in (*texts, run.output()):
         assert "slurm" not in text.lower(), text
-    assert "has ended: it succeeded" in call("preempt", run.path, "local-1", code=1)
+    assert "has ended (succeeded)" in call("preempt", run.path, "local-1", code=1)

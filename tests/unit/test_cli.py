@@ -165,14 +165,14 @@ def test_a_dry_run_hands_on_the_failure_of_the_script(tmp_path):
 def test_wait_wants_a_sweep_directory(tmp_path, capsys):
     """A folder that is none, or from which nothing was submitted, is named."""
     assert main(["wait", str(tmp_path)]) == 1
-    assert f"{tmp_path} is no sweep directory" in capsys.readouterr().err
+    assert f"{tmp_path} is not a sweep directory" in capsys.readouterr().err
     (tmp_path / ".hpc_elastic").mkdir()
     assert main(["wait", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("was never submitted\n")
     script = tmp_path / ".hpc_elastic" / "array-0.sbatch"
     script.touch()
     assert main(["wait", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.endswith(f"was never submitted; to do so: sbatch {script}\n")
+    assert capsys.readouterr().err.endswith(f"was never submitted; to submit it: sbatch {script}\n")
 
 
 @pytest.fixture
@@ -216,10 +216,10 @@ def test_wait_leaves_out_runs_that_were_removed(sweep, capsys):
     shutil.rmtree(sweep / "0")
     (sweep / "1" / "result.json").write_text('{"status": "succeeded"}')
     assert main(["wait", str(sweep)]) == 0
-    assert "removed, and left out: 0" in capsys.readouterr().err
+    assert "their directories were removed: 0" in capsys.readouterr().err
     shutil.rmtree(sweep / "1")
     assert main(["wait", str(sweep)]) == 1
-    assert "holds no run any more" in capsys.readouterr().err
+    assert "has no runs left" in capsys.readouterr().err
 
 
 def test_wait_shows_and_tells_how_runs_ended(sweep, capsys):
@@ -290,7 +290,7 @@ def test_an_interrupted_command_exits_with_130(monkeypatch, capsys):
     monkeypatch.setattr("hpc_elastic.run.registry.newest_first", interrupt)
     assert main(["list"]) == 130
     main(["--help"])
-    assert re.search("^    130  it was interrupted", capsys.readouterr().out, re.MULTILINE)
+    assert re.search("^    130  interrupted", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
@@ -401,4 +401,4 @@ def test_an_unknown_run_is_answered_with_the_near_one(tmp_path, monkeypatch, cap
     assert "(did you mean 'last'?)" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["logs", str(tmp_path / "file")]) == 1
-    assert "is no directory; give a run directory" in capsys.readouterr().err
+    assert "is not a directory; give a run directory" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_events import begun, event, group, left, node, notice, stop
 
-from hpc_elastic.cli.events import _Told
+from hpc_elastic.cli.events import TimelinePrinter
 from hpc_elastic.cli.main import main
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from hpc_elastic.shared_files import write_atomic
@@ -117,17 +117,19 @@ def test_what_is_followed_is_told_in_order_and_when_it_is_settled(capsys):
     away = [notice(10.0, 0), notice(10.1, 1), stop(11.0, 1, "regroup", 20), left(11.0, 0),
             left(11.0, 1)]  # fmt: skip
     back = [node(95.0, 0, 1), node(96.0, 1, 1), group(99.0, 2, 10, 11)]
-    told = _Told(as_json=False)
-    told.tell(EVENTS, 3.0)
-    assert capsys.readouterr().out.count("\n") == 0 and told.waits
-    told.tell([*EVENTS, *away], 13.0)
-    assert capsys.readouterr().out.count("\n") == 3 and told.waits, "the date, and two lines"
-    told.tell([*EVENTS, *away], 20.0)
+    printer = TimelinePrinter(as_json=False)
+    printer.print(EVENTS, 3.0)
+    assert capsys.readouterr().out.count("\n") == 0 and printer.has_unprinted
+    printer.print([*EVENTS, *away], 13.0)
+    assert capsys.readouterr().out.count("\n") == 3 and printer.has_unprinted, (
+        "the date, and two lines"
+    )
+    printer.print([*EVENTS, *away], 20.0)
     (stood,) = capsys.readouterr().out.splitlines()
-    assert "were preempted" in stood and not told.waits
-    told.tell([*EVENTS, *away, *back], 104.5)
+    assert "were preempted" in stood and not printer.has_unprinted
+    printer.print([*EVENTS, *away, *back], 104.5)
     (again,) = capsys.readouterr().out.splitlines()
-    assert "came back" in again and not told.waits
+    assert "came back" in again and not printer.has_unprinted
 
 
 DAMAGE = (

@@ -88,11 +88,11 @@ def test_following_a_run_that_has_ended_shows_its_last_lines_and_ends(capsys, ru
     [
         (["--rank", "5"], 1, "--rank 5: the run has no such rank; it has ranks 0-1"),
         (["--node", "n9"], 1, "--node n9: the run has no such node; it has nodes n1, n2, n3"),
-        (["--grep", "nowhere"], 1, "nothing to show; it has ended: succeeded"),
+        (["--grep", "nowhere"], 1, "no output; it has ended: succeeded"),
         (["--grep", "("], 2, r"write \( \[ \* \. for the character itself"),
         (["--rank", "first"], 2, "give a rank, or ranks such as 0-3,8"),
         (["--node", "n["], 2, "give a node, or nodes such as node[1-3]"),
-        (["--since", "tomorrow"], 2, "'tomorrow' is no time; give one of: 10m (ago"),
+        (["--since", "tomorrow"], 2, "'tomorrow' is not a time; give one of: 10m (ago"),
         (["--tail", "-3"], 2, "-3"),
     ],
 )

@@ -445,8 +445,8 @@ def test_the_command_prints_the_proof(finished, capsys):
     """And exits with 0."""
     assert main(["audit", str(finished.path)]) == 0
     out = capsys.readouterr().out
-    assert "Proven: every sample exactly once an epoch" in out
-    assert "written down and thrown away: 0 steps (0 samples)" in " ".join(out.split())
+    assert "Proven: every sample so far was trained exactly once" in out
+    assert "recorded and lost: 0 steps (0 samples)" in " ".join(out.split())
 
 
 def test_the_command_fails_without_a_proof(finished, capsys):

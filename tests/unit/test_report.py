@@ -323,7 +323,7 @@ def test_the_format_follows_the_name(run, tmp_path, capsys):
         assert main(["report", str(run.path), "-o", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_bytes().lstrip().startswith(begin)
     assert main(["report", str(run.path), "-o", str(tmp_path / "no" / "r.json")]) == 1
-    assert "name another file" in capsys.readouterr().err
+    assert "give another file" in capsys.readouterr().err
 
 
 def test_scripts_are_told_what_was_written(run, tmp_path, capsys):

@@ -44,12 +44,12 @@ def runs(tmp_path, monkeypatch):
 def test_a_sweep_stands_for_its_only_run(tmp_path):
     """One without any says so, and of several one has to be given."""
     (tmp_path / ".hpc_elastic").mkdir()
-    with pytest.raises(RunDirectoryError, match="is a sweep directory, and no run is in it: give"):
+    with pytest.raises(RunDirectoryError, match="is a sweep directory without a run: give"):
         find_run(str(tmp_path))
     only = run_of(tmp_path, "7", [(0, 0), (0, 1)], "only")
     assert find_run(str(tmp_path)) == only.path
     run_of(tmp_path, "8", [(1, 0), (1, 1)], "other")
-    with pytest.raises(RunDirectoryError, match=r"holds 2 runs: .*\(only, other\)"):
+    with pytest.raises(RunDirectoryError, match=r"holds 2 runs; .*: only, other"):
         find_run(str(tmp_path))
 
 

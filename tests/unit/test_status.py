@@ -299,7 +299,7 @@ def test_a_list_reads_no_more_runs_than_it_shows(tmp_path, monkeypatch, capsys):
     assert main(["list", "--limit", "3", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(read) == 3
     assert main(["list", "--limit", "3"]) == 0
-    assert "the 3 newest" in capsys.readouterr().out
+    assert "the newest 3" in capsys.readouterr().out
     assert main(["list", "--all", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 30
 

@@ -244,7 +244,7 @@ class Settling:
         return sorted(due, key=lambda line: line.time)
 
 
-def readable(*, size: int, read: int, covered: int, waited_s: float) -> int:
+def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> int:
     """Return the byte up to which a growing file can be read now (pure).
 
     Args:

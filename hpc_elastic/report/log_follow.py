@@ -22,7 +22,7 @@ from hpc_elastic.report.log_files import (
     is_over,
     line_start,
     newest_of_tasks,
-    readable,
+    readable_until,
     size_of,
 )
 
@@ -164,7 +164,7 @@ class _Followed:
         self._waits_since = now if self._waits_since is None else self._waits_since
         waited_s = now - self._waits_since
         covered = reader.index.covered
-        until = readable(size=size, read=reader.offset, covered=covered, waited_s=waited_s)
+        until = readable_until(size=size, read=reader.offset, covered=covered, waited_s=waited_s)
         if until <= reader.offset:
             return []
         self._waits_since, self._grew_at = None, now

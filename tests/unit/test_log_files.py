@@ -1,23 +1,155 @@
-"""Files of output as they lie in a run directory: found, read, and read from behind."""
+"""Files of output: bytes as lines, lines by time, files found, selected and followed."""
 
 import os
+import random
 import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from output_files import EPOCH, Output, make_run
 
 from hpc_elastic.report import log_files, log_follow
 from hpc_elastic.report.log_files import (
+    MAX_LINE,
     Discovery,
+    LogLine,
     LogSource,
+    NothingSelectedError,
     Selection,
+    Settling,
+    Splitter,
     begin_of,
+    cleaned,
+    is_over,
     lines,
+    merge,
+    newest_of_tasks,
+    readable_until,
+    require_there,
+    source_of,
     start_of,
     tail,
 )
 from hpc_elastic.report.log_follow import Follower
 from hpc_elastic.run.directory import RunDir
+
+
+def worker(rank, host="n1", stream="out", attempt=0, round_=1, task="7_0") -> LogSource:
+    """A worker's file."""
+    path = Path(f"{task}/{attempt}/{round_}.{rank}.{stream}")
+    return LogSource(path, stream, task, attempt, round_, rank, host)
+
+
+AGENT = LogSource(Path("7_0/0/agent.log"), "agent", "7_0", 0, host="n1")
+SLURM = LogSource(Path("7_0.log"), "slurm", "7_0", host="n1")
+RUN = [worker(0), worker(1), worker(2, "n2", task="7_1"), worker(2, "n2", "err", task="7_1")]
+
+
+def texts(lines) -> str:
+    """What lines say."""
+    return " ".join(line.text for line in lines)
+
+
+def stream(source, *times):
+    """A file whose lines say when they were written."""
+    return (
+        times[0] if times else 0.0,
+        iter([LogLine(t, source, f"{source.rank}:{t}") for t in times]),
+    )
+
+
+# ---- bytes as lines
+
+
+@pytest.mark.parametrize(
+    ("text", "plain", "coloured"),
+    [
+        ("loss 0.1\tstep 7", "loss 0.1\tstep 7", "loss 0.1\tstep 7"),
+        ("Grüße, 日本", "Grüße, 日本", "Grüße, 日本"),
+        ("\x1b[31mred\x1b[0m", "red", "\x1b[31mred\x1b[0m\x1b[0m"),
+        ("\x1b[1;38;5;9mbold", "bold", "\x1b[1;38;5;9mbold\x1b[0m"),
+        ("\x1b[2J\x1b[Hgone?", "gone?", "gone?"),
+        ("\x1b[A\x1b[2K 10%", " 10%", " 10%"),
+        ("\x1b]0;title\x07text", "text", "text"),
+        ("\x1b]0;open to the end", "", ""),
+        ("\x1bPdevice\x1b\\text", "text", "text"),
+        ("\x1b(0bell\x07\x00\x08\x7f\x9b", "bell", "bell"),
+        ("\x1bc reset", " reset", " reset"),
+    ],
+)
+def test_a_terminal_gets_text_and_colours_alone(text, plain, coloured):
+    """It is neither cleared nor renamed; colours are for terminals, and end with their line."""
+    assert cleaned(text, colours=False) == plain
+    assert cleaned(text, colours=True) == coloured
+
+
+def test_no_bytes_disturb_a_terminal():
+    """Whatever a worker writes: a tensor, half a character, an escape sequence cut in two."""
+    dice = random.Random(1)
+    for _ in range(300):
+        data = dice.randbytes(dice.randrange(200)) + b"\x1b[" + dice.randbytes(3)
+        for _, text in [*(s := Splitter()).feed(data), *s.rest()]:
+            shown = cleaned(text, colours=False)
+            assert all(c == "\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) for c in shown)
+
+
+def test_lines_are_the_same_however_their_bytes_arrive():
+    """Each with the byte at which it ends."""
+    data = "eins\nzwölf\n\n日本\r\nlast".encode()
+    whole = Splitter(100)
+    expected = [*whole.feed(data), *whole.rest()]
+    assert expected == [(104, "eins"), (111, "zwölf"), (112, ""), (120, "日本"), (125, "last")]
+    for size in range(1, len(data)):
+        splitter, found = Splitter(100), []
+        for at in range(0, len(data), size):
+            found += splitter.feed(data[at : at + size])
+        assert [*found, *splitter.rest()] == expected
+
+
+def test_of_a_line_that_was_redrawn_the_last_state_is_shown():
+    """As on a terminal, at the end of a progress bar."""
+    splitter = Splitter()
+    assert splitter.feed(b"start\n\r 10%\r 50%") == [(5, "start")]
+    assert [text for _, text in splitter.feed(b"\r100%\r\nnext\n")] == ["100%", "next"]
+
+
+def test_how_far_a_bar_is_can_be_asked_before_its_end():
+    """Of lines that are not redrawn nothing is told, they are only late."""
+    splitter = Splitter()
+    splitter.feed(b"a line")
+    assert splitter.state() == ""
+    splitter.feed(b" and its end\n\r 10%\r 20%")
+    assert splitter.state() == " 20%"
+    splitter.feed(b"\r" + b"x" * 2 * MAX_LINE)
+    splitter.feed(b"\r 30%")
+    assert splitter.state() == " 30%"
+    splitter.feed(b"\nnext")
+    assert splitter.state() == ""
+
+
+def test_a_bar_that_is_redrawn_for_days_takes_no_memory():
+    """Only its last state is held."""
+    splitter = Splitter()
+    for step in range(20_000):
+        assert splitter.feed(f"\r{step:7d} of 20000".encode()) == []
+    held = [len(value) for value in vars(splitter).values() if isinstance(value, bytes)]
+    assert max(held) <= 2 * MAX_LINE
+    assert [text for _, text in splitter.rest()] == ["  19999 of 20000"]
+
+
+def test_what_has_no_end_of_line_comes_in_pieces():
+    """A file of zeros is not held in memory until it ends."""
+    splitter = Splitter()
+    found = [piece for _ in range(10) for piece in splitter.feed(b"x" * 100_000)]
+    found += splitter.rest()
+    assert sum(len(text) for _, text in found) == 1_000_000
+    assert max(len(text) for _, text in found) <= MAX_LINE
+    assert [end for end, _ in found] == sorted(end for end, _ in found)
+
+
+# ---- a file by time
 
 
 def told(found) -> list[tuple[float, str]]:
@@ -144,6 +276,42 @@ def test_a_large_file_is_streamed(tmp_path):
     assert peak < 1_000_000
 
 
+# ---- several files by time
+
+
+def test_lines_of_several_files_come_by_time_and_those_of_one_in_its_order():
+    """Lines of one time come by file, and no file is torn apart."""
+    merged = merge([stream(RUN[0], 1, 3, 3, 9), stream(RUN[1], 2, 3), stream(RUN[2])])
+    assert texts(merged) == "0:1 1:2 0:3 0:3 1:3 0:9"
+
+
+def test_random_files_are_merged_as_if_they_had_been_sorted_together():
+    """For whatever is in them."""
+    dice = random.Random(4)
+    for _ in range(200):
+        files = [sorted(dice.choices(range(9), k=dice.randrange(6))) for _ in range(4)]
+        merged = list(merge([stream(worker(r), *times) for r, times in enumerate(files)]))
+        assert len(merged) == sum(map(len, files))
+        assert all((a.time, a.source.rank) <= (b.time, b.source.rank) for a, b in pairwise(merged))
+
+
+def test_a_file_is_begun_only_when_its_time_has_come():
+    """A run of days has tens of thousands of files, which can not all be open."""
+    begun = []
+
+    def file(rank, *times):
+        begun.append(rank)
+        yield from (LogLine(t, worker(rank), f"{rank}:{t}") for t in times)
+
+    merged = merge([(1.0, file(0, 1, 2)), (5.0, file(1, 5))])
+    next(merged), next(merged)
+    assert begun == [0]
+    assert texts(merged) == "1:5" and begun == [0, 1]
+
+
+# ---- the files of a run
+
+
 @pytest.fixture
 def run(tmp_path) -> RunDir:
     """A run directory with two tasks, of which one was requeued."""
@@ -175,6 +343,115 @@ def test_files_that_came_within_a_tick_of_the_servers_clock_are_found(run, monke
     os.utime(folder, ns=(date, date))
     now[0] += 2.0
     assert len(found.sources()) == len(before) + 1
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("round-3.rank-12.err", ("err", 3, 12)),
+        ("round-3.rank-12.out", ("out", 3, 12)),
+        ("agent.log", ("agent", None, None)),
+        ("round-3.rank-12.out.times", None),
+        ("round-3.rank-12.error.json", None),
+    ],
+)
+def test_a_file_is_known_by_its_name(file, expected):
+    """Its index, and the report of a failure, are no output."""
+    source = source_of(file, Path("/run"), "7_0", 2, "n1")
+    found = source and (source.stream, source.round, source.rank)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (Selection(), [0, 1, 2, 3]),
+        (Selection(agents=True), [0, 1, 2, 3, 4, 5]),
+        (Selection(ranks=frozenset([1, 2])), [1, 2, 3]),
+        (Selection(ranks=frozenset([1]), agents=True), [1, 4, 5]),
+        (Selection(nodes=frozenset(["n2"]), agents=True), [2, 3]),
+        (Selection(attempt=0, agents=True), [0, 1, 2, 3, 4, 5]),
+        (Selection(attempt=1), []),
+        (Selection(round=1), [0, 1, 2, 3]),
+        (Selection(round=2), []),
+    ],
+)
+def test_files_are_chosen_by_rank_node_attempt_and_round(selection, expected):
+    """Agents have no rank and no round; what Slurm captures has no attempt."""
+    files = [*RUN, AGENT, SLURM]
+    assert [number for number, file in enumerate(files) if selection.selects(file)] == expected
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        (
+            Selection(ranks=frozenset([0, 7])),
+            "--rank 7: the run has no such rank; it has ranks 0-2",
+        ),
+        (Selection(nodes=frozenset(["n9"])), "--node n9: .* it has nodes n1, n2"),
+        (Selection(attempt=3), "--attempt 3: .* it has attempt 0"),
+        (Selection(round=2), "--round 2: .* it has round 1"),
+        (Selection(ranks=frozenset([2]), nodes=frozenset(["n1"])), "these ranks were on n2"),
+    ],
+)
+def test_what_is_not_there_is_refused_and_what_is_there_is_named(selection, words):
+    """The next try is to be the right one."""
+    with pytest.raises(NothingSelectedError, match=words):
+        require_there(selection, RUN)
+
+
+# ---- following
+
+
+def test_followed_lines_wait_for_earlier_ones_of_other_files():
+    """And go when they have waited, whatever the clock of their node says."""
+    settling = Settling(0.5)
+    ahead = 1000.0
+    settling.add([LogLine(ahead + 2, RUN[0], "b")], now=10.0)
+    assert settling.take(10.4) == []
+    settling.add([LogLine(ahead + 1, RUN[1], "a"), LogLine(ahead + 9, RUN[1], "c")], now=10.4)
+    assert texts(settling.take(10.5)) == "a b"
+    assert settling.take(10.8) == []
+    assert texts(settling.take(10.9)) == "c"
+
+
+def test_lines_of_one_file_stay_in_order_while_they_settle():
+    """Also those of the same time."""
+    settling = Settling(0.5)
+    settling.add(
+        [LogLine(1.0, RUN[0], "1"), LogLine(1.0, RUN[0], "2"), LogLine(1.0, RUN[0], "3")], 0.0
+    )
+    assert texts(settling.take(1.0)) == "1 2 3"
+    settling.add([LogLine(2.0, RUN[0], "4")], 5.0)
+    assert texts(settling.take_all()) == "4"
+    assert settling.take_all() == []
+
+
+@pytest.mark.parametrize(
+    ("size", "read", "covered", "waited_s", "expected"),
+    [
+        (100, 40, 80, 0.0, 80),  # as far as it is known when it came
+        (100, 40, 40, 0.3, 40),  # its agent will say soon
+        (100, 40, 40, 1.5, 100),  # it does not: there is none
+        (60, 40, 80, 0.0, 60),  # the index came over the network before the file
+    ],
+)
+def test_what_grows_is_read_as_far_as_it_is_known_when_it_came(
+    size, read, covered, waited_s, expected
+):
+    """For a while; then it is read all the same."""
+    assert readable_until(size=size, read=read, covered=covered, waited_s=waited_s) == expected
+
+
+def test_a_file_is_over_when_its_task_has_gone_on_to_another_round_or_attempt():
+    """What Slurm captures never is."""
+    files = [worker(0, round_=1), worker(0, round_=2), replace(AGENT, attempt=0), SLURM]
+    newest = newest_of_tasks(files)["7_0"]
+    assert newest.round == 2
+    assert [is_over(file, newest) for file in files] == [True, False, False, False]
+    again = worker(0, attempt=1, round_=3)
+    assert [is_over(file, again) for file in files] == [True, True, True, False]
 
 
 def test_following_finds_what_appears(run):

@@ -289,7 +289,7 @@ def _other(cause: Cause) -> str:
 
 _DIED = "its agent or its node died", "their agents or their nodes died"
 _SILENT = "it did not answer any more", "they did not answer any more"
-_SEEN = {
+LOSS_REASONS = {
     "": _SILENT,
     "its connection closed": _DIED,
     "silent": ("it sent no heartbeat any more", "they sent no heartbeat any more"),
@@ -345,7 +345,7 @@ def _asked(cause: Cause) -> str:
 
 
 def _seen(cause: Cause) -> str:
-    of_one, of_several = _SEEN.get(cause.detail, (cause.detail, cause.detail))
+    of_one, of_several = LOSS_REASONS.get(cause.detail, (cause.detail, cause.detail))
     return of_one if len(cause.hosts) == 1 else of_several
 
 

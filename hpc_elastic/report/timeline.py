@@ -127,7 +127,7 @@ def _never_member(run: EventIndex, attempt: TaskAttempt) -> Iterator[TimelineEnt
 # causes. If no member is left there are two entries: the run was stopped in between.
 
 
-_ANNOUNCED = "its node is to be left"
+ANNOUNCED = "its node is to be left"
 """Begin of the reason for which a leader reports a node lost that had announced it."""
 _AT_ONCE_S = 1.0
 """Time within which a leader that gives up a member stops the round."""
@@ -314,7 +314,7 @@ class _Change:
 
 def _was_announced(gone: Event) -> bool:
     """Return whether a node had announced that it would leave."""
-    return str(gone.get("why", "")).startswith(_ANNOUNCED)
+    return str(gone.get("why", "")).startswith(ANNOUNCED)
 
 
 def stop_of(run: EventIndex, round_: Round, until: float = float("inf")) -> Event | None:

@@ -11,6 +11,8 @@ import pytest
 from made_events import event, group
 
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
+from hpc_elastic.report.sentences import LOSS_REASONS
+from hpc_elastic.report.timeline import ANNOUNCED
 from hpc_elastic.run import event_schema
 from hpc_elastic.run.event_schema import KINDS, problems, valid_events
 
@@ -49,6 +51,13 @@ def test_all_kinds_that_are_written_are_described():
     found = {kind for path in files for kind in written(path)}
     assert {"task", "workers_stopped", "round", "node_lost", "restart"} <= found
     assert found <= set(KINDS)
+
+
+@pytest.mark.parametrize("reason", [*filter(None, LOSS_REASONS), ANNOUNCED])
+def test_reasons_that_a_sentence_depends_on_are_those_of_the_leader(reason):
+    """As long as they are text, not a value of their own."""
+    sources = [path.read_text() for path in (ROOT / "hpc_elastic/rendezvous").glob("*.py")]
+    assert any(reason in source for source in sources)
 
 
 @pytest.mark.parametrize("name", KINDS)

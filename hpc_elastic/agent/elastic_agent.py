@@ -47,13 +47,18 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hpc_elastic.agent import process_cleanup
-from hpc_elastic.agent.hang_watch import HangWatch, LoneHangReporter, WatchedWorker, kill_stopped
-from hpc_elastic.agent.metrics import Observer, RoundWorkers
+from hpc_elastic.agent.hang_watch import (
+    HangWatch,
+    LoneHangReporter,
+    WatchedWorker,
+    kill_stopped_workers,
+)
+from hpc_elastic.agent.metrics import RoundWorkers, WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.preemption import DrainController, PreemptionState, why_leave_now
 from hpc_elastic.agent.replica import Replica
 from hpc_elastic.agent.stacks import stacks_file
-from hpc_elastic.agent.warm_workers import WarmWorkerPool, ending, is_training
+from hpc_elastic.agent.warm_workers import WarmWorkerPool, exit_text, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.agent.worker_failures import (
     EndedWorker,
@@ -89,7 +94,7 @@ _NOTICE_MAY_COME_S = 1.0
 the signal."""
 _LOOK_FOR_NOTICE_S = 0.05
 _IMPORT_S = 20.0
-"""A node that comes late joins after that, even if its spares still import."""
+"""A node that comes late joins after that, even if its warm workers still import."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ class AgentContext:
     saves_itself: bool = True
     replica: Replica | None = None
     times: OutputTimes | None = None
-    observer: Observer | None = None
+    observer: WorkerObserver | None = None
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -133,7 +138,7 @@ class ElasticAgent(LocalElasticAgent):
         spec: WorkerSpec,
         handler: SlurmRendezvousHandler,
         workplace: AgentContext,
-        spares: WarmWorkerPool,
+        warm_workers: WarmWorkerPool,
     ) -> None:
         logs = RoundLogs(workplace.place.logs, workplace.times)
         super().__init__(spec, logs, exit_barrier_timeout=0)
@@ -146,7 +151,7 @@ class ElasticAgent(LocalElasticAgent):
         self._saves = CheckpointFailureLog(workplace.events.write_behind)
         self._hangs: HangWatch | None = None
         self._awaits_leader = False
-        self._spares = spares
+        self._warm_workers = warm_workers
         self._filled = False
         self._started_at = 0.0
         self.pages: dict[int, SharedPage] = {}
@@ -155,23 +160,23 @@ class ElasticAgent(LocalElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers of this node until the run has ended, or the node is left.
 
-        No spare outlives the call, nor anything that a worker has started.
+        No warm worker outlives the call, nor anything that a worker has started.
         """
-        process_cleanup.adopt()
+        process_cleanup.adopt_orphans()
         try:
             return super().run(role)  # type: ignore[no-any-return]
         finally:
-            self._spares.close()
-            process_cleanup.end()
+            self._warm_workers.close()
+            process_cleanup.kill_strays()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Wait for a round; spares are made meanwhile, since nothing trains beside them.
+        """Wait for a round; warm workers are started meanwhile, since nothing trains beside them.
 
         A group that trains would be stopped for this node at once, and stand still until it has
         imported what it needs: so it is joined after that.
         """
         if self._session.leaving is None:
-            self._spares.fill(paced=False)
+            self._warm_workers.fill(paced=False)
             if self._handler.round is None:
                 self._import_beside_others()
         super()._rendezvous(worker_group)
@@ -179,7 +184,7 @@ class ElasticAgent(LocalElasticAgent):
     def _import_beside_others(self) -> None:
         deadline = time.monotonic() + _IMPORT_S
         while self._is_wanted and is_training(self._workplace.run.status):
-            if time.monotonic() > deadline or self._spares.await_imports(_LOOK_UP_S):
+            if time.monotonic() > deadline or self._warm_workers.await_imports(_LOOK_UP_S):
                 break
 
     @property
@@ -225,7 +230,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._workplace.replica is not None:
             os.environ.update(self._workplace.replica.environment(self._round))
             self._workplace.replica.expect_workers()
-        with made_from(self._spares):
+        with made_from(self._warm_workers):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _listen(self, pages: list[SharedPage]) -> None:
@@ -240,7 +245,7 @@ class ElasticAgent(LocalElasticAgent):
         self._farewell = DrainController(self._session, notices, pages, why_leave)
         self._hangs = self._watch_for_hangs()
         if self._workplace.observer is not None:
-            self._workplace.observer.watch(RoundWorkers(self.pages, self._pids_by_rank))
+            self._workplace.observer.start_round(RoundWorkers(self.pages, self._pids_by_rank))
 
     def _pids_by_rank(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None else {}
@@ -261,9 +266,9 @@ class ElasticAgent(LocalElasticAgent):
         self._hangs = None
         self._saves.look()
         self._report_before_stop()
-        kill_stopped(self._pids)
+        kill_stopped_workers(self._pids)
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
-        process_cleanup.end(self._spares.pids)
+        process_cleanup.kill_strays(self._warm_workers.pids)
         if self.pages and self._session.verdict is None:
             fields = last_step_fields(page.read() for page in self.pages.values())
             self._workplace.stopped(round=self._round.number, **fields)
@@ -279,12 +284,12 @@ class ElasticAgent(LocalElasticAgent):
             self._boundaries.look(now)
             self._farewell.look(now)
             if self._hangs is not None:
-                self._hangs.look(self._pids_by_rank(), now, done=self._awaits_leader)
+                self._hangs.update(self._pids_by_rank(), now, done=self._awaits_leader)
         if self._beginning is not None and self._beginning.look():
             self._beginning = None
         if not self._awaits_leader:
             self._look_at_workers(worker_group)
-        process_cleanup.reap({*self._pids, *self._spares.pids})
+        process_cleanup.reap_orphan({*self._pids, *self._warm_workers.pids})
         return RunResult(state=WorkerState.HEALTHY)
 
     @property
@@ -299,7 +304,7 @@ class ElasticAgent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         failures: dict[int, ProcessFailure] = {**self._early_exits(), **result.failures}
         if result.state is WorkerState.HEALTHY and not failures:
-            self._keep_spares()
+            self._maintain_warm_workers()
             return
         self._awaits_leader = True
         if result.state is WorkerState.SUCCEEDED and not failures:
@@ -307,7 +312,8 @@ class ElasticAgent(LocalElasticAgent):
             return
         self._boundaries = self._farewell = None
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
-        process_cleanup.end(self._spares.pids)  # they hold GPU memory, which the next worker needs
+        # those hold GPU memory, which the next worker needs
+        process_cleanup.kill_strays(self._warm_workers.pids)
         self._report(failures)
 
     def _tell_of_return(self) -> None:
@@ -383,19 +389,19 @@ class ElasticAgent(LocalElasticAgent):
         while self._workplace.notices.current is None and time.monotonic() < deadline:
             time.sleep(_LOOK_FOR_NOTICE_S)
 
-    def _keep_spares(self) -> None:
-        """Make new spares once the workers train: before, they need the CPU themselves."""
-        self._tell_of_dead(self._spares.tend())
+    def _maintain_warm_workers(self) -> None:
+        """Start new warm workers once the workers train: before, they need the CPU themselves."""
+        self._report_dead(self._warm_workers.maintain())
         if self._filled:
             return
         train = any((page.read().step or 0) > 0 for page in self.pages.values())
         if train or time.monotonic() - self._started_at > _WARM_UP_AFTER_S:
             self._filled = True
-            self._spares.fill(paced=True)
+            self._warm_workers.fill(paced=True)
 
-    def _tell_of_dead(self, spares: Sequence[int]) -> None:
-        """Tell of spares that ended by themselves: who takes a node sends all of them SIGTERM."""
-        found = [ending(code) for code in spares if code != -signal.SIGTERM]
+    def _report_dead(self, exit_codes: Sequence[int]) -> None:
+        """Report warm workers that ended by themselves; a preemption sends all of them SIGTERM."""
+        found = [exit_text(code) for code in exit_codes if code != -signal.SIGTERM]
         if found:
             where = self._workplace
             where.events.write_behind("warm_worker_died", host=where.place.host, why=found[0])
@@ -414,8 +420,7 @@ class ElasticAgent(LocalElasticAgent):
         """The leader's verdict is the barrier: it comes once every member is done."""
 
 
-# ---- The workers' processes as torch's agent makes and ends them: their logs, their spares, their
-# end torch makes every worker's process in one function,
+# The workers' processes as torch's agent starts and ends them. torch makes each in one function,
 # `multiprocessing.api.get_subprocess_handler`, which `made_from` replaces for as long as a group
 # is started. Private names that are used here, with tests in tests/unit/test_agent.py: that
 # function, `SubprocessContext.subprocess_handlers`, and `SubprocessHandler._popen`, `_stdout`,
@@ -457,10 +462,10 @@ class RoundLogs(LogsSpecs):
 
 
 class WorkerProcess(SubprocessHandler):
-    """torch's handle on a worker's process, which may have been a spare."""
+    """torch's handle on a worker's process, which may have been a warm worker."""
 
-    def __init__(self, spares: WarmWorkerPool, *args: Any, **options: Any) -> None:
-        self._spares = spares
+    def __init__(self, warm_workers: WarmWorkerPool, *args: Any, **options: Any) -> None:
+        self._warm_workers = warm_workers
         self._was_told_to_end = False
         super().__init__(*args, **options)
         for file in (self._stdout, self._stderr):
@@ -482,8 +487,8 @@ class WorkerProcess(SubprocessHandler):
             default if file is None else file.fileno()
             for file, default in ((self._stdout, 1), (self._stderr, 2))
         ]
-        spare = self._spares.take(self.local_rank_id, args, env, outputs)
-        return spare if spare is not None else super()._popen(args, env)
+        warm = self._warm_workers.take(self.local_rank_id, args, env, outputs)
+        return warm if warm is not None else super()._popen(args, env)
 
 
 def ended_by_themselves(workers: PContext | None) -> dict[int, int]:
@@ -498,10 +503,10 @@ def ended_by_themselves(workers: PContext | None) -> dict[int, int]:
 
 
 @contextmanager
-def made_from(spares: WarmWorkerPool) -> Iterator[None]:
-    """Make workers from spares where there are any, for as long as the context lasts."""
+def made_from(warm_workers: WarmWorkerPool) -> Iterator[None]:
+    """Make workers from warm workers where there are any, for as long as the context lasts."""
     theirs = getattr(processes, _MAKES_PROCESS)
-    setattr(processes, _MAKES_PROCESS, partial(WorkerProcess, spares))
+    setattr(processes, _MAKES_PROCESS, partial(WorkerProcess, warm_workers))
     try:
         yield
     finally:

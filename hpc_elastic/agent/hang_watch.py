@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.metrics import load_of
+from hpc_elastic.agent.metrics import main_thread_load_s
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import PATIENCE, RankState, failures_of, judge, note_of
 from hpc_elastic.rendezvous.log_entry import Agent
@@ -130,10 +130,10 @@ class HangWatch:
         self._alone = alone
         self._clocks = [StepClock(after_s, now) for _ in workers]
         self._answered = 0
-        self._looking: threading.Thread | None = None
+        self._sampling: threading.Thread | None = None
         self._writing: threading.Thread | None = None
 
-    def look(self, pids: Mapping[int, int], now: float, *, done: bool = False) -> None:
+    def update(self, pids: Mapping[int, int], now: float, *, done: bool = False) -> None:
         """Read the workers' pages, and start a diagnosis if due; called several times a second.
 
         Args:
@@ -144,8 +144,8 @@ class HangWatch:
         proposal = self._leader.proposal
         for worker, clock in zip(self._workers, self._clocks, strict=True):
             published = worker.page.read()
-            clock.look(published, now, awaited=_awaits(published, proposal))
-        if self._looking is not None and self._looking.is_alive():
+            clock.update(published, now, awaited=_awaits(published, proposal))
+        if self._sampling is not None and self._sampling.is_alive():
             return
         number, due = self._leader.stacks, [c for c in self._clocks if c.is_due(now)]
         if number != self._answered and number:
@@ -162,24 +162,24 @@ class HangWatch:
             self._start(lambda: self._judge(alone, pids, stalled_s, limit_s), now)
             return
         self._leader.stalled(stalled_s, limit_s)
-        self._asked(now)
+        self._postpone(now)
 
     def _start(self, work: Callable[[], None], now: float) -> None:
-        self._asked(now)
-        self._looking = threading.Thread(target=work, name="stacks", daemon=True)
-        self._looking.start()
+        self._postpone(now)
+        self._sampling = threading.Thread(target=work, name="stacks", daemon=True)
+        self._sampling.start()
 
-    def _asked(self, now: float) -> None:
+    def _postpone(self, now: float) -> None:
         for clock in self._clocks:
-            clock.asked(now)
+            clock.postpone(now)
 
     def _answer(self, number: int, pids: Mapping[int, int]) -> None:
-        self._leader.answer_stacks(number, [_message(s) for s in self._look_into(pids)])
+        self._leader.answer_stacks(number, [_message(s) for s in self._sample_workers(pids)])
 
     def _judge(
         self, alone: LoneHangReporter, pids: Mapping[int, int], stalled_s: float, limit_s: float
     ) -> None:
-        found = [(alone.me, state) for state in self._look_into(pids)]
+        found = [(alone.me, state) for state in self._sample_workers(pids)]
         finding = judge(found, patient=stalled_s < PATIENCE * limit_s)
         if finding is None:
             return
@@ -188,49 +188,50 @@ class HangWatch:
         failed = [_message(f) for _, f in failures_of(finding, stalled_s, round_)]
         self._leader.failed(failed)
 
-    def _look_into(self, pids: Mapping[int, int]) -> list[RankState]:
-        looks = [StackSampler(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]
-        since, loads = time.monotonic(), {pid: load_of(pid) for pid in pids.values()}
-        look_at(looks)
+    def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
+        samplers = [StackSampler(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]
+        since, loads = time.monotonic(), {pid: main_thread_load_s(pid) for pid in pids.values()}
+        sample_all(samplers)
         wanted_s = _BUSY_SHARE * (time.monotonic() - since)
         computing = {
             pid
             for pid, load_s in loads.items()
-            if _wants_cpu(load_s, load_of(pid), wanted_s) and not stacks.has_gpu(pid)
+            if _wants_cpu(load_s, main_thread_load_s(pid), wanted_s)
+            and not stacks.has_gpu_open(pid)
         }
         found = [
-            self._state(worker, look, clock, computes=look.pid in computing)
-            for worker, look, clock in zip(self._workers, looks, self._clocks, strict=True)
+            self._state(worker, sampler, clock, computes=sampler.pid in computing)
+            for worker, sampler, clock in zip(self._workers, samplers, self._clocks, strict=True)
         ]
-        self._write(found, looks)
+        self._write(found, samplers)
         return found
 
     def _state(
-        self, worker: WatchedWorker, looks: StackSampler, clock: StepClock, *, computes: bool
+        self, worker: WatchedWorker, sampler: StackSampler, clock: StepClock, *, computes: bool
     ) -> RankState:
         seen = WorkerSample(
-            letter=None if looks.pid is None else stacks.process_state(looks.pid),
-            dumps=[main_thread(text) for text in list(looks.texts)],
+            letter=None if sampler.pid is None else stacks.process_state(sampler.pid),
+            dumps=[parse_main_thread(text) for text in list(sampler.texts)],
             published=worker.page.read(),
             computes=computes,
-            alive=looks.was_busy or clock.is_alive(time.monotonic()),
+            alive=sampler.was_busy or clock.is_alive(time.monotonic()),
             alone=self._alone is not None,
         )
         state, dumps = seen.state, seen.dumps
-        waits = waits_in(dumps[-1]) if dumps and state in ("stands", "moves") else None
+        waits = waiting_collective(dumps[-1]) if dumps and state in ("stands", "moves") else None
         return RankState(worker.files.rank, worker.local_rank, state, seen.place, waits,
                          str(worker.files.stack))  # fmt: skip
 
-    def _write(self, found: Sequence[RankState], looks: Sequence[StackSampler]) -> None:
+    def _write(self, found: Sequence[RankState], samplers: Sequence[StackSampler]) -> None:
         """Write the stacks to the workers' files; wait briefly, since the file system may hang."""
         if self._writing is not None and self._writing.is_alive():
             _log.warning("the stacks are not written: the last ones are still being written")
             return
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         texts = [
-            f"{now} rank {state.rank} on {self._place.host}, process {look.pid}: {state.state}, "
-            f"{state.where}\n{''.join(look.texts[-1:])}\n"
-            for state, look in zip(found, looks, strict=True)
+            f"{now} rank {state.rank} on {self._place.host}, process {sampler.pid}: {state.state}, "
+            f"{state.where}\n{''.join(sampler.texts[-1:])}\n"
+            for state, sampler in zip(found, samplers, strict=True)
         ]
         self._writing = threading.Thread(
             target=self._append, args=(texts,), name="stack files", daemon=True
@@ -282,7 +283,7 @@ class WorkerSample:
             return "moves"
         if not self.dumps:
             return "silent"
-        works = self.computes or moves(self.dumps) or is_at_work(self.dumps[-1])
+        works = self.computes or stacks_differ(self.dumps) or is_long_work(self.dumps[-1])
         return "moves" if works else "stands"
 
     @property
@@ -297,7 +298,7 @@ class WorkerSample:
                 return "done"
             case "busy" if not self.dumps:
                 return "work that is no step"
-        return place(self.dumps[-1] if self.dumps else ())
+        return describe_place(self.dumps[-1] if self.dumps else ())
 
 
 def _wants_cpu(before_s: float | None, after_s: float | None, wanted_s: float) -> bool:
@@ -315,7 +316,7 @@ def _message(item: Any) -> Message:
     return {**fields, "age_s": 0.0}
 
 
-def kill_stopped(pids: Sequence[int]) -> None:
+def kill_stopped_workers(pids: Sequence[int]) -> None:
     """Kill workers that are stopped by a signal: only SIGKILL ends them in time (agent)."""
     for pid in pids:
         if stacks.process_state(pid) == _STOPPED:
@@ -323,9 +324,9 @@ def kill_stopped(pids: Sequence[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-LEAST_S = 60.0
-START_S = 600.0
-TIMES = 10.0
+MIN_LIMIT_S = 60.0
+START_LIMIT_S = 600.0
+LIMIT_FACTOR = 10.0
 """Factor for the median step, and for the setting before the second step."""
 _REMEMBERED = 101
 _ASLEEP_S = 5.0
@@ -342,14 +343,14 @@ class StepClock:
 
     def __init__(self, after_s: float | None, now: float) -> None:
         self._after_s = after_s
-        self._lived = self._looked = self._asked = now
+        self._sign_at = self._updated_at = self._postponed_at = now
         self._sign: tuple[object, ...] = ()
         self._step: int | None = None
-        self._stepped = now
+        self._step_at = now
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._is_over = False
 
-    def look(self, worker: WorkerStatus, now: float, *, awaited: bool = False) -> None:
+    def update(self, worker: WorkerStatus, now: float, *, awaited: bool = False) -> None:
         """Update the clock by a worker's page; called several times a second.
 
         Args:
@@ -357,16 +358,16 @@ class StepClock:
             now: The time.
             awaited: Whether the worker waits for the leader's confirmation.
         """
-        slept_s = now - self._looked
-        self._looked = now
+        slept_s = now - self._updated_at
+        self._updated_at = now
         if slept_s > _ASLEEP_S:
-            self._lived += slept_s
-            self._asked += slept_s
-            self._stepped += slept_s
+            self._sign_at += slept_s
+            self._postponed_at += slept_s
+            self._step_at += slept_s
         step = max((s for s in (worker.step, worker.passed) if s is not None), default=None)
         sign = (step, worker.boundary, worker.samples, worker.pulse)
         if sign != self._sign or worker.busy or worker.held or awaited:
-            self._sign, self._lived = sign, now
+            self._sign, self._sign_at = sign, now
         self._note_step(step, now)
         self._is_over = _is_over(worker, step)
 
@@ -374,12 +375,12 @@ class StepClock:
         if step is None or step == self._step:
             return
         if self._step is not None and step > self._step:
-            self._steps_s.append((now - self._stepped) / (step - self._step))
-        self._step, self._stepped = step, now
+            self._steps_s.append((now - self._step_at) / (step - self._step))
+        self._step, self._step_at = step, now
 
-    def asked(self, now: float) -> None:
+    def postpone(self, now: float) -> None:
         """Record a diagnosis; the next one is due after a whole limit."""
-        self._asked = now
+        self._postponed_at = now
 
     @property
     def limit_s(self) -> float | None:
@@ -387,10 +388,10 @@ class StepClock:
         if self._after_s == 0 or self._is_over or (self._after_s is None and self._step is None):
             return None
         if not self._steps_s:
-            return max(START_S, TIMES * (self._after_s or 0.0))
+            return max(START_LIMIT_S, LIMIT_FACTOR * (self._after_s or 0.0))
         if self._after_s is not None:
             return self._after_s
-        return max(LEAST_S, TIMES * statistics.median(self._steps_s))
+        return max(MIN_LIMIT_S, LIMIT_FACTOR * statistics.median(self._steps_s))
 
     def is_alive(self, now: float) -> bool:
         """Return whether it has shown a recent sign of life without a step.
@@ -398,16 +399,16 @@ class StepClock:
         Other ranks may wait for such a worker, but not for one that makes steps.
         """
         half_s = (self.limit_s or 0.0) / 2
-        return now - self._lived < half_s <= now - self._stepped
+        return now - self._sign_at < half_s <= now - self._step_at
 
     def stalled_s(self, now: float) -> float:
         """Return the seconds since the last sign of life."""
-        return now - self._lived
+        return now - self._sign_at
 
     def is_due(self, now: float) -> bool:
         """Return whether a diagnosis is due."""
         limit_s = self.limit_s
-        return limit_s is not None and now - max(self._lived, self._asked) >= limit_s
+        return limit_s is not None and now - max(self._sign_at, self._postponed_at) >= limit_s
 
 
 def _is_over(worker: WorkerStatus, step: int | None) -> bool:
@@ -432,7 +433,7 @@ _PY_SPY = re.compile(r"^    (?P<name>.+) \((?P<file>.+?)(?::(?P<line>\d+))?\)$")
 _THREAD = re.compile(r"^(Current thread|Thread) ")
 
 
-def main_thread(text: str) -> tuple[Frame, ...]:
+def parse_main_thread(text: str) -> tuple[Frame, ...]:
     """Return the frames of a dump's main thread, the innermost first; () if it has none.
 
     Args:
@@ -471,16 +472,16 @@ _WORK = re.compile(
 _NOT_THE_USERS = re.compile(
     rf"^<|/site-packages/|/dist-packages/|/lib(64)?/python3[^/]*/|^{_OURS}/"
 )
-_LOOKED_AT = 40
+_MAX_FRAMES = 40
 
 
-def waits_in(frames: Sequence[Frame]) -> str | None:
+def waiting_collective(frames: Sequence[Frame]) -> str | None:
     """Return the collective in which a stack waits for other ranks; None if there is none.
 
     DistributedDataParallel waits within the backward pass, and Python shows only ``backward``.
     """
-    inner = list(frames[:_LOOKED_AT])
-    users = next((i for i, f in enumerate(inner) if is_users(f)), len(inner))
+    inner = list(frames[:_MAX_FRAMES])
+    users = next((i for i, f in enumerate(inner) if is_user_frame(f)), len(inner))
     for pattern in (_QUORUM, _COLLECTIVE):
         names = [f.function for f in inner[:users] if pattern.search(f.file)]
         names = [name for name in names if name not in _WRAPPERS]
@@ -489,28 +490,28 @@ def waits_in(frames: Sequence[Frame]) -> str | None:
     return "backward" if any(_BACKWARD.search(f.file) for f in inner[:users]) else None
 
 
-def is_at_work(frames: Sequence[Frame]) -> bool:
+def is_long_work(frames: Sequence[Frame]) -> bool:
     """Return whether a stack shows work that may take long without a step."""
-    return any(_WORK.search(frame.file) for frame in frames[:_LOOKED_AT])
+    return any(_WORK.search(frame.file) for frame in frames[:_MAX_FRAMES])
 
 
 def is_in_quorum(frames: Sequence[Frame]) -> bool:
     """Return whether a stack waits for other replicas (``ft=true``)."""
-    return any(_QUORUM.search(frame.file) for frame in frames[:_LOOKED_AT])
+    return any(_QUORUM.search(frame.file) for frame in frames[:_MAX_FRAMES])
 
 
-def is_users(frame: Frame) -> bool:
+def is_user_frame(frame: Frame) -> bool:
     """Return whether a frame is of the user's own code."""
     return not _NOT_THE_USERS.search(frame.file)
 
 
-def place(frames: Sequence[Frame]) -> str:
+def describe_place(frames: Sequence[Frame]) -> str:
     """Return the place of a stack: the user's innermost frame, or else the innermost."""
-    users = next((frame for frame in frames if is_users(frame)), None)
+    users = next((frame for frame in frames if is_user_frame(frame)), None)
     return str(users or (frames[0] if frames else "an unknown place"))
 
 
-def moves(dumps: Sequence[Sequence[Frame]]) -> bool:
+def stacks_differ(dumps: Sequence[Sequence[Frame]]) -> bool:
     """Return whether consecutive stacks differ."""
     return any(tuple(dump) != tuple(dumps[0]) for dump in dumps[1:])
 
@@ -540,7 +541,7 @@ class StackSampler:
         self._page = page
         self._dump = dump
 
-    def look(self, deadline: float) -> None:
+    def sample(self, deadline: float) -> None:
         """Take samples until the deadline; monotonic seconds."""
         for pause_s in (0.0, *_PAUSES_S):
             time.sleep(pause_s)
@@ -548,21 +549,21 @@ class StackSampler:
             self.was_busy = bool(published.busy or published.held)
             if self.was_busy or time.monotonic() > deadline:
                 return
-            self._look()
+            self._take_stacks()
 
-    def _look(self) -> None:
+    def _take_stacks(self) -> None:
         if self.pid is None or stacks.process_state(self.pid) in _OUT_OF_REACH:
             return
-        text = stacks.take(self.pid, self._dump)
+        text = stacks.take_stacks(self.pid, self._dump)
         if text:
             self.texts.append(text)
 
 
-def look_at(workers: Sequence[StackSampler]) -> None:
+def sample_all(workers: Sequence[StackSampler]) -> None:
     """Sample all workers, each on a thread of its own; return when done, or at the deadline."""
     deadline = time.monotonic() + WITHIN_S
     threads = [
-        threading.Thread(target=worker.look, args=(deadline,), name="stack", daemon=True)
+        threading.Thread(target=worker.sample, args=(deadline,), name="stack", daemon=True)
         for worker in workers
     ]
     for thread in threads:

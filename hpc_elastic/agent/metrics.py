@@ -1,8 +1,8 @@
 """OpenMetrics of one node: a text file, and a port if one is configured.
 
     <run>/metrics/<task>.prom    replaced atomically every `EVERY_S`, on a network file system every
-                                 `SELDOM_S`; in the format of node_exporter's textfile collector,
-                                 which reads it by a link into its folder
+                                 `SLOW_EVERY_S`; in the format of node_exporter's textfile
+                                 collector, which reads it by a link into its folder
     http://127.0.0.1:<port>/metrics   with `launcher.agent.metrics_port`
 
 Every metric has the labels run, task and node. All work is on a thread of its own: a file system
@@ -37,7 +37,7 @@ from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 _log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-SELDOM_S = 120.0
+SLOW_EVERY_S = 120.0
 LOOPBACK = "127.0.0.1"
 LABELS = ("run", "task", "node")
 _PREFIX = "hpc_elastic_"
@@ -99,7 +99,7 @@ class TaskCounters:
         """Return the seconds since the task was started."""
         return max(now - self._since, 1e-9)
 
-    def look(self, worker: WorkerStatus, now: float) -> Sample:
+    def update(self, worker: WorkerStatus, now: float) -> Sample:
         """Return the present values.
 
         Args:
@@ -137,7 +137,7 @@ class Exporter:
     Args:
         file: The text file; its folder is created.
         labels: The values of `LABELS`.
-        look: Returns the present values; called every `EVERY_S`, on another thread.
+        take_sample: Returns the present values; called every `EVERY_S`, on another thread.
         port: Port at 127.0.0.1; None for none. A port in use is logged, and is no error.
         is_local: Whether the file is on a file system of this node.
     """
@@ -146,15 +146,15 @@ class Exporter:
         self,
         file: Path,
         labels: tuple[str, str, str],
-        look: Callable[[], Sample],
+        take_sample: Callable[[], Sample],
         port: int | None = None,
         *,
         is_local: bool = True,
     ) -> None:
         self._file = file
-        self._file_every_s = EVERY_S if is_local else SELDOM_S
+        self._file_every_s = EVERY_S if is_local else SLOW_EVERY_S
         self._labels = labels
-        self._look = look
+        self._take_sample = take_sample
         self._registry = CollectorRegistry(auto_describe=False)
         self._sample = Sample()
         self._registry.register(self)
@@ -165,7 +165,7 @@ class Exporter:
 
     def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
         """Return the metrics (prometheus-client calls this)."""
-        return families(self._sample, self._labels)
+        return metric_families(self._sample, self._labels)
 
     def close(self) -> None:
         """Write the last values, and end without waiting for a file system that hangs."""
@@ -188,7 +188,7 @@ class Exporter:
         while not last:
             last = self._over.wait(EVERY_S)
             try:
-                self._sample = self._look()
+                self._sample = self._take_sample()
                 if not last and now_s() - written < self._file_every_s:
                     continue
                 written = now_s()
@@ -199,7 +199,7 @@ class Exporter:
                 _log.info("%s: not written: %s", self._file, e)
 
 
-def families(
+def metric_families(
     sample: Sample, labels: tuple[str, str, str]
 ) -> list[GaugeMetricFamily | CounterMetricFamily]:
     """Return a sample as metrics, without unknown values."""
@@ -238,7 +238,7 @@ class RoundWorkers:
     pids: Callable[[], Mapping[int, int]]
 
 
-class Loads:
+class WorkerLoads:
     """The load per step of each worker, over consecutive windows."""
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class Loads:
         self._start: dict[int, tuple[int, float, float]] = {}
         """Step, load and time at the start of the window, by rank."""
 
-    def look(self, found: Mapping[int, tuple[int | None, float | None]], now: float) -> None:
+    def update(self, found: Mapping[int, tuple[int | None, float | None]], now: float) -> None:
         """Update with (step, seconds of load so far) of each rank."""
         known = {r: (s, b, now) for r, (s, b) in found.items() if s is not None and b is not None}
         if known.keys() != self._start.keys() or any(
@@ -257,14 +257,14 @@ class Loads:
         ):
             self._start = known
             return
-        window = [_a_step(rank, self._start[rank], end) for rank, end in known.items()]
+        window = [_load_per_step(rank, self._start[rank], end) for rank, end in known.items()]
         made = [w for w in window if w is not None]
         if made and len(made) == len(window):
             self.number += 1
             self.last, self._start = made, known
 
 
-def _a_step(
+def _load_per_step(
     rank: int, start: tuple[int, float, float], end: tuple[int, float, float]
 ) -> tuple[int, float, float] | None:
     num_steps, load_s, took_s = (b - a for a, b in zip(start, end, strict=True))
@@ -273,7 +273,7 @@ def _a_step(
     return rank, load_s / num_steps, took_s / num_steps
 
 
-def load_of(pid: int) -> float | None:
+def main_thread_load_s(pid: int) -> float | None:
     """Return the seconds that a process's main thread ran or was ready to run; None if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
@@ -281,32 +281,32 @@ def load_of(pid: int) -> float | None:
     return None
 
 
-class Observer:
+class WorkerObserver:
     """The measurements of one task's workers, over all rounds.
 
     Args:
-        rest: Returns a `Sample` with the fields that do not come from the workers.
+        base: Returns a `Sample` with the fields that do not come from the workers.
     """
 
-    def __init__(self, rest: Callable[[], Sample]) -> None:
-        self._rest = rest
-        self._tally = TaskCounters(now_s())
-        self._loads = Loads()
-        self._crew: RoundWorkers | None = None
+    def __init__(self, base: Callable[[], Sample]) -> None:
+        self._base = base
+        self._counters = TaskCounters(now_s())
+        self._loads = WorkerLoads()
+        self._workers: RoundWorkers | None = None
         self._lock = threading.Lock()
 
-    def watch(self, crew: RoundWorkers) -> None:
+    def start_round(self, workers: RoundWorkers) -> None:
         """Start to measure the workers of another round (agent's thread)."""
         with self._lock:
-            self._crew, self._loads = crew, Loads()
-            self._tally.new_round()
+            self._workers, self._loads = workers, WorkerLoads()
+            self._counters.new_round()
 
     def progress(self) -> Message:
         """Return the content of a heartbeat: values of the first worker, and the loads of all."""
-        crew = self._crew
-        if crew is None or not crew.pages:
+        workers = self._workers
+        if workers is None or not workers.pages:
             return {}
-        first = crew.pages[min(crew.pages)].read()
+        first = workers.pages[min(workers.pages)].read()
         progress = {
             "step": first.step, "total": first.total_steps, "loss": first.loss,
             "samples": first.samples, "blocked_s": round(first.blocked_s, 3),
@@ -314,20 +314,20 @@ class Observer:
         loads = self._loads
         return {**progress, "loads": [loads.number, loads.last]} if loads.number else progress
 
-    def look(self) -> Sample:
+    def sample(self) -> Sample:
         """Return the present values, and measure the loads."""
         now = now_s()
         with self._lock:
-            crew = self._crew
-            if crew is None or not crew.pages:
-                return replace(self._rest(), up_seconds=self._tally.up_s(now))
-            published = {rank: page.read() for rank, page in crew.pages.items()}
-            self._loads.look(_loads_of(published, crew.pids()), now)
-            sample = self._tally.look(published[min(published)], now)
-            for page in crew.pages.values():
+            workers = self._workers
+            if workers is None or not workers.pages:
+                return replace(self._base(), up_seconds=self._counters.up_s(now))
+            published = {rank: page.read() for rank, page in workers.pages.items()}
+            self._loads.update(_loads_of(published, workers.pids()), now)
+            sample = self._counters.update(published[min(published)], now)
+            for page in workers.pages.values():
                 page.tell_goodput(sample.goodput_ratio or 0.0)
-        rest = self._rest()
-        known = {k: v for k, v in vars(rest).items() if v is not None}
+        base = self._base()
+        known = {k: v for k, v in vars(base).items() if v is not None}
         return replace(sample, **known)
 
 
@@ -335,5 +335,7 @@ def _loads_of(
     published: Mapping[int, WorkerStatus], pids: Mapping[int, int]
 ) -> dict[int, tuple[int | None, float | None]]:
     first = min(published)
-    loads = {r: load_of(pids[r - first]) if r - first in pids else None for r in published}
+    loads = {
+        r: main_thread_load_s(pids[r - first]) if r - first in pids else None for r in published
+    }
     return {rank: (worker.step, loads[rank]) for rank, worker in published.items()}

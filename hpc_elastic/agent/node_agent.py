@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent
-from hpc_elastic.agent.metrics import Exporter, Observer, Sample
+from hpc_elastic.agent.metrics import Exporter, Sample, WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.preemption import (
     PreemptionConfig,
@@ -34,14 +34,14 @@ from hpc_elastic.agent.preemption import (
     first_spread_s,
     spread_s,
 )
-from hpc_elastic.agent.preflight import Preflight, keep_away
+from hpc_elastic.agent.preflight import Preflight, exclude_node
 from hpc_elastic.agent.replica import Replica
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.agent.warm_workers import (
     WarmWorkerPool,
-    allow_connections,
     prepare_environment,
+    raise_open_files_limit,
     worker_command,
 )
 from hpc_elastic.agent.worker_failures import NodeIdentity
@@ -89,7 +89,7 @@ _ENDS_AGENT = "SIGINT,SIGHUP,SIGQUIT"
 def supervise(
     task: Task,
     caught: SignalPipe,
-    spares: WarmWorkerPool,
+    warm_workers: WarmWorkerPool,
     times: OutputTimes,
     checks: Preflight | None = None,
 ) -> int:
@@ -98,7 +98,7 @@ def supervise(
     Args:
         task: The node's task.
         caught: The signals that came since the process was started.
-        spares: The first spares; they end with this call.
+        warm_workers: The first warm workers; they end with this call.
         times: Writes down when the workers' output was written.
         checks: Those of this node, under way; None: it is not checked.
 
@@ -117,7 +117,7 @@ def supervise(
     watch.start()
     with agent_folder() as folder:
         try:
-            return NodeAgent(task, events, folder, notices).run(spares, times, checks)
+            return NodeAgent(task, events, folder, notices).run(warm_workers, times, checks)
         except SignalException as e:
             _log.warning("this agent is ended: %s", e)
             events.write("agent_killed", signal=e.sigval.name)
@@ -128,7 +128,7 @@ def supervise(
             notice = notices.current  # then it is no wonder, and the task is to come back
             return 1 if notice is None else _go(task, events, notice.reason)
         finally:
-            spares.close()
+            warm_workers.close()
             watch.close()
             events.append([])
 
@@ -225,12 +225,12 @@ class NodeAgent:
         self._mount = Mount.of(task.run.path)
         cpus, is_local = task.slurm.cpus_on_node, task.spec.launcher == "local"
         self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
-        self._observer = Observer(self._sample)
+        self._observer = WorkerObserver(self._sample)
         self._session: Session | None = None
         self._replica: Replica | None = None
 
     def run(
-        self, spares: WarmWorkerPool, times: OutputTimes, checks: Preflight | None = None
+        self, warm_workers: WarmWorkerPool, times: OutputTimes, checks: Preflight | None = None
     ) -> int:
         """Return the task's exit code."""
         early = self._notices.current
@@ -243,7 +243,7 @@ class NodeAgent:
         session = self._session = self._open_session()
         self._notices.connect(session)
         try:
-            exit_code = self._run_agent(session, spares, times)
+            exit_code = self._run_agent(session, warm_workers, times)
         except SignalException as e:
             session.leave(f"taken by {e.sigval.name}")
             raise
@@ -260,7 +260,7 @@ class NodeAgent:
         """Leave this node if something is wrong with it; None: it may join."""
         host = self._task.slurm.node_name
         for problem in checks.problems():
-            goes = problem.is_nodes and keep_away(problem, self._task, self._scheduler)
+            goes = problem.is_nodes and exclude_node(problem, self._task, self._scheduler)
             self._events.write(
                 "preflight", check=problem.check, reason=problem.reason, host=host,
                 fit=not problem.is_nodes, excluded=goes,
@@ -287,7 +287,7 @@ class NodeAgent:
             return 1
         return TAKEN
 
-    def _run_agent(self, session: Session, spares: WarmWorkerPool, times: OutputTimes) -> int:
+    def _run_agent(self, session: Session, warm_workers: WarmWorkerPool, times: OutputTimes) -> int:
         stores = RoundStores(self._interface.address) if self._replica is not None else None
         handler = SlurmRendezvousHandler(
             session, self._spec.run_id, self._spec.rendezvous.join_timeout_s, stores=stores
@@ -306,8 +306,8 @@ class NodeAgent:
             events=self._events,
             observer=self._observer,
         )
-        spares.resize(self._nproc if self._spec.agent.warm_workers else 0)
-        agent = ElasticAgent(self._worker_spec(handler), handler, workplace, spares)
+        warm_workers.resize(self._nproc if self._spec.agent.warm_workers else 0)
+        agent = ElasticAgent(self._worker_spec(handler), handler, workplace, warm_workers)
         exporter = self._exporter()
         try:
             agent.run()
@@ -375,7 +375,7 @@ class NodeAgent:
 
         def look() -> Sample:
             self._events.append([])
-            return self._observer.look()
+            return self._observer.sample()
 
         file = task.run.metrics(task.name)
         return Exporter(file, labels, look, port, is_local=self._mount.is_local)
@@ -394,7 +394,7 @@ class NodeAgent:
         )  # fmt: skip
 
     def _prepare_environment(self) -> None:
-        allow_connections()
+        raise_open_files_limit()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
         os.environ[DIRECTORY_VARIABLE] = str(self._control)

@@ -26,15 +26,15 @@ from hpc_elastic.shared_files import Mount
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Seconds between two polls: the precision of the times."""
-_RARELY_S = 2.0
+_MAX_POLL_S = 2.0
 """Longest interval between polls for a missing file; the interval doubles up to it."""
-SEND_S = 2.0
+SYNC_S = 2.0
 """Seconds between two synchronisations."""
-_SEND_SHARE = 10
+_SYNC_SHARE = 10
 """A slow server is used less often: synchronisation takes at most a tenth of the time."""
-_SEND_AT_LEAST_S = 30.0
+_SYNC_AT_LEAST_S = 30.0
 """About the interval at which a client sends by itself."""
 _JOIN_S = 1.0
 """Longest wait at the end, in case the file system hangs."""
@@ -49,25 +49,23 @@ class OutputTimes:
         Args:
             files: Files that grow as long as the task lives; they need not exist.
         """
-        self._always = [_Watched(file) for file in files]
-        self._round: list[_Watched] = []
-        self._over: list[_Watched] = []
+        self._always = [_OutputFile(file) for file in files]
+        self._round: list[_OutputFile] = []
+        self._over: list[_OutputFile] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="output-times", daemon=True)
-        self._sender = threading.Thread(
-            target=self._keep_sending, name="output-sender", daemon=True
-        )
-        self._complaints: set[str] = set()
+        self._thread = threading.Thread(target=self._run_poll, name="output-times", daemon=True)
+        self._sync_thread = threading.Thread(target=self._run_sync, name="output-sync", daemon=True)
+        self._warned: set[str] = set()
 
     def start(self) -> None:
         """Start both threads."""
         self._thread.start()
-        self._sender.start()
+        self._sync_thread.start()
 
     def new_round(self, files: Iterable[Path]) -> None:
         """Watch the files of another round; those of the previous round are polled once more."""
-        watched = [_Watched(file) for file in files]
+        watched = [_OutputFile(file) for file in files]
         with self._lock:
             self._over, self._round = [*self._over, *self._round], watched
 
@@ -77,75 +75,77 @@ class OutputTimes:
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
-    def _keep(self) -> None:
-        while not self._stop.wait(LOOK_S):
-            self._look()
+    def _run_poll(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self.poll()
         self.new_round([])
-        self._look()
+        self.poll()
 
-    def _look(self) -> None:
+    def poll(self) -> None:
+        """Record the sizes of all files, and close those of previous rounds."""
         with self._lock:
             over, self._over = self._over, []
             watched = [*self._always, *self._round, *over]
         for file in watched:
             try:
-                file.look()
+                file.record_size()
             except OSError as e:
-                self._complain("the times of %s, and others, are less exact: %s", file, e)
+                self._warn_once("the times of %s, and others, are less exact: %s", file, e)
         for file in over:
             try:
                 if not file.close():
                     self._close_later(file)
             except OSError as e:  # NFS reports an exceeded quota at the close
-                self._complain("the times of %s, and others, are less exact: %s", file, e)
+                self._warn_once("the times of %s, and others, are less exact: %s", file, e)
 
-    def _close_later(self, file: _Watched) -> None:
+    def _close_later(self, file: _OutputFile) -> None:
         with self._lock:
             self._over.append(file)
 
-    def _keep_sending(self) -> None:
-        pause_s = SEND_S
+    def _run_sync(self) -> None:
+        pause_s = SYNC_S
         while not self._stop.wait(pause_s):
             began = time.monotonic()
-            self._send()
+            self.sync()
             took_s = time.monotonic() - began
-            pause_s = min(max(SEND_S, _SEND_SHARE * took_s), _SEND_AT_LEAST_S)
+            pause_s = min(max(SYNC_S, _SYNC_SHARE * took_s), _SYNC_AT_LEAST_S)
 
-    def _send(self) -> None:
+    def sync(self) -> None:
+        """Send what other nodes do not see yet; may block."""
         with self._lock:
             watched = [*self._always, *self._round]
         for file in watched:
             try:
-                file.send()
+                file.sync()
             except OSError as e:
-                self._complain("other nodes see %s, and other output, late: %s", file, e)
+                self._warn_once("other nodes see %s, and other output, late: %s", file, e)
 
-    def _complain(self, what: str, file: _Watched, error: OSError) -> None:
-        if what not in self._complaints:
-            self._complaints.add(what)
+    def _warn_once(self, what: str, file: _OutputFile, error: OSError) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             _log.warning(what, file.path, error)
 
 
-class _Watched:
+class _OutputFile:
     """One file of output; two threads use it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd: int | None = None
         self._index: IndexWriter | None = None
-        self._size = self._sent = 0
-        self._is_kept = False
+        self._size = self._synced = 0
+        self._needs_sync = False
         """Whether others see the data only after it is sent."""
-        self._look_at, self._patience_s = 0.0, LOOK_S
-        self._looking, self._sending = threading.Lock(), threading.Lock()
+        self._next_open, self._open_every_s = 0.0, POLL_S
+        self._recording, self._syncing = threading.Lock(), threading.Lock()
 
-    def look(self) -> None:
+    def record_size(self) -> None:
         """Record the size of the file, if it has grown.
 
         Raises:
             OSError: It failed; the next poll tries again.
         """
-        with self._looking:
+        with self._recording:
             if self._fd is None and not self._open():
                 return
             assert self._fd is not None
@@ -157,33 +157,33 @@ class _Watched:
             self._index.append(size, time.time())
             self._size = size
 
-    def send(self) -> None:
+    def sync(self) -> None:
         """Synchronise the recorded data and its index; return when the server has them.
 
         Raises:
             OSError: It failed; the next call tries again.
         """
-        with self._sending:
-            if not self._is_kept or self._fd is None or self._size == self._sent:
+        with self._syncing:
+            if not self._needs_sync or self._fd is None or self._size == self._synced:
                 return
             os.fdatasync(self._fd)
-            self.look()  # the index covers the synchronised data
+            self.record_size()  # the index covers the synchronised data
             assert self._index is not None
             size = self._size
             self._index.send()
-            self._sent = size
+            self._synced = size
 
     def _open(self) -> bool:
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_open:
             return False
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._patience_s = min(2 * self._patience_s, _RARELY_S)
-            self._look_at = now + self._patience_s
+            self._open_every_s = min(2 * self._open_every_s, _MAX_POLL_S)
+            self._next_open = now + self._open_every_s
             return False
-        self._is_kept = Mount.of(self.path).keeps_writes
+        self._needs_sync = Mount.of(self.path).keeps_writes
         return True
 
     def close(self) -> bool:
@@ -192,7 +192,7 @@ class _Watched:
         Raises:
             OSError: The last data could not be written.
         """
-        if not self._sending.acquire(blocking=False):
+        if not self._syncing.acquire(blocking=False):
             return False
         try:
             fd, index, self._fd, self._index = self._fd, self._index, None, None
@@ -201,5 +201,5 @@ class _Watched:
             if index is not None:
                 index.close()
         finally:
-            self._sending.release()
+            self._syncing.release()
         return True

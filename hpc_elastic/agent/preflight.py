@@ -215,8 +215,8 @@ class Preflight:
         self._threads = [
             threading.Thread(target=self._run, args=(check,), daemon=True, name="preflight")
             for check in (
-                lambda: self._in_turn(check_arithmetic, check_shm),
-                lambda: self._in_turn(lambda: check_clock(folder), lambda: check_logs(folder)),
+                lambda: self._run_in_turn(check_arithmetic, check_shm),
+                lambda: self._run_in_turn(lambda: check_clock(folder), lambda: check_logs(folder)),
                 lambda: check_gpus(granted, shared=shared) or check_gpu_arithmetic(granted),
             )
         ]
@@ -243,25 +243,25 @@ class Preflight:
         if problem is not None:
             self._problems.append(problem)
 
-    def _in_turn(self, *checks: Callable[[], Problem | None]) -> Problem | None:
-        return next(_found(checks), None)
+    def _run_in_turn(self, *checks: Callable[[], Problem | None]) -> Problem | None:
+        return next(_run_checks(checks), None)
 
 
-def _found(checks: Sequence[Callable[[], Problem | None]]) -> Iterator[Problem]:
+def _run_checks(checks: Sequence[Callable[[], Problem | None]]) -> Iterator[Problem]:
     for check in checks:
         with contextlib.suppress(OSError):
             if problem := check():
                 yield problem
 
 
-def begin(task: Task) -> Preflight:
+def start_checks(task: Task) -> Preflight:
     """Start the checks of a task's node (agent, before it imports torch)."""
     granted = [] if task.spec.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
     shared = task.spec.launcher == "local" or "SLURM_SHARDS_ON_NODE" in os.environ
     return Preflight(task.logs, granted, shared=shared)
 
 
-def keep_away(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
+def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
     """Let the run's tasks avoid this node, unless they avoid its maximum number of nodes already.
 
     A failure of so many nodes has a common cause, which is not the nodes.

@@ -3,7 +3,7 @@
 torch's agent ends its workers, not their children. Those of a killed worker live on, and hold GPU
 memory and files. Every worker has a session of its own. So a process descends from a worker if it
 descends from this agent and has another session, even if it has created yet another one. The agent
-adopts processes whose parent has died (`adopt`): with process 1 as parent they could not be
+adopts processes whose parent has died (`adopt_orphans`): with process 1 as parent they could not be
 identified.
 """
 
@@ -25,7 +25,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _WAIT_S = 5.0
 """Longest wait; a process that hangs in the kernel is left behind."""
 _POLL_S = 0.005
-_LOOKS = 2
+_SCANS = 2
 """Consecutive scans without a result: a scan misses processes that are adopted meanwhile."""
 _DEAD = ("Z", "X")
 
@@ -38,12 +38,12 @@ class _Stat(NamedTuple):
     session: int
 
 
-def adopt() -> None:
+def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent dies (agent, before its first worker)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end(keep: Collection[int] = ()) -> int:
+def kill_strays(keep: Collection[int] = ()) -> int:
     """Kill the workers and all their descendants.
 
     Args:
@@ -54,7 +54,7 @@ def end(keep: Collection[int] = ()) -> int:
     """
     killed: list[psutil.Process] = []
     num_idle = 0
-    while num_idle < _LOOKS:  # they may start others meanwhile
+    while num_idle < _SCANS:  # they may start others meanwhile
         found = [p for p in _strays(keep) if p not in killed]
         num_idle = 0 if found else num_idle + 1
         for process in found:
@@ -69,7 +69,7 @@ def end(keep: Collection[int] = ()) -> int:
     return len(killed)
 
 
-def reap(keep: Collection[int]) -> None:
+def reap_orphan(keep: Collection[int]) -> None:
     """Reap an adopted process that has ended; called regularly (the thread of the workers).
 
     Args:
@@ -86,13 +86,13 @@ def reap(keep: Collection[int]) -> None:
 
 def _strays(keep: Collection[int]) -> list[psutil.Process]:
     found: list[psutil.Process] = []
-    for pid in _descendants(_look(), os.getpid(), os.getsid(0), keep):
+    for pid in _descendants(_read_processes(), os.getpid(), os.getsid(0), keep):
         with contextlib.suppress(psutil.NoSuchProcess):
             found.append(psutil.Process(pid))
     return found
 
 
-def _look() -> dict[int, _Stat]:
+def _read_processes() -> dict[int, _Stat]:
     """Return every visible process.
 
     psutil finds no children at all if other users' processes are hidden (proc(5), hidepid=1).
@@ -144,10 +144,10 @@ def _wait_for(killed: Sequence[psutil.Process]) -> list[psutil.Process]:
 def _is_gone(process: psutil.Process) -> bool:
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process.pid, os.WNOHANG)
-    return not _lives(process)
+    return not _is_alive(process)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

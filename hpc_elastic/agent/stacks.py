@@ -33,13 +33,13 @@ def stacks_file(control: Path, local_rank: int) -> Path:
     return control / f"worker-{local_rank}.stack"
 
 
-def offer(control: Path, local_rank: int) -> None:
+def register_handler(control: Path, local_rank: int) -> None:
     """Register the handler that writes this process's stacks (worker, once its rank is known)."""
     file = stacks_file(control, local_rank).open("a")  # stays open: the handler writes to it
     faulthandler.register(ASK, file=file, all_threads=True, chain=False)
 
 
-def take(pid: int, file: Path) -> str | None:
+def take_stacks(pid: int, file: Path) -> str | None:
     """Return the stacks of a worker's threads; None if they are not available (agent).
 
     Args:
@@ -57,7 +57,7 @@ def process_state(pid: int) -> str | None:
         return None
 
 
-def has_gpu(pid: int) -> bool:
+def has_gpu_open(pid: int) -> bool:
     """Return whether a process has an NVIDIA or AMD GPU open."""
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -81,17 +81,17 @@ def _by_py_spy(pid: int) -> str | None:
 
 
 def _by_faulthandler(pid: int, file: Path) -> str | None:
-    if not _listens(pid):
+    if not _has_handler(pid):
         return None
     try:
         os.truncate(file, 0)
         os.kill(pid, ASK)
     except OSError:
         return None
-    return _settled(file)
+    return _read_settled(file)
 
 
-def _listens(pid: int) -> bool:
+def _has_handler(pid: int) -> bool:
     """Return whether a process has a handler for `ASK` (proc(5), SigCgt)."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -100,7 +100,7 @@ def _listens(pid: int) -> bool:
     return False
 
 
-def _settled(file: Path) -> str | None:
+def _read_settled(file: Path) -> str | None:
     """Wait until the file is written and has stopped growing."""
     deadline = time.monotonic() + _WRITTEN_WITHIN_S
     size = -1

@@ -20,7 +20,7 @@ from hpc_elastic.agent import preflight
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task, find_task
-from hpc_elastic.agent.warm_workers import first_spares, uncollected
+from hpc_elastic.agent.warm_workers import frozen_imports, start_pool
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import Submission, task_name
 from hpc_elastic.shared_files import is_there
@@ -64,12 +64,12 @@ def start(argv: Sequence[str], caught: SignalPipe) -> int:
 
 def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
     print(f"{task.run.path}: logs of this task are in {task.logs}")
-    spares = first_spares(task)  # they import torch while this process does
-    checks = preflight.begin(task) if task.spec.agent.preflight else None
-    with uncollected(), _unless_it_ends(task):
+    warm_workers = start_pool(task)  # they import torch while this process does
+    checks = preflight.start_checks(task) if task.spec.agent.preflight else None
+    with frozen_imports(), _unless_it_ends(task):
         from hpc_elastic.agent.node_agent import supervise
 
-    exit_code = supervise(task, caught, spares, times, checks)
+    exit_code = supervise(task, caught, warm_workers, times, checks)
     if task.is_coallocated:
         _leave_coallocated_job(task)
     return exit_code

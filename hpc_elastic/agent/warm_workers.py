@@ -12,8 +12,8 @@ sends what a new process would inherit, and closes the socket:
 The end of the stream without data means that the agent has ended or does not need the process. A
 warm worker that still imports when it is needed is used: it is ahead of a new process.
 
-Settings that a process reads only at its start cannot be sent: `fits` compares them, and if they
-differ a new process is started instead.
+Settings that a process reads only at its start cannot be sent: `is_compatible` compares them, and
+if they differ a new process is started instead.
 
 Until then the process must leave no trace, as if it were started at that moment. Imports run in the
 main thread, since modules keep thread-local state. Their output is kept, and comes first in the
@@ -56,12 +56,12 @@ from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.environment import GPUS, listed_gpus
-from hpc_elastic.worker.shared_page import SPARE_VARIABLE
+from hpc_elastic.worker.shared_page import WARM_WORKER_VARIABLE
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
-_END_S = 5.0
+_POLL_S = 0.02
+_KILL_WAIT_S = 5.0
 """Longest wait for a killed process; one that hangs in the kernel is left behind."""
 
 
@@ -74,7 +74,7 @@ class _WarmWorker:
     ready: bool = False
     received: bytes = b""
 
-    def report(self) -> dict[str, Any] | None:
+    def read_report(self) -> dict[str, Any] | None:
         """Return its report after the imports, once; None before and after."""
         if self.ready:
             return None
@@ -94,14 +94,14 @@ class _WarmWorker:
             except OSError:
                 return False
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill it; it holds no state."""
         self.channel.close()
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_S)
+            self.process.wait(_KILL_WAIT_S)
 
 
 class WarmWorkerPool:
@@ -117,10 +117,10 @@ class WarmWorkerPool:
         self._slots = slots
         self._command = tuple(command)
         self._num_warming = num_warming
-        self._spares: dict[int, _WarmWorker] = {}
+        self._workers: dict[int, _WarmWorker] = {}
         self._missing: list[int] = []
         self._dead: list[int] = []
-        """Exit codes that `tend` has not returned yet."""
+        """Exit codes that `maintain` has not returned yet."""
         self._warned: set[str] = set()
 
     def fill(self, *, paced: bool) -> None:
@@ -128,36 +128,36 @@ class WarmWorkerPool:
 
         Args:
             paced: Whether the workers train: then few are started at a time, with little CPU, and
-                `tend` starts the others. Otherwise all start at once, at full speed.
+                `maintain` starts the others. Otherwise all start at once, at full speed.
         """
-        self._missing = [slot for slot in range(self._slots) if slot not in self._spares]
+        self._missing = [slot for slot in range(self._slots) if slot not in self._workers]
         if paced:
-            self._look()
+            self._refresh()
             return
         while self._missing:
             self._start(self._missing.pop(0), paced=False)
 
-    def tend(self) -> list[int]:
+    def maintain(self) -> list[int]:
         """Read the reports, remove processes that have ended, and start the next ones.
 
         Returns:
             The exit codes of processes that have ended by themselves since the last call.
         """
-        self._look()
+        self._refresh()
         dead, self._dead = self._dead, []
         return dead
 
-    def _look(self) -> None:
-        for slot, spare in list(self._spares.items()):
-            keep = self._hear(spare)
-            if (code := spare.process.poll()) is not None:
+    def _refresh(self) -> None:
+        for slot, worker in list(self._workers.items()):
+            keep = self._handle_report(worker)
+            if (code := worker.process.poll()) is not None:
                 _log.warning(
                     "the warm worker of slot %d ended by itself, with exit code %d", slot, code
                 )
                 self._dead.append(code)
             if not keep or code is not None:
-                self._spares.pop(slot).end()
-        warming = sum(not spare.ready for spare in self._spares.values())
+                self._workers.pop(slot).kill()
+        warming = sum(not worker.ready for worker in self._workers.values())
         while self._missing and warming < self._num_warming:
             self._start(self._missing.pop(0), paced=True)
             warming += 1
@@ -165,24 +165,24 @@ class WarmWorkerPool:
     def resize(self, slots: int) -> None:
         """Change the number of slots."""
         self._slots = slots
-        for slot in [slot for slot in self._spares if slot >= slots]:
-            self._spares.pop(slot).end()
+        for slot in [slot for slot in self._workers if slot >= slots]:
+            self._workers.pop(slot).kill()
 
     def await_imports(self, timeout_s: float) -> bool:
         """Wait until all have imported, or died; return False after the time-out."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._look()
-            if all(spare.ready for spare in self._spares.values()):
+            self._refresh()
+            if all(worker.ready for worker in self._workers.values()):
                 return True
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the warm workers."""
-        return [spare.process.pid for spare in self._spares.values()]
+        return [worker.process.pid for worker in self._workers.values()]
 
     def take(
         self, slot: int, command: Sequence[str], env: Mapping[str, str], outputs: Sequence[int]
@@ -198,31 +198,33 @@ class WarmWorkerPool:
         Returns:
             The worker's process; None if a new one must be started.
         """
-        spare = self._spares.pop(slot, None)
+        worker = self._workers.pop(slot, None)
         self._missing = [other for other in self._missing if other != slot]
-        if spare is None:
+        if worker is None:
             return None
-        self._hear(spare)
-        if self._usable(spare, command, env) and spare.send(env, outputs):
-            state = "had imported" if spare.ready else "was still importing"
-            _log.info("slot %d: process %d, which %s", slot, spare.process.pid, state)
-            return spare.process
-        if (code := spare.process.poll()) is not None:
+        self._handle_report(worker)
+        if self._is_usable(worker, command, env) and worker.send(env, outputs):
+            state = "had imported" if worker.ready else "was still importing"
+            _log.info("slot %d: process %d, which %s", slot, worker.process.pid, state)
+            return worker.process
+        if (code := worker.process.poll()) is not None:
             self._dead.append(code)
         _log.info("slot %d: its warm worker cannot be used, a new process is started", slot)
-        spare.end()
+        worker.kill()
         return None
 
     def close(self) -> None:
         """End all warm workers."""
         self._missing = []
-        while self._spares:
-            self._spares.popitem()[1].end()
+        while self._workers:
+            self._workers.popitem()[1].kill()
 
-    def _usable(self, spare: _WarmWorker, command: Sequence[str], env: Mapping[str, str]) -> bool:
-        lives = spare.process.poll() is None
-        same = tuple(command) == self._command and spare.cwd == _cwd()
-        return lives and same and fits(spare.env, env)
+    def _is_usable(
+        self, worker: _WarmWorker, command: Sequence[str], env: Mapping[str, str]
+    ) -> bool:
+        lives = worker.process.poll() is None
+        same = tuple(command) == self._command and worker.cwd == _cwd()
+        return lives and same and is_compatible(worker.env, env)
 
     def _start(self, slot: int, *, paced: bool) -> None:
         """Start a warm worker as torch starts a worker; an error is only logged."""
@@ -236,7 +238,7 @@ class WarmWorkerPool:
         try:
             process = subprocess.Popen(
                 self._command,
-                env={**env, SPARE_VARIABLE: how},
+                env={**env, WARM_WORKER_VARIABLE: how},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -247,11 +249,11 @@ class WarmWorkerPool:
         finally:
             theirs.close()
         ours.setblocking(False)
-        self._spares[slot] = _WarmWorker(process, ours, env, cwd)
+        self._workers[slot] = _WarmWorker(process, ours, env, cwd)
 
-    def _hear(self, spare: _WarmWorker) -> bool:
+    def _handle_report(self, worker: _WarmWorker) -> bool:
         """Log the report of a warm worker, each text once; return whether it may be kept."""
-        report = spare.report()
+        report = worker.read_report()
         if report is None:
             return True
         for module, why in report["failed"].items():
@@ -268,7 +270,7 @@ class WarmWorkerPool:
             _log.warning("%s", text)
 
 
-def ending(exit_code: int) -> str:
+def exit_text(exit_code: int) -> str:
     """Return the text for an exit code (pure): ``SIGKILL``, or ``exit code 1``."""
     return name_of(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
 
@@ -282,12 +284,12 @@ def _cwd() -> Path | None:
 
 
 _OUTPUTS = (1, 2)
-_REST = 2.0
+_PAUSE_FACTOR = 2.0
 """Seconds of pause for each second of CPU time."""
 _SLICE_S = 0.005
 _WINDOW_S = 0.2
 """Interval over which a warm worker measures whether a CPU is free."""
-_ALONG = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
+_ALSO_IMPORTED = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
 """The first optimizer of a process imports the first one, which takes as long as torch itself."""
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ"),
@@ -298,7 +300,7 @@ _READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
 """The agent sets such variables for each worker; a process group reads them at its creation."""
 
 
-def fits(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+def is_compatible(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
     """Return whether a process started with one environment can take over another one."""
     return _read_at_start(before) == _read_at_start(now)
 
@@ -339,17 +341,20 @@ def wait_for_use(how: str, modules: list[str]) -> None:
     number, _, pace = how.partition(" ")
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
-    _keep_output()
-    with uncollected(), _in_the_background(channel) if pace == "paced" else _later(channel):
+    _buffer_output()
+    with (
+        frozen_imports(),
+        _in_the_background(channel) if pace == "paced" else _when_cpu_is_idle(channel),
+    ):
         failed = _import_ahead(modules, channel)
     with channel:
         with contextlib.suppress(OSError):  # made a worker before, and the socket closed
             report = {"failed": failed, "holds_gpu": _holds_gpu()}
             channel.sendall(json.dumps(report).encode() + b"\n")
-        env, outputs = _receive(channel)
-    _take_environment(env)
+        env, outputs = _receive_start(channel)
+    _replace_environment(env)
     for descriptor, output in zip(_OUTPUTS, outputs, strict=True):
-        _go_on_in(descriptor, output)
+        _redirect(descriptor, output)
 
 
 def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
@@ -358,7 +363,7 @@ def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
     The user's script may not need the rest.
     """
     failed = {}
-    for name in (each for module in modules for each in (module, *_ALONG.get(module, ()))):
+    for name in (each for module in modules for each in (module, *_ALSO_IMPORTED.get(module, ()))):
         if _is_needed(channel):
             break
         try:
@@ -379,7 +384,7 @@ def _holds_gpu() -> bool:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def frozen_imports() -> Iterator[None]:
     """Exclude imported objects from garbage collection, which would take 0.1 s each time.
 
     All objects at the end count as permanent (`gc.freeze`).
@@ -393,26 +398,26 @@ def uncollected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _later(channel: socket.socket) -> Iterator[None]:
+def _when_cpu_is_idle(channel: socket.socket) -> Iterator[None]:
     """Wait until a CPU is free, the agent has finished its imports, or this process is needed."""
     agent, cpus = os.getppid(), {f"cpu{number}" for number in os.sched_getaffinity(0)}
     with contextlib.suppress(OSError):  # a kernel without these counters
-        looked = time.monotonic(), _wanted_s(agent), _free_s(cpus)
+        looked = time.monotonic(), _runnable_s(agent), _idle_s(cpus)
         while not _is_needed(channel, _WINDOW_S):
-            before, looked = looked, (time.monotonic(), _wanted_s(agent), _free_s(cpus))
+            before, looked = looked, (time.monotonic(), _runnable_s(agent), _idle_s(cpus))
             passed, wanted, free = (now - then for now, then in zip(looked, before, strict=True))
             if free > 0.8 * passed or wanted < 0.5 * passed:
                 break
     yield
 
 
-def _wanted_s(pid: int) -> float:
+def _runnable_s(pid: int) -> float:
     """Return how long a main thread has run or was ready to run (proc(5), schedstat)."""
     ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     return (int(ran) + int(waited)) / 1e9
 
 
-def _free_s(cpus: Collection[str]) -> float:
+def _idle_s(cpus: Collection[str]) -> float:
     """Return how long these CPUs were idle, or ran niced processes (proc(5), stat)."""
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():
@@ -423,7 +428,7 @@ def _free_s(cpus: Collection[str]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-class _Rests(MetaPathFinder):
+class _ImportPacer(MetaPathFinder):
     """Import hook that only pauses before each import, in proportion to the last ones' time."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -435,7 +440,7 @@ class _Rests(MetaPathFinder):
         spent = time.thread_time() - self._since
         if self._needed or spent < _SLICE_S:
             return
-        self._needed = _is_needed(self._channel, spent * _REST)
+        self._needed = _is_needed(self._channel, spent * _PAUSE_FACTOR)
         self._since = time.thread_time()
 
 
@@ -445,12 +450,12 @@ def _in_the_background(channel: socket.socket) -> Iterator[None]:
     ordinary = os.sched_getscheduler(0) == os.SCHED_OTHER
     if ordinary:
         _set_policy(os.SCHED_BATCH)
-    rests = _Rests(channel)
-    sys.meta_path.insert(0, rests)
+    pacer = _ImportPacer(channel)
+    sys.meta_path.insert(0, pacer)
     try:
         yield
     finally:
-        sys.meta_path.remove(rests)
+        sys.meta_path.remove(pacer)
         if ordinary:
             _set_policy(os.SCHED_OTHER)
 
@@ -462,14 +467,14 @@ def _set_policy(policy: int) -> None:
             os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
 
 
-def _keep_output() -> None:
+def _buffer_output() -> None:
     for descriptor in _OUTPUTS:
-        kept = os.memfd_create("hpc_elastic-spare")
+        kept = os.memfd_create("hpc_elastic-warm-worker")
         os.dup2(kept, descriptor)
         os.close(kept)
 
 
-def _go_on_in(descriptor: int, output: int) -> None:
+def _redirect(descriptor: int, output: int) -> None:
     """Redirect stdout or stderr to the worker's, and write the kept output there."""
     kept = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.dup2(output, descriptor)
@@ -478,7 +483,7 @@ def _go_on_in(descriptor: int, output: int) -> None:
         kept = kept[os.write(descriptor, kept) :]
 
 
-def _receive(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
+def _receive_start(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     first, outputs, _, _ = socket.recv_fds(channel, 1 << 16, len(_OUTPUTS))
     if not first:
         os._exit(0)
@@ -489,7 +494,7 @@ def _receive(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     return json.loads(message)["env"], outputs
 
 
-def _take_environment(env: dict[str, str]) -> None:
+def _replace_environment(env: dict[str, str]) -> None:
     """Change only what differs: C libraries may hold pointers to the rest."""
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
@@ -502,7 +507,7 @@ _OPEN_FILES = 65_536
 _THREADS = "OMP_NUM_THREADS"
 _GIVEN_THREADS = os.environ.get(_THREADS)
 """The user's own value, before anything is set here."""
-_CPUS_PER_SPARE = 8
+_CPUS_PER_WARMING = 8
 """CPUs for each process that may import while the workers train."""
 
 
@@ -511,16 +516,16 @@ def worker_command(task: Task) -> tuple[str, ...]:
     return (sys.executable, "-u", "-m", "hpc_elastic.agent.worker_main", str(task.run.path))
 
 
-def first_spares(task: Task) -> WarmWorkerPool:
+def start_pool(task: Task) -> WarmWorkerPool:
     """Start the warm workers of a task before the agent imports torch: both import in parallel."""
     wanted = task.spec.nproc_per_node
     num_workers = likely_workers(wanted, task.slurm.cpus_on_node, os.environ, _num_gpu_devices())
     prepare_environment(task, num_workers)
-    num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_SPARE)
+    num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_WARMING)
     slots = num_workers if task.spec.agent.warm_workers else 0
-    spares = WarmWorkerPool(slots, worker_command(task), num_warming=num_warming)
-    spares.fill(paced=False)
-    return spares
+    pool = WarmWorkerPool(slots, worker_command(task), num_warming=num_warming)
+    pool.fill(paced=False)
+    return pool
 
 
 def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices: int) -> int:
@@ -552,7 +557,7 @@ def prepare_environment(task: Task, num_workers: int) -> None:
     os.environ.update(task.spec.env)
 
 
-def allow_connections() -> None:
+def raise_open_files_limit() -> None:
     """Raise the limit of open files to what a leader may need, within the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)

@@ -46,7 +46,7 @@ from hpc_elastic.worker.shared_page import (
     DIRECTORY_VARIABLE,
     RESULTS_VARIABLE,
     ROUND_VARIABLE,
-    SPARE_VARIABLE,
+    WARM_WORKER_VARIABLE,
 )
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -58,10 +58,10 @@ def main(argv: list[str]) -> int:
     _die_with_agent()
     stand()
     run = RunDir(Path(argv[0]))
-    spare = os.environ.pop(SPARE_VARIABLE, None)
-    if spare is not None:
-        _wait_for_use(spare, run)
-    _offer_stacks()
+    warm_worker = os.environ.pop(WARM_WORKER_VARIABLE, None)
+    if warm_worker is not None:
+        _wait_for_use(warm_worker, run)
+    _register_stacks_handler()
     sys.stdout, sys.stderr = _unfailing(sys.stdout), _unfailing(sys.stderr)
     environment = dict(os.environ)
     own_page()  # by the agent's LOCAL_RANK: a script may change it
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         entry = run.load().entry
         after_import("torch", _prepare_torch)
         function = load_function(entry)
-        if spare is not None:
+        if warm_worker is not None:
             _warn_of_late_variables(environment)
         gc.freeze()  # a look for garbage among all that torch imports takes a tenth of a second
         phase = "run"
@@ -112,8 +112,8 @@ def _enter(entry: Entry) -> None:
     sys.path[:0] = [p for p in entry.sys_path if p not in sys.path]
 
 
-def _wait_for_use(spare: str, run: RunDir) -> None:
-    """Be a spare, which imports from where the script would, until this is needed as a worker."""
+def _wait_for_use(warm_worker: str, run: RunDir) -> None:
+    """Be a warm worker, which imports as the script would, until this is needed as a worker."""
     from hpc_elastic.agent.warm_workers import wait_for_use
 
     modules: list[str] = []
@@ -123,15 +123,15 @@ def _wait_for_use(spare: str, run: RunDir) -> None:
         modules += spec.agent.warm_imports
         if spec.entry.kind != "function":
             modules.append("hpc_elastic.agent.hydra_job")
-    wait_for_use(spare, modules)
+    wait_for_use(warm_worker, modules)
 
 
-def _offer_stacks() -> None:
+def _register_stacks_handler() -> None:
     """Let the agent see where this worker is, should it make no step."""
     control, local_rank = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("LOCAL_RANK")
     if control is not None and local_rank is not None:
         with contextlib.suppress(OSError, RuntimeError):
-            stacks.offer(Path(control), int(local_rank))
+            stacks.register_handler(Path(control), int(local_rank))
 
 
 def _warn_of_late_variables(before: dict[str, str]) -> None:

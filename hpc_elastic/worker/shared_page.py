@@ -30,7 +30,7 @@ from hpc_elastic.errors import HpcElasticError
 ROUND_VARIABLE = "HPC_ELASTIC_ROUND"
 RESULTS_VARIABLE = "HPC_ELASTIC_RESULTS"
 """Name of the folder with what the workers return; without it, it is the round's."""
-SPARE_VARIABLE = "HPC_ELASTIC_SPARE"
+WARM_WORKER_VARIABLE = "HPC_ELASTIC_WARM_WORKER"
 """Set for a process that is started ahead of its use (`hpc_elastic.agent.warm_workers`)."""
 DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
 LONGEST_HOLD_S = 60.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.hang_watch import main_thread, place, waits_in
+from hpc_elastic.agent.hang_watch import describe_place, parse_main_thread, waiting_collective
 
 WORKER = textwrap.dedent(
     """
@@ -31,7 +31,7 @@ WORKER = textwrap.dedent(
 
     how, control, offers = sys.argv[1:]
     if offers == "yes":
-        stacks.offer(Path(control), 0)
+        stacks.register_handler(Path(control), 0)
     threading.Thread(target=beside, daemon=True).start()
     get_stuck(how)
     """
@@ -93,12 +93,14 @@ def test_py_spy_sees_a_worker_wherever_it_is_stuck(folder, start, patient, how):
     """Without the worker's help: this one has not even offered its stacks."""
     worker = start(how, offers=False)
     py_spy(worker.pid)
-    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+    text = stacks.take_stacks(worker.pid, stacks.stacks_file(folder, 0))
     assert text is not None and "py-spy" not in text and "beside" in text
-    frames = main_thread(text)
+    frames = parse_main_thread(text)
     assert frames[0].function in ("get_stuck", "sleep")
     assert str(folder / "worker.py") in {frame.file for frame in frames}, "paths are whole"
-    assert place(frames).startswith("worker.py:") and place(frames).endswith(" in get_stuck")
+    assert describe_place(frames).startswith("worker.py:") and describe_place(frames).endswith(
+        " in get_stuck"
+    )
 
 
 def test_py_spy_shows_who_waits_in_a_collective(folder, start, patient):
@@ -112,17 +114,17 @@ def test_py_spy_shows_who_waits_in_a_collective(folder, start, patient):
     (folder / "worker.py").write_text(calls)
     worker = start("sleep", offers=False)
     py_spy(worker.pid)
-    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
-    assert text is not None and waits_in(main_thread(text)) == "all_reduce"
+    text = stacks.take_stacks(worker.pid, stacks.stacks_file(folder, 0))
+    assert text is not None and waiting_collective(parse_main_thread(text)) == "all_reduce"
 
 
 @pytest.mark.parametrize("how", ["sleep", "c", "gil"])
 def test_faulthandler_does_where_there_is_no_py_spy(folder, start, patient, no_py_spy, how):
     """Its handler is C, and runs while the interpreter's lock is held for good."""
     worker = start(how)
-    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+    text = stacks.take_stacks(worker.pid, stacks.stacks_file(folder, 0))
     assert text is not None
-    assert place(main_thread(text)).endswith(" in get_stuck")
+    assert describe_place(parse_main_thread(text)).endswith(" in get_stuck")
     assert worker.poll() is None, "asking does no harm"
 
 
@@ -134,14 +136,14 @@ def test_faulthandler_does_where_py_spy_may_not_look(folder, start, patient, mon
     refuses.chmod(0o755)
     monkeypatch.setenv("PATH", str(refuses.parent), prepend=":")
     worker = start("sleep")
-    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
-    assert text is not None and place(main_thread(text)).endswith(" in get_stuck")
+    text = stacks.take_stacks(worker.pid, stacks.stacks_file(folder, 0))
+    assert text is not None and describe_place(parse_main_thread(text)).endswith(" in get_stuck")
 
 
 def test_who_has_not_offered_his_stacks_is_not_ended_by_the_question(folder, start, no_py_spy):
     """The signal would end a process that has no handler for it."""
     worker = start("sleep", offers=False)
-    assert stacks.take(worker.pid, stacks.stacks_file(folder, 0)) is None
+    assert stacks.take_stacks(worker.pid, stacks.stacks_file(folder, 0)) is None
     assert worker.poll() is None
 
 
@@ -150,7 +152,7 @@ def test_a_worker_that_is_stopped_has_no_stack_but_a_state(folder, start, no_py_
     worker = start("sleep")
     worker.send_signal(signal.SIGSTOP)
     try:
-        text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+        text = stacks.take_stacks(worker.pid, stacks.stacks_file(folder, 0))
         assert text is None and stacks.process_state(worker.pid) == "T"
     finally:
         worker.send_signal(signal.SIGCONT)

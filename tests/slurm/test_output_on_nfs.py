@@ -76,7 +76,7 @@ def runs(request, mounts):  # noqa: F811
 @pytest.fixture
 def times(runs, monkeypatch):
     """What the writer's agent has: it looks, and sends."""
-    monkeypatch.setattr(output_times, "SEND_S", 0.3)
+    monkeypatch.setattr(output_times, "SYNC_S", 0.3)
     made = OutputTimes([runs[0].attempt(TASK, 0) / "agent.log"])
     made.start()
     yield made

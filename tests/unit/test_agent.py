@@ -95,7 +95,7 @@ def test_torch_still_makes_every_workers_process_where_we_replace_it():
     assert "start_new_session" in inspect.getsource(SubprocessHandler._popen)
 
 
-class FakeSpares:
+class FakeWarmWorkers:
     """Takes note of what is asked of it."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class FakeSpares:
         """Spares are to be made."""
         self.filled.append(paced)
 
-    def tend(self) -> list[int]:
+    def maintain(self) -> list[int]:
         """The agent looks after them."""
         dead, self.dead = self.dead, []
         return dead
@@ -120,36 +120,36 @@ class FakeSpares:
 def training(tmp_path: Path, monkeypatch) -> ElasticAgent:
     """An agent whose only worker has been started, at second 100."""
     agent = ElasticAgent.__new__(ElasticAgent)
-    agent._spares, agent._filled, agent._started_at = FakeSpares(), False, 100.0
+    agent._warm_workers, agent._filled, agent._started_at = FakeWarmWorkers(), False, 100.0
     agent.pages = {3: SharedPage.create(tmp_path, 0)}
     monkeypatch.setattr(module.time, "monotonic", lambda: 101.0)
     return agent
 
 
-def test_spares_are_made_once_the_workers_have_made_a_step(training):
-    """Before it, the workers need the CPU themselves; and dead spares are not made again."""
-    training._keep_spares()
+def test_warm_workers_are_made_once_the_workers_have_made_a_step(training):
+    """Before it, the workers need the CPU themselves; and dead warm workers are not made again."""
+    training._maintain_warm_workers()
     training.pages[3].report(0, None, None)
-    training._keep_spares()
-    assert training._spares.filled == []
+    training._maintain_warm_workers()
+    assert training._warm_workers.filled == []
     training.pages[3].report(1, None, None)
-    training._keep_spares()
-    training._keep_spares()
-    assert training._spares.filled == [True]
+    training._maintain_warm_workers()
+    training._maintain_warm_workers()
+    assert training._warm_workers.filled == [True]
 
 
-def test_spares_are_made_after_a_while_where_no_step_is_reported(training, monkeypatch):
+def test_warm_workers_are_made_after_a_while_where_no_step_is_reported(training, monkeypatch):
     """A script need not report anything."""
     monkeypatch.setattr(module.time, "monotonic", lambda: 111.0)
-    training._keep_spares()
-    assert training._spares.filled == [True]
+    training._maintain_warm_workers()
+    assert training._warm_workers.filled == [True]
 
 
 def test_nothing_outlives_the_agent(training, monkeypatch):
     """However its run ends: with a signal, say."""
     ended = []
-    monkeypatch.setattr(module.process_cleanup, "adopt", lambda: None)
-    monkeypatch.setattr(module.process_cleanup, "end", lambda: ended.append(True))
+    monkeypatch.setattr(module.process_cleanup, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda: ended.append(True))
 
     def taken(*_):
         raise SignalException("taken", signal.SIGTERM)
@@ -157,21 +157,21 @@ def test_nothing_outlives_the_agent(training, monkeypatch):
     monkeypatch.setattr(LocalElasticAgent, "run", taken)
     with pytest.raises(SignalException):
         training.run()
-    assert training._spares.closed and ended
+    assert training._warm_workers.closed and ended
 
 
 @pytest.mark.parametrize(
     ("code", "why"),
     [(-signal.SIGKILL, "SIGKILL"), (-40, "signal 40"), (1, "exit code 1"), (-signal.SIGTERM, None)],
 )
-def test_a_spare_that_ends_by_itself_is_told(training, code, why):
+def test_a_warm_worker_that_ends_by_itself_is_told(training, code, why):
     """Once; not where the whole node is signalled."""
     told = []
     events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
     training._workplace = SimpleNamespace(events=events, place=NodeIdentity("7_1", "n1", Path()))
-    training._spares.dead = [code]
-    training._keep_spares()
-    training._keep_spares()
+    training._warm_workers.dead = [code]
+    training._maintain_warm_workers()
+    training._maintain_warm_workers()
     assert told == ([] if why is None else [("warm_worker_died", {"host": "n1", "why": why})])
 
 

@@ -11,12 +11,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from hpc_elastic.agent import metrics
 from hpc_elastic.agent.metrics import (
     Exporter,
-    Loads,
-    Observer,
     RoundWorkers,
     Sample,
     TaskCounters,
-    load_of,
+    WorkerLoads,
+    WorkerObserver,
+    main_thread_load_s,
 )
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
@@ -36,23 +36,23 @@ def read(text: str) -> dict[str, float]:
 
 def test_steps_that_are_made_again_are_no_goodput():
     """Ten seconds of ten steps; a restart that repeats five of them; then five new ones."""
-    tally = TaskCounters(0.0)
+    counters = TaskCounters(0.0)
     for step in range(11):
-        tally.look(replace(BLANK, step=step), float(step))
-    tally.new_round()
+        counters.update(replace(BLANK, step=step), float(step))
+    counters.new_round()
     for i, step in enumerate(range(5, 16)):
-        sample = tally.look(replace(BLANK, step=step), 20.0 + i)
+        sample = counters.update(replace(BLANK, step=step), 20.0 + i)
     assert sample.goodput_ratio == pytest.approx(15 / 30) and sample.up_seconds == 30.0
     assert sample.steps_per_second == pytest.approx(1.0)
 
 
 def test_checkpoints_are_timed():
     """Their age since the last that was announced; what they held up, over all rounds."""
-    tally = TaskCounters(0.0)
-    assert tally.look(BLANK, 1.0).checkpoint_age_seconds is None
-    tally.look(replace(BLANK, boundary=4, busy_s=1.5), 2.0)
-    tally.new_round()
-    sample = tally.look(replace(BLANK, busy_s=0.5), 7.0)
+    counters = TaskCounters(0.0)
+    assert counters.update(BLANK, 1.0).checkpoint_age_seconds is None
+    counters.update(replace(BLANK, boundary=4, busy_s=1.5), 2.0)
+    counters.new_round()
+    sample = counters.update(replace(BLANK, busy_s=0.5), 7.0)
     assert (sample.checkpoint_age_seconds, sample.checkpoint_blocked_seconds) == (5.0, 2.0)
 
 
@@ -91,39 +91,39 @@ def test_a_file_system_that_fails_costs_the_file_only(tmp_path):
 
 def test_loads_are_measured_over_windows_of_several_steps():
     """A window is as long as it takes, and a restart begins another."""
-    loads = Loads()
-    loads.look({0: (10, 1.0), 1: (10, 2.0)}, 100.0)
-    loads.look({0: (12, 1.2), 1: (12, 3.0)}, 105.0)
+    loads = WorkerLoads()
+    loads.update({0: (10, 1.0), 1: (10, 2.0)}, 100.0)
+    loads.update({0: (12, 1.2), 1: (12, 3.0)}, 105.0)
     assert loads.number == 0, "two steps are too few"
-    loads.look({0: (20, 2.0), 1: (20, 7.0)}, 110.0)
+    loads.update({0: (20, 2.0), 1: (20, 7.0)}, 110.0)
     assert loads.number == 1
     assert loads.last == [(0, pytest.approx(0.1), 1.0), (1, pytest.approx(0.5), 1.0)]
-    loads.look({0: (3, 0.1), 1: (3, 0.1)}, 115.0)
+    loads.update({0: (3, 0.1), 1: (3, 0.1)}, 115.0)
     assert loads.number == 1
-    loads.look({0: (8, 1.1), 1: (8, 0.6)}, 120.0)
+    loads.update({0: (8, 1.1), 1: (8, 0.6)}, 120.0)
     assert loads.number == 2 and loads.last[0][1] == pytest.approx(0.2)
 
 
 def test_a_process_without_a_known_load_is_left_out():
     """It has ended, or the kernel does not say."""
-    assert load_of(2**22 + 1) is None
-    ours = load_of(os.getpid())
+    assert main_thread_load_s(2**22 + 1) is None
+    ours = main_thread_load_s(os.getpid())
     if Path("/proc/self/schedstat").exists():
         assert ours is not None and ours > 0
-    loads = Loads()
-    loads.look({0: (1, None)}, 0.0)
-    loads.look({0: (9, None)}, 9.0)
+    loads = WorkerLoads()
+    loads.update({0: (1, None)}, 0.0)
+    loads.update({0: (9, None)}, 9.0)
     assert loads.number == 0
 
 
 def test_an_observer_tells_of_the_first_worker_and_of_the_node(tmp_path):
     """Before there are workers, of the node alone."""
-    observer = Observer(lambda: Sample(group_nodes=2, requeues=1))
-    assert observer.progress() == {} and observer.look().group_nodes == 2
+    observer = WorkerObserver(lambda: Sample(group_nodes=2, requeues=1))
+    assert observer.progress() == {} and observer.sample().group_nodes == 2
     pages = {4: SharedPage.create(tmp_path, 0), 5: SharedPage.create(tmp_path, 1)}
-    observer.watch(RoundWorkers(pages, lambda: {0: os.getpid(), 1: os.getpid()}))
+    observer.start_round(RoundWorkers(pages, lambda: {0: os.getpid(), 1: os.getpid()}))
     pages[4].report(7, 0.25, 128, 20)
     told = {"step": 7, "total": 20, "loss": 0.25, "samples": 128, "blocked_s": 0.0}
     assert observer.progress() == told
-    sample = observer.look()
+    sample = observer.sample()
     assert (sample.step, sample.samples, sample.group_nodes, sample.requeues) == (7, 128, 2, 1)

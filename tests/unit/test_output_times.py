@@ -6,6 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -145,8 +146,6 @@ def test_a_disk_that_is_full_is_complained_of_once_and_costs_the_times_only(
         keeper.new_round([out, tmp_path / "other"])
         (tmp_path / "other").write_bytes(b"hello\n")
         eventually(lambda: "No space left" in caplog.text)
-        looks = keeper._round[0]
-        eventually(lambda: looks._index is not None)
         full = False
         eventually(lambda: Index(out).covered == 6)
     assert caplog.text.count("less exact") == 1
@@ -154,8 +153,10 @@ def test_a_disk_that_is_full_is_complained_of_once_and_costs_the_times_only(
 
 def test_a_quota_that_is_told_of_at_the_close_costs_one_file_only(times, tmp_path, monkeypatch):
     """The times of the others go on (NFS)."""
+    closed = []
 
-    def close(_):
+    def close(index):
+        closed.append(index)
         raise OSError(122, "Disk quota exceeded")
 
     keeper = times(tmp_path / "agent.log")
@@ -165,7 +166,7 @@ def test_a_quota_that_is_told_of_at_the_close_costs_one_file_only(times, tmp_pat
     eventually(lambda: Index(out).covered == 6)
     monkeypatch.setattr(IndexWriter, "close", close)
     keeper.new_round([])
-    eventually(lambda: not keeper._over)
+    eventually(lambda: closed)
     (tmp_path / "agent.log").write_bytes(b"hello\n")
     eventually(lambda: Index(tmp_path / "agent.log").covered == 6)
 
@@ -175,34 +176,39 @@ def test_files_that_do_not_come_are_looked_for_ever_more_rarely(tmp_path, monkey
     now = [0.0]
     asked = []
     monkeypatch.setattr(output_times.time, "monotonic", lambda: now[0])
-    watched = output_times._Watched(tmp_path / "never")
+    keeper = OutputTimes([tmp_path / "never"])
     theirs = os.open
     monkeypatch.setattr(os, "open", lambda *a: asked.append(a) or theirs(*a))
     while now[0] < 60:
-        watched.look()
-        now[0] += output_times.LOOK_S
+        keeper.poll()
+        now[0] += output_times.POLL_S
     assert 20 < len(asked) < 40
 
 
 @pytest.fixture
 def sends(monkeypatch):
-    """Every file is on NFS, and what grows is sent at once; yields the answers of its server."""
-    answers = threading.Event()
+    """Every file is on NFS, and what grows is sent at once; its server is asked, and answers."""
+    asked, answers = threading.Event(), threading.Event()
     answers.set()
+
+    def fdatasync(_):
+        asked.set()
+        answers.wait(20)
+
     monkeypatch.setattr(Mount, "keeps_writes", True)
-    monkeypatch.setattr(output_times, "SEND_S", 0.01)
-    monkeypatch.setattr(os, "fdatasync", lambda _: answers.wait(20))
-    yield answers
+    monkeypatch.setattr(output_times, "SYNC_S", 0.01)
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    yield SimpleNamespace(asked=asked, answers=answers)
     answers.set()
 
 
 def test_while_a_server_does_not_answer_the_times_go_on(times, tmp_path, sends):
     """And the files of a round that is over are let go when it does."""
-    sends.clear()
+    sends.answers.clear()
     keeper, out = times(), tmp_path / "out"
     keeper.new_round([out])
     out.write_bytes(b"first\n")
-    eventually(lambda: keeper._round and keeper._round[0]._sending.locked())
+    eventually(sends.asked.is_set)
     with out.open("ab") as f:
         f.write(b"second\n")
     eventually(lambda: Index(out).covered == 13)
@@ -210,7 +216,7 @@ def test_while_a_server_does_not_answer_the_times_go_on(times, tmp_path, sends):
     (tmp_path / "other").write_bytes(b"of the next round\n")
     eventually(lambda: Index(tmp_path / "other").covered == 18)
     assert out in {Path(file.path) for file in psutil.Process().open_files()}
-    sends.set()
+    sends.answers.set()
     eventually(lambda: out not in {Path(file.path) for file in psutil.Process().open_files()})
 
 
@@ -226,13 +232,13 @@ def test_only_what_has_grown_is_sent_and_nothing_of_a_local_file_system(tmp_path
     for text in (b"first\n", b"second\n"):
         with out.open("ab") as f:
             f.write(text)
-        keeper._look()
-        keeper._send()
-        keeper._send()
+        keeper.poll()
+        keeper.sync()
+        keeper.sync()
         assert sent == [str(out), str(index_of(out))]
         sent.clear()
     monkeypatch.setattr(Mount, "keeps_writes", False)
     local = OutputTimes([out])
-    local._look()
-    local._send()
+    local.poll()
+    local.sync()
     assert sent == []

@@ -21,10 +21,10 @@ from hpc_elastic.agent.preflight import (
     check_gpus,
     check_logs,
     check_shm,
+    exclude_node,
     judge_clock,
     judge_gpus,
     judge_space,
-    keep_away,
     parse_gpus,
 )
 from hpc_elastic.run.directory import RunDir
@@ -237,7 +237,7 @@ def test_a_node_is_avoided_unless_too_many_are(tmp_path, launcher, known, goes):
         spec=SimpleNamespace(launcher=launcher, max_nodes=2),
     )  # fmt: skip
     excluding = Excluding(task.run)
-    assert keep_away(Problem("gpus", "lost"), task, excluding) is goes
+    assert exclude_node(Problem("gpus", "lost"), task, excluding) is goes
     assert excluding.asked == (["n7"] if goes else [])
     if goes:
         assert json.loads((tmp_path / "excluded.json").read_text())["n7"] == "preflight: lost"

@@ -30,7 +30,7 @@ AGENT = textwrap.dedent(
     def start(*argv, **options):
         return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, **options)
 
-    process_cleanup.adopt()
+    process_cleanup.adopt_orphans()
     own = start("sleep", "3600")
     spare = start("sh", "-c", "sleep 3600 & echo ready; wait", start_new_session=True)
     worker = start(sys.executable, "-c", WORKER, start_new_session=True)
@@ -42,15 +42,15 @@ AGENT = textwrap.dedent(
                       if p.status() != "zombie"}
     kept = {own.pid, spare.pid, *(p.pid for p in psutil.Process(spare.pid).children())}
     num_left = len(family() - kept)
-    ended = process_cleanup.end(keep=[spare.pid])
+    ended = process_cleanup.kill_strays(keep=[spare.pid])
     orphan = start("sh", "-c", "sleep 0.01 & exit 0", start_new_session=True)
     orphan.wait()
     deadline = time.monotonic() + 30
     while len(psutil.Process().children()) > 2 and time.monotonic() < deadline:
-        process_cleanup.reap({spare.pid})
+        process_cleanup.reap_orphan({spare.pid})
         time.sleep(0.01)
     print(json.dumps([num_left, ended, family() == kept, len(psutil.Process().children())]))
-    print(json.dumps([process_cleanup.end(), own.poll(), len(family())]))
+    print(json.dumps([process_cleanup.kill_strays(), own.poll(), len(family())]))
     own.kill()
     """
 )
@@ -81,7 +81,7 @@ HAMPERED_AGENT = textwrap.dedent(
     time.sleep(3600)
     '''
 
-    process_cleanup.adopt()
+    process_cleanup.adopt_orphans()
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True,
                               start_new_session=True)
     child = int(worker.stdout.readline())
@@ -115,7 +115,7 @@ ENDS_MEANWHILE = textwrap.dedent(
 COUNTED = textwrap.dedent(
     """
     try:
-        print(process_cleanup.end())
+        print(process_cleanup.kill_strays())
     finally:
         builtins.open = io.open = read
         with contextlib.suppress(FileNotFoundError):
@@ -146,12 +146,12 @@ BUSY_AGENT = textwrap.dedent(
             codes.append(subprocess.run(["true"]).returncode)
 
     codes = []
-    process_cleanup.adopt()
+    process_cleanup.adopt_orphans()
     threads = [threading.Thread(target=ask_slurm) for _ in range(2)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        process_cleanup.reap(())
+        process_cleanup.reap_orphan(())
     print(set(codes))
     """
 )

@@ -1,21 +1,29 @@
-"""When a worker is taken for hung, and what a stack tells of it (pure)."""
+"""Hangs of a node's workers: the step clock, what a stack shows, and the answer to the leader."""
 
+import itertools
+import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent import hang_watch
+from hpc_elastic.agent import hang_watch, stacks
 from hpc_elastic.agent.hang_watch import (
     Frame,
+    HangWatch,
     StepClock,
+    WatchedWorker,
     WorkerSample,
-    is_at_work,
-    main_thread,
-    moves,
-    place,
-    waits_in,
+    describe_place,
+    is_long_work,
+    parse_main_thread,
+    stacks_differ,
+    waiting_collective,
 )
+from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S
 from hpc_elastic.worker.shared_page import WorkerStatus
 
 BLANK = WorkerStatus(None, None, None, None, None, None, 0)
@@ -25,14 +33,14 @@ def stepping(after_s: float | None, step_s: float, num_steps: int = 10) -> StepC
     """A clock that has seen so many steps, the last one at ``step_s * num_steps``."""
     clock = StepClock(after_s, 0.0)
     for step in range(1, num_steps + 1):
-        clock.look(replace(BLANK, step=step), step * step_s)
+        clock.update(replace(BLANK, step=step), step * step_s)
     return clock
 
 
 def wait(clock: StepClock, worker: WorkerStatus, since: float, for_s: float) -> None:
     """Look twice a second at a worker that publishes nothing new."""
     for i in range(1, int(2 * for_s) + 1):
-        clock.look(worker, since + i / 2)
+        clock.update(worker, since + i / 2)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,7 @@ def test_long_steps_have_long_limits():
 def test_before_the_second_step_there_is_more_time(after_s, worker, limit_s):
     """Compiling and the first batches take long; by default nothing before the first counts."""
     clock = StepClock(after_s, 0.0)
-    clock.look(worker, 1.0)
+    clock.update(worker, 1.0)
     assert clock.limit_s == limit_s
 
 
@@ -76,7 +84,7 @@ def test_it_is_due_after_the_limit_and_again_a_limit_later():
     clock = stepping(2.0, 0.1)
     wait(clock, replace(BLANK, step=10), 1.0, 1.5)
     assert not clock.is_due(2.9) and clock.is_due(3.1)
-    clock.asked(3.1)
+    clock.postpone(3.1)
     assert not clock.is_due(5.0) and clock.is_due(5.2)
     assert clock.stalled_s(5.2) == pytest.approx(4.2)
 
@@ -91,28 +99,28 @@ def test_it_is_due_after_the_limit_and_again_a_limit_later():
 def test_a_sign_of_life_starts_the_clock_anew(sign):
     """Another step, any report, a checkpoint, a question; and what is no step stops it."""
     clock = stepping(2.0, 0.1)
-    clock.look(replace(BLANK, **{"step": 10, **sign}), 2.9)
+    clock.update(replace(BLANK, **{"step": 10, **sign}), 2.9)
     assert not clock.is_due(3.5)
 
 
 def test_who_waits_for_the_leader_is_not_hung():
     """His word on a proposed step may take a while."""
     clock = stepping(2.0, 0.1)
-    clock.look(replace(BLANK, step=10), 2.9, awaited=True)
+    clock.update(replace(BLANK, step=10), 2.9, awaited=True)
     assert not clock.is_due(3.5)
 
 
 def test_time_in_which_the_agent_slept_does_not_count():
     """Agent and workers were suspended together."""
     clock = stepping(2.0, 0.1)
-    clock.look(replace(BLANK, step=10), 1000.0)
+    clock.update(replace(BLANK, step=10), 1000.0)
     assert not clock.is_due(1000.0)
 
 
 def test_after_the_last_step_nothing_is_a_hang():
     """The script has said which one that is, and does what it likes after it."""
     clock = stepping(2.0, 0.1)
-    clock.look(replace(BLANK, step=10, total_steps=10), 1.1)
+    clock.update(replace(BLANK, step=10, total_steps=10), 1.1)
     assert clock.limit_s is None and not clock.is_due(4.0)
 
 
@@ -142,7 +150,7 @@ Thread 9 (active): "Thread-1"
 @pytest.mark.parametrize("text", [FAULTHANDLER, PY_SPY])
 def test_the_main_thread_is_found_in_either_form(text):
     """faulthandler writes it last, py-spy gives its name."""
-    frames = main_thread(text)
+    frames = parse_main_thread(text)
     assert frames[0].function == "all_reduce" and frames[0].line == 2810
     assert Frame("/home/u/train.py", 40, "step") in frames
 
@@ -156,8 +164,10 @@ def test_py_spy_names_functions_by_where_they_are_defined():
         f"    _exception_logger.<locals>.wrapper ({torch}/c10d_logger.py:83)\n"
         "    Trainer.step (/home/u/train.py:25)\n"
     )
-    found = main_thread(text)
-    assert waits_in(found) == "all_reduce" and place(found) == "train.py:25 in step"
+    found = parse_main_thread(text)
+    assert (
+        waiting_collective(found) == "all_reduce" and describe_place(found) == "train.py:25 in step"
+    )
 
 
 def test_of_a_dump_that_was_cut_the_current_thread_is_taken():
@@ -167,7 +177,7 @@ def test_of_a_dump_that_was_cut_the_current_thread_is_taken():
         + "\nThread 0x1 (most recent call first):\n"
     )
     cut += '  File "a.py", line 1 in other\n...\n'
-    assert main_thread(cut)[0].function == "all_reduce"
+    assert parse_main_thread(cut)[0].function == "all_reduce"
 
 
 def frames(*lines: str) -> tuple[Frame, ...]:
@@ -193,29 +203,33 @@ USER = "/home/u/hpc_elastic/train.py:40:step"
 )  # fmt: skip
 def test_what_a_stack_waits_in(stack, waits, stands):
     """A collective below the user's innermost frame; DDP's is in the backward pass."""
-    assert waits_in(stack) == waits
-    assert f":{stands} in" in place(stack)
+    assert waiting_collective(stack) == waits
+    assert f":{stands} in" in describe_place(stack)
 
 
 def test_saving_and_compiling_are_work():
     """They take long, and are no step."""
-    assert is_at_work(frames(f"{SITE}/torch/serialization.py:1:_save", USER))
-    assert is_at_work(frames(f"{SITE}/torch/_inductor/compile_fx.py:1:f", USER))
-    assert not is_at_work(frames(f"{SITE}/torch/_dynamo/eval_frame.py:1:f", USER))
+    assert is_long_work(frames(f"{SITE}/torch/serialization.py:1:_save", USER))
+    assert is_long_work(frames(f"{SITE}/torch/_inductor/compile_fx.py:1:f", USER))
+    assert not is_long_work(frames(f"{SITE}/torch/_dynamo/eval_frame.py:1:f", USER))
 
 
 def test_a_stack_moves_if_two_looks_differ():
     """Be it by one line."""
     still, other = frames(USER), frames("/home/u/hpc_elastic/train.py:41:step")
-    assert not moves([still, still, still]) and moves([still, other, still]) and not moves([])
+    assert (
+        not stacks_differ([still, still, still])
+        and stacks_differ([still, other, still])
+        and not stacks_differ([])
+    )
 
 
 def test_one_that_reports_without_a_step_is_alive_and_one_that_steps_is_not_waited_for():
     """A validation; and a rank that goes on without those that hang."""
     validating, training = stepping(4.0, 0.1), stepping(4.0, 0.1)
     for i in range(1, 9):
-        validating.look(replace(BLANK, step=10, pulse=i), 1.0 + i / 2)
-        training.look(replace(BLANK, step=10 + i), 1.0 + i / 2)
+        validating.update(replace(BLANK, step=10, pulse=i), 1.0 + i / 2)
+        training.update(replace(BLANK, step=10 + i), 1.0 + i / 2)
     assert validating.is_alive(5.5) and not training.is_alive(5.5)
     assert not validating.is_alive(8.0)
 
@@ -247,3 +261,140 @@ WAITING = (Frame(str(Path(hang_watch.__file__).parents[1] / "ft" / "link.py"), 1
 def test_what_a_rank_is_at(seen, state):
     """Out of its process, its stacks, and what it publishes."""
     assert seen.state == state
+
+
+STACK = 'Thread 0x01 (most recent call first):\n  File "/u/t.py", line {} in step\n'
+NUM_WORKERS = 8
+
+
+class Leader:
+    """Asks what the workers are at, and takes the answer."""
+
+    proposal = None
+
+    def __init__(self) -> None:
+        self.stacks = 0
+        self.answers = {}
+        self.answered = threading.Event()
+
+    def answer_stacks(self, number, ranks) -> None:
+        """Keep it."""
+        self.answers[number] = [rank["state"] for rank in ranks]
+        self.answered.set()
+
+
+class Page:
+    """What a worker has published."""
+
+    def __init__(self, published=BLANK) -> None:
+        self.published = published
+
+    def read(self):
+        """Return it."""
+        return self.published
+
+
+class Node:
+    """Workers, of which as many as wanted are at a checkpoint, and their watch."""
+
+    def __init__(self, folder: Path, *, num_busy: int = 0) -> None:
+        busy = replace(BLANK, busy=1)
+        self.leader = Leader()
+        self.pages = [Page(busy if rank < num_busy else BLANK) for rank in range(NUM_WORKERS)]
+        self.files = [WorkerFiles(folder, 1, rank) for rank in range(NUM_WORKERS)]
+        workers = [
+            WatchedWorker(rank, page, files, folder / f"worker-{rank}.stack")
+            for rank, (page, files) in enumerate(zip(self.pages, self.files, strict=True))
+        ]
+        place = NodeIdentity("7_0", "n1", folder)
+        self._watch = HangWatch(self.leader, workers, after_s=0, place=place)
+
+    def ask(self, within_s: float = ANSWER_S) -> list[str]:
+        """Ask as the leader does, and return the states of the workers."""
+        self.leader.answered.clear()
+        self.leader.stacks += 1
+        asked_at = time.monotonic()
+        while not self.leader.answered.wait(0.05):
+            assert time.monotonic() < asked_at + within_s, "no answer in time"
+            self._watch.update(dict.fromkeys(range(NUM_WORKERS), os.getpid()), time.monotonic())
+        return self.leader.answers[self.leader.stacks]
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Return what decides what a look at a worker's stack shows, by its local rank."""
+
+    def show(stack_of) -> None:
+        def take(pid, dump):
+            return stack_of(int(dump.stem.rpartition("-")[2]))
+
+        monkeypatch.setattr(stacks, "take_stacks", take)
+
+    monkeypatch.setattr(hang_watch, "_BUSY_SHARE", 1e9)  # all are this process, which computes
+    return show
+
+
+def test_eight_slow_looks_are_answered_in_time(tmp_path, shown):
+    """A second each, as py-spy may take; who saves acquits the group."""
+    lines = itertools.count()
+
+    def slow(rank):
+        assert rank >= 2, "who is busy is not looked into"
+        time.sleep(1.0)
+        return STACK.format(next(lines) if rank == 7 else 4)
+
+    shown(slow)
+    states = Node(tmp_path, num_busy=2).ask(within_s=ANSWER_S / 2)
+    assert states == ["busy", "busy", *["stands"] * 5, "moves"]
+
+
+def test_a_look_that_hangs_costs_the_others_nothing(tmp_path, shown, monkeypatch):
+    """Its worker is out of reach; what is known of the others is told."""
+    over, lines = threading.Event(), itertools.count()
+    monkeypatch.setattr(hang_watch, "WITHIN_S", 3.0)
+
+    def hang(rank):
+        if rank == 0:
+            over.wait(60)
+        return STACK.format(next(lines))
+
+    shown(hang)
+    states = Node(tmp_path).ask(within_s=10.0)
+    over.set()
+    assert states == ["silent", *["moves"] * 7]
+
+
+def test_who_was_busy_and_goes_on_meanwhile_is_not_taken_for_silent(tmp_path, shown):
+    """It has no stacks, since it was not looked into while it was busy."""
+    node = Node(tmp_path, num_busy=1)
+
+    def end_save(rank):
+        time.sleep(0.5)
+        node.pages[0].published = BLANK
+        return STACK.format(4)
+
+    shown(end_save)
+    assert node.ask()[0] == "busy"
+
+
+def test_a_file_system_that_hangs_keeps_no_answer(tmp_path, shown, monkeypatch):
+    """The stacks are written when it can be; all ranks may be waiting for it themselves."""
+    answers, real = threading.Event(), Path.open
+
+    def hang(self, *args, **options):
+        if self.name.endswith(".stack.txt"):
+            assert answers.wait(60)
+        return real(self, *args, **options)
+
+    shown(lambda rank: STACK.format(4))
+    monkeypatch.setattr(hang_watch, "_WRITTEN_WITHIN_S", 0.1)
+    monkeypatch.setattr(Path, "open", hang)
+    node = Node(tmp_path)
+    for _ in range(2):
+        assert node.ask(within_s=10.0) == ["stands"] * NUM_WORKERS
+    answers.set()
+    deadline = time.monotonic() + 10
+    while not node.files[-1].stack.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "/u/t.py" in node.files[0].stack.read_text()

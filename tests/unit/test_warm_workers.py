@@ -1,4 +1,4 @@
-"""WarmWorkerPool: a worker made from one is the worker that a new process would have been."""
+"""Warm workers: what a task prepares before it imports torch, and workers made from them."""
 
 import json
 import os
@@ -9,13 +9,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing import start_processes
 
 from ended import is_gone
+from hpc_elastic.agent import warm_workers
 from hpc_elastic.agent.elastic_agent import RoundLogs, made_from
-from hpc_elastic.agent.warm_workers import WarmWorkerPool, _receive, fits
+from hpc_elastic.agent.warm_workers import (
+    WarmWorkerPool,
+    _receive_start,
+    is_compatible,
+    is_training,
+    likely_workers,
+    prepare_environment,
+)
 from hpc_elastic.agent.worker_failures import WorkerFiles
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
@@ -95,7 +104,7 @@ class Node:
         )
 
     def entry(self, qualname: str, *args: object, imports: tuple[str, ...] = ("json",)) -> None:
-        """Say what the workers call; before the spares are made."""
+        """Say what the workers call; before the warm workers are started."""
         (self.folder / "script.py").write_text(SCRIPT)
         entry = Entry(
             "function", qualname, str(self.folder / "script.py"), args=list(args),
@@ -104,11 +113,11 @@ class Node:
         agent = AgentSettings(warm_imports=list(imports))
         self.run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
 
-    def start(self, spares: WarmWorkerPool, number: int = 1):
-        """Start one worker; with a spare where there is one that fits."""
+    def start(self, pool: WarmWorkerPool, number: int = 1):
+        """Start one worker; from a warm one where there is a compatible one."""
         os.environ["HPC_ELASTIC_ROUND"] = str(number)
         env = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(number)}
-        with made_from(spares):
+        with made_from(pool):
             return start_processes(
                 "default", self.command[0], {0: self.command[1:]}, {0: env}, RoundLogs(self.folder)
             )
@@ -138,8 +147,8 @@ def node(tmp_path, monkeypatch) -> Node:
 
 
 @pytest.fixture
-def make_spares(node):
-    """Make the spares of the node; they are gone when the test ends."""
+def make_pool(node):
+    """Start the warm workers of the node; they are gone when the test ends."""
     made = []
 
     def make(slots: int = 1, *, paced: bool = False, ready: bool = True) -> WarmWorkerPool:
@@ -150,31 +159,31 @@ def make_spares(node):
         return made[-1]
 
     yield make
-    for spares in made:
-        spares.close()
+    for pool in made:
+        pool.close()
 
 
-def all_ready(spares: WarmWorkerPool, slots: int) -> bool:
+def all_ready(pool: WarmWorkerPool, slots: int) -> bool:
     """Whether all have imported."""
-    spares.tend()
-    return len(spares._spares) == slots and all(s.ready for s in spares._spares.values())
+    pool.maintain()
+    return len(pool._workers) == slots and all(s.ready for s in pool._workers.values())
 
 
-def pids(spares: WarmWorkerPool) -> list[int]:
-    """The spares' processes."""
-    return [s.process.pid for s in spares._spares.values()]
+def pids(pool: WarmWorkerPool) -> list[int]:
+    """The processes of the pool."""
+    return [s.process.pid for s in pool._workers.values()]
 
 
 @pytest.mark.parametrize("paced", [False, True])
-def test_a_workermade_from_a_spare_is_as_a_new_process(node, make_spares, paced, monkeypatch):
+def test_a_worker_made_from_a_warm_one_is_as_a_new_process(node, make_pool, paced, monkeypatch):
     """Same command line, paths, environment, signals, priority, descriptors and modules."""
     monkeypatch.setenv("GONE_LATER", "1")
     node.entry("who")
-    spares = make_spares(paced=paced)
-    (pid,) = pids(spares)
+    pool = make_pool(paced=paced)
+    (pid,) = pids(pool)
     monkeypatch.delenv("GONE_LATER")
     monkeypatch.setenv("NEW", "umlaut \u00e4 and no text \udcff")
-    processes = node.start(spares)
+    processes = node.start(pool)
     assert processes.pids() == {0: pid}
     assert not node.finish(processes).is_failed(), node.files().err.read_text()
     prewarmed = node.value()
@@ -183,47 +192,47 @@ def test_a_workermade_from_a_spare_is_as_a_new_process(node, make_spares, paced,
     assert node.value() == prewarmed
 
 
-def test_what_is_to_be_preloaded_is_imported(node, make_spares):
+def test_what_is_to_be_preloaded_is_imported(node, make_pool):
     """torch is there before the script asks for it, and so is what its optimizers import."""
     node.entry("imported", "torch._dynamo", imports=("torch",))
-    node.finish(node.start(make_spares()))
+    node.finish(node.start(make_pool()))
     assert node.value() is True
 
 
-def test_modules_are_found_where_the_script_would_find_them(node, make_spares):
+def test_modules_are_found_where_the_script_would_find_them(node, make_pool):
     """The run's folder and paths come first, and output at import is in the worker's log."""
     (node.folder / "talks.py").write_text(TALKS)
     node.entry("say", imports=("talks",))
-    node.finish(node.start(make_spares()))
+    node.finish(node.start(make_pool()))
     assert node.files().out.read_text() == "imported\nfrom the function\n"
     assert node.files().err.read_text() == "warned\nan error\n"
 
 
-def test_a_spare_that_still_imports_is_used(node, make_spares):
+def test_a_warm_worker_that_still_imports_is_used(node, make_pool):
     """It goes on from where it is, and leaves out what it has not begun to import."""
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("imported", "xml.dom.minidom", imports=("waits", "xml.dom.minidom"))
-    spares = make_spares(ready=False)
-    (pid,) = pids(spares)
+    pool = make_pool(ready=False)
+    (pid,) = pids(pool)
     until((node.folder / "began").exists)
-    processes = node.start(spares)
+    processes = node.start(pool)
     assert processes.pids() == {0: pid}
     (node.folder / "go").touch()
     node.finish(processes)
     assert node.value() is False
 
 
-def test_a_spare_gives_way_to_its_agent(node, make_spares):
+def test_a_warm_worker_gives_way_to_its_agent(node, make_pool):
     """Where both have one CPU, it imports once the agent does without."""
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     try:
         (node.folder / "waits.py").write_text(WAITS)
         node.entry("who", imports=("waits",))
-        (pid,) = pids(make_spares(ready=False))
+        (pid,) = pids(make_pool(ready=False))
         output, deadline = Path(f"/proc/{pid}/fd/1"), None
         while deadline is None or time.monotonic() < deadline:  # busy, as an agent that imports
-            if deadline is None and "hpc_elastic-spare" in str(output.readlink()):
+            if deadline is None and "hpc_elastic-warm-worker" in str(output.readlink()):
                 deadline = time.monotonic() + 1
         assert not (node.folder / "began").exists()
         until((node.folder / "began").exists)
@@ -231,139 +240,139 @@ def test_a_spare_gives_way_to_its_agent(node, make_spares):
         os.sched_setaffinity(0, cpus)
 
 
-def test_a_report_that_nobody_reads_keeps_no_spare_from_its_work():
+def test_a_report_that_nobody_reads_keeps_no_warm_worker_from_its_work():
     """The agent closes the socket behind its message, and may do so before it has looked."""
-    agent, spare = socket.socketpair()
-    spare.sendall(b"{}\n")
+    agent, warm = socket.socketpair()
+    warm.sendall(b"{}\n")
     with agent:
         socket.send_fds(agent, [b'{"env": {"A": "1"}}'], [1, 2])
-    env, outputs = _receive(spare)
+    env, outputs = _receive_start(warm)
     assert env == {"A": "1"}
-    for descriptor in (*outputs, spare.detach()):
+    for descriptor in (*outputs, warm.detach()):
         os.close(descriptor)
 
 
 @pytest.mark.parametrize(("qualname", "args", "code"), [("exit_with", [7], 7), ("fail", [], 1)])
-def test_its_end_is_a_workers(node, make_spares, qualname, args, code):
+def test_its_end_is_a_workers(node, make_pool, qualname, args, code):
     """Exit codes and the error file are where torch's agent looks for them."""
     node.entry(qualname, *args)
-    result = node.finish(node.start(make_spares()))
+    result = node.finish(node.start(make_pool()))
     assert result.failures[0].exitcode == code
     assert (qualname == "fail") == ("boom" in str(result.failures[0].message))
 
 
-def test_torch_stops_it_as_any_worker(node, make_spares):
+def test_torch_stops_it_as_any_worker(node, make_pool):
     """A signal to its process group reaches it, and its death is seen."""
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
-    spares = make_spares(ready=False)
-    (pid,) = pids(spares)
-    processes = node.start(spares)
+    pool = make_pool(ready=False)
+    (pid,) = pids(pool)
+    processes = node.start(pool)
     processes.close(signal.SIGTERM, 30)
     assert is_gone(pid)
 
 
-def test_a_module_that_can_not_be_imported_is_logged_once(node, make_spares, caplog):
-    """However many spares meet it; the others are imported, and the worker works."""
+def test_a_module_that_can_not_be_imported_is_logged_once(node, make_pool, caplog):
+    """However many processes meet it; the others are imported, and the worker works."""
     node.entry("imported", "xml.dom.minidom", imports=("nosuchmodule", "xml.dom.minidom"))
-    spares = make_spares(2)
+    pool = make_pool(2)
     assert caplog.text.count("No module named 'nosuchmodule'") == 1
-    node.finish(node.start(spares))
+    node.finish(node.start(pool))
     assert node.value() is True
 
 
-def test_while_workers_train_spares_are_made_one_after_the_other(node, make_spares):
+def test_while_workers_train_warm_workers_are_made_one_after_the_other(node, make_pool):
     """The next one starts once the one before has imported."""
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
-    spares = make_spares(2, paced=True, ready=False)
-    spares.tend()
-    assert len(pids(spares)) == 1
+    pool = make_pool(2, paced=True, ready=False)
+    pool.maintain()
+    assert len(pids(pool)) == 1
     (node.folder / "go").touch()
-    until(lambda: all_ready(spares, 2))
+    until(lambda: all_ready(pool, 2))
 
 
-def test_a_late_node_waits_until_its_spares_have_imported(node, make_spares):
+def test_a_late_node_waits_until_its_warm_workers_have_imported(node, make_pool):
     """It looks up now and then, whether there is a need."""
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
-    spares = make_spares(2, ready=False)
-    assert not spares.await_imports(0.1)
+    pool = make_pool(2, ready=False)
+    assert not pool.await_imports(0.1)
     (node.folder / "go").touch()
-    assert spares.await_imports(60) and all_ready(spares, 2)
-    spares.resize(1)
-    assert len(pids(spares)) == 1
+    assert pool.await_imports(60) and all_ready(pool, 2)
+    pool.resize(1)
+    assert len(pids(pool)) == 1
 
 
-def test_a_spare_that_died_is_replaced_by_a_new_process(node, make_spares, caplog):
+def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, caplog):
     """It is buried when the agent looks, and no other one is made before the next round."""
     node.entry("who")
-    spares = make_spares(2)
-    for pid in pids(spares):
+    pool = make_pool(2)
+    for pid in pids(pool):
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: is_gone(pid))
-    assert spares.take(0, node.command, dict(os.environ), (1, 2)) is None
-    assert spares.tend() == [-signal.SIGKILL] * 2
+    assert pool.take(0, node.command, dict(os.environ), (1, 2)) is None
+    assert pool.maintain() == [-signal.SIGKILL] * 2
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
-    assert spares.tend() == []
-    assert pids(spares) == []
-    assert not node.finish(node.start(spares)).is_failed()
+    assert pool.maintain() == []
+    assert pids(pool) == []
+    assert not node.finish(node.start(pool)).is_failed()
 
 
-def test_a_spare_that_opens_the_gpu_is_not_kept(node, make_spares, caplog):
+def test_a_warm_worker_that_opens_the_gpu_is_not_kept(node, make_pool, caplog):
     """It would take memory from the worker beside it."""
     (node.folder / "opens.py").write_text(OPENS_GPU)
     node.entry("who", imports=("opens",))
-    spares = make_spares(ready=False)
-    (pid,) = pids(spares)
-    until(lambda: spares.tend() or not pids(spares))
+    pool = make_pool(ready=False)
+    (pid,) = pids(pool)
+    until(lambda: pool.maintain() or not pids(pool))
     assert is_gone(pid) and "opens the GPU" in caplog.text
 
 
-def test_what_is_read_at_start_makes_a_new_process(node, make_spares, monkeypatch):
+def test_what_is_read_at_start_makes_a_new_process(node, make_pool, monkeypatch):
     """OMP_NUM_THREADS of before would stay in force."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     node.entry("who")
-    spares = make_spares()
-    (pid,) = pids(spares)
+    pool = make_pool()
+    (pid,) = pids(pool)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    processes = node.start(spares)
+    processes = node.start(pool)
     node.finish(processes)
     assert is_gone(pid) and processes.pids() != {0: pid}
     assert node.value()["env"]["OMP_NUM_THREADS"] == "2"
 
 
-def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent(node, make_spares):
-    """A spare that imports does not read; the worker is a new process then."""
+def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent(node, make_pool):
+    """A warm worker that imports does not read; the worker is a new process then."""
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
-    spares = make_spares(ready=False)
-    (pid,) = pids(spares)
+    pool = make_pool(ready=False)
+    (pid,) = pids(pool)
     big = {**os.environ, "BIG": "x" * 4_000_000}
-    assert spares.take(0, node.command, big, (1, 2)) is None
+    assert pool.take(0, node.command, big, (1, 2)) is None
     assert is_gone(pid)
 
 
-def test_closing_leaves_no_process(node, make_spares):
+def test_closing_leaves_no_process(node, make_pool):
     """Neither ready ones nor those that import."""
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
-    spares = make_spares(2, ready=False)
-    before = pids(spares)
-    spares.close()
+    pool = make_pool(2, ready=False)
+    before = pids(pool)
+    pool.close()
     assert len(before) == 2 and all(map(is_gone, before))
 
 
 @pytest.mark.parametrize("module", ["json", "waits"])
-def test_spares_die_with_their_agent(node, module):
+def test_warm_workers_die_with_their_agent(node, module):
     """Also when it is killed, ready or not."""
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=(module,))
     agent = (
         "import sys, time; from hpc_elastic.agent.warm_workers import WarmWorkerPool\n"
-        "spares = WarmWorkerPool(1, sys.argv[1:]); spares.fill(paced=False)\n"
-        f"spares.await_imports({300 if module == 'json' else 0})\n"
-        "print(spares._spares[0].process.pid, flush=True)\n"
+        "pool = WarmWorkerPool(1, sys.argv[1:]); pool.fill(paced=False)\n"
+        f"pool.await_imports({300 if module == 'json' else 0})\n"
+        "print(pool._workers[0].process.pid, flush=True)\n"
         "if sys.argv[-1].endswith('run'): sys.stdin.read()\n"
     )
     with subprocess.Popen(
@@ -376,15 +385,15 @@ def test_spares_die_with_their_agent(node, module):
     until(lambda: is_gone(pid))
 
 
-def test_a_spare_that_can_not_be_started_is_done_without(node, caplog):
+def test_a_warm_worker_that_can_not_be_started_is_done_without(node, caplog):
     """The round starts without it."""
-    spares = WarmWorkerPool(1, ["/nonexistent/python"])
-    spares.fill(paced=False)
+    pool = WarmWorkerPool(1, ["/nonexistent/python"])
+    pool.fill(paced=False)
     assert "no warm worker for slot 0" in caplog.text
-    assert spares.take(0, ["/nonexistent/python"], {}, (1, 2)) is None
+    assert pool.take(0, ["/nonexistent/python"], {}, (1, 2)) is None
 
 
-def test_a_spare_for_which_no_descriptor_is_left_is_done_without(node, monkeypatch, caplog):
+def test_a_warm_worker_for_which_no_descriptor_is_left_is_done_without(node, monkeypatch, caplog):
     """Beside workers that train; nor does a working directory that is gone end them."""
 
     def fails(*_):
@@ -392,27 +401,27 @@ def test_a_spare_for_which_no_descriptor_is_left_is_done_without(node, monkeypat
 
     node.entry("who")
     monkeypatch.setattr(socket, "socketpair", fails)
-    spares = WarmWorkerPool(1, node.command)
-    spares.fill(paced=True)
-    assert "no warm worker for slot 0" in caplog.text and not spares.pids
+    pool = WarmWorkerPool(1, node.command)
+    pool.fill(paced=True)
+    assert "no warm worker for slot 0" in caplog.text and not pool.pids
     monkeypatch.undo()
     (node.folder / "gone").mkdir()
     monkeypatch.chdir(node.folder / "gone")
     (node.folder / "gone").rmdir()
-    spares.fill(paced=False)
-    process = spares.take(0, node.command, os.environ, (1, 2))
+    pool.fill(paced=False)
+    process = pool.take(0, node.command, os.environ, (1, 2))
     assert process is not None
     process.kill()
     process.wait()
 
 
-def test_a_script_that_sets_variables_too_late_is_told(node, make_spares):
+def test_a_script_that_sets_variables_too_late_is_told(node, make_pool):
     """torch has read them before; the choice of a GPU is in time."""
     node.entry("say")
     script = node.folder / "script.py"
     lines = "import os\nos.environ['{}'] = os.environ['{}'] = '0'\n"
     script.write_text(lines.format("OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES") + script.read_text())
-    node.finish(node.start(make_spares()))
+    node.finish(node.start(make_pool()))
     told, _ = node.files().err.read_text().splitlines()
     assert "sets OMP_PROC_BIND, but" in told and "launcher.agent.warm_workers=false" in told
     node.finish(node.start(WarmWorkerPool(0, node.command)))
@@ -430,6 +439,55 @@ def test_a_script_that_sets_variables_too_late_is_told(node, make_spares):
 )  # fmt: skip
 def test_which_variables_can_be_handed_over(name, fitting):
     """Those that are read when they are needed; not those that a process reads as it starts."""
-    assert fits({"A": "1"}, {"A": "1", name: "x"}) is fitting
-    assert fits({name: "x"}, {name: "y"}) is fitting
-    assert fits({name: "x"}, {name: "x", "B": "2"})
+    assert is_compatible({"A": "1"}, {"A": "1", name: "x"}) is fitting
+    assert is_compatible({name: "x"}, {name: "y"}) is fitting
+    assert is_compatible({name: "x"}, {name: "x", "B": "2"})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "env", "num_devices", "expected"),
+    [
+        (3, {}, 8, 3),
+        ("cpu", {}, 8, 16),
+        ("auto", {}, 0, 1),
+        ("auto", {}, 4, 4),
+        ("gpu", {"CUDA_VISIBLE_DEVICES": "2,3"}, 4, 2),
+        ("auto", {"CUDA_VISIBLE_DEVICES": ""}, 4, 1),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "0,1"}, 0, 1),
+    ],
+)
+def test_the_workers_of_a_node_are_counted_without_torch(wanted, env, num_devices, expected):
+    """One a GPU that Slurm gave the task; what torch finds later goes before it."""
+    assert likely_workers(wanted, 16, env, num_devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "in_run", "expected"),
+    [
+        (None, None, {}, "1"),
+        (5, None, {}, "5"),
+        (5, "6", {}, "6"),
+        (5, "6", {"OMP_NUM_THREADS": "7"}, "7"),
+    ],
+)
+def test_threads_are_what_is_said_nearest_to_the_run(monkeypatch, setting, given, in_run, expected):
+    """launcher.env, then the task's own environment, then launcher.agent, then a fair share."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(warm_workers, "_GIVEN_THREADS", given)
+    spec = SimpleNamespace(env=in_run, agent=SimpleNamespace(omp_num_threads=setting))
+    task = SimpleNamespace(spec=spec, slurm=SimpleNamespace(cpus_on_node=1))
+    prepare_environment(task, 4)
+    prepare_environment(task, 1)
+    assert os.environ["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, False), ("{", False), (json.dumps({"phase": "training"}), True), ("{}", False)],
+)
+def test_whether_a_group_trains_is_read_from_the_status(tmp_path, text, expected):
+    """A file that is not there, or damaged, tells nothing."""
+    status = tmp_path / "status.json"
+    if text is not None:
+        status.write_text(text)
+    assert is_training(status) is expected

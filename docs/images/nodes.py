@@ -20,7 +20,7 @@ from typing import Any
 LEFT, RIGHT, TOP, LANE, BAR = 76, 12, 58, 26, 16
 WIDTH = 860
 COLOURS = {"trains": "#2da44e", "trains again": "#d29922", "gets ready": "#b6c2cf"}
-SHORT_S = 0.5
+SHORT_S = 0.4
 """A stretch that is shorter than this, such as a checkpoint of a small model, is not drawn."""
 
 

@@ -175,11 +175,11 @@ def events_page(kinds: Iterable[Kind] = KINDS.values()) -> str:
     """Return the text of reference/events.md."""
     head = _EVENTS_HEAD.format(version=EVENTS_VERSION, common=_fields_table(COMMON))
     objects = [
-        _object("### An episode", TimelineEntry),
+        _object("### An entry", TimelineEntry),
         _object("### `cost`", Cost),
         _object("### `causes`", Cause),
     ]
-    return "\n".join([head, *(_section(kind) for kind in kinds), _EPISODES, *objects])
+    return "\n".join([head, *(_section(kind) for kind in kinds), _TIMELINE, *objects])
 
 
 def _section(kind: Kind) -> str:
@@ -235,9 +235,9 @@ Every event has:
 
 {common}"""
 
-_EPISODES = """## Events as sentences, in JSON
+_TIMELINE = """## Events as sentences, in JSON
 
-`hpc-elastic events RUN --json` prints a list of episodes; with `--follow`, one object a line. Each
+`hpc-elastic events RUN --json` prints a list of entries; with `--follow`, one object per line. Each
 has its `sentence`, as it is printed without `--json`, and the keys below. Later versions may add
 keys.
 """

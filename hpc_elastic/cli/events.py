@@ -63,7 +63,7 @@ def _print_all(run: Path, *, as_json: bool) -> int:
 
     found = build_timeline(EventIndex(valid_events(EventReader(RunDir(run).event_logs).new())))
     if as_json:
-        print(json.dumps([_as_json(episode) for episode in found], indent=2))
+        print(json.dumps([_as_json(entry) for entry in found], indent=2))
     elif not found:
         click.echo("no task of this run has started yet", err=True)
     for text in () if as_json else lines(found):
@@ -71,10 +71,10 @@ def _print_all(run: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _as_json(episode: TimelineEntry) -> dict[str, object]:
+def _as_json(entry: TimelineEntry) -> dict[str, object]:
     from hpc_elastic.report.sentences import sentence
 
-    return {"sentence": sentence(episode), **episode.to_json()}
+    return {"sentence": sentence(entry), **entry.to_json()}
 
 
 # ---- following
@@ -130,10 +130,10 @@ def _say(text: str) -> None:
     click.echo(f"hpc-elastic: {text}", err=True)
 
 
-def _over_at(episode: TimelineEntry) -> float:
+def _over_at(entry: TimelineEntry) -> float:
     """Return when a change was over; when it began, if it lasts."""
-    begins_the_pause = episode.kind != "resumed"
-    return episode.time + (episode.cost.pause_s or 0.0 if begins_the_pause else 0.0)
+    begins_the_pause = entry.kind != "resumed"
+    return entry.time + (entry.cost.pause_s or 0.0 if begins_the_pause else 0.0)
 
 
 class TimelinePrinter:
@@ -152,21 +152,21 @@ class TimelinePrinter:
         from hpc_elastic.report.timeline import build_timeline
 
         found = build_timeline(EventIndex(events))
-        settled = list(takewhile(lambda episode: now - _over_at(episode) >= _SETTLED_S, found))
+        settled = list(takewhile(lambda entry: now - _over_at(entry) >= _SETTLED_S, found))
         self.has_unprinted = len(settled) < len(found)
-        for episode in settled:
-            self._print(episode)
+        for entry in settled:
+            self._print(entry)
 
-    def _print(self, episode: TimelineEntry) -> None:
+    def _print(self, entry: TimelineEntry) -> None:
         from hpc_elastic.report.sentences import day_of, lines, sentence
 
-        key = (episode.time, sentence(episode))
+        key = (entry.time, sentence(entry))
         if key in self._sentences:
             return
         self._sentences.add(key)
         if self._as_json:
-            print(json.dumps(_as_json(episode)), flush=True)
+            print(json.dumps(_as_json(entry)), flush=True)
             return
-        for text in lines([episode], self._day):
+        for text in lines([entry], self._day):
             print(text, flush=True)
-        self._day = day_of(episode)
+        self._day = day_of(entry)

@@ -180,7 +180,7 @@ class Report:
         progress: Step and loss over time, as leaders wrote them.
         changes: Faults and other changes of the group, with their cost.
         first_node_s: Cost of the start in node-seconds, counted as for a change.
-        story: ``time`` and ``sentence`` of each entry of the timeline, as `hpc-elastic events`.
+        timeline: ``time`` and ``sentence`` of each entry of the timeline, as `hpc-elastic events`.
         checkpoints: The checkpoints.
         configuration: The submission.
         notes: What could not be found out, was left out, or needs attention.
@@ -196,7 +196,7 @@ class Report:
     progress: Sequence[Point]
     changes: Sequence[Change]
     first_node_s: float
-    story: Sequence[Mapping[str, Any]]
+    timeline: Sequence[Mapping[str, Any]]
     checkpoints: SavedCheckpoints
     configuration: Configuration
     notes: Sequence[str]
@@ -257,9 +257,9 @@ def changes(
     costs = _costs(moments, nodes)
     of_changes = iter(costs[1:])
     found: list[Change] = []
-    for episode in at:
-        node_s = next(of_changes) if episode.kind in _CHANGES else 0.0
-        change = _change(episode, round(node_s, 3))
+    for entry in at:
+        node_s = next(of_changes) if entry.kind in _CHANGES else 0.0
+        change = _change(entry, round(node_s, 3))
         if change.kind == "resumed" and found and found[-1].kind == "stopped":
             change = _with_return(found.pop(), change)
         found.append(change)
@@ -284,15 +284,15 @@ def _between(interval: Interval, moments: Sequence[float]) -> Iterator[tuple[int
     yield index, interval.end - at
 
 
-def _change(episode: TimelineEntry, node_s: float) -> Change:
-    causes = [c for c in episode.causes if c.what not in _COMING]
-    named = causes or list(episode.causes)
-    cost = episode.cost
+def _change(entry: TimelineEntry, node_s: float) -> Change:
+    causes = [c for c in entry.causes if c.what not in _COMING]
+    named = causes or list(entry.causes)
+    cost = entry.cost
     return Change(
-        episode.time, episode.kind, bool(causes), named[0].what if named else "other",
-        sorted({host for cause in named for host in cause.hosts}), sentence(episode),
-        episode.nodes_before, episode.nodes_after, cost.lost_steps, cost.pause_s, node_s,
-        episode.is_open,
+        entry.time, entry.kind, bool(causes), named[0].what if named else "other",
+        sorted({host for cause in named for host in cause.hosts}), sentence(entry),
+        entry.nodes_before, entry.nodes_after, cost.lost_steps, cost.pause_s, node_s,
+        entry.is_open,
     )  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def _slow(timeline: Iterable[TimelineEntry]) -> list[str]:
     last = {
         (e.facts.get("rank"), e.facts.get("host")): e for e in timeline if e.kind == "straggler"
     }
-    return [sentence(episode) for episode in last.values() if episode.facts.get("slow")]
+    return [sentence(entry) for entry in last.values() if entry.facts.get("slow")]
 
 
 def _doubts(points: Sequence[Point]) -> Iterator[str]:

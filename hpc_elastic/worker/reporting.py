@@ -146,14 +146,14 @@ def note_blocked(seconds: float) -> None:
 
 
 def note_stored(step: int) -> None:
-    """Publish that the checkpoint of a step is in its directory, for the run's story."""
+    """Publish that the checkpoint of a step is in its directory, for the timeline of the run."""
     page = own_page()
     if page is not None:
         page.stored(step)
 
 
 def note_not_saved(step: int, why: str) -> None:
-    """Publish that the checkpoint of a step could not be written, for the run's story."""
+    """Publish that the checkpoint of a step could not be written, for the timeline of the run."""
     page = own_page()
     if page is not None:
         page.not_saved(step, why)

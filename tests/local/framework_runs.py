@@ -29,13 +29,13 @@ class FrameworkRun(LocalRun):
             "launcher.agent.warm_workers=false", *overrides,
         )  # fmt: skip
 
-    def story(self) -> list[TimelineEntry]:
-        """What `hpc-elastic events` tells of it."""
+    def timeline(self) -> list[TimelineEntry]:
+        """Its timeline, as of `hpc-elastic events`."""
         return build_timeline(EventIndex(read_events(self.path / "events")))
 
     def lost_at_notice(self) -> int:
         """How many steps were made twice because a node was told to go, the only one."""
-        (shrank,) = [episode for episode in self.story() if episode.kind == "shrank"]
+        (shrank,) = [entry for entry in self.timeline() if entry.kind == "shrank"]
         return shrank.cost.lost_steps
 
     def checkpoints(self) -> set[str]:

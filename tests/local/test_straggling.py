@@ -123,5 +123,4 @@ def test_a_rank_is_named_while_it_is_slower_than_the_others(run, capsys):
 
     assert run.end() == 0
     assert main(["events", str(run.path)]) == 0
-    story = capsys.readouterr().out
-    assert f"rank {SLOW}" in story
+    assert f"rank {SLOW}" in capsys.readouterr().out

@@ -111,8 +111,8 @@ class Sweep:
         results = self.run(number) / self.result(number)["results"]
         return json.loads((results / "rank-0.json").read_text())
 
-    def story(self, number: int = 0) -> list[TimelineEntry]:
-        """What `hpc-elastic events` tells of a run."""
+    def timeline(self, number: int = 0) -> list[TimelineEntry]:
+        """The timeline of a run, as of `hpc-elastic events`."""
         return build_timeline(EventIndex(read_events(self.run(number) / "events")))
 
     def event_problems(self) -> list[str]:

@@ -30,7 +30,7 @@ def test_a_task_that_its_node_can_not_start_starts_elsewhere(slurm, sweep):
         (follower, "PENDING", held, True),
     ]
     assert set(json.loads((s.run() / "excluded.json").read_text())) == {"node1", follower}
-    told = [sentence(episode) for episode in s.story()]
+    told = [sentence(entry) for entry in s.timeline()]
     failed = next(text for text in told if "JobLaunchFailure" in text)
     assert "on node1 before it joined" in failed and "tried on another node" in failed
     assert any(text.startswith("node1 is not used any more") for text in told), told

@@ -97,7 +97,7 @@ def test_replicas_live_on(slurm, sweep, tmp_path):
     assert run.sweep.result()["restarts"] == 0
     assert len(run.fingerprints()) == 4 and len(set(run.fingerprints())) == 1
     assert reached in run.restored(), "what was announced cost no step"
-    told = [(e.kind, e.nodes_before, e.nodes_after) for e in run.sweep.story()]
+    told = [(e.kind, e.nodes_before, e.nodes_after) for e in run.sweep.timeline()]
     assert told[:4] == [
         ("started", None, None), ("formed", None, 4), ("shrank", 4, 3), ("shrank", 3, 2)
     ]  # fmt: skip

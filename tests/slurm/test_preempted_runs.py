@@ -82,7 +82,7 @@ def test_announced_departures_cost_no_step(slurm, start, dice):
     attempts = {e["task"]: e["attempt"] for e in run.sweep.events("task")}
     assert sum(attempts.values()) == 2 * PREEMPTIONS, "they came back, the cancelled task did not"
     assert len(blamed(run, "preempted")) == 2 * PREEMPTIONS and len(blamed(run, "cancelled")) == 1
-    changes = [e for e in run.sweep.story() if e.kind in ("shrank", "grew", "changed")]
+    changes = [e for e in run.sweep.timeline() if e.kind in ("shrank", "grew", "changed")]
     assert {e.cost.lost_steps for e in changes} == {0}
 
 
@@ -152,8 +152,8 @@ def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
 
 
 def blamed(run: Counting, *what: str) -> list[str]:
-    """The nodes of which the run's story says so."""
-    causes = (cause for episode in run.sweep.story() for cause in episode.causes)
+    """The nodes with one of these causes in the timeline of the run."""
+    causes = (cause for entry in run.sweep.timeline() for cause in entry.causes)
     return [host for cause in causes if cause.what in what for host in cause.hosts]
 
 

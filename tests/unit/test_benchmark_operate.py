@@ -47,7 +47,7 @@ def test_made_up_run_has_its_faults(history):
 
 
 def test_commands_understand_the_made_up_run(tmp_path, monkeypatch, capsys):
-    """It tells its story, its output and how it ended; the user's list has it."""
+    """Its events, its output and its end are shown; the user's list has it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", "")  # no Slurm is asked
     run = write(tmp_path / "sweep", PLAN, START + 8640)
@@ -55,7 +55,7 @@ def test_commands_understand_the_made_up_run(tmp_path, monkeypatch, capsys):
     for name, *options in (["events", "--json"], ["status", "--json"], ["logs", "--tail", "3"]):
         assert main([name, str(run.path), *options]) == 0
         said[name] = capsys.readouterr().out
-    kinds = Counter(episode["kind"] for episode in json.loads(said["events"]))
+    kinds = Counter(entry["kind"] for entry in json.loads(said["events"]))
     assert (kinds["formed"], kinds["shrank"], kinds["grew"], kinds["restarted"]) == (1, 6, 6, 2)
     status = json.loads(said["status"])
     assert (status["phase"], status["restarts"], status["goodput"] > 0.9) == ("succeeded", 2, True)

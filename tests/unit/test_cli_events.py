@@ -53,7 +53,7 @@ def test_it_tells_the_story(run, capsys):
 
 
 def test_json_has_the_sentences_too(run, capsys):
-    """For scripts: the episodes as objects."""
+    """The entries of the timeline as objects."""
     assert main(["events", str(run.path), "--json"]) == 0
     started, formed = json.loads(capsys.readouterr().out)
     assert started["kind"] == "started" and "node0" in started["sentence"]
@@ -69,7 +69,7 @@ def test_raw_prints_the_events_of_all_tasks(run, capsys):
 
 
 def test_a_run_that_has_not_started_says_so(run, capsys):
-    """On standard error: there is no story yet."""
+    """On standard error."""
     for file in (run.path / "events").glob("*"):
         file.unlink()
     assert main(["events", str(run.path)]) == 0

@@ -1,4 +1,4 @@
-"""The story of a run: events in, sentences out."""
+"""The timeline of a run: events in, sentences out."""
 
 import json
 import time
@@ -60,8 +60,8 @@ def test_real_events_are_as_documented(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_episode_is_json(name):
     """For scripts."""
-    for episode in timeline(recorded(name)):
-        assert json.loads(json.dumps(episode.to_json()))["kind"] == episode.kind
+    for entry in timeline(recorded(name)):
+        assert json.loads(json.dumps(entry.to_json()))["kind"] == entry.kind
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -440,7 +440,7 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
     lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
             event(11.9, "excluded", host="node1", why="fell silent", hosts_left=1),
             group(12.0, 2, 0), event(20.0, "nodes_requeued", 1, delay_s=400.0)]  # fmt: skip
-    assert [sentence(episode) for episode in timeline([*TWO, *lost])[-2:]] == [
+    assert [sentence(entry) for entry in timeline([*TWO, *lost])[-2:]] == [
         "node1 was lost (it sent no heartbeat any more); group 2 -> 1 node; formed again after 2 s",
         "node1 is not used any more: fell silent; 1 other host left",
     ]
@@ -459,8 +459,8 @@ def replicas(*events: dict) -> list[str]:
     """What is told of a run of three replicas, but for its beginning."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2, placed=["7_0", "7_1", "7_2"])]
     found = timeline([*three, *events])
-    assert [episode.kind for episode in found[:2]] == ["started", "formed"]
-    return [sentence(episode) for episode in found[2:]]
+    assert [entry.kind for entry in found[:2]] == ["started", "formed"]
+    return [sentence(entry) for entry in found[2:]]
 
 
 def test_replicas_live_on_when_one_is_preempted():

@@ -154,13 +154,13 @@ def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     from hpc_elastic.cli.submit import print_run
 
     local = RunDir(run).load().launcher == "local"
-    told = _locally(run, overrides) if local else _in_slurm(run, overrides)
+    resumed = _locally(run, overrides) if local else _in_slurm(run, overrides)
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(resumed, indent=2))
         return 0
-    where = f"output in {told['log']}" if local else f"job {' '.join(told['job_ids'])}"
-    print(f"resumed with nodes={told['nodes']} ({where})")
-    print_run(told["run_id"], run)
+    where = f"output in {resumed['log']}" if local else f"job {' '.join(resumed['job_ids'])}"
+    print(f"resumed with nodes={resumed['nodes']} ({where})")
+    print_run(resumed["run_id"], run)
     return 0
 
 
@@ -174,7 +174,7 @@ def _in_slurm(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from hpc_elastic.launcher import detach
 
-    def work(tell: Callable[[dict[str, Any]], None]) -> None:
+    def work(report: Callable[[dict[str, Any]], None]) -> None:
         from hpc_elastic._util import sigterm_as_interrupt
         from hpc_elastic.launcher.resume import resume
         from hpc_elastic.launcher.submit import released_on_failure
@@ -185,13 +185,14 @@ def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
             with released_on_failure(handle.jobs):
                 log = detach.log_of(resumption.plan)
                 detach.leave_terminal(log)
-                tell(resumption.to_json(handle.jobs.job_ids, log=log))
+                report(resumption.to_json(handle.jobs.job_ids, log=log))
             wait([handle], poll_interval_s=resumption.plan.launcher.poll_interval_s)
 
-    told = detach.in_background(work)
-    if "error" in told or not told:
-        raise SubmissionError(str(told.get("error", "the launcher ended; its traceback is above")))
-    return told
+    resumed = detach.in_background(work)
+    if "error" in resumed or not resumed:
+        why = resumed.get("error", "the launcher ended; its traceback is above")
+        raise SubmissionError(str(why))
+    return resumed
 
 
 # ---- ``hpc-elastic prune``

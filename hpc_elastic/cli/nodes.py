@@ -250,7 +250,7 @@ def kill_command(run: Path, node: str, wait_s: float | None, as_json: bool) -> i
     on it are not affected.
 
     The nodes of a co-allocated job cannot be killed one by one, and are refused; so is a run that
-    has ended. The exit code is 1 if the node is still there after the time.
+    has ended. The exit code is 1 if the node is still there after --wait-s.
     """
     return kill(find_node(run, node), _WAIT_S if wait_s is None else wait_s, as_json)
 

@@ -164,20 +164,22 @@ class EndCheck:
     """Detects the end of a run that is watched: without a result, when no task is left for long."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        from hpc_elastic.launcher.run_view import GoneTimer
+
+        self._gone = GoneTimer(_GONE_S)
 
     def __call__(self, view: RunView) -> RunEnd | None:
         """Return how the run ended; None if it goes on, or its result may be on its way."""
         from hpc_elastic.launcher.run_view import CANCELLED, LOST
 
         if view.ended is None:
-            self._since = None
+            self._gone.since = None
             return None
         if view.ended.status not in (CANCELLED, LOST):
             return view.ended
-        self._since = view.now if self._since is None else self._since
-        gone_since = min(self._since, view.ended.time + _GONE_S)
-        return view.ended if view.now - gone_since >= _GONE_S else None
+        self._gone.update((), view.now)
+        is_over = self._gone.is_over(view.now) or view.now - view.ended.time > 2 * _GONE_S
+        return view.ended if is_over else None
 
 
 def _watch_page(

@@ -111,16 +111,16 @@ def submit(script: str, arguments: Sequence[str], *, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
         report = Path(folder, "report")
         report.touch()
-        code, told = _run(script, arguments, report)
+        code, submitted = _run(script, arguments, report)
     if code != 0:
         return code
-    if not told:
+    if not submitted:
         remedy = "add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} ended without submitting a run; {remedy}")
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(submitted, indent=2))
         return 0
-    for entry in told:
+    for entry in submitted:
         _print_submission(entry)
     return 0
 
@@ -135,9 +135,9 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
     script_ = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
     try:
         while script_.poll() is None:
-            told = detach.read_report(report)
-            if told and told[-1]["launcher"] == "local":
-                return 0, told
+            submitted = detach.read_report(report)
+            if submitted and submitted[-1]["launcher"] == "local":
+                return 0, submitted
             time.sleep(_POLL_INTERVAL_S)
     except KeyboardInterrupt:  # the script received the same signal
         with suppress(subprocess.TimeoutExpired):
@@ -193,8 +193,8 @@ def render(
         raise SubmissionError(f"{script} made no batch script; {remedy}")
     files = scripts if output is None else _copy_scripts(scripts, output)
     if as_json:
-        told = [_script_as_json(*pair) for pair in zip(scripts, files, strict=True)]
-        print(json.dumps(told, indent=2))
+        listed = [_script_as_json(*pair) for pair in zip(scripts, files, strict=True)]
+        print(json.dumps(listed, indent=2))
     elif output is None:
         _print_script(script, scripts)
     return 0
@@ -396,7 +396,7 @@ def read_handles(submission: Path) -> list[RunHandle]:
             f"{submission.parent} has no runs left: their directories were removed"
         )
     if removed:
-        print(f"removed, and left out: {', '.join(removed)}", file=sys.stderr)
+        print(f"left out, as their directories were removed: {', '.join(removed)}", file=sys.stderr)
     specs = {path: RunDir(path).load() for path in there if there[path]}
     jobs = _submitted_jobs(submission, list(job_ids.values()), list(specs.values()))
     return [

@@ -36,9 +36,10 @@ STALE_S = 30.0
 NOT_SUBMITTED = "not submitted"
 LOST, CANCELLED, SUCCEEDED = "lost", "cancelled", "succeeded"
 
+GONE_S = 6.0
+"""Time after the end of the last task within which a network file system shows the result, and the
+scheduler a task that is being requeued."""
 _QUERY_INTERVAL_S = 5.0
-_GONE_S = 6.0
-"""Time after the end of the last task within which a network file system shows the result."""
 _TOO_LARGE = 1e11
 """No time, step or count of a run is as large: the file is damaged."""
 
@@ -380,6 +381,30 @@ def _stragglers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 # ---- the end
 
 
+@dataclass
+class GoneTimer:
+    """Measures how long no task of a run is left: without a result it has ended after a while.
+
+    Attributes:
+        limit_s: Seconds without a task after which the run has ended.
+        since: When it was first seen without a task, on the caller's clock; None if it has one.
+    """
+
+    limit_s: float = GONE_S
+    since: float | None = None
+
+    def update(self, states: Iterable[TaskState], now: float) -> None:
+        """Note the tasks that the scheduler lists now."""
+        if not _all_ended(states):
+            self.since = None
+        elif self.since is None:
+            self.since = now
+
+    def is_over(self, now: float) -> bool:
+        """Return whether no task has been left for longer than `limit_s`."""
+        return self.since is not None and now - self.since > self.limit_s
+
+
 class EndDetector:
     """Detects the end of a run, for a caller that polls it a few times a second.
 
@@ -407,7 +432,7 @@ class EndDetector:
         self._warn = warn
         self._is_silent = False
         self._query_at = 0.0
-        self._gone_since: float | None = None
+        self._gone = GoneTimer()
         self._view: RunView | None = None
 
     def poll(self) -> RunView | None:
@@ -421,18 +446,13 @@ class EndDetector:
             self._query_at = now + _QUERY_INTERVAL_S
             self._view = read_view(self._run.path, self._query)
             self._note_silence(self._view.why_unknown)
-            self._gone_since = self._when_gone(self._view, now)
-        is_gone = self._gone_since is not None and now - self._gone_since > _GONE_S
-        return self._view.concluded() if is_gone and self._view is not None else None
-
-    def _when_gone(self, view: RunView, now: float) -> float | None:
-        """Return since when no task is left; None if there may be one."""
-        if view.tasks is None:
-            must_be_gone = must_have_ended(self._spec, view.cancellation, view.now)
-            return -math.inf if must_be_gone else self._gone_since
-        if not view.has_no_task_left:
-            return None
-        return now if self._gone_since is None else self._gone_since
+            if self._view.tasks is None:
+                if must_have_ended(self._spec, self._view.cancellation, self._view.now):
+                    self._gone.since = -math.inf
+            elif self._view.is_submitted:
+                self._gone.update(self._view.tasks.values(), now)
+        is_over = self._view is not None and self._gone.is_over(now)
+        return self._view.concluded() if is_over and self._view is not None else None
 
     def _note_silence(self, why: str | None) -> None:
         if why is not None and not self._is_silent:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from hpc_elastic._util import sigterm_as_interrupt
 from hpc_elastic.errors import SlurmError
@@ -32,14 +32,12 @@ from hpc_elastic.launcher.progress import (
     row_of,
 )
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import number
+from hpc_elastic.launcher.run_view import GoneTimer, number
 from hpc_elastic.run.directory import STATUS_SELDOM_S
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.shared_files import Mount
-from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
+from hpc_elastic.slurm.job_state import TaskState, remedy
 
-GRACE_S = 5.0
-"""Seconds for which a result may be delayed after the last task has gone."""
 LIST_S = 4.0
 """Seconds between two queries of the scheduler while a change is expected."""
 LIST_LED_S = 12.0
@@ -91,22 +89,6 @@ def wait(
     except KeyboardInterrupt as e:
         raise KeyboardInterrupt(f"interrupted: the runs had ended; {where}") from e
     return outcomes
-
-
-def judge(
-    states: Iterable[TaskState], *, gone_since: float | None, now: float
-) -> Literal["going", "gone", "lost"]:
-    """Return the state of a run that has left no result so far (pure).
-
-    Args:
-        states: Its tasks, as far as the scheduler still lists them.
-        gone_since: When it was first seen without a task that runs or will run; None if never.
-        now: On the same clock.
-    """
-    if any(state.phase is not Phase.ENDED for state in states):
-        return "going"
-    gone_for = 0.0 if gone_since is None else now - gone_since
-    return "lost" if gone_for > GRACE_S else "gone"
 
 
 class Waiter:
@@ -218,12 +200,8 @@ class Waiter:
             what = f"task {stuck[reason]} of {name} will not start by itself"
             self._display.print_message(f"{what} ({reason}): {remedy(reason)}")
         run.warned_reasons |= stuck.keys()
-        verdict = judge(states, gone_since=run.gone_since, now=now)
-        if verdict == "going":
-            run.gone_since = None
-        elif run.gone_since is None:
-            run.gone_since = now
-        return run.handle.lost(run.last_seen) if verdict == "lost" else None
+        run.gone.update(states, now)
+        return run.handle.lost(run.last_seen) if run.gone.is_over(now) else None
 
     def _report_restarts(self, run: _WatchedRun, status: Mapping[str, Any]) -> None:
         """Print the error behind each restart, once."""
@@ -257,7 +235,7 @@ class _WatchedRun:
     row: Row = field(default_factory=dict)
     status: Mapping[str, Any] | None = None
     states: Sequence[TaskState] | None = None
-    gone_since: float | None = None
+    gone: GoneTimer = field(default_factory=GoneTimer)
     last_seen: dict[str, str] = field(default_factory=dict)
     warned_failed: bool = False
     warned_reasons: frozenset[str] = frozenset()
@@ -283,8 +261,8 @@ class _WatchedRun:
         """Return the seconds between two queries of the scheduler that this run needs."""
         if self.outcome is not None:
             return math.inf
-        if self.gone_since is not None:
-            return 0.0  # for `GRACE_S`: the run is lost, or its tasks come back
+        if self.gone.since is not None:
+            return 0.0  # for `GONE_S`: the run is lost, or its tasks come back
         if now - self.updated_at >= fresh_s or self.group_since > listed_at:
             return LIST_S
         is_training = (self.status or {}).get("phase") == "training"

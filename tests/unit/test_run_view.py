@@ -9,7 +9,14 @@ import pytest
 
 from hpc_elastic.cli import status
 from hpc_elastic.launcher.run_handle import mark_cancelled
-from hpc_elastic.launcher.run_view import EndDetector, must_have_ended, phase_of, read_view
+from hpc_elastic.launcher.run_view import (
+    GONE_S,
+    EndDetector,
+    GoneTimer,
+    must_have_ended,
+    phase_of,
+    read_view,
+)
 from hpc_elastic.run.directory import Cancellation, Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import QueueSnapshot
@@ -100,6 +107,27 @@ def test_a_task_that_comes_back_is_waited_for_anew(tmp_path):
     assert poll(detector, slurm, 60.0) is None
     slurm.states = ()
     assert poll(detector, slurm, 60.0).ended.status == "lost"
+
+
+@pytest.mark.parametrize(
+    ("states", "since"),
+    [
+        ([RUNS, WAITS], None),
+        ([HAS_ENDED, WAITS], None),
+        ([ENDS], None),
+        ([TaskState("17_0", "PENDING", "BeginTime")], None),
+        ([HAS_ENDED], 10.0),
+        ([], 10.0),
+    ],
+)
+def test_how_long_no_task_is_left(states, since):
+    """A task that is being ended, or requeued, is left."""
+    timer = GoneTimer()
+    timer.update([], 10.0)
+    timer.update(states, 12.0)
+    assert timer.since == since
+    assert not timer.is_over(10.0 + GONE_S)
+    assert timer.is_over(10.1 + GONE_S) == (since is not None)
 
 
 def test_a_result_is_believed_at_once(tmp_path):

@@ -11,7 +11,8 @@ from rich.console import Console
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
 from hpc_elastic.launcher.progress import Progress
 from hpc_elastic.launcher.run_handle import RunHandle
-from hpc_elastic.launcher.wait import GRACE_S, LIST_S, UNREADABLE_S, Waiter, judge, wait
+from hpc_elastic.launcher.run_view import GONE_S
+from hpc_elastic.launcher.wait import LIST_S, UNREADABLE_S, Waiter, wait
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -86,24 +87,6 @@ def write_status(run: RunHandle, **status) -> None:
     run.paths.status.write_text(json.dumps({"phase": "training", **status}))
 
 
-@pytest.mark.parametrize(
-    ("states", "gone_since", "verdict"),
-    [
-        ([RUNNING, PENDING], None, "going"),
-        ([FAILED, PENDING], None, "going"),
-        ([FAILED, CANCELLED], None, "gone"),
-        ([], None, "gone"),
-        ([], 100 - GRACE_S, "gone"),
-        ([], 99 - GRACE_S, "lost"),
-        ([TaskState("7_0", "COMPLETING")], 0.0, "going"),
-        ([TaskState("7_0", "PENDING", "BeginTime")], 0.0, "going"),
-    ],
-)
-def test_a_run_is_lost_when_all_its_tasks_are_gone_for_a_while(states, gone_since, verdict):
-    """A requeued task will come back; a result may be on its way through the file system."""
-    assert judge(states, gone_since=gone_since, now=100.0) == verdict
-
-
 def test_waits_until_every_run_has_a_result(run, tmp_path):
     """One question for all runs each poll; the outcomes come in the order of the runs."""
     other = replace(run, dir=tmp_path / "1", tasks=("7_2",))
@@ -164,7 +147,7 @@ def test_a_run_whose_tasks_vanish_is_given_up_after_the_grace_period(run):
     script, shown = Script([[RUNNING, PENDING], [FAILED, CANCELLED], []]), Shown()
     (outcome,) = waiter(script, [run], shown).wait()
     assert outcome.status == "lost" and "7_1: CANCELLED" in str(outcome.error)
-    assert GRACE_S < script.now < GRACE_S + LIST_S + 2
+    assert GONE_S < script.now < GONE_S + LIST_S + 2
 
 
 def test_a_coallocated_job_is_one_line_of_the_queue_and_several_tasks(run):
@@ -186,7 +169,7 @@ def test_a_result_that_is_late_counts(run):
     script, shown = Script([[]]), Shown()
     watch = waiter(script, [run], shown)
     watch.poll_runs()
-    script.now += GRACE_S
+    script.now += GONE_S
     watch.poll_runs()
     write(run, status="succeeded", restarts=0)
     assert watch.wait()[0].status == "succeeded"

@@ -177,17 +177,30 @@ class StuckWork(Work):
         return self.future
 
 
-def test_work_names_its_errors():
-    """In `wait` and in the future, unless the group is unknown."""
-    for group, expected in [(work_group(), ProcessGroupError), (None, RuntimeError)]:
-        work = StuckWork()
-        managed = ManagedWork(work, "barrier", group, is_abortable=group is not None)
-        future = managed.get_future()
-        work.future.set_exception(RuntimeError("closed"))
-        for wait in (managed.wait, future.wait):
-            with pytest.raises(expected, match="closed") as error:
-                wait()
-            assert error.type is expected
+@pytest.mark.parametrize(
+    ("group", "is_abortable", "in_wait", "in_future"),
+    [
+        (work_group(), True, ProcessGroupError, ProcessGroupError),
+        (work_group(), False, ProcessGroupError, RuntimeError),
+        (None, False, RuntimeError, RuntimeError),
+    ],
+    ids=["gloo's", "NCCL's", "an unknown group's"],
+)
+def test_work_names_its_errors(group, is_abortable, in_wait, in_future):
+    """A future that is torch's own keeps torch's error, unless the work is managed."""
+    work = StuckWork()
+    errors, tensor = [], torch.ones(1)
+    managed = ManagedWork(work, "barrier", group, is_abortable=is_abortable)
+    other = ManagedWork(work, "barrier", group, is_abortable=is_abortable)
+    other.manage(tensor, 2, errors.append)
+    future, managed_future = managed.get_future(), other.get_future()
+    work.future.set_exception(RuntimeError("closed"))
+    for wait, expected in ((managed.wait, in_wait), (future.wait, in_future)):
+        with pytest.raises(RuntimeError, match="closed") as error:
+            wait()
+        assert error.type is expected
+    assert managed_future.wait() is tensor and not other.wait()
+    assert [type(e) for e in errors] == [in_wait] and tensor.item() == 1.0
 
 
 @pytest.mark.parametrize("is_managed", [False, True])

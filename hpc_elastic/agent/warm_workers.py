@@ -52,6 +52,7 @@ from typing import Any
 
 from hpc_elastic._util import readable
 from hpc_elastic.agent.signals import name_of
+from hpc_elastic.agent.stacks import process_state
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.shared_files import read_json
@@ -406,7 +407,8 @@ def _when_cpu_is_idle(channel: socket.socket) -> Iterator[None]:
         while not _is_needed(channel, _WINDOW_S):
             before, looked = looked, (time.monotonic(), _runnable_s(agent), _idle_s(cpus))
             passed, wanted, free = (now - then for now, then in zip(looked, before, strict=True))
-            if free > 0.8 * passed or wanted < 0.5 * passed:
+            # a wait in the run queue is counted only once it has ended
+            if free > 0.8 * passed or (wanted < 0.5 * passed and process_state(agent) != "R"):
                 break
     yield
 
@@ -418,13 +420,13 @@ def _runnable_s(pid: int) -> float:
 
 
 def _idle_s(cpus: Collection[str]) -> float:
-    """Return how long these CPUs were idle, or ran niced processes (proc(5), stat)."""
-    ticks = 0
+    """Return how long these CPUs were idle, or ran processes of less priority (proc(5), stat)."""
+    ticks, is_niced = 0, os.nice(0) > 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *times = line.split()
         if name in cpus:
             _, niced, _, idle, waits = map(int, times[:5])
-            ticks += niced + idle + waits
+            ticks += idle + waits + (0 if is_niced else niced)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

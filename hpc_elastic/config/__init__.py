@@ -3,7 +3,7 @@
 - `schema`        the settings: dataclasses, types and defaults
 - `parse`         one dataclass from one mapping, near misses of unknown keys; nodes, time, nproc
 - `sbatch_flags`  sbatch and srun flags that a key owns, or that would break a run
-- `resolve`       the whole tree: which group, ranges, and what keys demand of each other
+- `resolve`       the whole tree: the group, ranges, and contradictions between keys
 
-Pure, but for one look whether ``launcher.template`` exists. Used on the login node only.
+Pure, except for a check that ``launcher.template`` exists. Used on the login node only.
 """

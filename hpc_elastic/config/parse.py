@@ -1,7 +1,15 @@
-"""One dataclass of `hpc_elastic.config.schema` from one mapping of the composed config.
+"""Values of settings: a dataclass of `hpc_elastic.config.schema` from a mapping of the config.
 
-The dataclass is the schema: a field's name is the key, its annotation the type. Every error is
-collected, so that a user sees all that is wrong at once.
+The dataclass is the schema: a field's name is the key, its annotation the type. All errors are
+collected, so that a user sees them at once.
+
+The conversion is stricter than that of OmegaConf's structured configs, which know no ``Literal``,
+stop at the first error, and accept ``yes`` as a truth value or 0123 as the text "83".
+
+YAML 1.1 reads an unquoted ``1:16`` as the base-60 number 76 and ``24:00:00`` as 86400. Which of the
+two was written is lost then. Such an integer is refused if it comes from YAML; in quotes, or on the
+command line (where Hydra's grammar makes a text of ``1:16``), it stands for itself. Source:
+https://yaml.org/type/int.html
 """
 
 from __future__ import annotations
@@ -19,14 +27,14 @@ from hpc_elastic.errors import ConfigError, near_miss
 
 T = TypeVar("T")
 type_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
-"""Annotations, evaluated once: that takes longer than all else that is read of a run."""
+"""Annotations, evaluated once: that takes longer than reading all values of a run."""
 UNSET = "???"
-"""OmegaConf's mark of a key without a value; ours take their default then."""
+"""OmegaConf's mark of a key without a value; such a key takes its default."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A value under its dotted key, and whether it was typed on the command line."""
+    """A value under its dotted key, and whether it was given on the command line."""
 
     key: str
     value: Any
@@ -42,13 +50,13 @@ Parser = Callable[[Given], object]
 
 @dataclass
 class GroupReader:
-    """Reads groups of settings and collects what is wrong with them.
+    """Reads groups of settings and collects the errors.
 
     Attributes:
-        typed: The dotted keys whose values stand on the command line.
-        parsers: Keys that are more than their annotation says.
-        elsewhere: Where a key that does not exist here does exist: the remedy to give.
-        errors: What was refused so far.
+        typed: The dotted keys that were given on the command line.
+        parsers: Parsers of keys whose annotation does not describe their form or range.
+        elsewhere: Returns where an unknown key exists instead, as the end of the error.
+        errors: The errors so far.
     """
 
     typed: frozenset[str] = frozenset()
@@ -57,11 +65,11 @@ class GroupReader:
     errors: list[ConfigError] = field(default_factory=list)
 
     def given(self, key: str, value: object) -> Given:
-        """Pair a value with where it came from."""
+        """Return a value with its key and origin."""
         return Given(key, value, key in self.typed)
 
     def attempt(self, parse: Callable[[], T]) -> T | None:
-        """Return what ``parse`` returns; None if it refuses, which is recorded."""
+        """Return the result of ``parse``; None if it refuses, which is recorded."""
         try:
             return parse()
         except ConfigError as e:
@@ -69,7 +77,7 @@ class GroupReader:
             return None
 
     def group(self, cls: type[T], raw: object, path: str) -> T:
-        """Return the dataclass with all values that could be read, defaults for the rest."""
+        """Return the dataclass with all values that can be read, and defaults for the others."""
         if raw is None or raw == UNSET:
             raw = {}
         if not isinstance(raw, Mapping):
@@ -98,10 +106,10 @@ class GroupReader:
 
 
 def convert(hint: object, given: Given, parser: Parser | None = None) -> object:
-    """Return the value as its annotation wants it, through the key's own parser if it has one.
+    """Return the value in the type of its annotation, by the key's own parser if it has one.
 
     Raises:
-        ConfigError: it can not be read as that.
+        ConfigError: It cannot be read as that type.
     """
     optional = type(None) in get_args(hint)
     if given.value is None:
@@ -127,11 +135,7 @@ def _only(hint: object) -> object:
 
 
 def choice(given: Given, allowed: tuple[str, ...]) -> str:
-    """Return one of a few words.
-
-    Raises:
-        ConfigError: it is another.
-    """
+    """Return one of a few words."""
     if given.value in allowed and isinstance(given.value, str):
         return given.value
     hint = near_miss(str(given.value), allowed)
@@ -139,14 +143,14 @@ def choice(given: Given, allowed: tuple[str, ...]) -> str:
 
 
 def boolean(given: Given) -> bool:
-    """Return a truth value; texts are not guessed at."""
+    """Return a truth value; no text is one."""
     if not isinstance(given.value, bool):
         raise given.refuse("allowed is true or false")
     return given.value
 
 
 def integer(given: Given) -> int:
-    """Return a whole number, which may stand in quotes."""
+    """Return a whole number, which may be in quotes."""
     value = given.value
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
         value = int(value)
@@ -156,7 +160,7 @@ def integer(given: Given) -> int:
 
 
 def number(given: Given) -> float:
-    """Return a finite number, which may stand in quotes."""
+    """Return a finite number, which may be in quotes."""
     try:
         value = math.nan if isinstance(given.value, bool) else float(given.value)
     except (TypeError, ValueError):
@@ -167,10 +171,7 @@ def number(given: Given) -> float:
 
 
 def text(given: Given) -> str:
-    """Return one line of text.
-
-    A number from YAML is refused: what was written may be lost (``0123`` is 83 there).
-    """
+    """Return one line of text. A number from YAML is refused: ``0123`` is 83 there."""
     value = given.value
     if isinstance(value, int) and not isinstance(value, bool) and given.typed:
         value = str(value)
@@ -200,13 +201,6 @@ _CONVERTERS: dict[object, Parser] = {
 }
 
 
-# ---- The forms of ``nodes``, ``time`` and ``nproc_per_node``
-# YAML 1.1 reads an unquoted ``1:16`` as the base-60 number 76 and ``24:00:00`` as 86400. What
-# reaches us is then a plain integer, and nobody can tell which of the two was written. Such an
-# integer is refused if it comes from YAML; quoted, or given on the command line (where Hydra's
-# own grammar makes a text of ``1:16``), it means itself. Source: https://yaml.org/type/int.html
-
-
 BASE = 60
 NODES = "a count such as 4 or a range such as '1:16', at least 1"
 TIME = "minutes, 'MM:SS', 'HH:MM:SS', 'D-HH', 'D-HH:MM', 'D-HH:MM:SS' or 'UNLIMITED'"
@@ -216,15 +210,15 @@ _TIME = re.compile(r"\d+|\d+:[0-5]?\d(:[0-5]?\d)?|\d+-\d+(:[0-5]?\d){0,2}")
 
 
 def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRange:
-    """Return how many nodes ``4``, ``'4'`` or ``'1:16'`` allows.
+    """Return the range of nodes of ``4``, ``'4'`` or ``'1:16'``.
 
     Args:
         value: As composed by Hydra.
         from_yaml: Whether YAML may have read a range as a base-60 number.
-        key: The name to use in messages.
+        key: The key in messages.
 
     Raises:
-        ConfigError: not such a form, a number below 1, min above max, or an ambiguous integer.
+        ConfigError: Not such a form, a number below 1, min above max, or an ambiguous integer.
     """
     if from_yaml and isinstance(value, int) and value > BASE and value % BASE:
         raise ConfigError(key, value, _ambiguous_nodes(key, value))
@@ -240,7 +234,7 @@ def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRa
 
 
 def _ambiguous_nodes(key: str, number: int) -> str:
-    """Say what YAML did to ``a:b``, and how both readings are written."""
+    """Return how YAML reads ``a:b``, and how to write both meanings."""
     low, high = divmod(number, BASE)
     exact = f"{key}: '{number}' for exactly {number} nodes"
     if low > high:
@@ -251,15 +245,15 @@ def _ambiguous_nodes(key: str, number: int) -> str:
 
 
 def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") -> str:
-    """Return a wall time in a form that sbatch takes.
+    """Return a wall time in a form that sbatch accepts.
 
     Args:
-        value: As composed by Hydra; an integer means minutes.
+        value: As composed by Hydra; an integer is minutes.
         from_yaml: Whether YAML may have read ``24:00:00`` as a base-60 number.
-        key: The name to use in messages.
+        key: The key in messages.
 
     Raises:
-        ConfigError: not one of Slurm's forms, zero, or an ambiguous integer.
+        ConfigError: Not one of Slurm's forms, zero, or an ambiguous integer.
     """
     if from_yaml and isinstance(value, int) and value >= BASE:
         raise ConfigError(key, value, _ambiguous_time(key, value))
@@ -272,7 +266,7 @@ def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") ->
 
 
 def _ambiguous_time(key: str, number: int) -> str:
-    """Say what YAML did to a clock time, and how both readings are written."""
+    """Return how YAML reads a clock time, and how to write both meanings."""
     minutes, seconds = divmod(number, BASE)
     clock = f"{minutes}:{seconds:02}"
     if minutes >= BASE:
@@ -285,10 +279,10 @@ def _ambiguous_time(key: str, number: int) -> str:
 
 
 def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
-    """Return how many workers a node gets.
+    """Return the number of workers of a node.
 
     Raises:
-        ConfigError: neither a count of at least 1 nor one of the three words.
+        ConfigError: Neither a count of at least 1 nor one of the three words.
     """
     if value == "auto" or value == "gpu" or value == "cpu":
         return value
@@ -300,7 +294,7 @@ def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
 
 
 def _text(value: object) -> str:
-    """Return what a person may have written for a text or a whole number; empty for the rest."""
+    """Return a text or a whole number as text; empty for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         return ""
     return str(value).strip()

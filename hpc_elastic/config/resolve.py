@@ -1,4 +1,4 @@
-"""The whole tree: which launcher, every key, and what the keys demand of each other."""
+"""The composed config as checked settings: the launcher, every key, contradictions between keys."""
 
 from __future__ import annotations
 
@@ -64,19 +64,18 @@ def resolve(
     overrides: Sequence[str] = (),
     sweep_params: Mapping[str, Any] | None = None,
 ) -> RunSettings:
-    """Return the settings of one run, checked.
+    """Return the checked settings of one run.
 
     Args:
-        config: The composed config as a plain container, interpolations resolved; keys of the
-            user's own are not looked at. ``???`` and absent keys take their defaults.
-        overrides: The run's Hydra overrides, such as ``nodes=76``. A value given there was never
-            read by YAML.
-        sweep_params: ``hydra.sweeper.params``. Hydra turns them into overrides, but they come
-            from YAML.
+        config: The composed config as a plain container, interpolations resolved. Keys of the
+            user's own are ignored; ``???`` and absent keys take their defaults.
+        overrides: The run's Hydra overrides, such as ``nodes=76``. YAML has not read their values.
+        sweep_params: ``hydra.sweeper.params``. Hydra turns them into overrides, but they come from
+            YAML.
 
     Raises:
-        ConfigError: something can not work. It lists all that is wrong, one a line; its ``key``
-            and ``value`` are the first one's.
+        ConfigError: Settings cannot work. It lists all errors, one per line; its ``key`` and
+            ``value`` are those of the first.
     """
     launcher = config.get("launcher")
     backend = _backend(launcher)
@@ -96,9 +95,9 @@ def resolve(
 
 
 def as_config(settings: RunSettings) -> dict[str, Any]:
-    """Return the settings as the config tree that resolves to them again.
+    """Return the settings as the config tree that resolves to them.
 
-    To be merged into the config that is frozen for the workers: no key of ours is ``???`` in it.
+    It is merged into the config that is frozen for the workers, and holds no ``???``.
     """
     low, high = settings.nodes.min, settings.nodes.max
     backend = next(name for name, cls in BACKENDS.items() if isinstance(settings.launcher, cls))
@@ -122,7 +121,7 @@ def _backend(launcher: object) -> str:
 
 
 def _typed(overrides: Sequence[str], sweep_params: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys whose values were typed on the command line, as literals."""
+    """Return the keys whose values were given on the command line, as literals."""
     typed: dict[str, bool] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -132,7 +131,7 @@ def _typed(overrides: Sequence[str], sweep_params: Mapping[str, Any]) -> frozens
 
 
 def _is_param(key: str, value: str, sweep_params: Mapping[str, Any]) -> bool:
-    """Tell whether an override is a number that YAML read as a parameter of the sweep."""
+    """Return whether an override is a parameter of the sweep, a number that YAML has read."""
     param = sweep_params.get(key)
     return isinstance(param, int) and str(param) == value
 
@@ -180,9 +179,9 @@ def _keys(cls: type[Any], path: str) -> Iterator[str]:
 
 
 def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterator[ConfigError]:
-    """Yield what single keys allow, but not together."""
+    """Yield an error for each contradiction between keys that are valid alone."""
     if ft and settings.scale_up == "on_restart":
-        remedy = "with ft=true a node that comes is always admitted: leave it out"
+        remedy = "with ft=true a late node always joins at once: leave it out"
         yield ConfigError("launcher.scale_up", settings.scale_up, remedy)
     rendezvous = settings.rendezvous
     if rendezvous.heartbeat_timeout_s <= rendezvous.heartbeat_interval_s:
@@ -234,13 +233,13 @@ def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
 
 
 def _joined(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return one error that says them all."""
+    """Return one error that lists all."""
     first = ConfigError(errors[0].key, errors[0].value, "")
     first.args = ("\n".join(map(str, errors)),)
     return first
 
 
-# ---- The keys below ``launcher`` that have a form or a range of their own, as one table
+# ---- the keys below ``launcher`` that have a form or a range of their own
 
 
 WORKER_VARIABLES = frozenset(
@@ -250,7 +249,7 @@ WORKER_VARIABLES = frozenset(
         *("MASTER_ADDR", "MASTER_PORT"),
     ]
 )
-"""What the agent sets for each worker, beside all of TORCHELASTIC_*."""
+"""Variables that the agent sets for each worker, beside TORCHELASTIC_*."""
 
 
 def _bounded(read: Callable[[Given], float], low: float, *, above: bool = False) -> Parser:
@@ -315,7 +314,7 @@ def _variable(given: Given, name: object) -> str:
 
 
 def _variable_value(given: Given) -> str:
-    """Numbers pass as they are printed; true and null have no one spelling in an environment."""
+    """Return a text or number as text; true and null have no single spelling in an environment."""
     value = given.value
     if isinstance(value, bool) or not isinstance(value, str | int | float) or "\0" in str(value):
         raise given.refuse("allowed is a text or a number; put it in quotes")
@@ -361,7 +360,7 @@ _word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes
 
 
 def _name(given: Given) -> str:
-    """Return a name that Slurm knows: no spaces, and no number that YAML may have changed."""
+    """Return a name without spaces, and no number, since YAML may have changed it."""
     return _word(Given(given.key, text(given), given.typed))
 
 
@@ -414,14 +413,14 @@ PARSERS: dict[str, Parser] = {
 }
 
 
-# ---- Overrides of Hydra's that are given without a script: to `resume`, to `doctor`. Pure
+# ---- overrides of commands without a script, such as `resume` and `doctor`
 
 
 def read_override(override: str) -> tuple[str, Any]:
     """Return the dotted key and the value of an override such as ``launcher.partition=gpu``.
 
     Raises:
-        ConfigError: it is none, or deletes, or stands for several values.
+        ConfigError: It is no override, deletes a key, or has several values.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -433,15 +432,15 @@ def read_override(override: str) -> tuple[str, Any]:
         raise ConfigError("override", override, why) from e
     key = str(parsed.key_or_group)
     if parsed.is_delete():
-        raise ConfigError(f"~{key}", override, "a key can not be deleted here; give it a value")
+        raise ConfigError(f"~{key}", override, "a key cannot be deleted here; give it a value")
     if parsed.is_sweep_override():
-        why = "no sweep: this is about one run; give one value"
+        why = "a sweep is not possible for one run; give one value"
         raise ConfigError(key, override.partition("=")[2], why)
     return key, _plain(parsed.value())
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in a config tree; a mapping adds to the one that is there."""
+    """Set a dotted key in a config tree; a mapping is merged into an existing one."""
     *groups, name = key.split(".")
     for group in groups:
         if not isinstance(config.get(group), dict):
@@ -452,7 +451,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a parsed value as JSON has it; texts lose the marks of their quotes."""
+    """Return a parsed value as JSON values; quoted texts become plain texts."""
     if isinstance(value, Mapping):
         return {str(_plain(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, list):

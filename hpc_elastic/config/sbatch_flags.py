@@ -1,7 +1,7 @@
-"""Flags of sbatch and srun that users may add, and those that they may not.
+"""Flags of sbatch and srun that users may add, and those that are refused.
 
-A flag that a key of ours owns would contradict it; a few would break a run. Whether the others
-exist is for sbatch to say: each release of Slurm has more of them.
+A flag that a settings key owns would contradict it, and a few flags would break a run. sbatch
+checks whether the others exist, since each release of Slurm has more of them.
 Source: https://slurm.schedmd.com/sbatch.html
 """
 
@@ -20,10 +20,10 @@ _LOGS = "every attempt of every task has its own logs in the run directory"
 _REQUEUE = "tasks are always requeued by Slurm; the run ends when its training has ended"
 _HOSTS = "each one-node task would need all of them; use launcher.exclude or launcher.constraint"
 _OUTPUT = "the launcher reads what sbatch prints"
-_CLUSTERS = "the launcher asks the cluster it runs on; submit from the other cluster's login node"
+_CLUSTERS = "the launcher queries its own cluster; submit from a login node of the other one"
 _GPUS = "use launcher.gpus_per_node"
 _CPUS = "use launcher.cpus_per_node"
-_SURVIVES = "one node or agent that is lost must not end the others"
+_SURVIVES = "the loss of one node or agent must not end the others"
 
 OWNED: dict[str, str] = {
     "array": "use the key nodes, and launcher.array_parallelism for the limit",
@@ -38,7 +38,7 @@ OWNED: dict[str, str] = {
     "open-mode": _LOGS,
     "requeue": _REQUEUE,
     "no-requeue": _REQUEUE,
-    "no-kill": f"{_SURVIVES}; launcher.coallocate_min sees to it",
+    "no-kill": f"{_SURVIVES}; launcher.coallocate_min sets it",
     "nodelist": _HOSTS,
     "nodefile": _HOSTS,
     "job-name": "use launcher.job_name",
@@ -89,7 +89,7 @@ def sbatch_flags(given: Given) -> Flags:
     """Return further sbatch flags, each under its long name with dashes.
 
     Raises:
-        ConfigError: not a flag, given twice, owned by a key, or with a value no flag can have.
+        ConfigError: Not a flag, given twice, owned by a key, or with a value that no flag has.
     """
     if not isinstance(given.value, Mapping):
         raise given.refuse("allowed is a mapping of flags to values, such as {reservation: night}")
@@ -98,7 +98,7 @@ def sbatch_flags(given: Given) -> Flags:
         entry = Given(f"{given.key}.{written}", value)
         name = _long_name(entry, str(written))
         if name in flags:
-            raise entry.refuse(f"the flag --{name} stands here twice")
+            raise entry.refuse(f"the flag --{name} is given twice")
         flags[name] = _flag_value(entry, name)
     return flags
 
@@ -108,7 +108,7 @@ def _long_name(entry: Given, written: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or len(name) == 1:
         raise entry.refuse("write the flag's long name, such as reservation or mail-type")
     if name in OWNED:
-        raise entry.refuse(f"the flag --{name} can not be given here: {OWNED[name]}")
+        raise entry.refuse(f"the flag --{name} cannot be given here: {OWNED[name]}")
     return name
 
 
@@ -124,9 +124,9 @@ def _flag_value(entry: Given, name: str) -> str | int | bool | None:
 
 
 def gpus_in_gres(gres: object) -> int | None:
-    """Return how many GPUs of a node a value of --gres asks for; None if it names none.
+    """Return the number of GPUs of a node in a value of --gres; None if it names none.
 
-    Those of all types count together: ``lustre:1,gpu:a100:2,gpu:h100`` are three.
+    GPUs of all types count together: ``lustre:1,gpu:a100:2,gpu:h100`` are three.
     Source: https://slurm.schedmd.com/sbatch.html#OPT_gres
     """
     requests = str(gres).replace("gres/", "").split(",")
@@ -139,13 +139,13 @@ def srun_args(given: Given) -> list[str]:
     """Return further arguments of srun.
 
     Raises:
-        ConfigError: not a list of texts, or one that contradicts how a task is started.
+        ConfigError: Not a list of texts, or a flag that contradicts how a task is started.
     """
     args = texts(given)
     for arg in args:
         name = _srun_flag(arg)
         if name in SRUN_OWNED:
-            raise given.refuse(f"{arg!r} can not be given here: {SRUN_OWNED[name]}")
+            raise given.refuse(f"{arg!r} cannot be given here: {SRUN_OWNED[name]}")
     return args
 
 

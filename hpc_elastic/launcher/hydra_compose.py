@@ -1,17 +1,16 @@
-"""The config of each job of a sweep, composed by Hydra, and cheaply where jobs are alike.
+"""Composition of the configs of a sweep by Hydra, with shared work for jobs that are alike.
 
-Hydra composes a job's config from nothing: it reads the YAML of every group again, which costs
-about 50 ms a job, and does so twice, since the sweeper composes every job to validate it. That is
+Hydra composes each job's config from scratch: it reads the YAML of every group again, which takes
+about 50 ms per job, and does so twice, since the sweeper composes every job to validate it. That is
 20 s for a sweep of 200. Jobs of a sweep mostly differ in values (``lr=0.1``) and not in groups
-(``model=large``), and Hydra itself applies values after all groups have been merged. So jobs with
-the same groups share that merge, and neighbours the values that they have in common: what remains
-is a copy of what a job changes, and its own values.
+(``model=large``), and Hydra applies values after it has merged all groups. So jobs with the same
+groups share that merge, and consecutive jobs the values that they have in common. What remains per
+job is a copy of the nodes that it changes, and its own values.
 
-The sweeper's validation changes nothing, so that the launcher is given the same config again.
+The sweeper's validation changes nothing, so the launcher gets the same config object again.
 
-That this gives what Hydra gives is checked, not believed: once there is a second job with the same
-groups, the first is composed both ways, and where the two differ, or where anything is unusual
-about the overrides, every job goes the long way.
+The result is checked against Hydra: when a second job has the same groups, the first is composed
+both ways. If the two differ, or the overrides are unusual, Hydra composes every job in full.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
 
 _REMEMBERED = 1000
-"""Configs that are kept from the sweeper's validation for the launcher."""
+"""Most configs that are kept from the sweeper's validation for the launcher."""
 _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
@@ -46,9 +45,9 @@ class SweepComposer:
         self._parsed: dict[str, Override] = {}
         self._groups: dict[str, bool] = {}
         self._first: dict[tuple[str, ...], tuple[tuple[str, ...], object]] = {}
-        """The overrides of the first job with these groups, and what Hydra made of them."""
+        """Groups -> overrides of the first job with them, and its config."""
         self._given: dict[tuple[str, ...], DictConfig] = {}
-        """The configs that were given once, by their overrides."""
+        """Overrides -> config that was returned once."""
         self._shared: dict[tuple[str, ...], DictConfig | None] = {}
         self._before: tuple[str, ...] = ()
         self._common: tuple[DictConfig, tuple[str, ...], DictConfig] | None = None
@@ -56,11 +55,11 @@ class SweepComposer:
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return the config of the job with these overrides, as `load_sweep_config` would.
 
-        It is good until the next call: jobs that are alike share all top-level nodes that their
-        overrides do not touch, and those belong to the job composed last.
+        It is valid until the next call: jobs that are alike share all top-level nodes that their
+        overrides do not touch, and the parent of those is the config composed last.
 
         Raises:
-            HydraException: Hydra's own errors about the overrides.
+            HydraException: Hydra's errors about the overrides.
         """
         before, self._before = self._before, tuple(overrides)
         config = self._given.pop(self._before, None)
@@ -73,12 +72,12 @@ class SweepComposer:
         return config
 
     def _is_short(self, config: DictConfig) -> bool:
-        """Tell whether a config has nodes that others have as well."""
+        """Return whether a config shares nodes with others."""
         hydra = config._get_node("hydra")
         return any(s is not None and s._get_node("hydra") is hydra for s in self._shared.values())
 
     def _own(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        """Let a config that was given before have the nodes that others have used since."""
+        """Make a config that was returned before the parent of its shared nodes again."""
         for key in config:
             node = config._get_node(key)
             assert isinstance(node, Node)
@@ -107,7 +106,7 @@ class SweepComposer:
         return config
 
     def _share(self, groups: tuple[str, ...]) -> DictConfig | None:
-        """Return what jobs with these groups share; None if the first would be another with it."""
+        """Return what jobs with these groups share; None if the first job would differ with it."""
         overrides, full = self._first[groups]
         try:
             shared = self._in_full(groups)
@@ -118,20 +117,20 @@ class SweepComposer:
         return shared if same else None
 
     def _with_common(self, shared: DictConfig, common: list[Override]) -> DictConfig:
-        """Return the shared merge with these values; the same as last time if they are."""
+        """Return the shared merge with these values; that of the last call if they are equal."""
         lines = tuple(str(value.input_line) for value in common)
         if self._common is None or self._common[0] is not shared or self._common[1] != lines:
             self._common = (shared, lines, self._set(shared, common))
         return self._common[2]
 
     def _set(self, shared: DictConfig, values: list[Override]) -> DictConfig:
-        """Return a copy with these values; it shares what they do not touch."""
+        """Return a copy with these values; it shares the nodes that they do not touch."""
         config = copy.deepcopy(shared, _untouched(shared, values))
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
         return config
 
     def _name(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-        """Set what Hydra sets of a job beside its values: the overrides themselves."""
+        """Set what Hydra sets of a job beside its values: its overrides."""
         hydra: Any = config._get_node("hydra")
         naming = hydra.job.config.override_dirname
         dirname = get_overrides_dirname(
@@ -146,7 +145,7 @@ class SweepComposer:
         return config
 
     def _split(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]] | None:
-        """Return the overrides of groups and of values; None if that can not be told safely."""
+        """Return the overrides of groups and of values; None if they cannot be separated safely."""
         groups, values = [], []
         for line in overrides:
             override = self._parse(line)
@@ -182,13 +181,13 @@ class SweepComposer:
 
 
 def _unresolved(overrides: ListConfig) -> list[str]:
-    """Return overrides as they were typed: ``${hydra.job.num}`` has no value yet."""
+    """Return overrides as they were given: ``${hydra.job.num}`` has no value yet."""
     typed = OmegaConf.to_container(overrides, resolve=False)
     return [str(line) for line in typed or ()]
 
 
 def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:
-    """Set a list of texts; those that stand there already are left, which is cheaper."""
+    """Set a list of texts; equal texts are kept, which is cheaper."""
     before = parent._get_node(name)
     nodes: Any = before._content if isinstance(before, ListConfig) else None
     if not isinstance(nodes, list) or len(nodes) != len(lines):
@@ -203,9 +202,9 @@ def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:
 def _divide(
     values: Sequence[Override], before: Sequence[str]
 ) -> tuple[list[Override], list[Override]]:
-    """Return what a job has in common with the one before, and what is its own (pure).
+    """Return the values that a job has in common with the one before, and the others (pure).
 
-    Values below one top-level key stay together: their order among each other counts.
+    Values below one top-level key stay together, since their order matters.
     """
     new = {_top(value) for value in values if value.input_line not in before}
     common = [value for value in values if _top(value) not in new]
@@ -217,10 +216,10 @@ def _top(override: Override) -> str:
 
 
 def _untouched(shared: DictConfig, values: Sequence[Override]) -> dict[int, Any]:
-    """Return deepcopy's memo of the top-level nodes that it need not copy.
+    """Return a memo for deepcopy with the top-level nodes that it need not copy.
 
-    Those that no override goes into; and ``hydra``, the largest, in which only what names the job
-    is set anew each time. The copy becomes the parent of all of them.
+    These are the nodes that no override changes; and ``hydra``, the largest, in which only the
+    names of the job are set each time. The copy becomes the parent of all of them.
     """
     touched = {_top(override) for override in values}
     nodes = (shared._get_node(key) for key in shared if key not in touched)
@@ -228,10 +227,10 @@ def _untouched(shared: DictConfig, values: Sequence[Override]) -> dict[int, Any]
 
 
 class SharingLoader:
-    """Hydra's config loader, with `load_sweep_config` through a `SweepComposer`.
+    """Hydra's config loader, with `load_sweep_config` by a `SweepComposer`.
 
     The launcher puts it into the HydraContext that it shares with the sweeper, so that the
-    sweeper's validation of every job is cheap as well. Everything else goes to the real loader.
+    sweeper's validation is cheap as well. All other attributes are those of the real loader.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -239,17 +238,17 @@ class SharingLoader:
         self._composers: dict[int, SweepComposer] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Hand everything else on."""
+        """Return an attribute of the real loader."""
         return getattr(self._loader, name)
 
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
     ) -> DictConfig:
-        """Return the config of one job; it is good until the next call."""
+        """Return the config of one job; it is valid until the next call."""
         return self.composer(master_config).compose(sweep_overrides)
 
     def composer(self, master_config: DictConfig) -> SweepComposer:
-        """Return the composer for a sweep; it knows what was composed before."""
+        """Return the composer of a sweep, which remembers what it composed."""
         key = id(master_config)
         if key not in self._composers:
             self._composers[key] = SweepComposer(self._loader, master_config)

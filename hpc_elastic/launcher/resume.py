@@ -84,7 +84,7 @@ class Resumption:
 
     @property
     def folder_before(self) -> Path:
-        """Folder of the files that said that the run was over."""
+        """Folder of the files of the earlier end."""
         return self.run.path / f"before-resume.{self.spec.generation}"
 
     def to_json(self, job_ids: Sequence[str], *, log: Path | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class LauncherError(HpcElasticError, CompactHydraException):
 def launch_sweep(
     sweep: Sweep, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
 ) -> list[JobReturn]:
-    """Freeze, submit and, unless told otherwise, wait for the jobs of one batch.
+    """Freeze and submit the jobs of one batch, and wait for them unless ``launcher.wait`` is false.
 
     Args:
         sweep: The arguments of the set-up.

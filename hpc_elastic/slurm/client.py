@@ -1,7 +1,10 @@
-"""The only caller of Slurm's commands; at submission, sbatch is called by submitit.
+"""Client of Slurm: the only caller of its commands.
 
-No accounting is needed: squeue and scontrol know a job until MinJobAge (300 s by default) after its
-end. A job that Slurm has forgotten is no error here, just no longer among the answers.
+No accounting is needed: squeue and scontrol list a job until MinJobAge (300 s by default) after its
+end. A job that Slurm has purged is no error here; it is missing from the answers.
+
+Slurm sends its signals to every process of a step, hence also to a squeue by which an agent queries
+the meaning of that signal. So all commands ignore them.
 """
 
 from __future__ import annotations
@@ -64,23 +67,21 @@ _log = logging.getLogger(__name__)
 _IDS_A_CALL = 100
 RELEASE_DELAY_S = 2
 _BEGIN_S = 600
-"""When a task that was submitted again would start if nobody released it."""
+"""Seconds after which a task that was submitted again starts without a `release`."""
 
 
 class SlurmClient:
-    """Asks Slurm, and tells it what to do, as the user who runs it (login node and agents).
+    """Runs Slurm's commands as the present user (login node and agents).
 
     Every method raises `SlurmCommandError` if the command is not installed, fails or does not
-    answer in time; it says which command line and what Slurm wrote.
+    answer in time; it holds the command line and Slurm's message.
+
+    Args:
+        timeout_s: Seconds that a command may take.
+        env: Environment of the commands; None: that of this process.
     """
 
     def __init__(self, timeout_s: float = 10, *, env: Mapping[str, str] | None = None) -> None:
-        """Prepare to call Slurm.
-
-        Args:
-            timeout_s: How long a command may take.
-            env: The environment of the commands, in place of this process's.
-        """
         self.timeout_s = timeout_s
         self._env = for_commands(os.environ if env is None else env)
         self._given = env
@@ -89,12 +90,12 @@ class SlurmClient:
         """Return all tasks of these jobs by name, in one call of squeue.
 
         Args:
-            job_ids: Jobs and job arrays, the user's own.
-            once: If Slurm knows none of several, believe it, and do not ask for each alone.
+            job_ids: Jobs and job arrays of the user.
+            once: If Slurm knows none of several jobs, do not query each alone.
 
         Returns:
-            Every array element by ``<array job id>_<index>``, the pending ones too. A task that
-            has ended is there until Slurm forgets it; none for job ids that it has forgotten.
+            Every array element by ``<array job id>_<index>``, including pending ones. A task that
+            has ended is listed until Slurm purges it; purged jobs have none.
         """
         ids = list(dict.fromkeys(job_ids))
         if not ids:
@@ -108,15 +109,14 @@ class SlurmClient:
         return {name: task for job_id in alone for name, task in self.tasks([job_id]).items()}
 
     def _squeue(self, ids: Sequence[str]) -> dict[str, TaskState]:
-        """Ask for each element by itself; again for sets where squeue may have lost one so."""
+        """List each element by itself; without -r too, if squeue may have lost one by it."""
         tasks, output = self._listed(ids, "-r")
         return tasks if lists_all(output) else {**self._listed(ids)[0], **tasks}
 
     def _listed(self, ids: Sequence[str], *options: str) -> tuple[dict[str, TaskState], str]:
-        """Ask for one job, or for several: then the controller sends all jobs of the user.
+        """Return the tasks of jobs, and the output of squeue.
 
-        Returns:
-            The tasks, and what squeue printed.
+        For several jobs the controller sends all jobs of the user.
         """
         mine = ["--me"] if len(ids) > 1 else []
         named = [*mine, "-O", SQUEUE_FORMAT, "-j", ",".join(ids)]
@@ -132,9 +132,9 @@ class SlurmClient:
 
         Args:
             tasks: Names as in `scheduler`: jobs, arrays, or single array elements.
-            pending_only: Leave alone what has a node. Asks squeue first: scancel's own ``--state``
-                filter cancels *every* pending element of an array if one is named (Slurm 22.05).
-                A task that Slurm starts in between is cancelled nevertheless.
+            pending_only: Leave alone tasks that have a node. squeue is called first: with
+                ``--state``, scancel cancels *every* pending element of an array if one is named
+                (Slurm 22.05). A task that Slurm starts in between is cancelled nevertheless.
         """
         if pending_only:
             states = self.tasks(map(job_of, tasks))
@@ -151,9 +151,9 @@ class SlurmClient:
                 raise
 
     def kill_steps(self, task: str) -> None:
-        """Send SIGKILL to the steps of a task; its batch script ends with what srun returns.
+        """Send SIGKILL to the steps of a task; its batch script ends with the exit code of srun.
 
-        The task is FAILED then. A signal to the task as a whole would cancel it (22.05).
+        The task is FAILED then. A signal to the whole task would cancel it (22.05).
         """
         listed = self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"]).split()
         steps = [step for step in listed if step.rpartition(".")[2].isdecimal()]
@@ -169,19 +169,18 @@ class SlurmClient:
         return int(size)
 
     def preemption(self, partition: str | None) -> Preemption:
-        """Return what a task in these partitions gets when it is preempted (login node).
+        """Return how a task in these partitions is preempted (login node).
 
-        Where Slurm does not answer this is Slurm's default, and the log says so: a run can do
-        without knowing.
+        If Slurm does not answer this is Slurm's default, with a warning in the log.
 
         Args:
-            partition: As given to sbatch: a name or several with commas; None is the default one.
+            partition: As given to sbatch: a name or several with commas; None: the default one.
         """
         try:
             config = self._run(["scontrol", "show", "config"])
             partitions = self._run(["scontrol", "-a", "-o", "show", "partition"])
         except SlurmCommandError as e:
-            what = "what a preemption is like is not known (%s): taken to give no grace time"
+            what = "how tasks are preempted is unknown (%s): no grace time is assumed"
             _log.warning(what, e)
             return Preemption()
         return parse_preemption(config, partitions, partition)
@@ -200,31 +199,29 @@ class SlurmClient:
         return parse_each_node(self._run(["sinfo", "-h", "-N", *where, "-o", EACH_NODE_FORMAT]))
 
     def node_kinds(self, partition: str | None) -> list[NodeKind]:
-        """Return what the nodes of some partitions have (login node).
+        """Return the kinds of nodes of some partitions (login node).
 
         Args:
-            partition: As given to sbatch: a name or several with commas; None: all that the user
-                may see.
+            partition: As given to sbatch: a name or several with commas; None: all visible ones.
         """
         where = [] if partition is None else ["-p", partition]
         return parse_node_kinds(self._run(["sinfo", "-h", "-e", *where, "-o", NODE_KINDS_FORMAT]))
 
     def node_address(self, node: str) -> str | None:
-        """Return where the controller reaches a node: a host name or an address, as configured.
+        """Return the host name or address by which the controller reaches a node, as configured.
 
-        Returns:
-            None if Slurm has no such node, or no address of it.
+        None if Slurm has no such node, or no address of it.
         """
         output = self._node(node)
         return None if output is None else parse_node_address(output)
 
     def is_up(self, node: str) -> bool:
-        """Tell whether a node is up, so that Slurm may start jobs there; an unknown one is not."""
+        """Return whether a node is up, so that Slurm may start jobs there; False if unknown."""
         output = self._node(node)
         return output is not None and parse_is_up(output)
 
     def out_of_service(self, node: str) -> str:
-        """Return why a node gets no new jobs, in Slurm's words; empty: it does, or is unknown."""
+        """Return Slurm's reason for which a node gets no new jobs; empty if it does, or unknown."""
         output = self._node(node)
         return "" if output is None else parse_out_of_service(output)
 
@@ -239,10 +236,11 @@ class SlurmClient:
     def requeue(self, task: str) -> None:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.
 
-        One that is on its way there already is no error: the agents of a job of several nodes
-        requeue it all at once. One that was cancelled comes back: look first (`decision.decide`).
-        One that was submitted with ``--no-requeue`` is permitted it first, which its owner may do
-        for as long as it runs; `outputs.is_refused` tells the error where that does not help.
+        A task that is being requeued already is no error: the agents of a job of several nodes
+        requeue it at the same time. A cancelled task comes back, so check first
+        (`exit_action.decide`). A task that was submitted with ``--no-requeue`` is made requeueable
+        first, which its owner may do while it runs; `parsing.is_refused` detects the error where
+        that does not help.
         """
         name = queue_name(task)
         try:
@@ -254,9 +252,9 @@ class SlurmClient:
             self._requeue(name)
 
     def requeue_all(self, tasks: Sequence[str]) -> None:
-        """Send tasks back to the queue with one command; those on their way are no error.
+        """Send tasks back to the queue with one command; those being requeued are no error.
 
-        One that fails leaves the others requeued or not: `requeue` each then.
+        After an error the others may be requeued or not: call `requeue` for each then.
         """
         self._requeue(",".join(_compact(tasks)))
 
@@ -268,12 +266,11 @@ class SlurmClient:
                 raise
 
     def release(self, task: str) -> None:
-        """Let a requeued task start soon, without the two minutes that Slurm makes it wait.
+        """Let a requeued task start soon, without Slurm's delay of two minutes.
 
-        For a task whose last process has ended; `postpone` is for those where it has not. Not at
-        once: a node refuses what was granted in the second in which the task's earlier attempt
-        was ended ("Job credential revoked"), and Slurm then ends the task as FAILED for good,
-        although it is to be requeued (22.05).
+        Only for a task whose last process has ended; else `postpone`. Not at once: a node refuses a
+        credential of the second in which the task's earlier attempt was ended ("Job credential
+        revoked"), and Slurm then ends the task as FAILED, although it is to be requeued (22.05).
         """
         begin = f"starttime=now+{RELEASE_DELAY_S}"
         self._run(["scontrol", "update", f"jobid={queue_name(task)}", begin])
@@ -281,15 +278,15 @@ class SlurmClient:
     def end_hold(self, task: str) -> None:
         """Let a task start again that Slurm holds because a node could not start it.
 
-        Its owner may do that, though Slurm itself holds it (22.05).
+        The owner may do that, although Slurm holds it (22.05).
         """
         self._run(["scontrol", "release", queue_name(task)])
 
     def refused_by(self, task: str) -> str | None:
-        """Return the node that could not start a task that Slurm has requeued and holds for that.
+        """Return the node that could not start a task which Slurm has requeued and holds for that.
 
-        Slurm tells nowhere; but that node was busy last in the second of the requeue, and no other
-        of the partition, or several, and then nobody knows.
+        Slurm reports it nowhere. It is the node that was busy last in the second of the requeue;
+        None if unknown, since there is no such node, or several.
         """
         for record in self._records(queue_name(task)):
             if queue_name(task) in record.tasks and record.submitted:
@@ -298,22 +295,21 @@ class SlurmClient:
         return None
 
     def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
-        """Let pending tasks not start before some time has passed; others are left alone.
+        """Delay the start of pending tasks; others are left alone.
 
-        Slurm keeps a record for each element of an array that it was told something about: not
-        for ten thousand of them at a time.
+        Slurm keeps a record for each array element that was updated, so do not update ten thousand
+        of them at a time.
 
         Args:
-            tasks: Names as in `scheduler`; whole arrays, too. One that is being requeued counts as
-                pending from the moment of `requeue` on.
-            delay_s: From now, by this node's clock; Slurm knows whole seconds only. It replaces
-                what an earlier call said, longer or shorter.
+            tasks: Names as in `scheduler`, or whole arrays. A task counts as pending from its
+                `requeue` on.
+            delay_s: Seconds from now, in whole seconds; it replaces an earlier delay.
         """
         for task in _compact(tasks):
             self._update_waiting(task, f"starttime=now+{math.ceil(delay_s)}")
 
     def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
-        """Keep pending tasks away from some nodes, beside those that they avoid already.
+        """Let pending tasks avoid nodes, beside those that they avoid already.
 
         Tasks that do not wait are left alone; one that is being requeued counts as waiting.
 
@@ -342,7 +338,7 @@ class SlurmClient:
     def readmit(self, task: str, host: str) -> bool:
         """Let a pending task start on a node that it avoids; return False if it does not wait.
 
-        With it goes the hold of a task that had no other node to start on (``BadConstraints``).
+        This also ends the hold of a task that had no other node (``BadConstraints``).
         """
         avoided = self.excluded(task)
         if avoided is None:
@@ -353,7 +349,7 @@ class SlurmClient:
         return True
 
     def _by_excluded(self, tasks: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-        """Return the waiting ones of some tasks by the nodes that they avoid."""
+        """Return those tasks that wait, by the nodes that they avoid."""
         wanted = set(map(queue_name, tasks))
         found: dict[tuple[str, ...], list[str]] = {}
         for job in dict.fromkeys(map(job_of, tasks)):
@@ -413,7 +409,7 @@ class SlurmClient:
         return self.sbatch(script, flags, env=self._outside(), timeout_s=self.timeout_s)
 
     def _update_waiting(self, task: str, what: str) -> None:
-        """Change waiting tasks; elements that do not wait any more are no error."""
+        """Update waiting tasks; elements that no longer wait are no error."""
         try:
             self._run(["scontrol", "update", f"jobid={task}", what])
         except SlurmCommandError as e:
@@ -421,16 +417,16 @@ class SlurmClient:
                 raise
 
     def _outside(self) -> dict[str, str]:
-        """Return the environment to submit in: without the job, if any, that this runs in."""
+        """Return the environment for a submission by a task: without that of its own job."""
         return for_submission(of_this_process() if self._given is None else self._given)
 
     def _run(self, argv: Sequence[str]) -> str:
-        """Return what a command prints."""
+        """Return the standard output of a command."""
         return call(argv, env=self._env, timeout_s=self.timeout_s)
 
 
 def _pending(tasks: Iterable[str], states: Mapping[str, TaskState]) -> list[str]:
-    """Return the names of single tasks that wait for a node, whole arrays taken apart."""
+    """Return the names of the tasks that wait for a node, whole arrays split into elements."""
     asked = set(tasks)
     return [
         name
@@ -452,30 +448,27 @@ def _compact(tasks: Iterable[str]) -> Iterator[str]:
         yield f"{job}_[{compress_indices(indices)}]"
 
 
-# ---- One call of a command of Slurm's
+# ---- one call of a command
 
 
 _IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm sends what it sends to every process of a step, hence to the very command by which an agent
-asks what its signal means."""
 _NAMES = " ".join(number.name.removeprefix("SIG") for number in _IGNORED)
-_DEAF = ["/bin/sh", "-c", f'trap "" {_NAMES}; exec "$@"', "sh"]
-"""Runs a command that ignores them."""
+_IGNORING = ["/bin/sh", "-c", f'trap "" {_NAMES}; exec "$@"', "sh"]
 _TRIES = 3
 
 
 def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None) -> str:
-    """Return what a command prints.
+    """Return the standard output of a command.
 
-    One that does not answer is killed with all that it has started (`commands.run`).
+    A command that does not answer is killed with all that it has started (`_util.run`).
 
     Args:
         argv: The command line.
         env: Its environment, PATH included.
-        timeout_s: How long it may take.
+        timeout_s: Seconds that it may take; None: no limit.
 
     Raises:
-        SlurmCommandError: it is not installed, failed, or did not answer in time.
+        SlurmCommandError: It is not installed, failed, or did not answer in time.
     """
     return answer(argv, env=env, timeout_s=timeout_s)[0]
 
@@ -483,11 +476,11 @@ def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None
 def answer(
     argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None
 ) -> tuple[str, str]:
-    """Return what a command prints, and what it writes to standard error; as `call` otherwise."""
+    """Return standard output and standard error of a command; else as `call`."""
     for _ in range(_TRIES):
         done = _run(argv, env, timeout_s)
         if -done.returncode not in _IGNORED:
-            break  # else the shell was hit before it ignored that: the command has not begun
+            break  # else the shell got the signal before its trap: the command has not started
     if done.returncode != 0:
         raise SlurmCommandError(argv, done.returncode, done.stderr.strip() or done.stdout)
     return done.stdout, done.stderr
@@ -499,7 +492,7 @@ def _run(
     try:
         if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
             raise FileNotFoundError(errno.ENOENT, "not found")
-        return _util.run([*_DEAF, *argv], env=env, timeout_s=timeout_s)
+        return _util.run([*_IGNORING, *argv], env=env, timeout_s=timeout_s)
     except subprocess.TimeoutExpired as e:
         raise SlurmCommandError(argv, None, f"no answer within {e.timeout:g} s") from e
     except OSError as e:
@@ -507,25 +500,25 @@ def _run(
         raise SlurmCommandError(argv, None, why) from e
 
 
-# ---- Asks Slurm of the cluster as a whole: for the doctor, on the login node and on others
+# ---- the cluster as a whole, for the doctor
 
 
 _SECONDS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 
 
 class SiteClient(SlurmClient):
-    """Asks Slurm of the cluster. Every method raises `SlurmCommandError`, as `SlurmClient`."""
+    """Queries about the cluster. Every method raises `SlurmCommandError`, as in `SlurmClient`."""
 
     def config(self) -> dict[str, str]:
         """Return the cluster's settings by name, as in slurm.conf."""
         return parse_config(self._run(["scontrol", "show", "config"]))
 
     def version(self, command: str) -> str:
-        """Return the version that one of Slurm's commands tells, such as ``22.05.8``."""
+        """Return the version of one of Slurm's commands, such as ``22.05.8``."""
         return parse_version(self._run([command, "--version"]))
 
     def ping(self) -> str:
-        """Return which controllers answer, in scontrol's words."""
+        """Return which controllers answer, as scontrol prints it."""
         return parse_controllers(self._run(["scontrol", "ping"]))
 
     def all_partitions(self) -> list[Partition]:
@@ -533,7 +526,7 @@ class SiteClient(SlurmClient):
         return parse_partitions(self._run(["scontrol", "-a", "-o", "show", "partition"]))
 
     def node_states(self, partition: str | None = None) -> dict[str, int]:
-        """Return how many nodes are in which state, such as ``idle``; by default of all.
+        """Return the number of nodes in each state, such as ``idle``; of all nodes by default.
 
         Args:
             partition: Name of a partition, or several with commas.
@@ -542,14 +535,14 @@ class SiteClient(SlurmClient):
         return parse_node_states(self._run(["sinfo", "-h", *where, "-o", NODES_FORMAT]))
 
     def accounting_answers(self) -> None:
-        """Ask sacct for nothing; it fails where there is no accounting."""
+        """Call sacct for no jobs; it fails where there is no accounting."""
         self._run(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
 
     def test_only(self, script: str) -> str:
-        """Let sbatch validate a script, and return when it would start, in sbatch's words.
+        """Let sbatch validate a script; return when it would start, as sbatch prints it.
 
         Raises:
-            SlurmCommandError: sbatch would refuse it; its standard error says why.
+            SlurmCommandError: sbatch would refuse it; its standard error has the reason.
         """
         argv = ["sbatch", "--test-only", script]
         output, errors = answer(argv, env=self._outside(), timeout_s=self.timeout_s)
@@ -577,14 +570,11 @@ class SiteClient(SlurmClient):
 
 
 def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
-    """Ask squeue and scontrol, from wherever this runs, and return what is wrong with each.
+    """Return the problem of squeue and of scontrol on this machine, None if it answers.
 
     Args:
-        client: How to reach Slurm.
-        task: A task of the user's.
-
-    Returns:
-        By the command's name; None: it answers.
+        client: Runs Slurm's commands.
+        task: A task of the user.
     """
     site = SiteClient(client.timeout_s)
     problems: dict[str, str | None] = {}
@@ -598,7 +588,7 @@ def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the seconds of a wall time as sbatch takes it (pure); None for UNLIMITED.
+    """Return the seconds of a wall time of sbatch (pure); None for UNLIMITED.
 
     Minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
     """

@@ -300,7 +300,7 @@ def test_settings_are_those_of_a_script():
         ("partiton=gpu", "partition"),
         ("launcher=local", "only slurm"),
         ("partition", "KEY=VALUE"),
-        ("partition=gpu,cpu", "no sweep"),
+        ("partition=gpu,cpu", "a sweep is not possible"),
         ("time=soon", "launcher.time"),
         ("sbatch={", "Hydra says"),
     ],

@@ -79,7 +79,7 @@ def test_a_command_that_was_hit_before_it_began_is_run_again(command, tmp_path, 
     """Slurm signals every process of a step, the shell that is to ignore that among them."""
     command("sinfo", "echo low")
     hit = f"[ -e {tmp_path}/hit ] || {{ touch {tmp_path}/hit; kill -USR2 $$; }}"
-    monkeypatch.setattr(slurm_command, "_DEAF", ["/bin/sh", "-c", f'{hit}; exec "$@"', "sh"])
+    monkeypatch.setattr(slurm_command, "_IGNORING", ["/bin/sh", "-c", f'{hit}; exec "$@"', "sh"])
     assert list(command.client.partitions()) == ["low"]
     assert (tmp_path / "hit").exists() and len(command.calls()) == 1
 

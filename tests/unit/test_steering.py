@@ -73,7 +73,7 @@ def test_nodes_and_settings_of_the_launcher_may_be_changed():
         ("launcher.code_snapshot=true", "launcher.code_snapshot", "code of a run stays"),
         ("launcher.partiton=a", "launcher.partiton", "did you mean 'partition'"),
         ("nodes=1,2", "nodes", "one value"),
-        ("~launcher.time", "~launcher.time", "can not be deleted"),
+        ("~launcher.time", "~launcher.time", "cannot be deleted"),
         ("nodes", "override", "KEY=VALUE"),
         ("nodes=0", "nodes", ""),
     ],

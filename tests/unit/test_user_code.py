@@ -1,13 +1,124 @@
-"""A copy of the code: which files it holds, and where the entry points afterwards."""
+"""The user's code at submission: its function as an entry, its origin, and a copy of it."""
 
+from __future__ import annotations
+
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.errors import SubmissionError
-from hpc_elastic.launcher.user_code import link_snapshot, own_files, remap, take_snapshot
+from hpc_elastic.errors import ConfigError, SubmissionError
+from hpc_elastic.launcher.user_code import (
+    entry_of,
+    git_state,
+    link_snapshot,
+    own_files,
+    parse_git_status,
+    provenance,
+    remap,
+    search_path,
+    take_snapshot,
+)
 from hpc_elastic.run.directory import Entry
+
+ENTRY = Entry("function", "main", script="/code/train.py")
+
+
+def test_entry_of_a_module_function():
+    """A function of a module is found by its dotted name."""
+    entry = entry_of(parse_git_status, "function", [1, "a"])
+    assert (entry.module, entry.script) == ("hpc_elastic.launcher.user_code", None)
+    assert (entry.qualname, entry.args) == ("parse_git_status", [1, "a"])
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_entry_of_a_main_function(tmp_path, as_module):
+    """A function of the script is found by the file, or by the module that `python -m` ran."""
+    (tmp_path / "package").mkdir()
+    script = tmp_path / "package" / "train.py"
+    script.write_text(
+        "from hpc_elastic.launcher.user_code import entry_of\ndef main(): pass\n"
+        "import json, dataclasses\nif __name__ == '__main__':\n"
+        "    print(json.dumps(dataclasses.asdict(entry_of(main, 'hydra'))))\n"
+    )
+    argv = ["-m", "package.train"] if as_module else [str(script)]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    entry = Entry(**json.loads(done.stdout))
+    expected = (None, "package.train") if as_module else (str(script), None)
+    assert (entry.script, entry.module) == expected
+    assert entry.sys_path[0] == str(tmp_path if as_module else script.parent)
+    assert entry.cwd == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("last", "refused"),
+    [
+        ("main()", True),
+        ("if True:\n    main()", True),
+        ("if '__main__' == __name__:\n    main()", False),
+        ("__name__ == '__main__' and main()", False),
+    ],
+)
+def test_a_script_that_would_submit_itself_again_is_refused(tmp_path, last, refused):
+    """A worker imports it. The message names the line, and what to write."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from hpc_elastic.launcher.user_code import entry_of\n"
+        f"def main():\n    print(entry_of(main, 'hydra'))\n{last}\n"
+    )
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    assert (done.returncode != 0) == refused, done.stderr
+    if refused:
+        assert f"line {3 + last.count('main()') + last.count('if True')}" in done.stderr
+        assert 'if __name__ == "__main__"' in done.stderr
+
+
+def test_functions_without_a_name_are_refused():
+    """Workers import the function by name: a nested one or a lambda has none."""
+
+    def nested():
+        pass
+
+    for function in (nested, lambda: None):
+        with pytest.raises(ConfigError, match="module level"):
+            entry_of(function, "function")
+
+
+def test_search_path_leaves_out_what_every_interpreter_has():
+    """The worker's own standard library and site-packages are not shadowed by ours."""
+    assert not [p for p in search_path() if p.endswith("site-packages")]
+
+
+def test_only_named_variables_are_recorded(monkeypatch):
+    """The environment holds tokens; none is written down."""
+    monkeypatch.setenv("VIRTUAL_ENV", "/venv")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    found = provenance(ENTRY)["environment"]
+    assert found["VIRTUAL_ENV"] == "/venv" and "AWS_SECRET_ACCESS_KEY" not in found
+
+
+def test_git_state_tells_commit_and_dirt(tmp_path):
+    """A commit alone does not say what ran; changes and new files count as dirt."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    assert git_state(tmp_path) is None
+    for args in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *args], check=True)
+    clean = git_state(tmp_path)
+    assert clean and len(clean["commit"]) == 40 and not clean["dirty"]
+    (tmp_path / "new.py").touch()
+    assert git_state(tmp_path)["dirty"]
+
+
+def test_git_may_be_absent(tmp_path, monkeypatch):
+    """A login node without git is no reason not to submit."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) is None
 
 
 def git(folder: Path, *args: str) -> None:

@@ -1,0 +1,252 @@
+"""The files of a submission: written in full before anything is submitted, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.launcher.plan import RunRequest, make_plan
+from hpc_elastic.launcher.prepare import (
+    Prepared,
+    lay_out,
+    make_run_id,
+    next_array,
+    remove_rendered,
+    require_writable,
+    with_free_numbers,
+    write,
+    write_concurrently,
+)
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.parsing import Preemption
+
+ENTRY = Entry("function", "main", script="/code/train.py")
+
+
+def plan_in(sweep_dir: Path, *, launcher: SlurmSettings | None = None, runs: int = 1):
+    """Return a plan for runs in a sweep directory."""
+    settings = RunSettings(NodeRange(1, 2), 1, launcher or SlurmSettings())
+    planned = [RunRequest(sweep_dir / str(number), settings, ENTRY) for number in range(runs)]
+    return make_plan(planned, sweep_dir / ".hpc_elastic", max_array_size=100)
+
+
+def test_prepare_writes_all_that_a_task_needs(tmp_path):
+    """A script that is never submitted by us finds everything in its place."""
+    prepared = write(plan_in(tmp_path, runs=2), "train", provenance={"user": "me"})
+    specs = [RunDir(tmp_path / n).load() for n in "01"]
+    assert [spec.tasks for spec in specs] == [[(0, 0), (0, 2)], [(0, 1), (0, 3)]]
+    assert specs[0].run_id != specs[1].run_id
+    assert (specs[0].entry, specs[0].provenance) == (ENTRY, {"user": "me"})
+    for private in ("secret", "run.json"):
+        assert stat.S_IMODE((tmp_path / "0" / private).stat().st_mode) == 0o600
+    array = json.loads((tmp_path / ".hpc_elastic" / "array-0.json").read_text())
+    assert [run["slot"] for run in array["runs"]] == [0, 0, 1, 1]
+    assert prepared.scripts == (tmp_path / ".hpc_elastic" / "array-0.sbatch",)
+    assert (tmp_path / ".hpc_elastic" / "logs").is_dir()
+    assert next_array(tmp_path / ".hpc_elastic") == 1
+
+
+def test_what_the_agents_go_by_is_in_the_run_description(tmp_path):
+    """launcher.scale_up and its like are frozen; a requeued task runs by the same."""
+    launcher = SlurmSettings(
+        scale_up="immediate", scale_up_timeout_s=5.0, below_min_timeout_s=None,
+        interface="ib0", coallocate_min=True,
+        signal_delay_s=60.0, preempt_signal="USR1", max_failed_rounds=5,
+        max_requeues=7,
+    )  # fmt: skip
+    known = [Preemption(grace_s=60, kill_wait_s=30)]
+    write(plan_in(tmp_path, launcher=launcher), "train", preemptions=known)
+    spec = RunDir(tmp_path / "0").load()
+    assert (spec.signal_delay_s, spec.preempt_signal, spec.preempt_grace_s, spec.kill_wait_s) == (
+        60.0, "USR1", 90, 30,
+    )  # fmt: skip
+    assert (spec.max_failed_rounds, spec.max_requeues) == (5, 7)
+    found = (
+        spec.scale_up,
+        spec.scale_up_timeout_s,
+        spec.below_min_timeout_s,
+        spec.interface,
+        spec.coallocate_min,
+    )
+    assert found == ("immediate", 5.0, None, "ib0", True)
+    assert spec.task_names({0: "7"}) == ["7.0"]
+    assert spec.task_names({0: "7", 1: "8"}) == ["7.0", "8_0"]
+
+
+def test_a_file_system_without_hard_links_is_noticed_at_submission(tmp_path, monkeypatch):
+    """Not on the cluster, when the agents want to elect their leader."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(RunDirectoryError) as refused:
+        write(plan_in(tmp_path), "train")
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / '.hpc_elastic'}: no hard links")
+    assert message.count("hydra.sweep.dir") == 1
+    assert [p.name for p in (tmp_path / ".hpc_elastic").iterdir()] == ["logs"]
+
+
+def test_a_run_directory_is_used_once(tmp_path):
+    """A second sweep into the same folder would take the first one's results for its own."""
+    write(plan_in(tmp_path), "train")
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        write(plan_in(tmp_path), "train")
+
+
+def test_what_a_dry_run_has_rendered_is_rendered_anew(tmp_path):
+    """Into the same folder, again or for real; unless its script was submitted by hand."""
+    submission = tmp_path / ".hpc_elastic"
+    dirs = [tmp_path / "0", tmp_path / "1"]
+
+    def render(**settings: bool) -> Prepared:
+        remove_rendered(dirs, submission)
+        plan = plan_in(tmp_path, launcher=SlurmSettings(**settings), runs=2)
+        return write(plan, "train")
+
+    before = render(dry_run=True)
+    remove_rendered(dirs[:1], submission)
+    assert RunDir(dirs[0]).spec.exists(), "an array stays where one of its runs does"
+    again = render(dry_run=True)
+    assert before.scripts == again.scripts and before.run_ids != again.run_ids
+    assert RunDir(dirs[1]).load().run_id == again.run_ids[1]
+
+    Submission(submission).array(0).submitted_as("7")  # a task of it has started
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        render()
+    Submission(submission).array(0).job_id_file.unlink()
+    render()
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        render()  # that one was no dry run
+
+
+def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
+    """As when all runs of a sweep are resumed at once: each number is taken once."""
+    together = threading.Barrier(8)
+
+    def submit(number: int) -> Prepared:
+        settings = RunSettings(NodeRange(1, 2), 1, SlurmSettings())
+        run = RunRequest(tmp_path / str(number), settings, ENTRY)
+        waits = [together]
+
+        def prepare_anew() -> Prepared:
+            first = next_array(tmp_path / ".hpc_elastic")
+            for barrier in waits[:1]:
+                barrier.wait(60)  # all have chosen the same number
+            waits.clear()
+            plan = make_plan(
+                [run], tmp_path / ".hpc_elastic", max_array_size=100, first_array=first
+            )
+            return write(plan, "train")
+
+        return with_free_numbers(prepare_anew)
+
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(submit, range(8)))
+    for number, prepared in enumerate(made):
+        (array,) = prepared.plan.arrays
+        tasks = json.loads((tmp_path / f".hpc_elastic/array-{array.number}.json").read_text())
+        assert {task["dir"] for task in tasks["runs"]} == {str(tmp_path / str(number))}
+        spec = RunDir(tmp_path / str(number)).load()
+        assert spec.tasks == [(array.number, 0), (array.number, 1)]
+    assert len({prepared.plan.arrays[0].number for prepared in made}) == 8
+
+
+def test_of_two_that_submit_the_same_run_one_is_refused(tmp_path):
+    """At the same moment: Hydra's default sweep directory is that of the second."""
+    RunDir(tmp_path).create(RunSpec("r", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
+    secret = RunDir(tmp_path).secret.read_text()
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        RunDir(tmp_path).create(RunSpec("s", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
+    assert (RunDir(tmp_path).load().run_id, RunDir(tmp_path).secret.read_text()) == ("r", secret)
+
+
+def test_a_sweep_directory_that_can_not_be_made_is_named(tmp_path):
+    """The error has the path and the key that moves it elsewhere."""
+    (tmp_path / "file").touch()
+    for attempt in (
+        lambda: require_writable(tmp_path / "file" / "sweep"),
+        lambda: write(plan_in(tmp_path / "file" / "sweep"), "train"),
+    ):
+        with pytest.raises(RunDirectoryError, match=r"file/sweep.*hydra\.sweep\.dir"):
+            attempt()
+
+
+def test_of_many_runs_the_one_that_can_not_be_written_is_named(tmp_path):
+    """They are written several at once; all are, where none is in the way."""
+    (tmp_path / "bad" / "7").parent.mkdir()
+    (tmp_path / "bad" / "7").touch()
+    with pytest.raises(RunDirectoryError, match=rf"{tmp_path}/bad/7.*hydra\.sweep\.dir"):
+        write(plan_in(tmp_path / "bad", runs=40), "train")
+    write(plan_in(tmp_path / "good", runs=40), "train")
+    runs = [RunDir(tmp_path / "good" / str(number)) for number in range(40)]
+    assert len({run.load().run_id for run in runs}) == 40
+    assert all(run.settings.exists() for run in runs)
+
+
+def requests(*dirs: str, **launcher) -> list[RunRequest]:
+    """Return runs of up to five nodes on this machine."""
+    settings = RunSettings(NodeRange(1, 5), 1, LocalSettings(**launcher))
+    return [RunRequest(Path("/s", name), settings, ENTRY) for name in dirs]
+
+
+def test_two_runs_with_one_directory_are_refused(tmp_path):
+    """A hydra.sweep.subdir that does not depend on the job would mix two runs."""
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.subdir='/s/a'"):
+        lay_out(requests("a", "b", "a"), tmp_path)
+    assert lay_out(requests("a", "b"), tmp_path).runs
+
+
+def test_more_workers_than_samples_in_a_global_batch_are_refused(tmp_path):
+    """At the submission, with what would fit."""
+    assert lay_out(requests("a", global_batch=5), tmp_path).runs
+    with pytest.raises(ConfigError, match=r"launcher\.global_batch=4: 5 nodes .* at least 5"):
+        lay_out(requests("a", global_batch=4), tmp_path)
+
+
+def test_run_ids_are_unique_and_readable():
+    """Two runs that start in the same second differ."""
+    assert len({make_run_id("train") for _ in range(100)}) == 100
+    assert make_run_id("train").startswith("train-2")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "time_s"),
+    [
+        ({"time": "1:30:00"}, 5400.0),
+        ({"time": 60, "sbatch": {"time": "2"}}, 120.0),
+        ({"time": 60, "sbatch": {"time-min": "1"}}, None),
+        ({"time": 60, "dry_run": True}, None),
+        ({}, None),
+    ],
+)
+def test_a_run_knows_its_time_limit_where_it_is_sure(tmp_path, launcher, time_s):
+    """Then no task asks Slurm for it; a script that is submitted by hand may be given another."""
+    write(plan_in(tmp_path, launcher=SlurmSettings(**launcher)), "train")
+    assert RunDir(tmp_path / "0").load().time_s == time_s
+
+
+def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monkeypatch):
+    """A file server takes its time for each; a local disk is written to by this thread alone."""
+    together = threading.Barrier(3)
+    writers = []
+
+    def write_one(number):
+        writers.append(threading.current_thread())
+        if number and slow_s < 0:
+            together.wait(60)  # or it raises: the others do not come
+
+    for slow_s in (-1.0, 60.0):
+        monkeypatch.setattr("hpc_elastic.launcher.prepare._SLOW_S", slow_s)
+        writers.clear()
+        write_concurrently(write_one, range(4))
+        assert len(set(writers)) == (4 if slow_s < 0 else 1)

@@ -2,7 +2,7 @@
 
 A leader decides (`leader_state`), and has duties beside that: it shows the run's status, passes
 notices on, and readmits tasks. Both return effects. `Term` hands them on to what carries them out
-(`leader` in a run, `simulation.leader` in virtual time), for as long as the term lasts.
+(`leader` in a run, `simulation.cluster` in virtual time), for as long as the term lasts.
 Once it is over, no event reaches the leadership and no effect comes out, whoever asks.
 
 A term that its leader does not know to be over yet is fenced where its effects arrive: decisions by

@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from simulation.node import Node
-    from simulation.simulator import Simulator
+from simulation.cluster import Env, Node
 
 _LONGEST_S = 8.0
 
@@ -17,9 +14,9 @@ _LONGEST_S = 8.0
 class Faults:
     """Injects faults until the world is to be calm; then heals what is left of them."""
 
-    def __init__(self, sim: Simulator) -> None:
+    def __init__(self, env: Env) -> None:
         self.count: Counter[str] = Counter()
-        self._sim = sim
+        self._env = env
         self._healers: dict[int, Callable[[], None]] = {}
         self._num_lasting = 0
         self._kinds: tuple[tuple[str, Callable[[Node], None]], ...] = (
@@ -45,29 +42,29 @@ class Faults:
 
     def plan(self) -> None:
         """Draw when what happens."""
-        world, scenario = self._sim.world, self._sim.scenario
+        world, scenario = self._env.world, self._env.scenario
         if scenario.isolates:
             world.after(scenario.calm_after_s * world.rng.random(), None, self._isolate)
         for _ in range(scenario.num_faults):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._inject)
         if not scenario.is_quiet:
-            self._plan_files(self._sim.storage.rng)
+            self._plan_files(self._env.storage.rng)
         for _ in range(scenario.num_notices):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._give_notice)
 
     def _plan_files(self, rng: random.Random) -> None:
         """Draw when somebody asks by a file that a node is to be left."""
         for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            at = self._sim.scenario.calm_after_s * rng.random()
-            self._sim.world.after(at, None, self._ask, rng)
+            at = self._env.scenario.calm_after_s * rng.random()
+            self._env.world.after(at, None, self._ask, rng)
 
     def _ask(self, rng: random.Random) -> None:
-        nodes = [n for n in self._sim.nodes if n.lives]
+        nodes = [n for n in self._env.nodes if n.lives]
         if nodes:
             node = rng.choice(nodes)
             self.count["notice file"] += 1
-            self._sim.monitor.changed()
-            self._sim.shared.ask(rng.choice((node.task, node.task, node.hostname)))
+            self._env.monitor.changed()
+            self._env.shared.ask(rng.choice((node.task, node.task, node.hostname)))
 
     def heal(self) -> None:
         """Undo all that lasts; only a node that is isolated for good stays so."""
@@ -76,18 +73,18 @@ class Faults:
 
     def _isolate(self) -> None:
         """Cut a node off from all others for ever."""
-        self._sim.network.isolated = self._pick(self._sim.nodes, "isolated for good").slot
+        self._env.network.isolated = self._pick(self._env.nodes, "isolated for good").slot
 
     def _inject(self) -> None:
-        nodes = [n for n in self._sim.nodes if n.agent is not None]
+        nodes = [n for n in self._env.nodes if n.agent is not None]
         if nodes:
-            kind, fault = self._sim.world.rng.choice(self._kinds)
+            kind, fault = self._env.world.rng.choice(self._kinds)
             fault(self._pick(nodes, kind))
 
     def _give_notice(self) -> None:
         """Announce that one node, some, or all are taken; a time limit comes to all at once."""
-        world, scenario = self._sim.world, self._sim.scenario
-        nodes = [n for n in self._sim.nodes if n.agent is not None]
+        world, scenario = self._env.world, self._env.scenario
+        nodes = [n for n in self._env.nodes if n.agent is not None]
         if not nodes:
             return
         kind = world.rng.choice(("notice", "notice", "notice to several", "notice to all"))
@@ -105,11 +102,11 @@ class Faults:
 
     def _pick(self, nodes: list[Node], kind: str) -> Node:
         """Choose a node, often one that leads: its faults are the interesting ones."""
-        rng = self._sim.world.rng
+        rng = self._env.world.rng
         leading = [n for n in nodes if n.agent and any(x.leads for x in n.agent.leaders)]
         node = rng.choice(leading if leading and rng.random() < 0.4 else nodes)
         self.count[kind] += 1
-        self._sim.world.note(node.task, "fault", kind)
+        self._env.world.note(node.task, "fault", kind)
         return node
 
     def _lasts(self, heal: Callable[[], None]) -> None:
@@ -117,8 +114,8 @@ class Faults:
         self._num_lasting += 1
         number = self._num_lasting
         self._healers[number] = heal
-        duration = _LONGEST_S * self._sim.world.rng.random()
-        self._sim.world.after(duration, None, self._heal_one, number)
+        duration = _LONGEST_S * self._env.world.rng.random()
+        self._env.world.after(duration, None, self._heal_one, number)
 
     def _heal_one(self, number: int) -> None:
         healer = self._healers.pop(number, None)
@@ -128,7 +125,7 @@ class Faults:
     # ---- kinds --------------------------------------------------------------------------
 
     def _comes_back(self) -> bool:
-        return self._sim.world.rng.random() < 0.7
+        return self._env.world.rng.random() < 0.7
 
     def _crash(self, node: Node) -> None:
         node.crash(self._comes_back())
@@ -141,7 +138,7 @@ class Faults:
 
     def _pause(self, node: Node) -> None:
         assert node.agent is not None
-        process, rng = node.agent.process, self._sim.world.rng
+        process, rng = node.agent.process, self._env.world.rng
         if not process.paused:
             process.paused = True
             self._lasts(lambda: process.resume(rng.random() < 0.5))
@@ -149,12 +146,12 @@ class Faults:
     def _keep_busy(self, node: Node) -> None:
         """The agent's own thread does something else; its session goes on."""
         assert node.agent is not None
-        world = self._sim.world
+        world = self._env.world
         node.agent.busy_until = world.now + _LONGEST_S * world.rng.random()
 
     def _freeze(self, node: Node) -> None:
         assert node.agent is not None
-        process, rng = node.agent.process, self._sim.world.rng
+        process, rng = node.agent.process, self._env.world.rng
         if process.paused:
             return
         process.paused = True
@@ -167,20 +164,20 @@ class Faults:
         self._lasts(heal)
 
     def _cut(self, node: Node, other: Node) -> None:
-        network = self._sim.network
+        network = self._env.network
         network.cut(node, other)
         self._lasts(lambda: network.mend(node, other))
 
     def _cut_one(self, node: Node) -> None:
-        others = [n for n in self._sim.nodes if n is not node]
-        self._cut(node, self._sim.world.rng.choice(others))
+        others = [n for n in self._env.nodes if n is not node]
+        self._cut(node, self._env.world.rng.choice(others))
 
     def _cut_all(self, node: Node) -> None:
         self._lasts(self._cut_off(node))
 
     def _cut_off(self, node: Node) -> Callable[[], None]:
         """Cut a node off from all others; return what heals it."""
-        network, others = self._sim.network, [n for n in self._sim.nodes if n is not node]
+        network, others = self._env.network, [n for n in self._env.nodes if n is not node]
         for other in others:
             network.cut(node, other)
 
@@ -197,13 +194,13 @@ class Faults:
         self._change([node], "failing")
 
     def _failing_everywhere(self, node: Node) -> None:
-        self._change(self._sim.nodes, "failing")
+        self._change(self._env.nodes, "failing")
 
     def _lost_replies(self, node: Node) -> None:
-        self._change(self._sim.nodes, "losing")
+        self._change(self._env.nodes, "losing")
 
     def _hanging_removals(self, node: Node) -> None:
-        self._change(self._sim.nodes, "hanging")
+        self._change(self._env.nodes, "hanging")
 
     def _change(self, nodes: list[Node], how: str) -> None:
         """Let the mounts of some nodes do their work badly."""
@@ -218,7 +215,7 @@ class Faults:
         self._lasts(heal)
 
     def _slurm_hangs(self, node: Node) -> None:
-        slurm = self._sim.slurm
+        slurm = self._env.slurm
         slurm.hanging += 1
 
         def heal() -> None:
@@ -227,7 +224,7 @@ class Faults:
         self._lasts(heal)
 
     def _slurm_down(self, node: Node) -> None:
-        slurm = self._sim.slurm
+        slurm = self._env.slurm
         slurm.down += 1
 
         def heal() -> None:

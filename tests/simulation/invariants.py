@@ -19,34 +19,41 @@ Departure  Where nothing else goes wrong, a node that is to be left with enough 
            `Scenario.forms_again_s`.
 Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
            run has; nothing is brought back that the run itself has given back, and that waits.
-Files      What nodes learn of records and leases: see `decision_log`. Those that leaders share: see
-           `shared.SharedMonitor`.
+Files      What nodes learn of records and leases: see `storage`. Those that leaders share: see
+           `storage.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hpc_elastic.rendezvous.effects import Announce
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
+from hpc_elastic.rendezvous.round_state import RunState
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.step_agreement import VOTE_WITHIN_S
-from simulation.rank import Doing, Rank
 from simulation.scenario import Scenario
 from simulation.world import World
-
-if TYPE_CHECKING:
-    from hpc_elastic.rendezvous.round_state import RunState
-    from simulation.agent import AgentProcess
-    from simulation.training import Work
 
 _AT_BOUNDARY = re.compile(r"at the checkpoint of step (\d+)")
 _LONGEST_WAIT_S = VOTE_WITHIN_S + 3.0
 """With the leader's tick, and the answer's way."""
+
+
+@dataclass(frozen=True)
+class RankAt:
+    """Where a rank stands, and what is proposed to it."""
+
+    agent: Agent
+    at: int
+    may_wait: bool
+    """Whether it has come to its step, and not gone on from it."""
+    proposal: int
+    proposed: int
 
 
 class InvariantError(AssertionError):
@@ -227,62 +234,70 @@ class Monitor:
             ending is not None and ending.status == status, "an end that is not", agent, status
         )
 
-    def told_to_stop(self, reason: str, work: Work) -> None:
-        """A round is broken."""
+    def told_to_stop(
+        self, reason: str, number: int, steps: int, staying: Callable[[], Sequence[Agent]]
+    ) -> None:
+        """A round is broken.
+
+        Args:
+            reason: What its members are told.
+            number: The record of the round.
+            steps: The last step that all members have made.
+            staying: Returns the members that live, and have not left.
+        """
         at = _AT_BOUNDARY.search(reason)
         if " leaves (" in reason:
-            self._departs(work)
+            self._departs(number, staying)
         if at is not None:
             self.growths += 1
-            self.check(work.steps <= int(at[1]), "a step was lost to a change", reason, work.steps)
+            self.check(steps <= int(at[1]), "a step was lost to a change", reason, steps)
 
     # ---- agreement ----------------------------------------------------------------------
 
-    def confirmed(self, work: Work, number: int) -> None:
-        """A leader confirms a proposal; it tells all members, one after the other."""
-        steps = self._confirmed.setdefault(work.record.number, {})
-        if number in steps.values():
+    def confirmed(self, number: int, proposal: int, ranks: Sequence[RankAt]) -> None:
+        """A leader confirms a proposal in a round; it tells all members, one after the other."""
+        steps = self._confirmed.setdefault(number, {})
+        if proposal in steps.values():
             return
         self.agreements += 1
-        (step,) = {r.page.step for r in work.ranks.values() if r.page.number == number}
-        steps[step] = number
-        for rank in work.ranks.values():
-            waits = rank.at == step and rank.doing in (Doing.LOOKING, Doing.WAITING)
+        (step,) = {r.proposed for r in ranks if r.proposal == proposal}
+        steps[step] = proposal
+        for rank in ranks:
+            waits = rank.at == step and rank.may_wait
             self.check(
-                rank.page.number == number and (rank.at < step or waits),
-                "a step was confirmed that a rank has passed", rank.member.me, rank.at, step,
+                rank.proposal == proposal and (rank.at < step or waits),
+                "a step was confirmed that a rank has passed", rank.agent, rank.at, step,
             )  # fmt: skip
 
-    def passed(self, work: Work, rank: Rank, agreed: bool) -> None:
+    def passed(self, number: int, agent: Agent, at: int, agreed: bool) -> None:
         """A rank goes on from a step, or saves there because all do (``agreed``)."""
-        confirmed = rank.at in self._confirmed.get(work.record.number, ())
+        confirmed = at in self._confirmed.get(number, ())
         what = "saves at a step that is not confirmed" if agreed else "passes a confirmed step"
-        self.check(confirmed == agreed, f"a rank {what}", rank.member.me, rank.at)
+        self.check(confirmed == agreed, f"a rank {what}", agent, at)
 
-    def waits(self, work: Work, rank: Rank) -> None:
-        """A rank begins to wait at a proposed step."""
+    def waits(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
+        """A rank begins to wait at a proposed step; ``waits`` tells whether it still does."""
         if self._world.now >= self._scenario.calm_after_s or self._scenario.is_quiet:
-            number = rank.waits_since
-            self._world.after(_LONGEST_WAIT_S, None, self._waited, work, rank, number)
+            self._world.after(_LONGEST_WAIT_S, None, self._waited, agent, at, waits)
 
-    def _waited(self, work: Work, rank: Rank, since: float) -> None:
-        waits = not work.over and rank.doing is Doing.WAITING and rank.waits_since == since
-        self.check(not waits, "a rank waits at a proposed step for ever", rank.member.me, rank.at)
+    def _waited(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
+        self.check(not waits(), "a rank waits at a proposed step for ever", agent, at)
 
     # ---- departures ---------------------------------------------------------------------
 
-    def _departs(self, work: Work) -> None:
+    def _departs(self, number: int, staying: Callable[[], Sequence[Agent]]) -> None:
         """A round is broken so that some of its members can leave; all of them are told."""
-        number = work.record.number
         if number in self._departed:
             return
         self._departed.add(number)
         self.departures += 1
         if self._scenario.is_quiet:
-            args = (work, self.rounds, self._num_changes)
+            args = (number, staying, self.rounds, self._num_changes)
             self._world.after(self._scenario.forms_again_s, None, self._formed_again, *args)
 
-    def _formed_again(self, work: Work, rounds: int, num_changes: int) -> None:
+    def _formed_again(
+        self, number: int, staying: Callable[[], Sequence[Agent]], rounds: int, num_changes: int
+    ) -> None:
         """Those who stay have another round by now.
 
         Unless a node was noticed after the break, which may not find the new leader to tell it, or
@@ -290,18 +305,18 @@ class Monitor:
         """
         if self._num_changes > num_changes:
             return
-        stay = [a for a in work.members.values() if a.process.alive and not a.over]
-        self.check(not stay or self.rounds > rounds, "who was released is waited for",
-                    work.record.number, [a.me for a in stay])  # fmt: skip
+        stay = staying()
+        again = not stay or self.rounds > rounds
+        self.check(again, "who was released is waited for", number, stay)
 
     def changed(self) -> None:
         """A node is to be left, or a task starts."""
         self._num_changes += 1
 
-    def leaves_too_late(self, agent: AgentProcess, grace_s: float) -> None:
+    def leaves_too_late(self, agent: Agent, grace_s: float) -> None:
         """An agent has to leave because its time is over, not because its round was stopped."""
         enough = self._scenario.is_quiet and grace_s >= self._scenario.enough_grace_s
-        self.check(not enough, "an announced departure loses steps", agent.me, grace_s)
+        self.check(not enough, "an announced departure loses steps", agent, grace_s)
 
     def excluded(self, host: str, num_left: int) -> None:
         """A leader keeps the run away from a host; so many others are left."""

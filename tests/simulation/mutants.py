@@ -39,9 +39,9 @@ from hpc_elastic.step_agreement import (
     StepVote,
 )
 from hpc_elastic.worker.shared_page import WorkerStatus
-from simulation.parts import Parts
-from simulation.register import NodeRegister
+from simulation.cluster import Components
 from simulation.scenario import Scenario, draw, draw_quiet, fresh
+from simulation.storage import NodeRegister
 
 
 class DutiesGoOn(Term):
@@ -350,77 +350,80 @@ def exits_with_0(exit_code: int, _: WorkerStatus) -> bool:
     return exit_code == 0
 
 
-MUTANTS: Mapping[str, tuple[Parts, str]] = {
-    "create is not exclusive": (Parts(exclusive_create=False), "created twice"),
+MUTANTS: Mapping[str, tuple[Components, str]] = {
+    "create is not exclusive": (Components(exclusive_create=False), "created twice"),
     "no epoch check": (
-        Parts(leadership=SkipsTheEpochCheck),
+        Components(leadership=SkipsTheEpochCheck),
         "a fenced leader|an epoch went|follows the end",
     ),
-    "announces what is not recorded": (Parts(leadership=DecidesWithoutRecord), "not recorded"),
-    "ranks given twice": (Parts(places=_same_rank_twice), "another's rank"),
-    "joins too early": (Parts(following=JoinsTooEarly), "an agent is in two rounds"),
+    "announces what is not recorded": (Components(leadership=DecidesWithoutRecord), "not recorded"),
+    "ranks given twice": (Components(places=_same_rank_twice), "another's rank"),
+    "joins too early": (Components(following=JoinsTooEarly), "an agent is in two rounds"),
     "takes an answer to an earlier question": (
-        Parts(following=TakesAnyAnswer),
+        Components(following=TakesAnyAnswer),
         "no round stands",
     ),
     "always renews its lease": (
-        Parts(leadership=AlwaysRenewsItsLease),
+        Components(leadership=AlwaysRenewsItsLease),
         "no round stands|a notice was lost",
     ),
     "breaks at old boundaries": (
-        Parts(leadership=_with_change(BreaksAtOldBoundaries)),
+        Components(leadership=_with_change(BreaksAtOldBoundaries)),
         "lost to a change",
     ),
     "confirms too early": (
-        Parts(leadership=_with_change(ConfirmsTooEarly)),
+        Components(leadership=_with_change(ConfirmsTooEarly)),
         "rank has passed|not confirmed",
     ),
     "proposes too soon": (
-        Parts(leadership=_with_change(ProposesTooSoon)),
+        Components(leadership=_with_change(ProposesTooSoon)),
         "passes a confirmed step",
     ),
-    "ok when undecided": (Parts(can_save_at=_ok_when_undecided), "that a rank has passed"),
+    "ok when undecided": (Components(can_save_at=_ok_when_undecided), "that a rank has passed"),
     "forgets to hold": (
-        Parts(leadership=_with_change(ForgetsToHold)),
+        Components(leadership=_with_change(ForgetsToHold)),
         "lost to a change",
     ),
     "releases without a record": (
-        Parts(leadership=ReleasesWithoutRecord, draw=draw_quiet),
+        Components(leadership=ReleasesWithoutRecord, draw=draw_quiet),
         "who was released",
     ),
     "stays under notice": (
-        Parts(following=StaysUnderNotice, draw=draw_quiet),
+        Components(following=StaysUnderNotice, draw=draw_quiet),
         "departure loses steps|released",
     ),
-    "excludes everybody": (Parts(leadership=ExcludesEverybody), "too many hosts"),
-    "duties go on": (Parts(term=DutiesGoOn), "acts though its term is over"),
-    "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
-    "removes a notice once told": (Parts(leadership=RemovesOnceTold), "a notice was lost"),
-    "inherits no notices": (Parts(folder=InheritsNoNotices), "a round stands, with the notices"),
+    "excludes everybody": (Components(leadership=ExcludesEverybody), "too many hosts"),
+    "duties go on": (Components(term=DutiesGoOn), "acts though its term is over"),
+    "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
+    "removes a notice once told": (Components(leadership=RemovesOnceTold), "a notice was lost"),
+    "inherits no notices": (
+        Components(folder=InheritsNoNotices),
+        "a round stands, with the notices",
+    ),
     "takes exit code 0 for success": (
-        Parts(has_succeeded=exits_with_0),
+        Components(has_succeeded=exits_with_0),
         "before its function had returned|restarts: ",
     ),
-    "polls the path": (Parts(records=PollsThePath), "a look has missed a record"),
+    "polls the path": (Components(records=PollsThePath), "a look has missed a record"),
     "trusts the count of links": (
-        Parts(records=TrustsTheCountOfLinks),
+        Components(records=TrustsTheCountOfLinks),
         "its own record was denied",
     ),
-    "trusts inode numbers": (Parts(records=TrustsInodes), "its own record was denied"),
+    "trusts inode numbers": (Components(records=TrustsInodes), "its own record was denied"),
     "lists from memory": (
-        Parts(records=ListsFromMemory, draw=_by_time),
+        Components(records=ListsFromMemory, draw=_by_time),
         "a look has missed a record",
     ),
-    "waits for removals": (Parts(records=WaitsForRemovals), "a decision that was made waited"),
+    "waits for removals": (Components(records=WaitsForRemovals), "a decision that was made waited"),
     "judges a lease by one read": (
-        Parts(following=TakesUnreadForSilent),
+        Components(following=TakesUnreadForSilent),
         "silent that renews its lease",
     ),
     "takes leases for fresh": (
-        Parts(following=TakesLeasesForFresh),
+        Components(following=TakesLeasesForFresh),
         "silent that renews its lease",
     ),
-    "enters the term folder once": (Parts(folder=EntersOnce), "the status went back"),
-    "claims after the end": (Parts(following=ClaimsAfterTheEnd), "a record follows the end"),
+    "enters the term folder once": (Components(folder=EntersOnce), "the status went back"),
+    "claims after the end": (Components(following=ClaimsAfterTheEnd), "a record follows the end"),
 }
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

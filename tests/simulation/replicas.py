@@ -25,14 +25,11 @@ from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
 from hpc_elastic.rendezvous.round_state import RankAssignment
-from simulation.agent import AgentProcess
+from simulation.cluster import AgentProcess, Components
 from simulation.invariants import Monitor
 from simulation.mutants import DutiesGoOn, exits_with_0
-from simulation.node import Node
-from simulation.parts import Parts
 from simulation.scenario import Scenario
 from simulation.simulator import Simulator
-from simulation.training import Work
 
 _Standing = tuple[tuple[Agent, int], ...]
 """Who is at work, and by which record."""
@@ -90,12 +87,12 @@ class ReplicaProcess(AgentProcess):
     def notice(self, left_s: float) -> None:
         """The node has to be left: the quorum lets it go soon."""
         super().notice(left_s)
-        soon = min(1.0, 0.3 * left_s) * self.sim.world.rng.random()
-        self.sim.world.after(soon, self.process, self.leave_now)
+        soon = min(1.0, 0.3 * left_s) * self.env.world.rng.random()
+        self.env.world.after(soon, self.process, self.leave_now)
 
     def _told(self, message: dict[str, Any]) -> None:
         if message["type"] == "stop" and self.work is not None:
-            monitor = self.sim.monitor
+            monitor = self.env.monitor
             assert isinstance(monitor, ReplicaMonitor)
             monitor.told_to_stop_itself(self.me, failed=self._has_failed)
         super()._told(message)
@@ -109,6 +106,8 @@ class ReplicaProcess(AgentProcess):
 class ReplicaSimulator(Simulator):
     """The world of one schedule of a run with ``ft=true``."""
 
+    agent_type = ReplicaProcess
+    alone = True
     _standing_members: _Standing = ()
 
     def draw(self) -> Scenario:
@@ -122,21 +121,12 @@ class ReplicaSimulator(Simulator):
         """Make what sees to the invariants."""
         return ReplicaMonitor(self.scenario, self.world)
 
-    def make_agent(self, host: Node) -> ReplicaProcess:
-        """Make one attempt of a node's task."""
-        return ReplicaProcess(self, host)
-
-    def work_of(self, record: LogEntry, member: Agent) -> Work:
-        """Return the workers of one replica: they are alone."""
-        alone = replace(record, members=(member,))
-        return Work(alone, self.world, self.network, self.scenario.training, self.monitor)
-
     def _stands(self) -> bool:
         """Tell whether all who can be members are at work, and have been for long enough."""
-        isolated = self.network.isolated
-        last = self.register.records[-1] if self.register.records else None
+        isolated = self.env.network.isolated
+        last = self.env.register.records[-1] if self.env.register.records else None
         alone = last is not None and last.leader.address == str(isolated)
-        agents = [n.agent for n in self.nodes if n.lives and (n.slot == isolated) == alone]
+        agents = [n.agent for n in self.env.nodes if n.lives and (n.slot == isolated) == alone]
         working = tuple(
             (a.me, a.work.record.number)
             for a in agents
@@ -156,11 +146,11 @@ class ReplicaSimulator(Simulator):
         return True
 
 
-REPLICAS = Parts(following=partial(FollowerState, stays=True))
+REPLICAS = Components(following=partial(FollowerState, stays=True))
 """The product."""
 
 
-def _with_rules(rules: type[ReplicaState]) -> Parts:
+def _with_rules(rules: type[ReplicaState]) -> Components:
     """Return the parts with a leader that goes by these rules."""
 
     class Leader(LeaderState):

@@ -26,11 +26,15 @@ import errno
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.log_entry import Steps
-from hpc_elastic.rendezvous.term import TermOverError
+from hpc_elastic.rendezvous.effects import Claim, Message
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, Steps
+from hpc_elastic.rendezvous.term import TermFolder, TermOverError
+from simulation.invariants import Monitor
 from simulation.world import Process, World
 
 REMOVAL_HANGS_S = 100.0
@@ -371,3 +375,490 @@ def _not_there(name: Name) -> FileNotFoundError:
 def alone(step: Callable[[], object]) -> Steps[None]:
     """Return a procedure of one step."""
     yield step
+
+
+# ---- The run's records and leases in virtual time, by the product's own procedures
+# What must hold of them:
+#
+# Look       It shows every record that was there when it began; where a listing may be late, every
+#            one that was there so long before.
+# Answer     Who hears that his record was created has created it, and who hears that the number is
+#            taken has not. No answer waits for what may hang.
+# Lease      Nobody takes a leader for silent whose lease was renewed within
+# `HeartbeatConfig.lapse_s`, by
+#            any clock, before what was read of it last.
+
+
+_FASTEST_CLOCK = 1.02
+"""A node's clock shows this much more at most of the time that has passed."""
+_LONGEST_ANSWER_S = 60.0
+"""Slow calls take less together, and so does a process that stands still meanwhile."""
+_SYNCED_AFTER_S = 0.015
+"""A file is on the server's disk so long after it was written."""
+_TORN = 0.2
+"""Where a listing may be late, so many of the reads of young records find but a part."""
+
+Seen = tuple[int, LogEntry | None, int | None]
+
+
+class Register:
+    """All records that were created.
+
+    Args:
+        storage: Where they are.
+        monitor: Checks what they say.
+        procedures: How they are found and created.
+        exclusive: Whether a number that is taken can not be taken again; False: a planted bug.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        monitor: Monitor,
+        procedures: Callable[[NodeRegister], LogSteps],
+        exclusive: bool,
+    ) -> None:
+        self.records: list[LogEntry] = []
+        self.storage = storage
+        self.monitor = monitor
+        self.procedures = procedures
+        self.exclusive = exclusive
+        self._files: list[File] = []
+
+    def created(self, record: LogEntry, file: File) -> None:
+        """A record has come to be."""
+        self.monitor.record_created(self.records, record)
+        at = record.number - 1
+        self.records[at : at + 1], self._files[at : at + 1] = [record], [file]
+
+    def num_made_by(self, time: float) -> int:
+        """Return how many records there were at some time."""
+        number = len(self._files)
+        while number and self._files[number - 1].made_at > time:
+            number -= 1
+        return number
+
+    def made_at(self, record: LogEntry) -> float:
+        """Return when a record that is there was created."""
+        return self._files[record.number - 1].made_at
+
+
+class NodeRegister:
+    """What one node does with the records; see `rendezvous.log_entry.LogFiles` for the calls."""
+
+    def __init__(self, register: Register, mount: Mount) -> None:
+        self.mount = mount
+        self.rdzv = register.storage.rdzv
+        self.staged: File | None = None
+        """The file of the record that this node has put last."""
+        self._register = register
+        self._storage = register.storage
+        self._records = register.procedures(self)
+        self._num_staged = 0
+        self._staged: dict[int, tuple[Name, File]] = {}
+        """What is written under another name, and not linked yet."""
+        self._leases: dict[int, tuple[int | None, float]] = {}
+        """Epoch -> what was read of its lease, and until when that is read again."""
+        self._lease_age_s: dict[int, float] = {}
+        """Epoch -> for how long its lease had not changed when the server was asked last."""
+
+    # ---- for agents and leaders ---------------------------------------------------------
+
+    def look(
+        self,
+        process: Process,
+        answer: Callable[[int, LogEntry | None, int | None], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Read the last record and its epoch's lease."""
+        checked = self._checked(lambda seen: answer(*seen), lambda seen: seen[0])
+        self._carry_out(process, self._records.look(), checked, fail)
+
+    def look_for_number(
+        self, process: Process, answer: Callable[[int], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Read the last record's number."""
+        checked = self._checked(answer, lambda number: number)
+        self._carry_out(process, self._records.last_number(), checked, fail)
+
+    def create(
+        self, process: Process, record: LogEntry, answer: Callable[[bool | None], None]
+    ) -> None:
+        """Create a record; the answer is None where the file system gave none."""
+
+        def done(created: bool) -> None:
+            self._check_answer(record, created)
+            answer(created)
+
+        self._carry_out(process, self._records.create(record), done, lambda _: answer(None))
+
+    def renew_lease(
+        self, process: Process, epoch: int, beats: int, answer: Callable[[bool], None]
+    ) -> None:
+        """Renew a lease; the answer tells whether that has worked."""
+        steps = alone(partial(self._write_lease, epoch, beats))
+        self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
+
+    def check_claim(self, claim: Claim, liveness: HeartbeatConfig) -> None:
+        """A leader is taken for dead, and nothing but its silence speaks for that."""
+        assert claim.before is not None
+        age_s = self._lease_age_s[claim.before.epoch]
+        self._register.monitor.silent += 1
+        lapsed = age_s * _FASTEST_CLOCK >= liveness.lapse_s - liveness.stale_s
+        what = "a leader was taken for silent that renews its lease"
+        self._register.monitor.check(lapsed, what, claim.before.epoch, age_s)
+
+    def _carry_out(self, process: Process, *rest: Any) -> None:
+        self._storage.carry_out(self.mount, process, *rest)
+
+    def _checked(
+        self, answer: Callable[[Any], None], number_of: Callable[[Any], int]
+    ) -> Callable[[Any], None]:
+        """Return what hears of a look that begins now."""
+        register = self._register
+        there = register.num_made_by(self._storage.world.now - self.mount.stale_s)
+
+        def looked(seen: Any) -> None:
+            number, what = number_of(seen), "a look has missed a record"
+            register.monitor.check(number >= there, what, number, there)
+            answer(seen)
+
+        return looked
+
+    def _check_answer(self, record: LogEntry, created: bool) -> None:
+        register = self._register
+        its_own = register.records[record.number - 1] is record
+        what = "its own record was denied" if its_own else "another's record was taken for its own"
+        register.monitor.check(its_own == created, what, record)
+        waited_s = self._storage.world.now - register.made_at(record) if created else 0.0
+        what = "a decision that was made waited"
+        register.monitor.check(waited_s <= _LONGEST_ANSWER_S, what, record, waited_s)
+
+    # ---- see `LogFiles` ----------------------------------------------------------------
+
+    def numbers(self, *, anew: bool = True) -> frozenset[int]:
+        """List the folder; see `Mount.names_in`."""
+        names = self.mount.names_in(self.rdzv, anew=anew)
+        return frozenset(number for kind, number, *_ in names if kind == "record")
+
+    def read(self, number: int) -> LogEntry | None:
+        """Open a record; it may not be whole yet where a listing may be late."""
+        try:
+            file = self.mount.open(self.rdzv, ("record", number))
+        except FileNotFoundError:
+            return None
+        is_young = self._storage.world.now - file.made_at < self.mount.stale_s
+        if is_young and file.maker != self.mount.slot and self._storage.rng.random() < _TORN:
+            return None
+        record: LogEntry = file.content
+        return record
+
+    def put(self, record: LogEntry) -> None:
+        """Write a record under another name, and a moment later link it to its own."""
+        if id(record) not in self._staged:
+            self._num_staged += 1
+            staged: Name = ("staged", self._num_staged, self.mount.slot)
+            self._staged[id(record)] = staged, self.mount.write(self.rdzv, staged, record)
+        staged, file = self._staged[id(record)]
+        self.mount.hold_up(self.rdzv, staged, _SYNCED_AFTER_S)
+        del self._staged[id(record)]
+        self.staged, name = file, ("record", record.number)
+        file.made_at = self._storage.world.now
+        if not self._register.exclusive:
+            self.rdzv.entries.pop(name, None)
+        try:
+            if name not in self.rdzv.entries:
+                self._register.created(record, file)
+            self.mount.link(file, self.rdzv, name)
+        finally:
+            self.mount.remove_behind(self.rdzv, staged)
+
+    def exists(self, number: int) -> bool:
+        """Tell whether a record is there, as far as memory goes."""
+        return self.mount.find(self.rdzv, ("record", number)) is not None
+
+    def remove_staged(self) -> None:
+        """Remove the file of the record that was put last, and wait for that."""
+        self.mount.unlink(self.rdzv, ("staged", self._num_staged, self.mount.slot))
+
+    def lease(self, epoch: int) -> int | None:
+        """Open a lease; what is read of it may be old."""
+        register, now = self._register, self._storage.world.now
+        beats, until = self._leases.get(epoch, (None, -1.0))
+        if now < until:
+            return beats
+        claim = next(r for r in register.records if r.epoch == epoch)
+        self._lease_age_s[epoch] = now - register.made_at(claim)
+        try:
+            file = self.mount.open(self.rdzv, ("lease", epoch))
+        except FileNotFoundError:
+            return None
+        self._lease_age_s[epoch] = min(self._lease_age_s[epoch], now - file.changed_at)
+        until = now + self.mount.stale_s * self._storage.rng.random()
+        self._leases[epoch] = file.content, until
+        return self._leases[epoch][0]
+
+    def _write_lease(self, epoch: int, beats: int) -> None:
+        self.mount.write(self.rdzv, ("lease", epoch), beats)
+
+
+# ---- The files that leaders share, in virtual time: status, progress, notices, and the term folder
+# The product's own procedures (`rendezvous.term`) are carried out on a `storage`.
+
+
+STATUS: Name = ("status",)
+ASKED_LEFT_S = 5.0
+"""A notice leaves this much time."""
+
+
+class SharedMonitor:
+    """What must hold of the files that leaders share, at every step.
+
+    Status     It never goes back to an earlier term, nor within a term to an earlier round; but for
+               one status of a leader at most, that had looked whose the folder is and was about to
+               write when another took it, on a node that remembers the folder's old name.
+    Progress   A line of an earlier term follows those of a later one only where its leader had
+               shown its status before: one append of a leader at most.
+    Notices    A notice is removed once a node that it names has heard of it, or no such node lives.
+    Terms      A leader that knows that its term is over does nothing more.
+    """
+
+    def __init__(self, check: Callable[..., None], is_named_alive: Callable[[str], bool]) -> None:
+        self.shown = 0
+        self.obeyed = 0
+        self.late = 0
+        """Appends to the progress that came too late."""
+        self.late_statuses = 0
+        self._check = check
+        self._is_named_alive = is_named_alive
+        self._status = (0, 0)
+        self._epoch = 0
+        self._is_late: set[int] = set()
+        self._is_shown_late: set[int] = set()
+        self._heard: dict[str, float] = {}
+
+    def acts(self, epoch: int, what: object, *, knows_over: bool) -> None:
+        """A leader does something."""
+        self._check(not knows_over, "a leader acts though its term is over", epoch, what)
+
+    def replaced(self, status: Message, *, is_late: bool) -> None:
+        """Another status can be read.
+
+        ``is_late``: the folder was found by a name that it had, but its leader has looked before.
+        """
+        at = int(status["epoch"]), int(status.get("round") or 0)
+        if is_late and at < self._status:
+            self._check(at[0] not in self._is_shown_late, "the status went back again", at)
+            self._is_shown_late.add(at[0])
+            self.late_statuses += 1
+            return
+        self._check(at >= self._status, "the status went back", self._status, at)
+        self._status = at
+        self.shown += 1
+
+    def appended(self, lines: Sequence[Message]) -> None:
+        """Further lines of the progress can be read."""
+        epoch = max(int(line["epoch"]) for line in lines)
+        if epoch < self._epoch:
+            self.late += 1
+            self._check(epoch not in self._is_late, "the progress went back again", epoch)
+            self._is_late.add(epoch)
+        self._epoch = max(self._epoch, epoch)
+
+    def heard(self, names: Sequence[str], now: float) -> None:
+        """An agent of this task, on this host, has been told that it is to leave."""
+        self._heard.update(dict.fromkeys(names, now))
+
+    def removed(self, name: str, asked_at: float) -> None:
+        """A notice is gone that was written at this time."""
+        heard = self._heard.get(name, -1.0) >= asked_at
+        self._check(heard or not self._is_named_alive(name), "a notice was lost", name)
+        self.obeyed += heard
+
+
+class SharedFiles:
+    """What is on the file system.
+
+    Args:
+        storage: Where it is.
+        monitor: Checks it.
+        is_fenced: Whether a name leads nowhere once another leader has taken the folder, as far as
+            memory goes; False: a planted bug.
+    """
+
+    def __init__(self, storage: Storage, monitor: SharedMonitor, is_fenced: bool = True) -> None:
+        self.storage = storage
+        self.monitor = monitor
+        self.is_fenced = is_fenced
+        self.folder = Folder()
+        """The term folder, whatever its name."""
+        storage.rdzv.entries[_term(0)] = self.folder
+
+    @property
+    def shown(self) -> Message | None:
+        """What status.json holds."""
+        file = self.storage.run.entries.get(STATUS)
+        return file.content if isinstance(file, File) else None
+
+    @property
+    def notices(self) -> set[str]:
+        """The names of those that are not removed."""
+        return {name for (name,) in (*self.storage.notices.entries, *self.folder.entries)}
+
+    def ask(self, name: str) -> None:
+        """Write a notice file."""
+        world, folder = self.storage.world, self.storage.notices
+        Mount(self.storage, -1).write(folder, (name,), world.now)
+        world.note("user", "asks to leave", name)
+
+
+class NodeFiles:
+    """The shared files, as one node sees them; see `rendezvous.term.SharedFiles`."""
+
+    def __init__(self, files: SharedFiles, mount: Mount) -> None:
+        self.mount = mount
+        self._files = files
+        self._storage = files.storage
+        self._has_looked = False
+        """Whether it has listed the folder since it wrote a status."""
+
+    def term(self) -> int:
+        """List the folder in which the term folder is."""
+        self._has_looked = True
+        names = self.mount.names_in(self._storage.rdzv)
+        return max(int(number) for kind, number, *_ in names if kind == "term")
+
+    def take_over(self, before: int, epoch: int) -> None:
+        """Rename the folder."""
+        rdzv = self._storage.rdzv
+        if not self._files.is_fenced:
+            before = next(n for kind, n, *_ in rdzv.entries if kind == "term")
+        self._storage.world.note(f"slot {self.mount.slot}", "takes the term folder", epoch)
+        self.mount.rename((rdzv, _term(before)), (rdzv, _term(epoch)))
+
+    def status(self) -> Message | None:
+        """Return the status."""
+        try:
+            status: Message = self.mount.open(self._storage.run, STATUS).content
+        except FileNotFoundError:
+            self.mount.names_in(self._storage.run)
+            return self._files.shown
+        return status
+
+    def replace_status(self, epoch: int, status: Message) -> None:
+        """Stage the status in the folder, and rename it."""
+        folder = self._folder(epoch)
+        by_old_name = self._storage.rdzv.entries.get(_term(epoch)) is not folder
+        is_late, self._has_looked = by_old_name and self._has_looked, False
+        staged = ("staged", epoch)
+        self.mount.write(folder, staged, status)
+        self._files.monitor.replaced(status, is_late=is_late and self._files.is_fenced)
+        self.mount.rename((folder, staged), (self._storage.run, STATUS))
+
+    def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
+        """Append; nothing guards it."""
+        self._files.monitor.appended(lines)
+
+    def new_notices(self) -> list[str]:
+        """Return what nobody has claimed."""
+        return sorted(name for (name,) in self.mount.names_in(self._storage.notices))
+
+    def claim_notice(self, epoch: int, name: str) -> None:
+        """Rename it into the folder."""
+        self.mount.rename((self._storage.notices, (name,)), (self._folder(epoch), (name,)))
+
+    def claimed_notices(self, epoch: int) -> Mapping[str, float]:
+        """List the folder."""
+        names = self.mount.names_in(self._folder(epoch))
+        return dict.fromkeys(sorted(name for (name,) in names), ASKED_LEFT_S)
+
+    def remove_notice(self, epoch: int, name: str) -> None:
+        """Begin to remove it from the folder."""
+        monitor = self._files.monitor
+        self.mount.remove_behind(
+            self._folder(epoch), (name,), lambda file: monitor.removed(name, file.content)
+        )
+
+    def _folder(self, epoch: int) -> Folder:
+        if not self._files.is_fenced:
+            return self._files.folder
+        found = self.mount.find(self._storage.rdzv, _term(epoch))
+        if not isinstance(found, Folder):
+            raise FileNotFoundError(2, "no such folder", _term(epoch))
+        return found
+
+
+def _term(epoch: int) -> Name:
+    return ("term", epoch)
+
+
+class LeadersFiles:
+    """What one simulated leader does with the shared files, one procedure of a kind at a time."""
+
+    def __init__(
+        self,
+        files: SharedFiles,
+        folder: TermFolder,
+        mount: Mount,
+        process: Process,
+        is_over: Callable[[], None],
+    ) -> None:
+        self._storage = files.storage
+        self._folder = folder
+        self._mount = mount
+        self._process = process
+        self._is_over = is_over
+        """Called when it finds that another leads."""
+        self._status: Message | None = None
+        """What is to be shown next; with the lines of the progress that go with it."""
+        self._lines: list[Message] = []
+        self._showing = False
+
+    def show(self, status: Message, lines: Sequence[Message]) -> None:
+        """Write a status, or, if one is under way, the newest after that: as the journal does."""
+        self._status = {**status, "updated": self._storage.world.now}
+        self._lines += lines
+        self._show()
+
+    def _show(self) -> None:
+        if self._showing or self._status is None:
+            return
+        self._showing = True
+        steps = self._folder.show(self._status, self._lines)
+        self._status, self._lines = None, []
+        self._carry_out(steps, self._shown, self._not_shown)
+
+    def _shown(self, _: None) -> None:
+        self._showing = False
+        self._show()
+
+    def _not_shown(self, error: Exception) -> None:
+        self._showing = False
+        if isinstance(error, TermOverError):
+            self._status = None
+            self._is_over()
+        else:
+            self._show()
+
+    def claim_notices(self, done: Callable[[Mapping[str, float]], None]) -> None:
+        """Claim notices; nothing where that fails."""
+        self._carry_out(self._folder.claim_notices(), done, lambda e: self._failed(e, done))
+
+    def _failed(self, error: Exception, done: Callable[[Mapping[str, float]], None]) -> None:
+        if isinstance(error, TermOverError):
+            self._is_over()
+        else:
+            done({})
+
+    def confirm(self, name: str) -> None:
+        """A notice is to be removed with the next look."""
+        self._folder.confirm(name)
+
+    def remove_confirmed(self) -> None:
+        """Remove at once what is confirmed, as far as that works."""
+        self._carry_out(self._folder.remove_confirmed(), lambda _: None, lambda _: None)
+
+    def _carry_out(
+        self, steps: Steps[Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
+    ) -> None:
+        self._storage.carry_out(self._mount, self._process, steps, done, failed)

@@ -1,4 +1,7 @@
-"""Virtual time: a heap of events, and processes that may be paused or dead when theirs come."""
+"""Virtual time: a heap of events, and processes that may be paused or dead when theirs come.
+
+Beside the clock and the processes: the network, and Slurm as a run sees it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+from hpc_elastic.slurm.job_state import Phase, TaskState
+from simulation.scenario import SLURM_TIMEOUT_S
 
 TRACE_LINES = 40
 
@@ -83,3 +89,263 @@ class World:
     def note(self, who: str, what: str, detail: object = "") -> None:
         """Add a line to the trace; it is formatted only if somebody reads it."""
         self.trace.append((self.now, who, what, detail))
+
+
+# ---- Connections as TCP makes them: ordered, reset by a crash, silent in a partition
+
+
+CLIENT, SERVER = 0, 1
+_LOST = object()
+"""Stands in the queue for the end of the connection."""
+
+
+class Host:
+    """What the network knows of a node."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.up = False
+
+
+class End(Protocol):
+    """One side of a connection."""
+
+    process: Process
+
+    @property
+    def host(self) -> Host:
+        """The node that it is on."""
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """Take what the other side has sent."""
+
+    def lost(self, connection: Connection) -> None:
+        """The connection has ended."""
+
+
+class Connection:
+    """One connection; each side sends in order, and may hang up."""
+
+    __slots__ = ("_closed", "_last", "_missed", "_net", "_queues", "ends", "peer")
+
+    def __init__(self, net: Network, client: End, server: End) -> None:
+        self.ends = (client, server)
+        self.peer: Any = None
+        """Who the server knows the client to be."""
+        self._net = net
+        self._queues: tuple[deque[Any], deque[Any]] = (deque(), deque())
+        self._last = [0.0, 0.0]
+        self._missed = [0, 0]
+        self._closed = [False, False]
+
+    def send(self, side: int, message: Any) -> None:
+        """Send from a side; what is sent after the end is lost."""
+        if self._closed[side]:
+            return
+        world = self._net.world
+        at = max(self._last[side], world.now + self._net.delay())
+        self._last[side] = at
+        self._queues[side].append(message)
+        world.after(at - world.now, None, self._arrive, side)
+
+    def close(self, side: int, lose: bool = False) -> None:
+        """Hang up; the other side hears of it, after or (``lose``) instead of what was sent."""
+        if self._closed[side]:
+            return
+        if lose:
+            self._queues[side].clear()
+        self.send(side, _LOST)
+        self._closed[side] = True
+
+    def reset(self) -> None:
+        """End the connection for both sides, as a router or a node that was started anew does."""
+        for side in (CLIENT, SERVER):
+            self.close(side, lose=True)
+            self._closed[side] = False  # it still hears of the end itself
+        for side in (CLIENT, SERVER):
+            self._net.world.after(self._net.delay(), None, self._arrive, side)
+
+    def vanish(self, side: int) -> None:
+        """The side's node is gone: it says nothing, not even that."""
+        self._closed[side] = True
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether something did not come through a partition."""
+        return bool(self._missed[0] or self._missed[1])
+
+    def retry(self) -> None:
+        """The partition is over: what was held up comes through."""
+        for side in (CLIENT, SERVER):
+            for _ in range(self._missed[side]):
+                self._net.world.after(self._net.delay(), None, self._arrive, side)
+            self._missed[side] = 0
+
+    def _arrive(self, side: int) -> None:
+        client, server = self.ends
+        if self._net.is_cut(client.host, server.host):
+            self._missed[side] += 1
+            return
+        queue, end = self._queues[side], self.ends[1 - side]
+        if not queue or self._closed[1 - side]:
+            return
+        message = queue.popleft()
+        if message is _LOST:
+            self._closed[1 - side] = True
+            end.process.call(end.lost, self)
+        else:
+            end.process.call(end.received, self, message)
+
+
+class Network:
+    """Who reaches whom."""
+
+    __slots__ = ("_cuts", "_longest_delay_s", "connections", "isolated", "world")
+
+    def __init__(self, world: World, longest_delay_s: float) -> None:
+        self.world = world
+        self._longest_delay_s = longest_delay_s
+        self.connections: list[Connection] = []
+        self.isolated: int | None = None
+        """The slot of a node that never reaches another one again."""
+        self._cuts: dict[tuple[int, int], int] = {}
+
+    def delay(self) -> float:
+        """Return how long one message takes: mostly a millisecond, at times much longer."""
+        chance = self.world.rng.random()
+        if chance < 0.96:
+            return 0.001 + 0.004 * chance
+        return self._longest_delay_s * self.world.rng.random()
+
+    def is_cut(self, a: Host, b: Host) -> bool:
+        """Tell whether nothing gets from one node to the other."""
+        if a is b:
+            return False
+        if self.isolated is not None and self.isolated in (a.slot, b.slot):
+            return True
+        return bool(self._cuts) and bool(self._cuts.get(_pair(a, b)))
+
+    def is_any_cut(self, hosts: list[Host]) -> bool:
+        """Tell whether two of these do not reach each other."""
+        if self.isolated is None and not any(self._cuts.values()):
+            return False
+        return any(self.is_cut(a, b) for a in hosts for b in hosts)
+
+    def cut(self, a: Host, b: Host) -> None:
+        """Begin a partition between two nodes; several may overlap."""
+        self._cuts[_pair(a, b)] = self._cuts.get(_pair(a, b), 0) + 1
+
+    def mend(self, a: Host, b: Host) -> None:
+        """End a partition: what was under way comes, or the connection turns out to be dead."""
+        self._cuts[_pair(a, b)] -= 1
+        if self.is_cut(a, b):
+            return
+        for connection in self.connections:
+            hosts = {end.host.slot for end in connection.ends}
+            if hosts == {a.slot, b.slot} and connection.has_missed:
+                connection.retry()
+                if self.world.rng.random() < 0.3:
+                    connection.reset()
+
+    def connect(self, client: End, server: End) -> Connection:
+        """Make a connection."""
+        connection = Connection(self, client, server)
+        self.connections.append(connection)
+        return connection
+
+    def crashed(self, process: Process, silently: bool, lose: Callable[[], bool]) -> None:
+        """A process has ended: its peers hear of it, unless its node went with it."""
+        for connection in self.connections:
+            for side in (CLIENT, SERVER):
+                if connection.ends[side].process is process:
+                    if silently:
+                        connection.vanish(side)
+                    else:
+                        connection.close(side, lose=lose())
+
+    def came_back(self, host: Host) -> None:
+        """A node has started again: it knows nothing of its old connections, and says so."""
+        for connection in self.connections:
+            for end in connection.ends:
+                if end.host is host and not end.process.alive:
+                    connection.reset()
+        self.connections = [
+            c for c in self.connections if c.ends[0].process.alive or c.ends[1].process.alive
+        ]
+
+
+def _pair(a: Host, b: Host) -> tuple[int, int]:
+    return (a.slot, b.slot) if a.slot < b.slot else (b.slot, a.slot)
+
+
+# ---- Slurm, as a run sees it: late, silent at times, and the one who starts tasks again
+
+
+_SOONEST_ANSWER_S = 0.03
+
+
+class Slurm:
+    """What Slurm believes of each task: its state and its attempt."""
+
+    __slots__ = (
+        "_longest_answer_s",
+        "_tasks",
+        "_tells_attempts",
+        "_world",
+        "down",
+        "excluded",
+        "hanging",
+        "postponed_until",
+    )
+
+    def __init__(self, world: World, longest_answer_s: float, tells_attempts: bool) -> None:
+        self._world = world
+        self._longest_answer_s = longest_answer_s
+        self._tells_attempts = tells_attempts
+        self._tasks: dict[str, TaskState] = {}
+        self.down = 0
+        """How many faults at present make it refuse to answer."""
+        self.hanging = 0
+        self.postponed_until = 0.0
+        """No queued task starts before."""
+
+        self.excluded: set[str] = set()
+        """Hosts on which no queued task starts."""
+
+    def believe(
+        self, task: str, state: str, attempt: int, starts_in_s: float | None = None
+    ) -> None:
+        """A task's state has changed, and Slurm knows."""
+        self._tasks[task] = TaskState(
+            task, state, reason="BeginTime" if starts_in_s else "",
+            restarts=attempt if self._tells_attempts else None, starts_in_s=starts_in_s,
+        )  # fmt: skip
+
+    def ask(self, process: Process, answer: Callable[[dict[str, TaskState] | None], None]) -> None:
+        """Ask how all tasks are; None comes where Slurm does not say."""
+        if self.hanging:
+            self._world.after(SLURM_TIMEOUT_S, process, answer, None)
+        elif self.down:
+            self._world.after(_SOONEST_ANSWER_S, process, answer, None)
+        else:
+            rng = self._world.rng
+            takes = max(_SOONEST_ANSWER_S, self._longest_answer_s * rng.random())
+            before = takes * rng.random()
+            self._world.after(before, None, self._read, process, answer, takes - before)
+
+    def inquire(self, process: Process, task: str, answer: Callable[[bool | None], None]) -> None:
+        """Ask whether a task runs."""
+
+        def runs(view: dict[str, TaskState] | None) -> None:
+            state = (view or {}).get(task)
+            answer(None if state is None else state.phase in (Phase.RUNNING, Phase.LEAVING))
+
+        self.ask(process, runs)
+
+    def _read(
+        self,
+        process: Process,
+        answer: Callable[[dict[str, TaskState] | None], None],
+        rest_s: float,
+    ) -> None:
+        self._world.after(rest_s, process, answer, dict(self._tasks))

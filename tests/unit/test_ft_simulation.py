@@ -44,19 +44,19 @@ def test_schedules_contain_what_is_to_be_tested(total):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
-    parts, complaint = MUTANTS[name]
-    failure = find(partial(Simulator, parts=parts), RARE.get(name, 0), MUTANT_SCHEDULES)
+    components, complaint = MUTANTS[name]
+    failure = find(partial(Simulator, components=components), RARE.get(name, 0), MUTANT_SCHEDULES)
     assert failure is not None, f"{name} went unnoticed"
     assert re.search(complaint, failure.splitlines()[0]), failure
 
 
 def test_failure_can_be_replayed():
     """A failure names its seed, and that seed fails again in the same way."""
-    parts, _ = MUTANTS["lets go at once"]
-    first = find(partial(Simulator, parts=parts), 0, MUTANT_SCHEDULES)
+    components, _ = MUTANTS["lets go at once"]
+    first = find(partial(Simulator, components=components), 0, MUTANT_SCHEDULES)
     assert first is not None
     seed = int(re.match(r"seed (\d+):", first)[1])
-    assert find(partial(Simulator, parts=parts), seed, 1) == first
+    assert find(partial(Simulator, components=components), seed, 1) == first
 
 
 def test_schedule_is_deterministic():

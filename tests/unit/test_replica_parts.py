@@ -1,4 +1,4 @@
-"""What else differs for replicas: their agent, the keeper's desk, the fence, the settings."""
+"""What else differs for replicas: their agent, their lighthouse, the fence, the settings."""
 
 import json
 import random

@@ -14,7 +14,7 @@ MUTANT_SCHEDULES = 1_000
 
 @pytest.fixture(scope="module")
 def total():
-    return run_many(partial(ReplicaSimulator, parts=REPLICAS), 0, SCHEDULES)
+    return run_many(partial(ReplicaSimulator, components=REPLICAS), 0, SCHEDULES)
 
 
 def test_every_invariant_holds_for_replicas(total):
@@ -34,13 +34,13 @@ def test_schedules_of_replicas_contain_what_is_to_be_tested(total):
 @pytest.mark.parametrize("seed", [73, 3301, 5562])
 def test_a_schedule_of_replicas_that_once_failed_holds(seed):
     """A restart at the very end; a failure told twice; a task that comes back at the very end."""
-    assert find(partial(ReplicaSimulator, parts=REPLICAS), seed, 1) is None
+    assert find(partial(ReplicaSimulator, components=REPLICAS), seed, 1) is None
 
 
 @pytest.mark.parametrize("name", REPLICA_MUTANTS)
 def test_planted_bug_of_replicas_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
-    parts, complaint = REPLICA_MUTANTS[name]
-    failure = find(partial(ReplicaSimulator, parts=parts), 0, MUTANT_SCHEDULES)
+    components, complaint = REPLICA_MUTANTS[name]
+    failure = find(partial(ReplicaSimulator, components=components), 0, MUTANT_SCHEDULES)
     assert failure is not None, f"{name} went unnoticed"
     assert re.search(complaint, failure.splitlines()[0]), failure

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
 
-from simulation.ft.group import Group
-from simulation.ft.scenario import Kind
-from simulation.network import Host
-
-if TYPE_CHECKING:
-    from simulation.ft.simulator import Simulator
+from simulation.ft.cluster import Env, Group
+from simulation.ft.invariants import Kind
+from simulation.ft.lighthouse import Coordinator
+from simulation.world import Host
 
 _SILENCE_S = 5.0
 
@@ -19,15 +16,16 @@ _SILENCE_S = 5.0
 class Faults:
     """Plans the faults of one schedule, and heals them."""
 
-    def __init__(self, sim: Simulator) -> None:
+    def __init__(self, env: Env, keepers: Coordinator) -> None:
         self.count: Counter[str] = Counter()
-        self._sim = sim
-        self._rng = sim.world.rng
+        self._env = env
+        self._keepers = keepers
+        self._rng = env.world.rng
         self._cuts: list[tuple[Group, Host]] = []
 
     def plan(self) -> None:
         """Draw what will go wrong until all is calm."""
-        self._plan_files(self._sim.storage.rng)
+        self._plan_files(self._env.storage.rng)
         kinds = {
             Kind.QUIET: ("notice",),
             Kind.KEEPER: ("kill keeper", "notice"),
@@ -35,100 +33,93 @@ class Faults:
                 "notice", "kill keeper", "kill worker", "kill worker", "kill node", "lose node",
                 "stop", "hold the lock", "reset", "cut", "own failure", "bye",
             ),
-        }[self._sim.scenario.kind]  # fmt: skip
-        calm = self._sim.scenario.calm_after_s
+        }[self._env.scenario.kind]  # fmt: skip
+        calm = self._env.scenario.calm_after_s
         for _ in range(self._rng.randint(1, 6 if len(kinds) > 1 else 2)):
             at = 0.5 + (calm - 0.5) * self._rng.random()
-            self._sim.world.after(at, None, self._strike, self._rng.choice(kinds))
+            self._env.world.after(at, None, self._strike, self._rng.choice(kinds))
 
     def _plan_files(self, rng: random.Random) -> None:
         """Draw when notice files are written, and when keepers are deposed."""
-        calm = self._sim.scenario.calm_after_s
+        calm = self._env.scenario.calm_after_s
         for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            self._sim.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._ask, rng)
-        if self._sim.scenario.kind is Kind.ALL and rng.random() < 0.3:
-            self._sim.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._depose, rng)
+            self._env.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._ask, rng)
+        if self._env.scenario.kind is Kind.ALL and rng.random() < 0.3:
+            self._env.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._depose, rng)
 
     def _ask(self, rng: random.Random) -> None:
-        up = [g for g in self._sim.groups if g.up and not g.is_over]
+        up = [g for g in self._env.groups if g.up and not g.is_over]
         if up:
             self.count["notice file"] += 1
-            self._sim.shared.ask(rng.choice(up).name)
+            self._env.shared.ask(rng.choice(up).name)
 
     def _depose(self, rng: random.Random) -> None:
         self.count["depose keeper"] += 1
-        self._sim.coordinator.depose(0.3 + 6.0 * rng.random())
-
-    def announce(self, group: Group) -> None:
-        """A node is to be left, in good time."""
-        assert group.server is not None
-        left_s = 30 * self._sim.scenario.step_s + self._sim.scenario.bound_s
-        group.server.give_notice(left_s)
-        self._sim.world.after(left_s, None, group.leave)
+        self._keepers.depose(0.3 + 6.0 * rng.random())
 
     def _strike(self, kind: str) -> None:
-        group = self._rng.choice(self._sim.groups)
+        group = self._rng.choice(self._env.groups)
         if kind == "kill keeper":
-            self._sim.coordinator.kill()
+            self._keepers.kill()
         elif not group.up:
             return
         else:
             getattr(self, "_" + kind.replace(" ", "_"))(group)
         self.count[kind] += 1
-        self._sim.world.note("fault", kind, group.name)
+        self._env.world.note("fault", kind, group.name)
 
     # ---- kinds ----------------------------------------------------------------------------
 
     def _notice(self, group: Group) -> None:
         assert group.server is not None
-        scenario = self._sim.scenario
+        scenario = self._env.scenario
         left_s = 30 * scenario.step_s + scenario.bound_s
         if scenario.kind is Kind.ALL and self._rng.random() < 0.5:
             left_s = 3 * self._rng.random()
         group.server.give_notice(left_s)
-        self._sim.world.after(left_s, None, group.leave)
+        self._env.world.after(left_s, None, group.leave)
 
     def _kill_worker(self, group: Group) -> None:
         group.kill_worker()
-        self._sim.world.after(2 * self._rng.random(), None, group.start_worker)
+        self._env.world.after(2 * self._rng.random(), None, group.start_worker)
 
     def _kill_node(self, group: Group) -> None:
         group.crash(silently=False)
-        self._sim.world.after(0.5 + 3 * self._rng.random(), None, group.boot)
+        self._env.world.after(0.5 + 3 * self._rng.random(), None, group.boot)
 
     def _lose_node(self, group: Group) -> None:
         group.crash(silently=True)
-        self._sim.world.after(0.5 + 8 * self._rng.random(), None, self._return, group)
+        self._env.world.after(0.5 + 8 * self._rng.random(), None, self._return, group)
 
     def _return(self, group: Group) -> None:
-        self._sim.network.came_back(group)
+        self._env.network.came_back(group)
         group.boot()
 
     def _stop(self, group: Group) -> None:
         group.pause_worker(stopped=True)
-        self._sim.world.after(4 * self._rng.random(), None, group.resume_worker)
+        self._env.world.after(4 * self._rng.random(), None, group.resume_worker)
 
     def _hold_the_lock(self, group: Group) -> None:
         group.pause_worker(stopped=False)
-        self._sim.world.after(10 * self._rng.random(), None, group.resume_worker)
+        self._env.world.after(10 * self._rng.random(), None, group.resume_worker)
 
     def _reset(self, group: Group) -> None:
         if group.server is not None and group.server.connection is not None:
             group.server.connection.reset()
 
     def _cut(self, group: Group) -> None:
-        keeper = self._sim.coordinator.keeper
+        keeper = self._keepers.keeper
         if keeper is None or keeper.host is group:
             return
-        self._sim.network.cut(group, keeper.host)
+        self._env.network.cut(group, keeper.host)
         self._cuts.append((group, keeper.host))
-        self._sim.world.after(_SILENCE_S, None, self._is_silent, group, keeper.host)
-        self._sim.world.after(8 * self._rng.random(), None, self._mend, group, keeper.host)
+        self._env.world.after(_SILENCE_S, None, self._is_silent, group, keeper.host)
+        self._env.world.after(8 * self._rng.random(), None, self._mend, group, keeper.host)
 
     def _is_silent(self, group: Group, host: Host) -> None:
-        if not self._sim.network.is_cut(group, host):
+        if not self._env.network.is_cut(group, host):
             return
-        keeper, server = self._sim.coordinator.keeper, group.server
+        keeper, server = self._keepers.keeper, group.server
         if keeper is not None and keeper.host is host:
             keeper.silent(group.name)
         if server is not None and server.connection is not None:
@@ -137,7 +128,7 @@ class Faults:
     def _mend(self, group: Group, host: Host) -> None:
         if (group, host) in self._cuts:
             self._cuts.remove((group, host))
-            self._sim.network.mend(group, host)
+            self._env.network.mend(group, host)
 
     def _own_failure(self, group: Group) -> None:
         if group.worker is not None:
@@ -151,10 +142,10 @@ class Faults:
         """All is well from now on."""
         for group, host in list(self._cuts):
             self._mend(group, host)
-        for group in self._sim.groups:
+        for group in self._env.groups:
             group.resume_worker()
             if not group.up and not group.is_over:
                 self._return(group)
             group.start_worker()
-        self._sim.coordinator.resume_all()
-        self._sim.coordinator.elect()
+        self._keepers.resume_all()
+        self._keepers.elect()

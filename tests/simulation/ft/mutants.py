@@ -23,7 +23,7 @@ from hpc_elastic.ft.messages import (
 from hpc_elastic.ft.quorum import ActiveQuorum
 from hpc_elastic.rendezvous.term import Gate
 from hpc_elastic.step_agreement import AgreementState, Confirmation, Proposal
-from simulation.ft.parts import Parts
+from simulation.ft.cluster import Components
 
 
 class StaysOpen(Gate):
@@ -209,31 +209,31 @@ class AdoptsAnything(LighthouseState):
         return super()._adopt(status, now)
 
 
-MUTANTS: Mapping[str, tuple[Parts, str]] = {
+MUTANTS: Mapping[str, tuple[Components, str]] = {
     "epochs do not rise": (
-        Parts(epochs_rise=False),
+        Components(epochs_rise=False),
         "a quorum id came again|the status went back",
     ),
-    "groups do not say where they are": (Parts(says_here=False), "costs a step|not all make"),
-    "duties go on": (Parts(gate=StaysOpen), "acts though its term is over"),
-    "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
-    "waits for nobody": (Parts(WaitsForNobody), "a minority"),
-    "tells nobody": (Parts(TellsNobody), "not all make steps|for ever"),
-    "ignores failures": (Parts(IgnoresFailures), "not all make steps"),
-    "confirms too early": (Parts(ConfirmsTooEarly), "costs a step|not all make steps"),
-    "lets go at once": (Parts(LetsGoAtOnce), "costs a step|leaves unnoticed"),
-    "forgets the last": (Parts(ForgetsTheLast), "leaves unnoticed"),
-    "lets the last go": (Parts(LetsTheLastGo), "leaves unnoticed"),
+    "groups do not say where they are": (Components(says_here=False), "costs a step|not all make"),
+    "duties go on": (Components(gate=StaysOpen), "acts though its term is over"),
+    "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
+    "waits for nobody": (Components(WaitsForNobody), "a minority"),
+    "tells nobody": (Components(TellsNobody), "not all make steps|for ever"),
+    "ignores failures": (Components(IgnoresFailures), "not all make steps"),
+    "confirms too early": (Components(ConfirmsTooEarly), "costs a step|not all make steps"),
+    "lets go at once": (Components(LetsGoAtOnce), "costs a step|leaves unnoticed"),
+    "forgets the last": (Components(ForgetsTheLast), "leaves unnoticed"),
+    "lets the last go": (Components(LetsTheLastGo), "leaves unnoticed"),
     "takes back at once": (
-        Parts(TakesBackAtOnce),
+        Components(TakesBackAtOnce),
         "costs a step|not all make steps|a minority",
     ),
-    "greets nobody": (Parts(GreetsNobody), "costs a step"),
-    "blames the dead": (Parts(BlamesTheDead), "costs a step|not all make steps"),
-    "counts steps": (Parts(CountsSteps), "different states|another state|two histories"),
-    "counts all": (Parts(CountsAll), "the mean counts others|cohort"),
-    "agrees to all": (Parts(steps=AgreesToAll), "costs a step|not all make steps"),
-    "runs past": (Parts(steps=RunsPast), "costs a step|not all make steps"),
-    "adopts anything": (Parts(AdoptsAnything), "minority|came again|not all make"),
+    "greets nobody": (Components(GreetsNobody), "costs a step"),
+    "blames the dead": (Components(BlamesTheDead), "costs a step|not all make steps"),
+    "counts steps": (Components(CountsSteps), "different states|another state|two histories"),
+    "counts all": (Components(CountsAll), "the mean counts others|cohort"),
+    "agrees to all": (Components(steps=AgreesToAll), "costs a step|not all make steps"),
+    "runs past": (Components(steps=RunsPast), "costs a step|not all make steps"),
+    "adopts anything": (Components(AdoptsAnything), "minority|came again|not all make"),
 }
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

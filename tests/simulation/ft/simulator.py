@@ -7,25 +7,15 @@ chance comes from one seed, so what fails fails again.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc_elastic.ft.messages import QuorumResult
-from simulation.ft.coordinator import Coordinator
+from simulation.campaign import Tally
+from simulation.ft.cluster import SOUND, Components, Doing, Env, Group
 from simulation.ft.faults import Faults
-from simulation.ft.group import Group
-from simulation.ft.meeting import Meeting
-from simulation.ft.monitor import Monitor
-from simulation.ft.parts import SOUND, Parts
-from simulation.ft.scenario import draw
-from simulation.ft.worker import Doing
+from simulation.ft.invariants import Monitor, draw
+from simulation.ft.lighthouse import Coordinator
 from simulation.invariants import InvariantError
-from simulation.network import Network
-from simulation.scenario import SLOWEST_FILES_S
-from simulation.schedule import Tally
-from simulation.shared import SharedFiles, SharedMonitor
-from simulation.storage import Storage
 from simulation.world import World
 
 _LOOK_EVERY_S = 0.5
@@ -56,32 +46,17 @@ class Outcome(Tally):
 class Simulator:
     """The world of one schedule."""
 
-    def __init__(self, seed: int, parts: Parts = SOUND, whole_trace: bool = False) -> None:
+    def __init__(
+        self, seed: int, components: Components = SOUND, whole_trace: bool = False
+    ) -> None:
         self.seed = seed
-        self.parts = parts
         self.world = World(seed, whole_trace)
         self.scenario = draw(self.world.rng)
         self.monitor = Monitor(self.scenario, self.world)
-        self.network = Network(self.world, self.scenario.longest_delay_s)
-        self.storage = Storage(self.world, random.Random(f"storage {seed}"), SLOWEST_FILES_S)
-        monitor = SharedMonitor(self.monitor.check, self._is_named_alive)
-        self.shared = SharedFiles(self.storage, monitor, parts.fenced_files)
-        self.coordinator = Coordinator(self)
-        self.groups = [Group(self, slot) for slot in range(self.scenario.num_groups)]
-        self.faults = Faults(self)
-        self._meetings: dict[int, Meeting] = {}
+        self.env = Env(seed, self.world, self.scenario, components, self.monitor)
+        self.coordinator = self.env.keepers = Coordinator(self.env)
+        self.faults = Faults(self.env, self.coordinator)
         self._stood = False
-
-    def meeting(self, place: QuorumResult) -> Meeting:
-        """Return the process group of a quorum."""
-        meeting = self._meetings.get(place.quorum_id)
-        if meeting is None:
-            meeting = self._meetings[place.quorum_id] = Meeting(place, self.world, self.monitor)
-        return meeting
-
-    def group(self, name: str) -> Group:
-        """Return the group of this name."""
-        return next(g for g in self.groups if g.name == name)
 
     def run(self) -> None:
         """Run the schedule.
@@ -90,8 +65,8 @@ class Simulator:
             InvariantError: something happened that must never happen.
         """
         scenario, rng = self.scenario, self.world.rng
-        for group in self.groups:
-            late = group.slot >= len(self.groups) - scenario.num_late
+        for group in self.env.groups:
+            late = group.slot >= len(self.env.groups) - scenario.num_late
             latest = scenario.calm_after_s if late else 1.0
             self.world.after(latest * rng.random(), None, group.boot)
         self.world.after(1.0 * rng.random(), None, self.coordinator.elect)
@@ -102,25 +77,21 @@ class Simulator:
         self._wait_for_progress()
 
     def _wait_for_progress(self) -> None:
-        begun = {g.name: g.worker.commits if g.worker else 0 for g in self.groups}
-        lives = {g.name: g.worker for g in self.groups}
+        begun = {g.name: g.worker.commits if g.worker else 0 for g in self.env.groups}
+        lives = {g.name: g.worker for g in self.env.groups}
         end = self.world.now + self.scenario.bound_s
         while not self._is_well(begun, lives):
             if self.world.now > end:
                 raise InvariantError(self._complaint())
             self.world.run(self.world.now + _LOOK_EVERY_S)
 
-    def _is_named_alive(self, name: str) -> bool:
-        """Tell whether the node lives that a notice names."""
-        return any(g.name == name and g.up and not g.is_over for g in self.groups)
-
     def _live(self) -> list[Group]:
-        return [g for g in self.groups if not g.is_over and not g.is_done]
+        return [g for g in self.env.groups if not g.is_over and not g.is_done]
 
     def _is_well(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
         """Tell whether all that live are in one quorum and have made steps there."""
         live = self._live()
-        if any(map(self._is_named_alive, self.shared.notices)):
+        if any(map(self.env.is_named_alive, self.env.shared.notices)):
             return False
         if any(g.server is not None and g.server.notice_at is not None for g in live):
             return False
@@ -144,8 +115,8 @@ class Simulator:
             for g in self._live()
             if (w := g.worker) is not None and w.doing is not Doing.OVER
         ]
-        notices = self.shared.notices
-        if any(map(self._is_named_alive, notices)):
+        notices = self.env.shared.notices
+        if any(map(self.env.is_named_alive, notices)):
             return f"a notice is not obeyed: {notices}"
         return f"not all make steps {self.scenario.bound_s:.0f} s after all was healed: {at}"
 
@@ -156,7 +127,7 @@ class Simulator:
             schedules=1, virtual_s=self.world.now, events=self.world.num_events,
             checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
             failed_steps=m.failed_steps, heals=m.heals, proposals=m.switches,
-            shown=self.shared.monitor.shown, notices=self.shared.monitor.obeyed,
+            shown=self.env.shared.monitor.shown, notices=self.env.shared.monitor.obeyed,
             farewells=m.farewells, dropped=m.dropped, keepers=self.coordinator.epoch,
             stood=int(self._stood),
         )  # fmt: skip

@@ -1,12 +1,12 @@
 """The adapter around `ft.lighthouse_state`, and who keeps the quorum after it.
 
-A keeper's leader shows the status and passes notices on, as `simulation.leader` does.
+A keeper's leader shows the status and passes notices on, as `simulation.cluster.Leader` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_elastic.ft.lighthouse_state import ReplicaMessage
 from hpc_elastic.ft.messages import (
@@ -20,14 +20,9 @@ from hpc_elastic.rendezvous.effects import Effect, Show
 from hpc_elastic.rendezvous.leader_state import LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.term import TermFolder
-from simulation.ft.group import AskedToLeave, Group, Noticed, Server
-from simulation.network import SERVER, Connection, Host
-from simulation.shared import LeadersFiles, NodeFiles
-from simulation.storage import Mount
-from simulation.world import Process
-
-if TYPE_CHECKING:
-    from simulation.ft.simulator import Simulator
+from simulation.ft.cluster import AskedToLeave, Env, Group, Noticed, Server
+from simulation.storage import LeadersFiles, Mount, NodeFiles
+from simulation.world import SERVER, Connection, Host, Process
 
 _LIGHTHOUSE_SLOT = 1000
 _DUTIES_EVERY_S = 1.0
@@ -36,22 +31,25 @@ _DUTIES_EVERY_S = 1.0
 class KeeperProcess:
     """One keeper, in its epoch."""
 
-    def __init__(self, sim: Simulator, host: Host, epoch: int, lost: list[str]) -> None:
+    def __init__(
+        self, env: Env, keepers: Coordinator, host: Host, epoch: int, lost: list[str]
+    ) -> None:
         self.process = Process()
         self.host = host
         self.fenced = False
-        self._sim = sim
+        self._env = env
+        self._keepers = keepers
         self._epoch = epoch
         self._num_formed = 0
-        self._gate = sim.parts.gate(self, self)
-        mount = Mount(sim.storage, host.slot)
-        folder = TermFolder(epoch, NodeFiles(sim.shared, mount))
-        args = (sim.shared, folder, mount, self.process, self._gate.end)
+        self._gate = env.components.gate(self, self)
+        mount = Mount(env.storage, host.slot)
+        folder = TermFolder(epoch, NodeFiles(env.shared, mount))
+        args = (env.shared, folder, mount, self.process, self._gate.end)
         self._files = LeadersFiles(*args)
         self._asked = LeaveRequests()
         self._agents: dict[str, Agent] = {}
-        rules = sim.scenario.rules
-        self.keeper = sim.parts.keeper(epoch, lost_members=lost, rules=rules)
+        rules = env.scenario.rules
+        self.keeper = env.components.keeper(epoch, lost_members=lost, rules=rules)
         self._connections: dict[str, Connection] = {}
         self._members: tuple[str, ...] = ()
         self._dismissed: set[str] = set()
@@ -62,19 +60,19 @@ class KeeperProcess:
 
     def _tick(self) -> None:
         if not self._gate.is_over:
-            self._send(self.keeper.on_tick(self._sim.world.now))
-            self._sim.world.after(self._sim.scenario.tick_s, self.process, self._tick)
+            self._send(self.keeper.on_tick(self._env.world.now))
+            self._env.world.after(self._env.scenario.tick_s, self.process, self._tick)
 
     # ---- its leader -----------------------------------------------------------------------
 
     def _attend(self) -> None:
         """See whether another leads; show the status."""
-        if self._sim.coordinator.epoch > self._epoch:
+        if self._keepers.epoch > self._epoch:
             self._gate.end()
         if not self._gate.is_over:
             status = {"epoch": self._epoch, "round": self._num_formed}
             self._gate.do([Show(status, (status,))])
-            self._sim.world.after(_DUTIES_EVERY_S, self.process, self._attend)
+            self._env.world.after(_DUTIES_EVERY_S, self.process, self._attend)
 
     def _look_for_notices(self) -> None:
         if not self._gate.is_over:
@@ -89,12 +87,12 @@ class KeeperProcess:
             self._connections[agent.task].send(SERVER, AskedToLeave())
         for name in (*confirmed, *in_vain):
             self._files.confirm(name)
-        self._sim.world.after(_DUTIES_EVERY_S, self.process, self._look_for_notices)
+        self._env.world.after(_DUTIES_EVERY_S, self.process, self._look_for_notices)
 
     def carry_out(self, effect: Effect) -> None:
         """See `rendezvous.term.Hands`."""
         assert isinstance(effect, Show)
-        self._sim.shared.monitor.acts(self._epoch, effect, knows_over=self.fenced)
+        self._env.shared.monitor.acts(self._epoch, effect, knows_over=self.fenced)
         self._files.show(effect.status, effect.lines)
 
     def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
@@ -107,15 +105,15 @@ class KeeperProcess:
 
     def accept(self, server: Server) -> Connection:
         """A group connects."""
-        connection = self._sim.network.connect(server, self)
+        connection = self._env.network.connect(server, self)
         name = server.host.name  # type: ignore[attr-defined]
         connection.peer = name
         before = self._connections.get(name)
-        if before is not None and self._sim.world.rng.random() < 0.5:
+        if before is not None and self._env.world.rng.random() < 0.5:
             self.lost(before)
         self._connections[name] = connection
         self._agents[name] = server.agent
-        self._send(self.keeper.on_connect(name, self._sim.world.now))
+        self._send(self.keeper.on_connect(name, self._env.world.now))
         return connection
 
     def received(self, connection: Connection, message: Any) -> None:
@@ -130,14 +128,14 @@ class KeeperProcess:
                 message, WorkersLost
             ):  # it may go on again, but its word for that comes later
                 self._dismissed.add(connection.peer)
-            self._send(self.keeper.on_message(connection.peer, message, self._sim.world.now))
+            self._send(self.keeper.on_message(connection.peer, message, self._env.world.now))
 
     def lost(self, connection: Connection, why: str = "its connection is gone") -> None:
         """A connection has ended."""
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
             self._dismissed.add(connection.peer)
-            self._send(self.keeper.on_disconnect(connection.peer, why, self._sim.world.now))
+            self._send(self.keeper.on_disconnect(connection.peer, why, self._env.world.now))
 
     def silent(self, name: str, server: Server | None = None) -> None:
         """A group has not been heard of for long."""
@@ -149,10 +147,10 @@ class KeeperProcess:
     def known_lost(self, name: str) -> None:
         """The run knows that a group's node is dead."""
         if name not in self._connections:
-            self._send(self.keeper.on_disconnect(name, "its node is dead", self._sim.world.now))
+            self._send(self.keeper.on_disconnect(name, "its node is dead", self._env.world.now))
 
     def _send(self, sends: list[ReplicaMessage]) -> None:
-        if not sends or self is not self._sim.coordinator.keeper:
+        if not sends or self is not self._keepers.keeper:
             return  # nobody is connected to a keeper that is deposed
         placed = {
             s.replica: s.message.ranks[0] for s in sends if isinstance(s.message, QuorumResults)
@@ -160,11 +158,11 @@ class KeeperProcess:
         for send in sends:
             if isinstance(send.message, LeaveGranted):
                 self._dismissed.add(send.replica)
-                self._sim.group(send.replica).dismissed()
+                self._env.group(send.replica).dismissed()
         self._check(placed)
         for send in sends:
-            self._sim.world.note("keeper", f"to {send.replica}", send.message)
-            self._sim.monitor.switches += isinstance(send.message, ProposeSwitch)
+            self._env.world.note("keeper", f"to {send.replica}", send.message)
+            self._env.monitor.switches += isinstance(send.message, ProposeSwitch)
             connection = self._connections.get(send.replica)
             if connection is not None:
                 connection.send(SERVER, send.message)
@@ -177,8 +175,8 @@ class KeeperProcess:
             return  # told again
         self._formed = first.quorum_id
         self._num_formed += 1
-        monitor = self._sim.monitor
-        live = [g.name for g in self._sim.groups if self._could_ask(g) and g.name not in placed]
+        monitor = self._env.monitor
+        live = [g.name for g in self._env.groups if self._could_ask(g) and g.name not in placed]
         monitor.formed(first.quorum_id, list(placed), live)
         monitor.placed(placed)
         self._members = tuple(placed)
@@ -195,10 +193,10 @@ class KeeperProcess:
 class Coordinator:
     """The keeper of the moment, and the elections."""
 
-    def __init__(self, sim: Simulator) -> None:
+    def __init__(self, env: Env) -> None:
         self.keeper: KeeperProcess | None = None
         self.epoch = 0
-        self._sim = sim
+        self._env = env
         self._lighthouse = Host(_LIGHTHOUSE_SLOT)
         self._deposed: list[KeeperProcess] = []
 
@@ -207,43 +205,43 @@ class Coordinator:
         if self.keeper is not None:
             return
         host: Host = self._lighthouse
-        if self._sim.scenario.is_run:
-            live = [g for g in self._sim.groups if g.up]
+        if self._env.scenario.is_run:
+            live = [g for g in self._env.groups if g.up]
             if not live:
-                self._sim.world.after(0.2, None, self.elect, lost)
+                self._env.world.after(0.2, None, self.elect, lost)
                 return
-            host = self._sim.world.rng.choice(live)
-        self.epoch += 1 if self._sim.parts.epochs_rise or not self.epoch else 0
-        dead = [n for n in lost if not any(g.name == n and g.up for g in self._sim.groups)]
-        self._sim.world.note("keeper", f"epoch {self.epoch} on {host.slot}, lost", dead)
-        self.keeper = KeeperProcess(self._sim, host, self.epoch, dead)
+            host = self._env.world.rng.choice(live)
+        self.epoch += 1 if self._env.components.epochs_rise or not self.epoch else 0
+        dead = [n for n in lost if not any(g.name == n and g.up for g in self._env.groups)]
+        self._env.world.note("keeper", f"epoch {self.epoch} on {host.slot}, lost", dead)
+        self.keeper = KeeperProcess(self._env, self, host, self.epoch, dead)
 
     def kill(self, lost: tuple[str, ...] = ()) -> None:
         """The keeper dies."""
         keeper, self.keeper = self.keeper, None
         if keeper is None:
             return
-        self._sim.world.note("keeper", "dies")
+        self._env.world.note("keeper", "dies")
         keeper.process.alive = False
-        self._sim.network.crashed(keeper.process, False, lambda: self._sim.world.rng.random() < 0.5)
-        self._sim.world.after(0.1 + 2 * self._sim.world.rng.random(), None, self.elect, lost)
+        self._env.network.crashed(keeper.process, False, lambda: self._env.world.rng.random() < 0.5)
+        self._env.world.after(0.1 + 2 * self._env.world.rng.random(), None, self.elect, lost)
 
     def depose(self, for_s: float) -> None:
         """The keeper's process stands still until another was elected, and goes on then."""
         keeper, self.keeper = self.keeper, None
         if keeper is None:
             return
-        self._sim.world.note("keeper", "stands still", for_s)
+        self._env.world.note("keeper", "stands still", for_s)
         keeper.process.paused = True
         self._deposed.append(keeper)
-        self._sim.network.crashed(keeper.process, False, lambda: False)
-        self._sim.world.after(for_s, None, self._go_on, keeper)
-        self._sim.world.after(0.1 + 2 * self._sim.storage.rng.random(), None, self.elect)
+        self._env.network.crashed(keeper.process, False, lambda: False)
+        self._env.world.after(for_s, None, self._go_on, keeper)
+        self._env.world.after(0.1 + 2 * self._env.storage.rng.random(), None, self.elect)
 
     def _go_on(self, keeper: KeeperProcess) -> None:
         if keeper.process.alive and keeper.process.paused:
-            self._sim.world.note("keeper", "goes on, deposed")
-            keeper.process.resume(timers_last=self._sim.storage.rng.random() < 0.5)
+            self._env.world.note("keeper", "goes on, deposed")
+            keeper.process.resume(timers_last=self._env.storage.rng.random() < 0.5)
 
     def resume_all(self) -> None:
         """Whatever stands still goes on."""
@@ -256,8 +254,8 @@ class Coordinator:
             deposed.process.alive = deposed.process.alive and deposed.host is not group
         if self.keeper is not None and self.keeper.host is group:
             self.kill((group.name,))
-        elif not silently and self._sim.scenario.is_run:
-            self._sim.world.after(1.0, None, self._known_lost, group)
+        elif not silently and self._env.scenario.is_run:
+            self._env.world.after(1.0, None, self._known_lost, group)
 
     def _known_lost(self, group: Group) -> None:
         if self.keeper is not None and not group.up:
@@ -271,6 +269,6 @@ class Coordinator:
     def reachable_from(self, group: Group) -> KeeperProcess | None:
         """Return the keeper, if there is one and nothing is in the way."""
         keeper = self.keeper
-        if keeper is None or self._sim.network.is_cut(group, keeper.host):
+        if keeper is None or self._env.network.is_cut(group, keeper.host):
             return None
         return keeper

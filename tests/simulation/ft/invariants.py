@@ -1,0 +1,194 @@
+"""What a random schedule of the quorum is made of, and what must hold in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.ft.messages import QuorumResult
+from hpc_elastic.ft.quorum import QuorumRules
+from hpc_elastic.step_agreement import VOTE_WITHIN_S
+from simulation.invariants import InvariantError
+from simulation.world import World
+
+
+class Kind(Enum):
+    """What may go wrong in a schedule.
+
+    Attributes:
+        QUIET: Nothing: replicas join and leave as announced, and some are slow.
+        KEEPER: As QUIET, and the keeper dies.
+        ALL: Everything.
+    """
+
+    QUIET = "quiet"
+    KEEPER = "keeper"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The parameters of one schedule; times in seconds.
+
+    Attributes:
+        num_groups: Replica groups, 2 to 5.
+        num_late: Of those, how many start in the middle.
+        step_s: What a step takes, about; the slowest replica may need three times as much.
+        heal_s: What it takes to fetch a state.
+        is_sync: States are fetched before the forward pass, not beside it.
+        is_run: The keeper lives on the node of a group, and dies with it.
+        calm_after_s: When nothing goes wrong any more.
+    """
+
+    kind: Kind
+    num_groups: int
+    num_late: int
+    rules: QuorumRules
+    step_s: float
+    heal_s: float
+    is_sync: bool
+    is_run: bool
+    longest_delay_s: float
+    calm_after_s: float
+    tick_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """Within this time of calm all replicas are in one quorum and have made steps."""
+        waits = 12.0 + 8 * self.longest_delay_s + 4 * self.heal_s
+        return waits + 20 * 3 * self.step_s + self.rules.reconnect_timeout_s
+
+
+def draw(rng: random.Random) -> Scenario:
+    """Return a random scenario."""
+    kind = rng.choices(list(Kind), [3, 1, 8])[0]
+    num_groups = rng.randint(2, 5)
+    is_rare = rng.random() < 0.04  # as LocalSGD: calls are far apart
+    step_s = rng.uniform(8.0, 20.0) if is_rare else rng.choice((0.05, 0.1, 0.3))
+    rules = QuorumRules(
+        min_replicas=2 if num_groups > 2 and rng.random() < 0.2 else 1,
+        live_timeout_s=60.0 if kind is not Kind.ALL or rng.random() < 0.7 else 3.0,
+    )
+    return Scenario(
+        kind=kind,
+        num_groups=num_groups,
+        num_late=rng.randint(0, num_groups - 1),
+        rules=rules,
+        step_s=step_s,
+        heal_s=rng.choice((0.02, 0.3, 1.0)),
+        is_sync=rng.random() < 0.3,
+        is_run=rng.random() < 0.6,
+        longest_delay_s=rng.choice((0.02, 0.3, 2.0) if kind is Kind.ALL else (0.02, 0.3)),
+        calm_after_s=150.0 if is_rare else rng.uniform(5.0, 9.0),
+        tick_s=0.5 if is_rare else 0.1,
+    )
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters: what they went through, as one number."""
+
+    step: int
+    state_version: str
+    history: int
+
+
+# ---- What must hold at every step of every schedule
+# Ids         Quorum ids rise for ever, over all keepers.
+# Lineage     States with equal step and token have the same history.
+# Mean        Those that contribute to one collective have the same state, and each divides by their
+#             number; all are at the same call.
+# Announced   Where nothing else goes wrong, whoever joins or leaves as announced costs nobody a
+#             step; nor does a keeper's death.
+# Last        Where nothing else goes wrong, who leaves with the newest state could save it.
+# Minority    No quorum is formed beside as many live members of the last one that are left out.
+# Switch      Nobody waits at a proposed call for long, unless there is no keeper.
+# Files       Those that leaders share: see `simulation.storage`.
+# Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
+
+
+class Monitor:
+    """Sees everything, and raises `InvariantError` at once."""
+
+    def __init__(self, scenario: Scenario, world: World) -> None:
+        self.num_checks = 0
+        self.quorums = 0
+        self.commits = 0
+        self.failed_steps = 0
+        self.heals = 0
+        self.switches = 0
+        self.farewells = 0
+        self.dropped = 0
+        self._scenario = scenario
+        self._world = world
+        self._last_id = -1
+        self._histories: dict[tuple[int, str], int] = {}
+
+    def check(self, holds: bool, what: str, *facts: object) -> None:
+        """Raise unless it holds."""
+        self.num_checks += 1
+        if not holds:
+            raise InvariantError(f"{what}: {', '.join(map(str, facts))}")
+
+    # ---- the keeper -----------------------------------------------------------------------
+
+    def formed(self, quorum_id: int, members: Collection[str], live: Collection[str]) -> None:
+        """A keeper has formed a quorum; ``live`` members of the last one could have asked."""
+        self.quorums += 1
+        self.check(quorum_id > self._last_id, "a quorum id came again", quorum_id, self._last_id)
+        self._last_id = quorum_id
+        self.dropped += bool(live)
+        self.check(len(members) > len(live), "a minority formed a quorum", members, live)
+
+    def placed(self, told: dict[str, QuorumResult]) -> None:
+        """All members of a new quorum have been told their places."""
+        places = list(told.values())
+        size = len(places)
+        self.check([p.replica_rank for p in places] == [*range(size)], "ranks", places)
+        cohort = [p for p in places if not p.heals]
+        self.check(bool(cohort) and all(p.cohort_size == len(cohort) for p in places), "cohort")
+        for place in places:
+            ranks = [s.replica_rank for s in place.sources]
+            has = all(
+                place.replica_rank in places[r].source_of and not places[r].heals for r in ranks
+            )
+            self.check(has and place.heals == bool(ranks), "sources", place)
+
+    # ---- workers --------------------------------------------------------------------------
+
+    def has(self, who: str, state: State) -> None:
+        """A worker has a state, because it committed a step or healed."""
+        known = self._histories.setdefault((state.step, state.state_version), state.history)
+        self.check(known == state.history, "two histories with one token", who, state.step)
+
+    def reduced(self, call: int, given: list[tuple[str, State]], divisors: set[int]) -> None:
+        """All members have come to one collective; so many divide by so much."""
+        states = {state for _, state in given}
+        self.check(len(states) == 1, "different states were averaged", call, given)
+        self.check(divisors == {len(given)}, "the mean counts others", call, divisors, given)
+
+    def step_failed(self, who: str, why: str) -> None:
+        """A worker's step was not committed."""
+        self.failed_steps += 1
+        quiet = self._scenario.kind is not Kind.ALL
+        self.check(not quiet, "an announced change costs a step", who, why)
+
+    def farewell(
+        self, who: str, state: State, saved: State | None, others: Collection[State]
+    ) -> None:
+        """A group is let go, whose script has saved this state as the last that may; None: none."""
+        self.farewells += 1
+        if self._scenario.kind is not Kind.ALL:
+            held = any(other.step >= state.step for other in others)
+            unnoticed = not held and state.step > 0 and state != saved
+            self.check(not unnoticed, "the last state leaves unnoticed", who)
+
+    def waits(self, who: str, waits: Callable[[], bool]) -> None:
+        """A worker begins to wait at a proposed call; ``waits`` tells whether it still does."""
+        bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
+        self._world.after(bound_s, None, self._waited, who, waits)
+
+    def _waited(self, who: str, waits: Callable[[], bool]) -> None:
+        self.check(not waits(), "a worker waits at a proposed call for ever", who)

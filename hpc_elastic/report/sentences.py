@@ -380,7 +380,7 @@ _CAUSES: dict[str, Callable[[Cause], str]] = {
     "signalled": _of_task("terminated"),
     "requeued": _of_task("requeued"),
     "cancelled": _of_task("cancelled"),
-    "run_ended": _of_task("terminated, because its run had ended"),
+    "run_ended": _of_task("terminated, because the run had ended"),
     "time_limit": _time_limit,
     "asked": _asked,
     "nodes_requeued": lambda c: _was(c, "requeued by the run"),

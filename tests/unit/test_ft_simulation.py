@@ -23,12 +23,14 @@ def total():
     return run_in_parallel(Simulator, first_seed=0, schedules=SCHEDULES, processes=2)
 
 
+@pytest.mark.schedules
 def test_every_invariant_holds_in_every_schedule(total):
     """No schedule breaks an invariant; a failure names its seed and shows its last events."""
     shown = "\n\n".join(list(total.failures.values())[:3])
     assert not total.failures, f"{len(total.failures)} of {total.schedules} failed\n{shown}"
 
 
+@pytest.mark.schedules
 def test_schedules_contain_what_is_to_be_tested(total):
     """Quorums, heals, switches, farewells and keepers, under every kind of fault."""
     assert total.schedules == SCHEDULES

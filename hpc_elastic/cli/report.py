@@ -157,8 +157,7 @@ def report_of(run: Path) -> Report:
 def _about(details: RunDetails) -> About:
     from dataclasses import asdict
 
-    from hpc_elastic.launcher.progress import overrides_label
-    from hpc_elastic.launcher.run_view import overrides_of
+    from hpc_elastic.launcher.run_view import overrides_label, overrides_of
     from hpc_elastic.report.progress_log import Point
     from hpc_elastic.report.report import About, redact_argument
 

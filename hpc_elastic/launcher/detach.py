@@ -17,8 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.launcher.plan import Plan
-from hpc_elastic.launcher.prepare import Prepared
+from hpc_elastic.launcher.plan import Plan, Prepared
 from hpc_elastic.run.directory import Submission
 
 VARIABLE = "HPC_ELASTIC_REPORT"

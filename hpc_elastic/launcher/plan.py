@@ -147,6 +147,21 @@ class Plan:
         return "\n".join([", ".join(head), *(_describe(array) for array in self.arrays)])
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A plan whose files are written.
+
+    Attributes:
+        plan: The plan.
+        scripts: The batch script of each array; none with ``launcher=local``.
+        run_ids: Id of each run.
+    """
+
+    plan: Plan
+    scripts: tuple[Path, ...]
+    run_ids: tuple[str, ...]
+
+
 def make_plan(
     runs: Sequence[RunRequest], submission: Path, *, max_array_size: int, first_array: int = 0
 ) -> Plan:

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +23,14 @@ from hpc_elastic.config.resolve import as_config
 from hpc_elastic.config.schema import LauncherSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import batch_script
-from hpc_elastic.launcher.plan import Plan, PlannedArray, RunRequest, is_coallocated, make_plan
+from hpc_elastic.launcher.plan import (
+    Plan,
+    PlannedArray,
+    Prepared,
+    RunRequest,
+    is_coallocated,
+    make_plan,
+)
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.run.directory import SUBMISSION, Entry, RunDir, RunSpec, Submission
 from hpc_elastic.shared_files import create_atomic, is_there, read_json, write_atomic
@@ -45,21 +51,6 @@ _UNLIMITED = 1 << 30
 
 class ArrayTakenError(RunDirectoryError):
     """The number of an array was taken since it was chosen: plan again (`with_free_numbers`)."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A plan whose files are written.
-
-    Attributes:
-        plan: The plan.
-        scripts: The batch script of each array; none with ``launcher=local``.
-        run_ids: Id of each run.
-    """
-
-    plan: Plan
-    scripts: tuple[Path, ...]
-    run_ids: tuple[str, ...]
 
 
 def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepared:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -238,17 +237,6 @@ def location(dirs: Sequence[Path], sweep: Path, cwd: Path) -> str:
     folder = dirs[0] if len(dirs) == 1 else sweep
     shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
     return f"{'run' if len(dirs) == 1 else 'runs'} in {shown}{os.sep}"
-
-
-def overrides_label(overrides: Sequence[str]) -> str:
-    r"""Return the overrides by which people distinguish the runs of a sweep (pure)."""
-    ours = ("launcher=", "launcher.", "hydra.", "hydra/")
-    return " ".join(unescaped(line) for line in overrides if not line.lstrip("+").startswith(ours))
-
-
-def unescaped(override: str) -> str:
-    r"""Return an override without the escapes of Hydra's sweeper (pure): ``nodes=1\:4``."""
-    return re.sub(r"\\(.)", r"\1", override)
 
 
 def console_for(stream: TextIO | None) -> Console:

@@ -12,6 +12,7 @@ the scheduler has listed no task of it for a while.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -252,9 +253,18 @@ def overrides_of(run: Path) -> list[str]:
 
 def label_of(run: Path) -> str:
     """Return the overrides of a run in one line."""
-    from hpc_elastic.launcher.progress import overrides_label
-
     return overrides_label(overrides_of(run))
+
+
+def overrides_label(overrides: Sequence[str]) -> str:
+    r"""Return the overrides by which people distinguish the runs of a sweep (pure)."""
+    ours = ("launcher=", "launcher.", "hydra.", "hydra/")
+    return " ".join(unescaped(line) for line in overrides if not line.lstrip("+").startswith(ours))
+
+
+def unescaped(override: str) -> str:
+    r"""Return an override without the escapes of Hydra's sweeper (pure): ``nodes=1\:4``."""
+    return re.sub(r"\\(.)", r"\1", override)
 
 
 # ---- decisions (pure)

@@ -15,8 +15,9 @@ from hpc_elastic.config.schema import LauncherSettings, LocalSettings
 from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.prepare import prepare
-from hpc_elastic.launcher.progress import location, overrides_label
+from hpc_elastic.launcher.progress import location
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
+from hpc_elastic.launcher.run_view import overrides_label
 from hpc_elastic.run import registry
 
 RENDERED = "rendered: "

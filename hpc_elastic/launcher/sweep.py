@@ -44,8 +44,8 @@ from hpc_elastic.config.resolve import as_config, resolve
 from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.launcher.hydra_compose import SharingLoader
 from hpc_elastic.launcher.plan import RunRequest
-from hpc_elastic.launcher.progress import unescaped
 from hpc_elastic.launcher.run_handle import Outcome
+from hpc_elastic.launcher.run_view import unescaped
 from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
 from hpc_elastic.launcher.user_code import entry_of
 from hpc_elastic.launcher.wait import wait

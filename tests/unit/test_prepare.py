@@ -13,9 +13,8 @@ import pytest
 
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.launcher.plan import RunRequest, make_plan
+from hpc_elastic.launcher.plan import Prepared, RunRequest, make_plan
 from hpc_elastic.launcher.prepare import (
-    Prepared,
     lay_out,
     make_run_id,
     next_array,

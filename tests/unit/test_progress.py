@@ -14,11 +14,11 @@ from hpc_elastic.launcher.progress import (
     line_interval_s,
     line_of,
     location,
-    overrides_label,
     results_table,
     row_of,
 )
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
+from hpc_elastic.launcher.run_view import overrides_label
 from hpc_elastic.slurm.job_state import TaskState
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")

@@ -151,7 +151,7 @@ def test_a_server_that_does_not_answer_keeps_nobody(runs, times, mounts):  # noq
     wait("the first line", lambda: followed.shows("before"))
     mounts.faults(nfs.ServerFaults(stopped=("a",)))
     worker.say("meanwhile")
-    wait("the sender waits", lambda: times._round[0]._sending.locked())
+    wait("the sender waits", lambda: times._round[0]._syncing.locked())
     end = threading.Thread(target=times.close)
     end.start()
     wait("the end", lambda: not end.is_alive())

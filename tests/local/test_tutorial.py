@@ -26,10 +26,10 @@ def script(folder: Path, *, elastic: bool) -> Path:
 def test_a_script_of_the_tutorial_survives_a_preemption(elastic, tmp_path):
     """The plain one starts again from its beginning, the elastic one loses no step."""
     with LocalRun(script(tmp_path, elastic=elastic), tmp_path, "+launcher=local", "nodes=2") as run:
-        run.eventually(lambda: len(run.events("trains")) == 2, "both nodes train")
+        run.eventually(lambda: len(run.events("first_step")) == 2, "both nodes train")
         subprocess.run([*COMMAND, "preempt", str(run.path), "local-1"], check=True, timeout=120)
         assert run.wait() == 0, run.output()
-    restored = [event["restored"] for event in run.events("trains")][2:]
+    restored = [event["restored"] for event in run.events("first_step")][2:]
     assert len(restored) == 2 and all((step is not None) == elastic for step in restored)
     audit = [*COMMAND, "audit", str(run.path)]
     assert (subprocess.run(audit, timeout=60).returncode == 0) == elastic

@@ -1,4 +1,4 @@
-"""Arrays and jobs from submission to start: what they are told, and why they wait."""
+"""Arrays and jobs from submission to start: their environment, and why they wait."""
 
 import os
 import subprocess
@@ -76,7 +76,7 @@ def test_a_script_may_come_through_a_pipe(backend, tmp_path):
 
 
 def test_no_more_elements_run_than_the_array_allows(backend):
-    """The next one starts when another has ended; those that wait say why."""
+    """The next one starts when another has ended; those that wait have a reason."""
     job = backend.submit(SLEEP, "--array=0-4%2")
     client = backend.client
 
@@ -136,7 +136,7 @@ def test_a_held_job_waits_until_it_is_released(backend):
 
 
 def test_a_job_waits_for_its_time_and_for_other_jobs(backend):
-    """BeginTime until it is told to start now; Dependency until the other has begun."""
+    """BeginTime until it is released; Dependency until the other has begun."""
     job = backend.submit(SLEEP, "--begin=now+1hour")
     state = backend.wait_reason(job, "BeginTime")
     assert state.starts_in_s == pytest.approx(3600, abs=30)
@@ -188,7 +188,7 @@ def test_jobs_keep_to_their_nodes(backend):
         (["--array=0-99999"], "Invalid job array specification"),
     ],
 )
-def test_what_can_not_be_is_refused_in_slurms_words(backend, options, words):
+def test_impossible_requests_are_refused_with_slurms_message(backend, options, words):
     """The exit code is 1, and the words are those that the product explains."""
     done = backend.run("sbatch", *options, "--wrap=true", check=False)
     assert done.returncode == 1
@@ -244,7 +244,7 @@ def test_the_cluster_tells_its_limits(backend):
 
 
 def test_a_job_without_requeue_is_requeued_once_that_is_permitted(backend):
-    """Slurm refuses, until its owner says otherwise; the product's client does both."""
+    """Slurm refuses, until its owner allows it; the product's client does both."""
     job = backend.submit(SLEEP, "--no-requeue")
     backend.wait_state(job, "RUNNING")
     done = backend.run("scontrol", "requeue", job, check=False)
@@ -254,7 +254,7 @@ def test_a_job_without_requeue_is_requeued_once_that_is_permitted(backend):
 
 
 def test_only_a_task_that_waits_can_be_postponed(backend):
-    """A job that runs, or has ended, is told so."""
+    """A job that runs, or has ended, is an error that names its state."""
     job = backend.submit(SLEEP)
     backend.wait_state(job, "RUNNING")
     argv = ["scontrol", "update", f"jobid={job}", "starttime=now"]
@@ -280,7 +280,7 @@ def test_elements_are_requeued_by_one_command(backend):
 
 
 def test_a_requeue_is_held_unless_the_task_says_when_it_may_start(backend):
-    """It waits for its time; meanwhile another requeue is told that it is pending."""
+    """It waits for its time; meanwhile another requeue fails, since it is pending."""
     job = backend.submit(SLEEP, "--array=0-1")
     for name in (f"{job}_0", f"{job}_1"):
         backend.wait_state(name, "RUNNING")

@@ -1,6 +1,9 @@
-"""Whole runs of train.py on the fake, by the unmodified product: grow, lose nodes, end alone."""
+"""Whole runs on the fake, by the unmodified product: grow, lose nodes, end alone, are resumed."""
 
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,3 +110,100 @@ def test_the_example_of_the_guide_passes(tmp_path):
         cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
+
+
+class Runs:
+    """A folder with train.py, and the command beside a fake Slurm."""
+
+    def __init__(self, folder: Path, slurm: FakeSlurm) -> None:
+        self.folder = folder
+        self.run = folder / "sweep" / "0"
+        self.env = {**os.environ, **slurm.env, "XDG_STATE_HOME": str(folder / "state")}
+        for name in ("train.py", "train.yaml"):
+            shutil.copy(ROOT / name, folder)
+
+    def call(self, *argv: str, code: int = 0) -> str:
+        """Return what a command prints; it has to return this exit code."""
+        done = subprocess.run(
+            argv, cwd=self.folder, env=self.env, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=180, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        steps = (int(f.name[5:]) for f in (self.run / "checkpoints").glob("step-*"))
+        return max(steps, default=0)
+
+
+@pytest.fixture
+def runs(tmp_path, cluster) -> Runs:
+    """Three nodes, on which nothing is left afterwards."""
+    return Runs(tmp_path, cluster)
+
+
+@pytest.mark.long
+def test_a_coallocated_job_that_was_cancelled_by_hand_is_seen_to_be_lost_and_resumed(runs):
+    """By scancel: no process is left to write a result. It is resumed as a smaller one."""
+    runs.call(
+        COMMAND, "submit", "train.py", "launcher=slurm", "nodes=2:3",
+        "launcher.coallocate_min=true",
+        "pause_s=0.1", "epochs=40", "save_every_s=2", "hydra.sweep.dir=sweep",
+    )  # fmt: skip
+    eventually(runs.newest, "the job has saved")
+    assert "still has tasks" in runs.call(COMMAND, "resume", "last", code=1)
+    jobs = {*runs.call("squeue", "-h", "-o", "%A").split()}
+    runs.call("scancel", *jobs)
+    output = runs.call(COMMAND, "logs", "last", "--follow", code=1)
+    assert "it is lost: none of its tasks is left" in output and "hpc-elastic resume" in output
+    for nodes, *more in (["1:2"], ["1", "launcher.coallocate_min=false"]):
+        before = runs.newest()
+        runs.call(COMMAND, "resume", "last", f"nodes={nodes}", *more)
+        eventually(lambda before=before: runs.newest() > before, "it goes on from its checkpoint")
+        runs.call(COMMAND, "cancel", "last", "--yes")
+    status = json.loads(runs.call(COMMAND, "status", "last", "--json"))
+    assert status["phase"] == status["ended"]["status"] == "cancelled"
+
+
+SLOW_SBATCH = """#!/bin/sh
+trap '' INT TERM  # Slurm's own may have sent the job when the signal comes
+{real} "$@"
+touch {submitted}
+sleep 2
+"""
+
+
+def test_an_interrupted_submission_leaves_no_run_and_prints_no_traceback(cluster, tmp_path):
+    """The job that sbatch had submitted is cancelled, or ends when it starts."""
+    submitted = tmp_path / "submitted"
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    real = next(
+        p for p in map(Path, cluster.env["PATH"].split(os.pathsep)) if (p / "sbatch").exists()
+    )
+    (folder / "sbatch").write_text(SLOW_SBATCH.format(real=real / "sbatch", submitted=submitted))
+    (folder / "sbatch").chmod(0o755)
+    env = {**cluster.env, "PATH": f"{folder}{os.pathsep}{cluster.env['PATH']}"}
+    argv = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "-m",
+        "launcher=slurm",
+        "hydra.sweep.dir=sweep",
+    ]
+    launcher = subprocess.Popen(
+        argv, cwd=tmp_path, env=env, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    eventually(submitted.exists, "sbatch has submitted the job")
+    os.killpg(launcher.pid, signal.SIGINT)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, output
+    assert "Traceback" not in output and "interrupted during the submission" in output
+    assert (tmp_path / "sweep" / "0" / "cancelled").exists()
+    eventually(lambda: not cluster.tasks(), "the job has ended")
+    assert not (tmp_path / "sweep" / "0" / "result.json").exists(), "it was not trained"

@@ -26,7 +26,7 @@ NAMES = ("session", "orphan", "step", "batch")
 
 
 def started(folder: Path) -> list[psutil.Process]:
-    """Wait until all processes of the job have told their ids."""
+    """Wait until all processes of the job have written their ids."""
     files = [folder / name for name in NAMES]
     eventually(lambda: all(f.exists() and f.read_text().strip() for f in files))
     return [psutil.Process(int(f.read_text())) for f in files]
@@ -66,7 +66,7 @@ with FakeSlurm(nodes=2) as slurm:
 
 
 def test_nothing_is_left_when_the_test_is_killed(tmp_path):
-    """The controller sees that nobody is there any more."""
+    """The controller sees that no process is left."""
     argv = [sys.executable, "-c", ABANDONED, str(tmp_path), str(Path(__file__).parent)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as test:
         assert test.stdout is not None
@@ -76,7 +76,7 @@ def test_nothing_is_left_when_the_test_is_killed(tmp_path):
     eventually(lambda: not folder.exists() and not any(p.is_running() for p in processes))
 
 
-def test_a_cluster_is_used_by_its_own_words():
+def test_a_cluster_is_used_by_its_methods():
     """Waiting, holding, preempting, killing and restoring, by the names of the guide."""
     with FakeSlurm(nodes=3, grace_s=0, kill_wait_s=1, requeue_hold_s=1) as slurm:
         slurm.hold_queue()

@@ -1,4 +1,4 @@
-"""How jobs end: exit codes, preemption, requeue, cancellation, the time limit, and who is told."""
+"""How jobs end: exit codes, preemption, requeue, cancellation, the time limit, and signals."""
 
 import time
 
@@ -71,7 +71,7 @@ def test_what_may_not_be_requeued_is_preempted_for_good(backend, teller, options
 
 
 def test_a_task_may_requeue_itself_within_its_grace(backend, tmp_path):
-    """And say when it starts again: the two minutes do not apply."""
+    """And set when it starts again: the two minutes do not apply."""
     told = "squeue -h -j $SLURM_JOB_ID -O PreemptTime | grep -q T"
     # on a slow machine the job is not back in the queue at once
     update = "scontrol update jobid=$SLURM_JOB_ID starttime=now+4"

@@ -34,7 +34,7 @@ def test_each_task_of_a_coallocated_job_is_told_its_place(backend, tmp_path):
 
 
 def test_srun_ends_as_the_worst_of_its_tasks(backend, tmp_path):
-    """The exit code; 128 and the signal; 2 where there is no such program; and it says so."""
+    """The exit code; 128 and the signal; 2 where there is no such program; with a message."""
     lines = {
         "srun -n1 sh -c 'exit 7'": 7,
         "srun -n1 sh -c 'kill -9 $$'": 137,

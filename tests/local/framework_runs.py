@@ -1,4 +1,4 @@
-"""Runs of the examples with frameworks: nodes that are processes here, killed or told to go."""
+"""Runs of the examples with frameworks: nodes that are processes here, killed or asked to leave."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class FrameworkRun(LocalRun):
         return build_timeline(EventIndex(read_events(self.path / "events")))
 
     def lost_at_notice(self) -> int:
-        """How many steps were made twice because a node was told to go, the only one."""
+        """How many steps were made twice because the only node was asked to leave."""
         (shrank,) = [entry for entry in self.timeline() if entry.kind == "shrank"]
         return shrank.cost.lost_steps
 
@@ -89,7 +89,7 @@ class FrameworkRun(LocalRun):
         return [json.loads(f.read_text()) for f in files]
 
     def audit(self) -> str:
-        """What `hpc-elastic audit` says, having found that each sample was trained once."""
+        """The output of `hpc-elastic audit`, which found that each sample was trained once."""
         argv = [sys.executable, "-m", "hpc_elastic", "audit", str(self.path)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -109,7 +109,7 @@ class FrameworkRun(LocalRun):
 
 
 def killed_and_told_to_go(script: str, folder: Path, *overrides: str, num_steps: int) -> None:
-    """Of three nodes one loses its worker, then one is told to go, and two train to the end.
+    """Of three nodes one loses its worker, then one is asked to leave, and two train to the end.
 
     Every sample is trained once an epoch, no step is lost at the notice, and all ranks have the
     same parameters.

@@ -9,7 +9,7 @@ LENGTH, GLOBAL_BATCH, NUM_EPOCHS = 90, 8, 3
 KILLED_AT, AWAITED_AT = 9, 20
 GIVE_UP_S = 120
 ALONE_S = 0.5
-"""A step alone takes so long after that: who is back has its loader to start before it joins."""
+"""A step alone takes so long after that: a replica that is back starts its loader first."""
 
 
 def train(folder: str) -> list[float]:

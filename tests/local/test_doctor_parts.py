@@ -65,7 +65,7 @@ def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
 
 
 def test_a_worker_that_is_left_behind_says_so_and_ends(place):
-    """It is how a site whose Slurm loses processes is told from others."""
+    """By this a site whose Slurm loses processes is recognised."""
     module, array = "hpc_elastic.doctor.signal_recorder", str(place.array_file)
     start = f"from {module} import start_worker as s; s({array!r}"
     parent = f"{start}, 0, 0); import time; time.sleep(60)"
@@ -174,11 +174,11 @@ def test_a_file_that_is_seen_in_part_is_torn(tmp_path):
 
 
 def test_links_that_replace_each_other_are_seen(tmp_path, monkeypatch):
-    """Both nodes are told that they have won, and the name has one of them."""
+    """Both nodes win according to their client, and the name belongs to one of them."""
     first, second = FolderTrial(tmp_path / "trial"), FolderTrial(tmp_path / "trial")
     first.make_files()
-    for trial, who in ((first, "a"), (second, "b")):
-        trial.stage_links(who)
+    for trial, node in ((first, "a"), (second, "b")):
+        trial.stage_links(node)
     assert first.try_link(0, "a") and not second.try_link(0, "b")
 
     def replace(source, name):
@@ -231,7 +231,7 @@ def test_two_processes_run_allreduce(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-def test_where_gpus_are_nccl_says_hello_too(monkeypatch):
+def test_with_gpus_the_allreduce_is_done_with_nccl_too(monkeypatch):
     """On the first of them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", probe_network.free_port(), "lo")
@@ -239,7 +239,7 @@ def test_where_gpus_are_nccl_says_hello_too(monkeypatch):
     assert set(said.bandwidths) == {"gloo", "nccl"}
 
 
-def test_a_hello_that_nobody_answers_comes_to_an_end(monkeypatch):
+def test_an_allreduce_without_an_answer_ends(monkeypatch):
     """Its process is ended with all it has started."""
     monkeypatch.setattr(allreduce_check, "TIMEOUT_S", 0.5)
     said = allreduce_check.run_allreduce(0, 2, "127.0.0.1", probe_network.free_port(), "lo")

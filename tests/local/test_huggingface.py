@@ -31,7 +31,7 @@ def test_the_trainer_withstands_a_kill_and_a_node_that_goes(tmp_path):
 
 @pytest.mark.long
 def test_accelerate_goes_on_without_a_node(tmp_path):
-    """One of two nodes is told to go: the other goes on from the step that both have saved."""
+    """One of two nodes is asked to leave: the other goes on from the step that both have saved."""
     overrides = ("nodes=1:2", "epochs=2", "pause_s=0.1", "save_every_s=1000")
     with FrameworkRun("huggingface/accelerated.py", tmp_path, *overrides) as run:
         run.trains(1)

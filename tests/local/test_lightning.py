@@ -1,4 +1,4 @@
-"""The Lightning example: a worker is killed, a node is told to go."""
+"""The Lightning example: a worker is killed, a node is asked to leave."""
 
 import signal
 from pathlib import Path
@@ -37,7 +37,7 @@ class Line(pl.LightningModule):
         self.handlers: set[object] = set()
 
     def training_step(self, batch, _):
-        """Return the loss; note who handles SIGTERM."""
+        """Return the loss; note the handler of SIGTERM."""
         self.handlers.add(signal.getsignal(signal.SIGTERM))
         x, y = batch
         return (self.layer(x) - y).square().mean()
@@ -71,7 +71,7 @@ def fit(folder: Path, ckpt_path: Path | None = None) -> Line:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("step", [1, 4, 6, 11, 12])
 def test_a_training_that_goes_on_is_the_same_to_the_bit(tmp_path, step):
-    """From any step. After an epoch's last one the validation is left out, as the guide says."""
+    """From any step. After an epoch's last one the validation is left out, as in the guide."""
     whole = fit(tmp_path / "whole")
     assert len(list((tmp_path / "whole").iterdir())) == 12
     rest = fit(tmp_path / "rest", tmp_path / "whole" / f"step-{step}.ckpt")

@@ -56,7 +56,7 @@ def start(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_node_that_has_lost_its_gpu_does_not_join(tmp_path):
-    """It says why, and the other node's run succeeds; its metrics can be read afterwards."""
+    """It gives the reason, and the other node's run succeeds; its metrics remain."""
     done = start(tmp_path, "nodes='1:2'")
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "sweep" / "0"

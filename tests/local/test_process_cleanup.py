@@ -32,22 +32,22 @@ AGENT = textwrap.dedent(
 
     process_cleanup.adopt_orphans()
     own = start("sleep", "3600")
-    spare = start("sh", "-c", "sleep 3600 & echo ready; wait", start_new_session=True)
+    warm = start("sh", "-c", "sleep 3600 & echo ready; wait", start_new_session=True)
     worker = start(sys.executable, "-c", WORKER, start_new_session=True)
-    for process in (spare, worker):
+    for process in (warm, worker):
         process.stdout.readline()
     worker.kill()
     worker.wait()
     family = lambda: {p.pid for p in psutil.Process().children(recursive=True)
                       if p.status() != "zombie"}
-    kept = {own.pid, spare.pid, *(p.pid for p in psutil.Process(spare.pid).children())}
+    kept = {own.pid, warm.pid, *(p.pid for p in psutil.Process(warm.pid).children())}
     num_left = len(family() - kept)
-    ended = process_cleanup.kill_strays(keep=[spare.pid])
+    ended = process_cleanup.kill_strays(keep=[warm.pid])
     orphan = start("sh", "-c", "sleep 0.01 & exit 0", start_new_session=True)
     orphan.wait()
     deadline = time.monotonic() + 30
     while len(psutil.Process().children()) > 2 and time.monotonic() < deadline:
-        process_cleanup.reap_orphan({spare.pid})
+        process_cleanup.reap_orphan({warm.pid})
         time.sleep(0.01)
     print(json.dumps([num_left, ended, family() == kept, len(psutil.Process().children())]))
     print(json.dumps([process_cleanup.kill_strays(), own.poll(), len(family())]))

@@ -103,7 +103,7 @@ def test_py_spy_sees_a_worker_wherever_it_is_stuck(folder, start, patient, how):
     )
 
 
-def test_py_spy_shows_who_waits_in_a_collective(folder, start, patient):
+def test_py_spy_shows_a_wait_in_a_collective(folder, start, patient):
     """By the path of torch's module, which tells it from a file of the user with such a name."""
     module = folder / "site-packages" / "torch" / "distributed" / "c10d.py"
     module.parent.mkdir(parents=True)
@@ -140,7 +140,7 @@ def test_faulthandler_does_where_py_spy_may_not_look(folder, start, patient, mon
     assert text is not None and describe_place(parse_main_thread(text)).endswith(" in get_stuck")
 
 
-def test_who_has_not_offered_his_stacks_is_not_ended_by_the_question(folder, start, no_py_spy):
+def test_a_worker_without_the_handler_survives_the_query(folder, start, no_py_spy):
     """The signal would end a process that has no handler for it."""
     worker = start("sleep", offers=False)
     assert stacks.take_stacks(worker.pid, stacks.stacks_file(folder, 0)) is None

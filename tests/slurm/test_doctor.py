@@ -173,7 +173,7 @@ def test_an_interrupted_probe_is_cancelled(slurm, place):
 
 
 def waiting_python(folder, name):
-    """Return an interpreter that waits for a file before it starts, and says that it does."""
+    """Return an interpreter that waits for a file before it starts, and reports that it does."""
     script = folder / "python"
     script.write_text(
         f"#!/bin/sh\ntouch {folder}/waits-$SLURMD_NODENAME\n"
@@ -185,7 +185,7 @@ def waiting_python(folder, name):
 
 @pytest.mark.long
 def test_a_node_whose_network_is_cut_is_named(slurm, place, tmp_path):
-    """The others can not reach it, whatever Slurm and the file system say."""
+    """The others cannot reach it, although Slurm and the file system are sound."""
     python = waiting_python(tmp_path, "start")
     process = doctor(slurm, place, "partition=low", f"python={python}", "--probe")
     eventually(lambda: len(list(tmp_path.glob("waits-*"))) == 2, "both tasks have started")
@@ -198,7 +198,7 @@ def test_a_node_whose_network_is_cut_is_named(slurm, place, tmp_path):
     assert findings["network.reach"]["verdict"] == "fail"
     assert f"{other} cannot reach {cut}" in findings["network.reach"]["found"]
     assert cut in findings["network.interface"]["found"]
-    assert cut in findings["signals.notice"]["found"], "Slurm can not tell it anything"
+    assert cut in findings["signals.notice"]["found"], "Slurm cannot signal it"
     assert "not tried" in findings["network.gloo"]["found"]
     assert findings["nodes.torch"]["verdict"] in ("ok", "warn"), "each tries torch by itself"
     requeued = findings["signals.requeue"]

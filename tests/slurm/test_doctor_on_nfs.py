@@ -1,4 +1,4 @@
-"""What the doctor says of a folder that nodes share as by NFS: sound, slow, or unfit."""
+"""The doctor's findings about a folder that nodes share as by NFS: sound, slow, or unfit."""
 
 import pytest
 from test_doctor import examine, left, place  # noqa: F401
@@ -50,7 +50,7 @@ def test_a_sound_client_sees_all_at_once_but_a_path(mounts, options, monkeypatch
 
 
 def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch):  # noqa: F811
-    """As with a C library without statx(2): what is seen late is told, with the time."""
+    """As with a C library without statx(2): what is seen late is reported, with the time."""
     monkeypatch.setattr(shared_files, "_LIBC", None)
     met = meet(mounts, "nocto,actimeo=6", monkeypatch)
     assert met.race == LinkRace(NUM_ROUNDS) and met.problem == ""
@@ -65,7 +65,7 @@ def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypat
 
 
 def test_links_that_are_not_exclusive_are_seen(mounts, monkeypatch):  # noqa: F811
-    """Of a hundred names, two nodes are told that both have made some."""
+    """Of a hundred names, two nodes both believe to have made some."""
     mounts.faults(
         nfs.ServerFaults(rules=(nfs.FaultRule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL),), last_rule=1)
     )
@@ -74,7 +74,7 @@ def test_links_that_are_not_exclusive_are_seen(mounts, monkeypatch):  # noqa: F8
 
 
 def test_nothing_is_said_against_a_mount_without_close_to_open(slurm, place):  # noqa: F811
-    """Runs ask the server themselves there; the report says so."""
+    """Runs query the server themselves there, as the report states."""
     code, findings, _ = examine(slurm, place, "partition=low", "--probe")
     bad = [f for f in findings.values() if f["verdict"] in ("fail", "unknown")]
     assert (code, bad) == (0, [])

@@ -203,7 +203,7 @@ def test_a_read_only_node_starts_no_task(slurm, tmp_path):
     job = submit(slurm, "true", *options)
     held = "launch_failed_requeued_held"
     wait("the hold", lambda: job_field(slurm, job, "Reason") == held)
-    assert not Path("core").exists(), "a step daemon that can not start a task crashes (22.05)"
+    assert not Path("core").exists(), "a step daemon that cannot start a task crashes (22.05)"
     slurm.make_writable(3)
     assert {node["files"] for node in slurm.status()["nodes"]} == {"writable"}
     slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
@@ -281,7 +281,7 @@ def test_up_is_idempotent_and_keeps_jobs(slurm, capsys):
 
 
 def test_up_with_other_settings_is_refused(slurm, capsys):
-    """A sandbox that is up is not changed behind the back of who uses it."""
+    """A sandbox that is up is not changed while it is in use."""
     assert main(["up", "--name", slurm.name, "--nodes", "7"]) == 1
     assert "nodes is 4, not 7" in capsys.readouterr().err
 

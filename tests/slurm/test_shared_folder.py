@@ -549,7 +549,7 @@ def test_read_only_for_a_while_on_one_node(healed):
 
 
 def test_a_lost_reply_makes_a_link_look_failed(healed):
-    """link(2) says that the name is there; it is, and it is one's own."""
+    """link(2) reports that the name exists; it does, and it is one's own."""
     path, first, _ = paths(healed, "lost")
     path.mkdir()
     (first / "file").touch()
@@ -560,7 +560,7 @@ def test_a_lost_reply_makes_a_link_look_failed(healed):
 
 
 def test_a_link_that_is_not_exclusive_is_won_by_two(mounts):
-    """Where both ask for a name at once, both are told that they have made it."""
+    """Where both ask for a name at once, both succeed."""
     first, second = mounts.pair()
     rule = nfs.FaultRule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL)
     for point in (first, second):

@@ -109,7 +109,7 @@ def test_a_task_that_is_suspended_joins_again(user: Cluster):
 
 
 def test_a_held_task_stays_held_and_joins_when_it_is_released(user: Cluster):
-    """The run begins without it, says so, and does not release what its user holds."""
+    """The run begins without it, reports it, and does not release what its user holds."""
     away = user.slurm.run(
         ["sbatch", "--parsable", "-N5", "--exclusive", "-o/dev/null", "--wrap=sleep 300"]
     )

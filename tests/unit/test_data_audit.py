@@ -70,7 +70,7 @@ def test_what_was_written_and_lost_is_counted(run):
 
 
 def test_only_the_groups_that_the_model_has_gone_through_count(run):
-    """A group that nobody went on from is lost, even if others came after it."""
+    """A group without a successor is lost, even if others came after it."""
     run.form_group()
     first = World(1, 40, (4, None))
     first.run(1, num_steps=5)
@@ -314,7 +314,7 @@ def test_it_does_not_matter_when_it_was_written(run):
 
 
 def test_a_lost_group_is_found(run):
-    """Its steps can not be proven."""
+    """Its steps cannot be proven."""
     run.form_group()
     first = World(1, 40, (4, None))
     first.run(1, num_steps=5)
@@ -450,7 +450,7 @@ def test_the_command_prints_the_proof(finished, capsys):
 
 
 def test_the_command_fails_without_a_proof(finished, capsys):
-    """And says what is wrong, for people and as JSON."""
+    """And reports the problem, as text and as JSON."""
     path, lines = lines_of(finished, 1)
     path.write_text("\n".join(lines[:2]) + "\n")
     assert main(["audit", str(finished.path)]) == 1

@@ -17,13 +17,13 @@ from hpc_elastic.data.audit import audit
 from hpc_elastic.errors import RunDirectoryError
 
 HEAD = ("step", "epoch", "position", "rank", "world_size")
-"""What each rank says of the beginning of a stretch."""
+"""Each rank's record of the beginning of a stretch."""
 
 
 def told_by(folder: Path) -> list[tuple]:
     """Return what files tell: each step of the surviving history, its epoch and its positions.
 
-    And behind the steps of each stretch, where its ranks say that it began.
+    And behind the steps of each stretch, where its ranks record that it began.
     """
     stretches: dict[tuple, dict] = {}
     mine: dict = {}
@@ -134,7 +134,7 @@ class Change:
         path.write_text("".join(f"{json.dumps(raw)}\n" for raw in rows))
 
     def edit_a_head(self) -> None:
-        """Change what a rank says of the beginning of a stretch."""
+        """Change a rank's record of the beginning of a stretch."""
 
         def edit(raw):
             if "stretch" not in raw:
@@ -188,7 +188,7 @@ def test_a_changed_ledger_does_not_hold(tmp_path, monkeypatch, change, end):
 
 
 def same_history(ledger: Path, truth: list) -> bool:
-    """Whether files tell the true history; not if they can not be read."""
+    """Whether files show the true history; False if they cannot be read."""
     try:
         return told_by(ledger) == truth
     except (ValueError, LookupError):

@@ -60,7 +60,7 @@ def test_a_rank_without_a_sample_is_lent_one():
 
 
 def test_the_group_is_torchruns(monkeypatch):
-    """Without torch.distributed: what the environment says, or one worker."""
+    """Without torch.distributed: as the environment states, or one worker."""
     batch = BatchDivision(8)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

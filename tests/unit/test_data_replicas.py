@@ -56,7 +56,7 @@ def assert_each_once(model, length, num_epochs):
 @pytest.mark.parametrize("end", ["keep", "drop", "pad"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_sample_once_an_epoch_and_proven(run, seed, end):
-    """Whoever is killed, joins, heals or is a spare; also when all are lost at once."""
+    """Replicas are killed, join, heal or are spares; all may be lost at once."""
     chance = random.Random(f"{seed} {end}")
     length, batch = chance.randint(20, 90), (chance.randint(1, 20), chance.choice([None, 2]))
     cohort = cohort_of(chance.randint(1, 4), length, batch, seed=seed, end=end)
@@ -173,7 +173,7 @@ def test_a_managers_state_that_was_left_out_is_told(outside):
 
 
 def test_a_samplers_state_that_was_left_out_follows_from_the_step(outside):
-    """The manager's step says where the training is."""
+    """The manager's step is the position of the training."""
     manager = PlayedManager(step=7, rank=0, size=1)
     sampler = ElasticSampler(40, 8, seed=3, manager=manager)
     next(next(sampler.batches(Loader(sampler))).micro_batches())

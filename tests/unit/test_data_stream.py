@@ -96,7 +96,7 @@ class StreamWorld(World):
 
 @pytest.mark.parametrize("history", range(200))
 def test_every_sample_once_an_epoch_for_any_history(history, tmp_path, monkeypatch):
-    """World sizes and workers change, groups are killed anywhere: exact, and the audit says so."""
+    """World sizes and workers change, groups are killed anywhere: exact, as the audit confirms."""
     chance = random.Random(history)
     run = Run(tmp_path / "run", monkeypatch)
     lengths = [chance.choice([0, 1, chance.randint(2, 40)]) for _ in range(chance.randint(1, 20))]

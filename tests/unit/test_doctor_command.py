@@ -42,7 +42,7 @@ def test_people_get_a_table(without_slurm, capsys):
     ("words", "says"),
     [(["partiton=gpu"], "partition"), (["launcher=local"], "only slurm"), (["--nodes=0"], "1<=x")],
 )
-def test_wrong_arguments_are_told(words, says, capsys):
+def test_wrong_arguments_are_refused(words, says, capsys):
     """The exit code is 2."""
     assert main(["doctor", *words]) == 2
     assert says in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_nothing_is_said_against_a_good_cluster():
 
 
 BAD_SETTINGS = [
-    # cluster, words, check, verdict, what the finding or its remedy says
+    # cluster, words, check, verdict, text of the finding or its remedy
     (CLUSTER, ["partition=gpo"], "slurm.partition", "fail", "did you mean 'gpu'"),
     (replace(CLUSTER, partitions=(CPU,)), [], "slurm.partition", "fail", "no default"),
     (
@@ -252,7 +252,7 @@ def test_what_is_wrong_with_a_directory_is_found(changes, check, verdict):
          "of the leader's node is noticed after up to 63 s instead of 3 s"),
     ],
 )  # fmt: skip
-def test_what_a_mount_means_for_a_run_is_said_in_figures(fs, options, says):
+def test_what_a_mount_means_for_a_run_is_reported_in_figures(fs, options, says):
     """The file system, the options that matter, and how long a lost leader is not noticed."""
     assert says in judged(fs=fs, options=options)["directory.mount"].found
 
@@ -266,7 +266,7 @@ def test_what_a_mount_means_for_a_run_is_said_in_figures(fs, options, says):
         ({"localflock": ""}, "on one node only (localflock)"),
     ],
 )
-def test_locks_that_hold_on_one_node_only_are_said(options, says):
+def test_locks_that_hold_on_one_node_only_are_reported(options, says):
     """No run needs any; caches that several nodes write may."""
     finding = judged(options=options)["directory.lock"]
     assert says in finding.found and finding.verdict.value == "ok"
@@ -305,7 +305,7 @@ def test_settings_are_those_of_a_script():
         ("sbatch={", "Hydra says"),
     ],
 )
-def test_settings_that_can_not_work_are_refused(word, says):
+def test_settings_that_cannot_work_are_refused(word, says):
     """With the key and the remedy."""
     with pytest.raises(ConfigError, match=says):
         parse_settings([word])

@@ -250,7 +250,7 @@ def test_names_that_are_answered_from_memory_cost_nothing():
     )
 
 
-def test_who_wins_a_race():
+def test_the_winner_of_a_race():
     """Each round has one winner, whom both nodes read afterwards, as far as they read anything."""
     won = [(True, False), (False, True), (True, True), (False, False)]
     winners = [["a", "b", "a", ""], ["a", "b", "b", "a"]]
@@ -318,7 +318,7 @@ def test_a_report_reads_back():
 
 
 def test_what_another_version_has_measured_is_named(tmp_path):
-    """As where a container has its own: what it tells can not be read, and costs no other."""
+    """As where a container has its own: its results cannot be read, and the others are kept."""
     place = ProbeFolder(tmp_path)
     raw = GOOD.reports[0].to_json()
     place.write_json(place.report_file(0), raw)

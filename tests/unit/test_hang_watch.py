@@ -103,7 +103,7 @@ def test_a_sign_of_life_starts_the_clock_anew(sign):
     assert not clock.is_due(3.5)
 
 
-def test_who_waits_for_the_leader_is_not_hung():
+def test_a_worker_that_waits_for_the_leader_is_not_hung():
     """His word on a proposed step may take a while."""
     clock = stepping(2.0, 0.1)
     clock.update(replace(BLANK, step=10), 2.9, awaited=True)
@@ -335,11 +335,11 @@ def shown(monkeypatch):
 
 
 def test_eight_slow_looks_are_answered_in_time(tmp_path, shown):
-    """A second each, as py-spy may take; who saves acquits the group."""
+    """A second each, as py-spy may take; workers that save are not sampled."""
     lines = itertools.count()
 
     def slow(rank):
-        assert rank >= 2, "who is busy is not looked into"
+        assert rank >= 2, "busy workers are not sampled"
         time.sleep(1.0)
         return STACK.format(next(lines) if rank == 7 else 4)
 
@@ -349,7 +349,7 @@ def test_eight_slow_looks_are_answered_in_time(tmp_path, shown):
 
 
 def test_a_look_that_hangs_costs_the_others_nothing(tmp_path, shown, monkeypatch):
-    """Its worker is out of reach; what is known of the others is told."""
+    """Its worker is out of reach; the states of the others are reported."""
     over, lines = threading.Event(), itertools.count()
     monkeypatch.setattr(hang_watch, "WITHIN_S", 3.0)
 
@@ -364,7 +364,7 @@ def test_a_look_that_hangs_costs_the_others_nothing(tmp_path, shown, monkeypatch
     assert states == ["silent", *["moves"] * 7]
 
 
-def test_who_was_busy_and_goes_on_meanwhile_is_not_taken_for_silent(tmp_path, shown):
+def test_a_worker_that_ends_its_save_during_the_sample_is_not_silent(tmp_path, shown):
     """It has no stacks, since it was not looked into while it was busy."""
     node = Node(tmp_path, num_busy=1)
 

@@ -44,7 +44,7 @@ def test_the_position_moves_with_the_step_and_not_with_the_draw():
 
 
 def test_a_loop_that_goes_on_has_trained():
-    """Whoever draws the next batch is done with the last, also if nobody said so."""
+    """A draw of the next batch counts the last one as done, also without a call."""
     assert drawn(loader(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
@@ -91,7 +91,7 @@ def test_a_step_in_the_middle_of_a_global_batch_is_refused():
 
 
 def test_a_loader_of_another_sampler_is_refused():
-    """The message says how to make it."""
+    """The message gives the remedy."""
     with pytest.raises(ConfigError, match="batch_sampler=ElasticSampler"):
         ElasticLoader(DataLoader(TensorDataset(torch.arange(4)), batch_size=2))
 

@@ -1,4 +1,4 @@
-"""A node's metrics: what is added up, the text file, the port, and what the leader is told."""
+"""A node's metrics: totals, the text file, the port, and the content of heartbeats."""
 
 import os
 import urllib.request
@@ -105,7 +105,7 @@ def test_loads_are_measured_over_windows_of_several_steps():
 
 
 def test_a_process_without_a_known_load_is_left_out():
-    """It has ended, or the kernel does not say."""
+    """It has ended, or the kernel has no such counter."""
     assert main_thread_load_s(2**22 + 1) is None
     ours = main_thread_load_s(os.getpid())
     if Path("/proc/self/schedstat").exists():
@@ -123,7 +123,7 @@ def test_an_observer_tells_of_the_first_worker_and_of_the_node(tmp_path):
     pages = {4: SharedPage.create(tmp_path, 0), 5: SharedPage.create(tmp_path, 1)}
     observer.start_round(RoundWorkers(pages, lambda: {0: os.getpid(), 1: os.getpid()}))
     pages[4].report(7, 0.25, 128, 20)
-    told = {"step": 7, "total": 20, "loss": 0.25, "samples": 128, "blocked_s": 0.0}
-    assert observer.progress() == told
+    expected = {"step": 7, "total": 20, "loss": 0.25, "samples": 128, "blocked_s": 0.0}
+    assert observer.progress() == expected
     sample = observer.sample()
     assert (sample.step, sample.samples, sample.group_nodes, sample.requeues) == (7, 128, 2, 1)

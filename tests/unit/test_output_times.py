@@ -99,7 +99,7 @@ def test_what_is_written_is_timed_while_it_is_written(times, tmp_path):
     assert not index_of(tmp_path / "never").exists()
 
 
-def test_the_last_words_of_a_round_are_timed(times, tmp_path):
+def test_the_last_output_of_a_round_is_timed(times, tmp_path):
     """A worker that was killed has written what it has written; then its files are let go."""
     keeper = times()
     out = tmp_path / "out"

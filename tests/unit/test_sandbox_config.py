@@ -126,7 +126,7 @@ def test_hosts_never_gives_a_taken_name_to_the_machine():
 
 
 def test_cgroups_are_left_alone():
-    """Each Slurm gets the plugin that touches no cgroup, told by what `slurmd -V` says."""
+    """Each Slurm gets the plugin that touches no cgroup, by the version of `slurmd -V`."""
     assert texts.cgroup_conf(texts.parse_version("slurm-wlm 22.05.8")) == "CgroupPlugin=cgroup/v1\n"
     assert texts.cgroup_conf(texts.parse_version("slurm 24.11.5")) == "CgroupPlugin=disabled\n"
     with pytest.raises(ValueError, match="no version"):
@@ -181,7 +181,7 @@ def test_network_is_deterministic_and_avoids_what_is_taken():
 
 
 def test_no_free_network_is_an_error():
-    """When all networks are taken, the error says so."""
+    """When all networks are taken, it is an error that names the range."""
     with pytest.raises(SandboxError, match="no free"):
         choose_octet("default", [IPv4Network(f"10.{octet}.0.0/24") for octet in range(256)])
 

@@ -97,7 +97,7 @@ def test_every_node_that_was_hit_has_to_be_named():
 
 
 def test_some_faults_need_no_entry():
-    """A loose cable, say: the run has not noticed."""
+    """As with a loose cable: the run has not noticed."""
     fault = injected("flap", "node1")
     assert explain(fault, [fault], []).kind is ExplanationKind.NOT_EXPECTED
 

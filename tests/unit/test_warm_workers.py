@@ -165,13 +165,7 @@ def make_pool(node):
 
 def all_ready(pool: WarmWorkerPool, slots: int) -> bool:
     """Whether all have imported."""
-    pool.maintain()
-    return len(pool._workers) == slots and all(s.ready for s in pool._workers.values())
-
-
-def pids(pool: WarmWorkerPool) -> list[int]:
-    """The processes of the pool."""
-    return [s.process.pid for s in pool._workers.values()]
+    return pool.await_imports(0) and len(pool.pids) == slots
 
 
 @pytest.mark.parametrize("paced", [False, True])
@@ -180,7 +174,7 @@ def test_a_worker_made_from_a_warm_one_is_as_a_new_process(node, make_pool, pace
     monkeypatch.setenv("GONE_LATER", "1")
     node.entry("who")
     pool = make_pool(paced=paced)
-    (pid,) = pids(pool)
+    (pid,) = pool.pids
     monkeypatch.delenv("GONE_LATER")
     monkeypatch.setenv("NEW", "umlaut \u00e4 and no text \udcff")
     processes = node.start(pool)
@@ -213,7 +207,7 @@ def test_a_warm_worker_that_still_imports_is_used(node, make_pool):
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("imported", "xml.dom.minidom", imports=("waits", "xml.dom.minidom"))
     pool = make_pool(ready=False)
-    (pid,) = pids(pool)
+    (pid,) = pool.pids
     until((node.folder / "began").exists)
     processes = node.start(pool)
     assert processes.pids() == {0: pid}
@@ -229,7 +223,7 @@ def test_a_warm_worker_gives_way_to_its_agent(node, make_pool):
     try:
         (node.folder / "waits.py").write_text(WAITS)
         node.entry("who", imports=("waits",))
-        (pid,) = pids(make_pool(ready=False))
+        (pid,) = make_pool(ready=False).pids
         output, deadline = Path(f"/proc/{pid}/fd/1"), None
         while deadline is None or time.monotonic() < deadline:  # busy, as an agent that imports
             if deadline is None and "hpc_elastic-warm-worker" in str(output.readlink()):
@@ -266,7 +260,7 @@ def test_torch_stops_it_as_any_worker(node, make_pool):
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
     pool = make_pool(ready=False)
-    (pid,) = pids(pool)
+    (pid,) = pool.pids
     processes = node.start(pool)
     processes.close(signal.SIGTERM, 30)
     assert is_gone(pid)
@@ -287,7 +281,7 @@ def test_while_workers_train_warm_workers_are_made_one_after_the_other(node, mak
     node.entry("who", imports=("waits",))
     pool = make_pool(2, paced=True, ready=False)
     pool.maintain()
-    assert len(pids(pool)) == 1
+    assert len(pool.pids) == 1
     (node.folder / "go").touch()
     until(lambda: all_ready(pool, 2))
 
@@ -301,21 +295,21 @@ def test_a_late_node_waits_until_its_warm_workers_have_imported(node, make_pool)
     (node.folder / "go").touch()
     assert pool.await_imports(60) and all_ready(pool, 2)
     pool.resize(1)
-    assert len(pids(pool)) == 1
+    assert len(pool.pids) == 1
 
 
 def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, caplog):
     """It is buried when the agent looks, and no other one is made before the next round."""
     node.entry("who")
     pool = make_pool(2)
-    for pid in pids(pool):
+    for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: is_gone(pid))
     assert pool.take(0, node.command, dict(os.environ), (1, 2)) is None
     assert pool.maintain() == [-signal.SIGKILL] * 2
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
     assert pool.maintain() == []
-    assert pids(pool) == []
+    assert pool.pids == []
     assert not node.finish(node.start(pool)).is_failed()
 
 
@@ -324,8 +318,8 @@ def test_a_warm_worker_that_opens_the_gpu_is_not_kept(node, make_pool, caplog):
     (node.folder / "opens.py").write_text(OPENS_GPU)
     node.entry("who", imports=("opens",))
     pool = make_pool(ready=False)
-    (pid,) = pids(pool)
-    until(lambda: pool.maintain() or not pids(pool))
+    (pid,) = pool.pids
+    until(lambda: pool.maintain() or not pool.pids)
     assert is_gone(pid) and "opens the GPU" in caplog.text
 
 
@@ -334,7 +328,7 @@ def test_what_is_read_at_start_makes_a_new_process(node, make_pool, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     node.entry("who")
     pool = make_pool()
-    (pid,) = pids(pool)
+    (pid,) = pool.pids
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     processes = node.start(pool)
     node.finish(processes)
@@ -347,7 +341,7 @@ def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
     pool = make_pool(ready=False)
-    (pid,) = pids(pool)
+    (pid,) = pool.pids
     big = {**os.environ, "BIG": "x" * 4_000_000}
     assert pool.take(0, node.command, big, (1, 2)) is None
     assert is_gone(pid)
@@ -358,7 +352,7 @@ def test_closing_leaves_no_process(node, make_pool):
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", imports=("waits",))
     pool = make_pool(2, ready=False)
-    before = pids(pool)
+    before = pool.pids
     pool.close()
     assert len(before) == 2 and all(map(is_gone, before))
 
@@ -372,7 +366,7 @@ def test_warm_workers_die_with_their_agent(node, module):
         "import sys, time; from hpc_elastic.agent.warm_workers import WarmWorkerPool\n"
         "pool = WarmWorkerPool(1, sys.argv[1:]); pool.fill(paced=False)\n"
         f"pool.await_imports({300 if module == 'json' else 0})\n"
-        "print(pool._workers[0].process.pid, flush=True)\n"
+        "print(*pool.pids, flush=True)\n"
         "if sys.argv[-1].endswith('run'): sys.stdin.read()\n"
     )
     with subprocess.Popen(
@@ -422,8 +416,8 @@ def test_a_script_that_sets_variables_too_late_is_told(node, make_pool):
     lines = "import os\nos.environ['{}'] = os.environ['{}'] = '0'\n"
     script.write_text(lines.format("OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES") + script.read_text())
     node.finish(node.start(make_pool()))
-    told, _ = node.files().err.read_text().splitlines()
-    assert "sets OMP_PROC_BIND, but" in told and "launcher.agent.warm_workers=false" in told
+    warned, _ = node.files().err.read_text().splitlines()
+    assert "sets OMP_PROC_BIND, but" in warned and "launcher.agent.warm_workers=false" in warned
     node.finish(node.start(WarmWorkerPool(0, node.command)))
     assert "OMP_PROC_BIND" not in node.files().err.read_text()
 

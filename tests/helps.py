@@ -10,7 +10,7 @@ from hpc_elastic.cli.main import program
 
 def help_of(name: str) -> str:
     """Return what `hpc-elastic NAME --help` prints."""
-    context = click.Context(program, info_name="hpc-elastic")
+    context = click.Context(program, info_name="hpc-elastic", **program.context_settings)
     command = program.get_command(context, name)
     assert command is not None
     return command.get_help(click.Context(command, context, info_name=name))

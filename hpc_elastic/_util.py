@@ -154,6 +154,10 @@ def node_time(node_s: float, like: float | None = None) -> str:
 # ---- Throughput of something that is counted (pure)
 
 
+_MARKS = 60
+"""Number of counts kept per window."""
+
+
 class ThroughputMeter:
     """Throughput of a count, over the last seconds.
 
@@ -188,10 +192,6 @@ class ThroughputMeter:
         (begin, first), (end, last) = self._marks[0], self._marks[-1]
         seconds = max(end - begin, self._shortest_s)
         return (last - first) / seconds if seconds > 0 else None
-
-
-_MARKS = 60
-"""So many counts of a window are kept."""
 
 
 # ---- Where the files that ship with the package lie: config groups and sbatch templates

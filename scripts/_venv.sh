@@ -47,8 +47,9 @@ install_extra() {
         quiet_pip $(torch_index) torch
     fi
     say "Installing hpc_elastic[$1] into .venv"
-    quiet_pip --editable ".[$1]"
-    case $1 in test | check | bench | docs) quiet_pip --editable ./tools/slurm_sandbox ;; esac
+    local sandbox=()
+    case $1 in test | bench | docs) sandbox=(--editable ./tools/slurm_sandbox) ;; esac
+    quiet_pip --editable ".[$1]" "${sandbox[@]}"
     printf '%s\n' "$wanted" >"$stamp"
 }
 

@@ -264,7 +264,7 @@ def start_checks(task: Task) -> Preflight:
 def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
     """Let the run's tasks avoid this node, unless they avoid its maximum number of nodes already.
 
-    A failure of so many nodes has a common cause, which is not the nodes.
+    If that many nodes fail, the cause is common to them: not the nodes.
 
     Returns:
         Whether the task may be requeued, to start on another node.

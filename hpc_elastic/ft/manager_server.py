@@ -335,7 +335,7 @@ class ManagerServer:
         self._workers.clear()
 
     def _lose_workers(self, reason: str) -> None:
-        """Report that the group cannot go on, before any of its workers waits in vain."""
+        """Report that the group cannot go on, so that no worker waits for its next quorum."""
         _log.warning("%s", reason)
         self._lost_reason = reason
         if not self._is_complete(self._requests):

@@ -163,7 +163,7 @@ class ReplicaState:
     def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Effect]:
         """Workers of a member failed; its other workers have been stopped."""
         run = self.run
-        if agent in run.done or not self._is_member(agent):
+        if agent in run.done or not self.run.is_member(agent):
             return []
         self.taking_part.discard(agent)
         effects = self._judge_once(failures, agent)
@@ -178,7 +178,7 @@ class ReplicaState:
 
     def finished(self, agent: Agent, now: float) -> list[Effect]:
         """All workers of a member have returned."""
-        if not self._is_member(agent):
+        if not self.run.is_member(agent):
             return []
         if not self.run.done:
             self._results = results_of(self._round_of(agent), agent)
@@ -227,9 +227,6 @@ class ReplicaState:
         return [*judged, *self._advance(now)]
 
     # ---- members ------------------------------------------------------------------------
-
-    def _is_member(self, agent: Agent) -> bool:
-        return self.run.phase is RoundPhase.RUNNING and agent in self.run.ranks
 
     def _round_of(self, agent: Agent) -> int:
         placement = self.placed.get(agent)

@@ -327,10 +327,14 @@ class RunState:
             self.policy.fell_silent(agent.host)
         self.recovery.lose_unseen(agent)
 
+    def is_member(self, agent: Agent) -> bool:
+        """Return whether an agent is a member of the round that runs."""
+        return self.phase is RoundPhase.RUNNING and agent in self.ranks
+
     def is_at_work(self, agent: Agent) -> bool:
         """Tell whether an agent is a member of the round that runs, or that was just broken."""
-        if self.phase is RoundPhase.RUNNING:
-            return agent in self.ranks
+        if self.is_member(agent):
+            return True
         return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
@@ -587,7 +591,7 @@ class RoundState:
         if refused is not None:
             return refused
         effects: list[Effect] = []
-        if self._is_member(agent):
+        if self.run.is_member(agent):
             effects += self._break(now, f"{agent.host} joins anew", "agent_restarted")
         return [*effects, *self.run.add(agent, now, request), *self.tick(now)]
 
@@ -600,7 +604,7 @@ class RoundState:
 
     def finished(self, agent: Agent, now: float) -> list[Effect]:
         """All workers of a member have returned."""
-        if not self._is_member(agent):
+        if not self.run.is_member(agent):
             return []
         run = self.run
         run.done.add(agent)
@@ -612,7 +616,7 @@ class RoundState:
 
         ``held`` is the number of the request to hold that some of them obey there, or 0.
         """
-        if not self._is_member(agent):
+        if not self.run.is_member(agent):
             return []
         self.run.policy.announced(step)
         self.change.announced(agent, step, held, now)
@@ -620,13 +624,13 @@ class RoundState:
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
         """A member's node is to be left within so long. One that is in no round just leaves."""
-        if not self._is_member(agent):
+        if not self.run.is_member(agent):
             return []
         return [*self.change.noticed(agent, reason, left_s, now), *self.tick(now)]
 
     def wants_checkpoint(self, agent: Agent, now: float) -> list[Effect]:
         """A worker of a member asks for a checkpoint of the whole group."""
-        if not self._is_member(agent):
+        if not self.run.is_member(agent):
             return []
         self.change.want_checkpoint()
         return self.tick(now)
@@ -675,9 +679,6 @@ class RoundState:
         return [*effects, *(self._close_round(now) if closes else [])]
 
     # ---- rules --------------------------------------------------------------------------
-
-    def _is_member(self, agent: Agent) -> bool:
-        return self.run.phase is RoundPhase.RUNNING and agent in self.run.ranks
 
     def _close_round(self, now: float) -> list[Effect]:
         self.run.close_round(now)

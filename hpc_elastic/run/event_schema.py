@@ -126,8 +126,8 @@ _OF_TASKS = (
           Field("hosts", "texts", "the nodes, at most 20; in the leader's event only", True),
           Field("all", "flag", "all nodes of the run, because they are too few; in the leader's "
                 "event only", True),
-          Field("why", "text", "why they wait in vain, if other runs of the sweep hold the missing "
-                "nodes; in the leader's event only", True))),
+          Field("why", "text", "why waiting longer would not help, if other runs of the sweep "
+                "hold the missing nodes; in the leader's event only", True))),
     Kind("agent_killed", "A signal has ended an agent.", "when the signal has arrived", _AGENT,
          (Field("signal", "text", "SIGINT, SIGHUP or SIGQUIT"),)),
     Kind("agent_failed", "An agent cannot go on.", "when its task fails", _AGENT,

@@ -225,6 +225,8 @@ class LighthouseState:
             return []
         if not active.is_adopted or request.commit_failures or is_confirmed:
             return self._abort_quorum(f"{replica} requests another, after a step that failed")
+        if request.quorum_id != active.quorum_id:  # each member has reported its quorum
+            return self._abort_quorum(f"another process has started as {replica}")
         return self._follow_request(now) if self._is_complete else []
 
     def _follow_request(self, now: float) -> list[ReplicaMessage]:

@@ -386,6 +386,20 @@ def test_newcomer_waits_until_all_members_have_reconnected():
     assert {p.quorum_step for n in "ab" for p in sent[n] if isinstance(p, ProposeSwitch)} == {0}
 
 
+@pytest.mark.parametrize("others", [(), ("b",)])
+def test_another_process_of_the_same_name_ends_an_adopted_quorum(others):
+    """Its request is of no quorum, so the process that was a member is gone; the next one forms."""
+    groups = Groups(epoch=4)
+    groups.reconnect(OLD, "a", *others)
+    groups.wait(0.05)
+    groups.connect("a")
+    groups.send("a", ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
+    sent = groups.send("a", request(store="other:1"))
+    assert aborted(sent).keys() >= set(others)
+    sent = groups.request(*others, quorum_id=OLD) if others else sent
+    assert quorum_of(sent or groups.wait(0.1)) > OLD
+
+
 def test_reconnected_member_gets_the_confirmation_again():
     """Its connection was replaced; it stays a member."""
     groups = Groups()

@@ -52,6 +52,13 @@ def one_life(folder: Path, least: int, num_lines: int, further_s: float) -> int:
     return lines[-1]
 
 
+def save_and_close(folder: Path) -> None:
+    """Save once more, and end as a process does that is not killed."""
+    counter = Counter()
+    with checkpointer(folder, counter) as c:
+        assert save_at(c, counter, (c.restore() or 0) + 1)
+
+
 def lives(folder: Path) -> None:
     """Kill a process at random points."""
     random.seed(4)
@@ -61,7 +68,8 @@ def lives(folder: Path) -> None:
         committed = one_life(folder, committed, num_lines, further_s)
     assert restored(folder) >= committed > NUM_KILLS / 2
     store = Store(folder)
-    assert len(store.steps()) <= 3  # two, and one that was not yet removed
+    assert exit_code(fork(save_and_close, folder)) == 0
+    assert len(store.steps()) == 2, "the last process removes what the killed ones left"
     assert all(verify(store.folder(step)) == [] for step in store.steps())
 
 

@@ -47,7 +47,7 @@ _MEMBERS_PER_S = 1000
 """A question costs a message to each member and one back: that limits how often it is put."""
 _FASTEST = 1e6
 _MOST_DOUBLINGS = 30
-_LAST_STEP = 2**40 - 1
+_LAST_STEP = 2**40 - 2
 
 M = TypeVar("M", bound=Hashable)
 

@@ -145,7 +145,7 @@ class ElasticAgent(LocalElasticAgent):
         self._handler = handler
         self._session = handler.session
         self._workplace = workplace
-        self._boundaries: WorkerChannel | None = None
+        self._channel: WorkerChannel | None = None
         self._farewell: DrainController | None = None
         self._beginning: FirstStepLog | None = None
         self._saves = CheckpointFailureLog(workplace.events.write_behind)
@@ -235,7 +235,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _listen(self, pages: list[SharedPage]) -> None:
         """Begin to pass on what the workers of a round and their leader tell each other."""
-        self._boundaries = WorkerChannel(self._session, pages)
+        self._channel = WorkerChannel(self._session, pages)
         self._beginning = FirstStepLog(self._workplace.trains, self._round.number, pages)
         self._saves.watch(self.pages.get(_FIRST_RANK))
         replica, notices = self._workplace.replica, self._workplace.notices
@@ -279,9 +279,9 @@ class ElasticAgent(LocalElasticAgent):
         verdict = self._session.verdict
         if verdict is not None:
             return self._as_result(verdict, worker_group)
-        if self._boundaries is not None and self._farewell is not None:
+        if self._channel is not None and self._farewell is not None:
             now = time.monotonic()
-            self._boundaries.look(now)
+            self._channel.poll(now)
             self._farewell.look(now)
             if self._hangs is not None:
                 self._hangs.update(self._pids_by_rank(), now, done=self._awaits_leader)
@@ -310,7 +310,7 @@ class ElasticAgent(LocalElasticAgent):
         if result.state is WorkerState.SUCCEEDED and not failures:
             self._tell_of_return()
             return
-        self._boundaries = self._farewell = None
+        self._channel = self._farewell = None
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
         # those hold GPU memory, which the next worker needs
         process_cleanup.kill_strays(self._warm_workers.pids)

@@ -38,8 +38,7 @@ from hpc_elastic.agent.metrics import main_thread_load_s
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import PATIENCE, RankState, failures_of, judge, note_of
 from hpc_elastic.rendezvous.log_entry import Agent
-from hpc_elastic.rendezvous.session import SaveProposal
-from hpc_elastic.worker.shared_page import ReadablePage, WorkerStatus
+from hpc_elastic.worker.shared_page import CheckpointRequest, ReadablePage, WorkerStatus
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +55,8 @@ class HangReporter(Protocol):
     """The part of `rendezvous.session.Session` that is used here."""
 
     @property
-    def proposal(self) -> SaveProposal | None:
-        """The step at which all ranks may have to save; None if there is none."""
+    def checkpoint_request(self) -> CheckpointRequest | None:
+        """The leader's request to all workers of the round; None if there is none."""
 
     @property
     def stacks(self) -> int:
@@ -141,10 +140,10 @@ class HangWatch:
             now: Monotonic seconds.
             done: Whether all workers have returned; the leader may still query.
         """
-        proposal = self._leader.proposal
+        request = self._leader.checkpoint_request
         for worker, clock in zip(self._workers, self._clocks, strict=True):
             published = worker.page.read()
-            clock.update(published, now, awaited=_awaits(published, proposal))
+            clock.update(published, now, awaited=_awaits(published, request))
         if self._sampling is not None and self._sampling.is_alive():
             return
         number, due = self._leader.stacks, [c for c in self._clocks if c.is_due(now)]
@@ -277,7 +276,7 @@ class WorkerSample:
         if self.letter == _STOPPED:
             return "stopped"
         waits = self.alone and self.dumps and is_in_quorum(self.dumps[-1])
-        if self.published.busy or self.published.held or self.alive or waits:
+        if self.published.busy or self.published.paused or self.alive or waits:
             return "busy"
         if self.letter == _DEBUGGED:
             return "moves"
@@ -305,9 +304,9 @@ def _wants_cpu(before_s: float | None, after_s: float | None, wanted_s: float) -
     return before_s is not None and after_s is not None and after_s - before_s > wanted_s
 
 
-def _awaits(worker: WorkerStatus, proposal: SaveProposal | None) -> bool:
-    """Return whether a worker waits for the leader's confirmation of its present step."""
-    return proposal is not None and not proposal.confirmed and worker.passed == proposal.step
+def _awaits(worker: WorkerStatus, request: CheckpointRequest | None) -> bool:
+    """Return whether a worker waits for the confirmation of a checkpoint request."""
+    return request is not None and not request.confirmed and worker.waiting == request.number
 
 
 def _message(item: Any) -> Message:
@@ -366,7 +365,7 @@ class StepClock:
             self._step_at += slept_s
         step = max((s for s in (worker.step, worker.passed) if s is not None), default=None)
         sign = (step, worker.boundary, worker.samples, worker.pulse)
-        if sign != self._sign or worker.busy or worker.held or awaited:
+        if sign != self._sign or worker.busy or worker.paused or awaited:
             self._sign, self._sign_at = sign, now
         self._note_step(step, now)
         self._is_over = _is_over(worker, step)
@@ -546,7 +545,7 @@ class StackSampler:
         for pause_s in (0.0, *_PAUSES_S):
             time.sleep(pause_s)
             published = self._page.read()
-            self.was_busy = bool(published.busy or published.held)
+            self.was_busy = bool(published.busy or published.paused)
             if self.was_busy or time.monotonic() > deadline:
                 return
             self._take_stacks()

@@ -53,7 +53,7 @@ class Disconnect:
 class Deliver:
     """Hand the agent's own thread a message of the leader, or about it.
 
-    Types: ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``end``, ``give back``,
+    Types: ``round``, ``stop``, ``checkpoint_request``, ``end``, ``give back``,
     ``waiting`` (as `leader` sends them); ``noticed``: this node is under notice; ``leaving``: it
     has left the run because of that; ``news``: the reason why nothing has come yet.
     """

@@ -244,7 +244,7 @@ class FollowerState:
                 return [Deliver(message)]
             case "stop" if not self.joining:
                 return [Deliver(message), *self._stopped()]
-            case "hold" | "propose" | "confirm" | "stacks" if self._in_round:
+            case "checkpoint_request" | "stacks" if self._in_round:
                 return [Deliver(message)]
             case "waiting" | "ft":
                 return [Deliver(message)]

@@ -10,13 +10,14 @@ Departures  A member whose node is to be left soon is *under notice*. Its round 
             agent decides. Where there is more than `HASTE_S` left, others are waited for: a time
             limit comes to all nodes at once, and one checkpoint does for all.
 
-At a checkpoint  The members are asked to *hold* at their next checkpoint, and then to agree on a
-            step at which all ranks make one (`hpc_elastic.step_agreement`): no step is made that
-            the restart would undo. The request to hold is sent before the confirmation, so that a
-            rank that is to save at a step is also to stay there. The round is broken when all are
-            there. A rank that holds goes on if a later step is proposed, or ranks that hold at
-            different checkpoints would wait for each other; so no checkpoint before that step
-            counts.
+At a checkpoint  The leader sends the members one *checkpoint request* at a time
+            (`hpc_elastic.worker.shared_page`). The members agree on a step at which all ranks save
+            (`hpc_elastic.step_agreement`). If the group is about to change when the step is
+            confirmed, the request says ``pause``: all ranks stay at that checkpoint, so that no
+            step is made that the restart would undo. If no worker polls steps, the request names
+            the next checkpoint of each worker instead, until one does. The round is broken when all
+            members are at the checkpoint. If the reason for the change is gone before, the members
+            are released.
 
 Times are monotonic seconds of the leader.
 """
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from hpc_elastic._util import ThroughputMeter
@@ -39,14 +40,15 @@ from hpc_elastic.step_agreement import (
     StepAgreement,
     StepVote,
 )
+from hpc_elastic.worker.shared_page import CheckpointRequest
 
 HASTE_S = 10.0
 """With less time left nobody else is waited for."""
 GATHER_S = 2.0
 AHEAD_S = 0.5
 """A step is proposed so far ahead of the furthest member."""
-NOT_HELD_S = 30.0
-"""Ranks that do not hold where they should make no other checkpoint for so long."""
+NOT_PAUSED_S = 30.0
+"""After a checkpoint at which ranks did not stay as requested, the next one waits for so long."""
 _NAMED = 5
 
 
@@ -80,53 +82,52 @@ class JoinCandidates(NamedTuple):
 
 
 # ---- Where the members of a round stand with their checkpoint boundaries (pure)
-# Workers announce every checkpoint that is complete. Once nodes wait to be admitted, the members
-# are asked to *hold*: the next worker that announces a boundary stays there, so that no later
-# step is made that the restart would undo. The group may be stopped once every member has
-# announced that boundary: those that had passed it before they were asked are stuck in a
-# collective with those that hold.
+# Workers announce every checkpoint that is complete. A worker that is to *pause* stays at the one
+# that it announces. The group may be stopped once every member has announced that checkpoint: those
+# that had passed it before they saw the request are stuck in a collective with those that stay.
 
 
 @dataclass
 class CheckpointBarrier:
-    """The announcements of one round, as the leader hears of them."""
+    """Where the members of a round stand, by their announcements of checkpoints."""
 
     seen: bool = False
-    """Whether any worker of the run has announced one yet."""
+    """Whether any worker of the run has announced a checkpoint yet."""
     announced: dict[Agent, int] = field(default_factory=dict)
     """The last step that all workers of a member have announced."""
-    held_step: int | None = None
-    held_since: float = 0.0
+    step: int | None = None
+    """The step at which a member stays; None if none does."""
+    since: float = 0.0
     arrived: set[Agent] = field(default_factory=set)
-    """Members that have announced ``held_step``."""
+    """Members that have announced ``step``."""
 
     def new_round(self) -> None:
         """Forget what the last round's members announced."""
         self.announced.clear()
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
-        """The members are not to hold any more: their next boundary counts, not the last one."""
+    def release(self) -> None:
+        """Forget where the members stay, since they continue."""
         self.arrived.clear()
-        self.held_step = None
+        self.step = None
 
-    def announce(self, agent: Agent, step: int, held: bool, now: float) -> None:
-        """A member has a complete checkpoint of ``step``, and holds there or goes on."""
+    def announce(self, agent: Agent, step: int, pauses: bool, now: float) -> None:
+        """A member has a complete checkpoint of ``step``, and stays there or continues."""
         self.seen = True
         self.announced[agent] = step
-        if held and (self.held_step is None or step > self.held_step):
-            self.held_step, self.held_since = step, now
+        if pauses and (self.step is None or step > self.step):
+            self.step, self.since = step, now
             self.arrived = {a for a, s in self.announced.items() if s >= step}
-        elif self.held_step is not None and step >= self.held_step:
+        elif self.step is not None and step >= self.step:
             self.arrived.add(agent)
 
     def reached(self, members: Sequence[Agent], now: float) -> int | None:
         """Return the step at which all members have arrived; None before."""
-        if self.held_step is None or not members:
+        if self.step is None or not members:
             return None
-        everybody = len(self.arrived) >= len(members)
-        first_only = members[0] in self.arrived and now - self.held_since >= STRAGGLE_S
-        return self.held_step if everybody or first_only else None
+        are_all = len(self.arrived) >= len(members)
+        first_only = members[0] in self.arrived and now - self.since >= STRAGGLE_S
+        return self.step if are_all or first_only else None
 
 
 class GroupChange:
@@ -149,10 +150,8 @@ class GroupChange:
         """Whether a worker asks for a checkpoint, and no agreement has been reached since."""
         self._is_needed = False
         """Whether the group is to change at the step that is agreed on."""
-        self._held_step: int | None = None
-        """The last step that was confirmed for a change of the group."""
-        self._holding = False
-        self._num_holds = 0
+        self._pause: CheckpointRequest | None = None
+        """The confirmed request to stay at a checkpoint; None if there is none, or no more."""
         self._noted: tuple[int, int] | None = None
         """The growth decision that was logged last: how many of how many are wanted."""
 
@@ -164,7 +163,7 @@ class GroupChange:
 
     def end_round(self) -> None:
         """The round is over, and with it all that was asked of its members."""
-        self._holding, self._noted = False, None
+        self._noted = None
         self.preempted.clear()
         self._soonest = self._gathered = math.inf
         self._reset_agreement()
@@ -172,21 +171,21 @@ class GroupChange:
     def _reset_agreement(self) -> None:
         self.agreement = self.agreements(AHEAD_S)
         self._is_wanted = self._is_needed = False
-        self._held_step = None
+        self._pause = None
 
     # ---- reports of members -------------------------------------------------------------
 
-    def announced(self, agent: Agent, step: int, held: int, now: float) -> None:
+    def announced(self, agent: Agent, step: int, paused: int, now: float) -> None:
         """All workers of a member have announced the checkpoint of a step.
 
-        If it is the confirmed one, no proposal can overwrite that any more, and a later one must
-        come where other members hold further on.
+        Args:
+            agent: The member.
+            step: Optimizer steps done.
+            paused: The number of the request for which some of them stay there; 0: none stays.
+            now: The time.
         """
-        agreed = self._held_step
-        stays = self._holding and (held == self._num_holds or step == agreed)
+        stays = self._pause is not None and paused == self._pause.number
         self.barrier.announce(agent, step, stays, now)
-        if self.agreement.state is AgreementState.CONFIRMED and step >= self.agreement.step:
-            self._pass_step(agent, now)
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
         """A member is to leave within so long."""
@@ -202,20 +201,20 @@ class GroupChange:
         self._is_wanted = True
 
     def voted(self, agent: Agent, vote: StepVote, now: float) -> list[Effect]:
-        """A member votes on a proposal, or has passed the confirmed step."""
+        """A member votes on a request, or reports that it has passed a confirmed step."""
         agreement = self.agreement
-        if agreement.state is AgreementState.CONFIRMED:
-            passed = vote.passed is not None and vote.passed > agreement.step
-            if vote.number == agreement.number and passed:
-                self._pass_step(agent, now)
+        if vote.number != agreement.number:
             return []
-        step = agreement.vote(agent, vote, now)
-        if isinstance(step, Confirmation):
-            self._is_wanted = False
-            self._held_step = agreement.step if self._is_needed else self._held_step
-        elif step is not None and not step.number and not self._is_needed:
-            self._is_wanted = False  # the script does not ask whether to save
-        return self._send(step)
+        if agreement.state is AgreementState.CONFIRMED:
+            if vote.passed is not None and vote.passed > agreement.step:
+                agreement.pass_step(agent)
+                if not agreement.awaited and self._pause is not None:
+                    agreement.pause(NOT_PAUSED_S, now)
+            return []
+        if self._pauses_next and vote.passed is not None:  # the workers poll steps after all
+            agreement.hurry()
+            return self._begin_agreement(now)
+        return self._send_agreed(agreement.vote(agent, vote, now))
 
     # ---- rules --------------------------------------------------------------------------
 
@@ -228,7 +227,12 @@ class GroupChange:
     def is_quiet(self) -> bool:
         """Whether nothing is going on, as nearly always."""
         idle = self.agreement.state is AgreementState.IDLE and not self._is_wanted
-        return idle and not self.preempted and not self._holding and self._noted is None
+        return idle and not self.preempted and self._pause is None and self._noted is None
+
+    @property
+    def _pauses_next(self) -> bool:
+        """Whether each worker is to stay at its next checkpoint."""
+        return self._pause is not None and self._pause.step is None
 
     def consider(self, waiting: JoinCandidates, now: float, *, finishing: bool) -> ChangeDecision:
         """Decide whether to go on, to prepare a change, or to break the round.
@@ -242,7 +246,7 @@ class GroupChange:
         if admits and self.rules.scale_up == "immediate":
             return ChangeDecision(effects, admits, self._reason(waiting, admits=True))
         if not (admits or self._may_leave(now)):
-            effects += [*self._hold(False), *self._agree(False, finishing, now)]
+            effects += [*self._release(), *self._agree(False, finishing, now)]
             return ChangeDecision(effects, admits)
         reason = self._reason(waiting, admits=admits)
         step = self.barrier.reached(self.members, now)
@@ -252,7 +256,7 @@ class GroupChange:
         if admits and self._is_pointless(waiting, now):
             reason = f"{reason}; the script announces no checkpoints"
             return ChangeDecision(effects, admits, reason)
-        effects += [*self._hold(True), *self._agree(True, finishing, now)]
+        effects += self._agree(True, finishing, now)
         return ChangeDecision(effects, admits)
 
     def _weigh(self, waiting: JoinCandidates) -> tuple[list[Effect], bool]:
@@ -307,61 +311,63 @@ class GroupChange:
             since = max(since, agreement.since)
         return now - since >= self.rules.scale_up_timeout_s
 
-    def _hold(self, on: bool) -> list[Effect]:
-        if on == self._holding:
+    def _release(self) -> list[Effect]:
+        """Let members that stay at a checkpoint continue."""
+        if self._pause is None:
             return []
-        self._holding = on
-        if not on:
-            self.barrier.let_go()
-            self._held_step = None
-            return [Send(self.members, {"type": "hold", "number": 0})]
-        return self._request_hold()
-
-    def _request_hold(self) -> list[Effect]:
-        self._num_holds += 1
-        return [Send(self.members, {"type": "hold", "number": self._num_holds})]
+        request, self._pause = replace(self._pause, released=True), None
+        self.barrier.release()
+        return self._send(request)
 
     def _agree(self, is_needed: bool, finishing: bool, now: float) -> list[Effect]:
-        """Go on with the agreement; ask members to hold anew where a proposal is withdrawn.
-
-        For a step that was proposed, members went on from a checkpoint at which they held.
-        """
-        ahead = self.ahead
-        if finishing:
-            step: Proposal | None = self.agreement.withdraw(now)
-            self._is_wanted = self._is_wanted and step is None
-        else:
-            step = self._advance_agreement(is_needed, now)
-        effects = self._send(step)
-        if self.ahead < ahead and self._holding:
-            self.barrier.let_go()
-            effects += self._request_hold()
-        return effects
-
-    def _advance_agreement(self, is_needed: bool, now: float) -> Proposal | None:
-        if is_needed and not self._is_needed:
-            self.agreement.hurry()
-        self._is_needed = is_needed
-        if not (is_needed or self._is_wanted):
-            return self.agreement.withdraw(now)
-        if self.agreement.is_late(now):
-            return self.agreement.withdraw(now)
-        return self.agreement.begin(self.members, now)
-
-    def _pass_step(self, agent: Agent, now: float) -> None:
+        """Advance the agreement on the step of the next checkpoint."""
         agreement = self.agreement
-        agreement.pass_step(agent)
-        if agreement.state is AgreementState.IDLE and agreement.step == self._held_step:
-            agreement.pause(NOT_HELD_S, now)
+        if is_needed and not self._is_needed:
+            agreement.hurry()
+        self._is_needed = is_needed
+        if finishing:
+            withdrawn = agreement.withdraw(now)
+            self._is_wanted = self._is_wanted and withdrawn is None
+            return [] if withdrawn is None else self._send(None)
+        is_late = agreement.is_late(now)
+        if is_late or not (is_needed or self._is_wanted):
+            is_unanswered = is_needed and agreement.step == 0 and agreement.furthest is None
+            withdrawn = agreement.withdraw(now)
+            if is_unanswered:
+                return self._send_agreed(withdrawn)
+            return [] if withdrawn is None else self._send(None)
+        return [] if self._pauses_next else self._begin_agreement(now)
 
-    def _send(self, step: Proposal | Confirmation | None) -> list[Effect]:
-        match step:
+    def _begin_agreement(self, now: float) -> list[Effect]:
+        proposal = self.agreement.begin(self.members, now)
+        if proposal is not None:  # members that stay at a checkpoint continue
+            self._pause = None
+            self.barrier.release()
+        return self._send_agreed(proposal)
+
+    def _send_agreed(self, result: Proposal | Confirmation | None) -> list[Effect]:
+        """Send the members what a vote has led to."""
+        number, step = self.agreement.number, self.agreement.step
+        match result:
             case None:
                 return []
-            case Proposal(number, at):
-                return [Send(self.members, {"type": "propose", "number": number, "step": at})]
-            case Confirmation(number):
-                return [Send(self.members, {"type": "confirm", "number": number})]
+            case Confirmation():
+                self._is_wanted = False
+                request = CheckpointRequest(number, step, confirmed=True, pause=self._is_needed)
+                self._pause = request if request.pause else None
+                return self._send(request)
+            case Proposal(0) if self._is_needed:  # no worker polls steps
+                self._pause = CheckpointRequest(number, None, confirmed=True, pause=True)
+                return self._send(self._pause)
+            case Proposal(0):
+                self._is_wanted = False
+                return self._send(None)
+            case Proposal():
+                return self._send(CheckpointRequest(number, step))
+
+    def _send(self, request: CheckpointRequest | None) -> list[Effect]:
+        fields = None if request is None else asdict(request)
+        return [Send(self.members, {"type": "checkpoint_request", "request": fields})]
 
 
 def preemption_note(agent: Agent, reason: str, left_s: float) -> Note:

@@ -2,11 +2,11 @@
 
 Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. All that the
 leader does passes through its `term`; when that is over, the leader ends. Messages to an
-agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``stacks``, ``notice``,
+agent: ``welcome``, ``round``, ``stop``, ``checkpoint_request``, ``stacks``, ``notice``,
 ``end``, ``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``,
-``here``, ``failed``, ``finished``, ``boundary``, ``want``, ``answer``, ``stalled``, ``stacks``,
-``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``beat``. What is in an
-``ft`` is for the lighthouse (`hpc_elastic.ft.messages`).
+``here``, ``failed``, ``finished``, ``checkpoint``, ``request_checkpoint``, ``step_vote``,
+``stalled``, ``stacks``, ``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``beat``. What is
+in an ``ft`` is for the lighthouse (`hpc_elastic.ft.messages`).
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class ReplicaState:
                 return self.finished(agent, now)
             case "failed":
                 return self.worker_failed(failures_of(message), agent, now)
-            case "boundary":
+            case "checkpoint":
                 self.run.policy.announced(int(message["step"]))
         return []
 

@@ -573,16 +573,16 @@ class RoundState:
                 return self.noticed(agent, str(message["reason"]), left_s, now)
             case _ if not self.is_current(agent, message):
                 return []
-            case "want":
+            case "request_checkpoint":
                 return self.wants_checkpoint(agent, now)
-            case "answer":
+            case "step_vote":
                 return self.voted(agent, vote_of(message), now)
             case "finished":
                 return self.finished(agent, now)
             case "failed":
                 return self.worker_failed(failures_of(message), agent, now)
-            case "boundary":
-                return self.boundary(agent, int(message["step"]), int(message["held"]), now)
+            case "checkpoint":
+                return self.checkpointed(agent, int(message["step"]), int(message["paused"]), now)
         return []
 
     def join(self, agent: Agent, now: float, request: int = 1) -> list[Effect]:
@@ -611,15 +611,15 @@ class RoundState:
         are_all = len(run.done) == len(run.ranks.members)
         return run.end(RunEnding("succeeded")) if are_all else []
 
-    def boundary(self, agent: Agent, step: int, held: int, now: float) -> list[Effect]:
+    def checkpointed(self, agent: Agent, step: int, paused: int, now: float) -> list[Effect]:
         """All workers of a member have announced the checkpoint of ``step``.
 
-        ``held`` is the number of the request to hold that some of them obey there, or 0.
+        ``paused`` is the number of the request for which some of them stay there, or 0.
         """
         if not self.run.is_member(agent):
             return []
         self.run.policy.announced(step)
-        self.change.announced(agent, step, held, now)
+        self.change.announced(agent, step, paused, now)
         return self.tick(now)
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
 from hpc_elastic.rendezvous.replica_state import replica_name
 from hpc_elastic.transport.connection import ClientConnection, Listener, connect
+from hpc_elastic.worker.shared_page import CheckpointRequest
 
 _log = logging.getLogger(__name__)
 
@@ -164,19 +165,14 @@ class Session:
         return self._heard.stop_requested
 
     @property
-    def hold(self) -> int:
-        """Not 0: workers are to stay at their next checkpoint boundary; the request's number."""
-        return self._heard.hold
-
-    @property
     def stacks(self) -> int:
         """Number of the leader's question what the workers are at (`hang_diagnosis`); 0: none."""
         return self._heard.stacks
 
     @property
-    def proposal(self) -> SaveProposal | None:
-        """The step at which all ranks may have to save; None: there is none, or none any more."""
-        return self._heard.proposal
+    def checkpoint_request(self) -> CheckpointRequest | None:
+        """The leader's request to all workers of the round; None if there is none."""
+        return self._heard.checkpoint_request
 
     @property
     def noticed(self) -> LeaveRequest | None:
@@ -211,18 +207,18 @@ class Session:
         """Report that all workers of this agent have returned."""
         self._report("finished")
 
-    def boundary(self, step: int, *, held: int) -> None:
+    def report_checkpoint(self, step: int, *, paused: int) -> None:
         """Report that all workers have announced the checkpoint of a step.
 
         Args:
             step: The optimizer step that the checkpoint holds.
-            held: Not 0: some of them stay there; the number of the request that they obey.
+            paused: The number of the request for which some of them stay there; 0: none stays.
         """
-        self._report("boundary", step=step, held=held)
+        self._report("checkpoint", step=step, paused=paused)
 
     def want_checkpoint(self) -> None:
         """Ask that all ranks save at one step soon."""
-        self._report("want")
+        self._report("request_checkpoint")
 
     def stalled(self, stalled_s: float, limit_s: float) -> None:
         """Report that workers have made no step for so long, which is longer than the limit."""
@@ -237,18 +233,17 @@ class Session:
         """
         self._report("stacks", number=number, ranks=ranks)
 
-    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
-        """Answer a proposal; once more when all workers have passed its step, if it is confirmed.
+    def vote(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
+        """Vote on a checkpoint request, and again when all workers have passed a confirmed step.
 
         Args:
-            number: Of the proposal.
-            ok: No worker of this node has passed the step, or may be about to without having seen
-                the proposal: each is before it, or waits there.
-            passed: The largest step that a worker has published; in the second answer the smallest.
-                None: no worker has asked `should_checkpoint` yet.
+            number: Of the request.
+            ok: Each worker of this node is before the step, or waits there.
+            passed: The largest step that a worker has published; in the second vote the smallest.
+                None: no worker has called `should_checkpoint` yet.
             rate: Steps per second, at least 0.
         """
-        self._report("answer", number=number, ok=ok, passed=passed, rate=rate)
+        self._report("step_vote", number=number, ok=ok, passed=passed, rate=rate)
 
     # ---- the event loop's thread --------------------------------------------------------
 
@@ -520,15 +515,6 @@ Outcome = RoundInfo | Ending
 
 
 @dataclass(frozen=True)
-class SaveProposal:
-    """A step at which all ranks may have to save: once it is confirmed."""
-
-    number: int
-    step: int
-    confirmed: bool = False
-
-
-@dataclass(frozen=True)
 class LeaveRequest:
     """This node has to be left."""
 
@@ -545,9 +531,8 @@ class SessionState:
     def __init__(self) -> None:
         self.round: RoundInfo | None = None
         self.stop_requested = False
-        self.hold = 0
         self.stacks = 0
-        self.proposal: SaveProposal | None = None
+        self.checkpoint_request: CheckpointRequest | None = None
         self.notice: LeaveRequest | None = None
         self.ending: Ending | None = None
         self.news = "reading the records of the run"
@@ -563,8 +548,8 @@ class SessionState:
             BaseException: what the event loop's thread has failed with.
         """
         with self._changed:
-            self.round, self.proposal = None, None
-            self.stop_requested, self.hold, self.stacks = False, 0, 0
+            self.round, self.checkpoint_request = None, None
+            self.stop_requested, self.stacks = False, 0
             ask()
             self._changed.wait_for(lambda: self.round or self.ending or self.error, timeout_s)
             if self.error is not None:
@@ -594,12 +579,11 @@ class SessionState:
             case "stop":
                 _log.info("workers are to stop: %s", message["reason"])
                 self.stop_requested = True
-            case "hold":
-                self.hold = int(message["number"])
             case "stacks":
                 self.stacks = int(message["number"])
-            case "propose" | "confirm":
-                self._note_proposal(message)
+            case "checkpoint_request":
+                fields = message["request"]
+                self.checkpoint_request = None if fields is None else CheckpointRequest(**fields)
             case "noticed":
                 self._note_notice(message)
             case "end" | "give back" | "leaving":
@@ -608,13 +592,6 @@ class SessionState:
                 if message["text"] != self.news:
                     _log.info("%s", message["text"])
                 self.news = message["text"]
-
-    def _note_proposal(self, message: Message) -> None:
-        number = int(message["number"])
-        if message["type"] == "propose":
-            self.proposal = SaveProposal(number, int(message["step"])) if number else None
-        elif self.proposal is not None and self.proposal.number == number:
-            self.proposal = replace(self.proposal, confirmed=True)
 
     def _note_notice(self, message: Message) -> None:
         left_s = float(message["left_s"])

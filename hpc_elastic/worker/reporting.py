@@ -28,6 +28,7 @@ class _Reporter:
         self.opened = False
         self.by_user = False
         self.save_is_last = False
+        self.pause_step: int | None = None
         self.when_returned: list[Callable[[], object]] = []
 
     def find_page(self) -> SharedPage | None:
@@ -105,13 +106,18 @@ def save_is_last(yes: bool) -> None:
     _reporter.save_is_last = yes
 
 
-def save_is_urgent() -> bool:
-    """Tell whether a checkpoint has to be committed before this worker does anything else.
+def pause_after(step: int) -> None:
+    """Note that the group changes at a step: all ranks have agreed to save there, and to stay."""
+    _reporter.pause_step = step
 
-    Its group will change, or its node is left and the state with it.
+
+def save_is_urgent(step: int) -> bool:
+    """Tell whether the checkpoint of a step has to be committed before anything else is done.
+
+    The group changes there, or this worker's node is left and the state with it. The same on all
+    ranks.
     """
-    page = own_page()
-    return _reporter.save_is_last or (page is not None and page.is_held)
+    return _reporter.save_is_last or _reporter.pause_step == step
 
 
 def when_returned(then: Callable[[], object]) -> None:
@@ -177,9 +183,12 @@ def mark_checkpoint(*, step: int) -> None:
         step: Optimizer steps that the checkpoint holds, at least 0.
     """
     page = own_page()
-    if page is not None and not page.pass_boundary(step):
-        held_s = shared_page.LONGEST_HOLD_S
-        _log.warning("held at the checkpoint of step %d for %g s; going on", step, held_s)
+    if page is not None and not page.pause_at(step):
+        paused_s = shared_page.LONGEST_PAUSE_S
+        _log.warning(
+            "the group did not change within %g s at the checkpoint of step %d; the training "
+            "continues", paused_s, step
+        )  # fmt: skip
 
 
 # ---- What a run came through, as scalars beside the loss: for TensorBoard, W&B, or the like

@@ -1,19 +1,21 @@
 """The control page: one small memory page that a worker and its agent share.
 
-The worker writes its step, loss, samples and checkpoint boundaries, when it made its first step,
-how long its checkpoints took and why one was not written; the agent reads them whenever it wants,
-and writes what it asks of the worker: to save at a step that all ranks agree on, to stay at its
-next checkpoint, and by when the node is to be left. No socket, no lock, no collective: a report
-costs well under a microsecond, and the agent's heartbeats do not wait for the training process.
-Each field is eight aligned bytes, written and read in one piece, with one writer; a text is there
-before the number that tells of it.
+The worker writes its step, loss, samples and checkpoints, when it made its first step, how long
+its checkpoints took and why one was not written. The agent reads them whenever it wants, and writes
+one *checkpoint request*: where the worker is to save, and whether it is to stay there. There is no
+socket, no lock and no collective: a report costs well under a microsecond, and the agent's
+heartbeats do not wait for the training process. Each field is eight aligned bytes, written and read
+in one piece, with one writer; a text is complete before the number that announces it.
 
-Agreeing on a step. The agent writes a *proposal*, a number and a step. A worker that comes to a
-step first publishes that it has (`SharedPage.passes`), and then looks for a proposal; at the
-proposed step it waits until that is confirmed, moved or taken back. So an agent that reads the
-published steps a few milliseconds after it has written a proposal knows which workers will see it
-in time: all those whose step is smaller, and those that wait. (The milliseconds stand in for a
-memory barrier, which Python does not have: a store is visible to other cores long before.)
+Checkpoint requests. The agent writes the number and the step of a request. A worker that comes to a
+step first publishes that it has (`SharedPage.poll_checkpoint`), and then reads the request; at the
+first step at or beyond the requested one it waits until the request is confirmed, replaced or
+withdrawn. So an agent that reads the published steps a few milliseconds after it has written a
+request knows which workers will see it in time: those with a smaller step, and those that wait.
+(The milliseconds stand in for a memory barrier, which Python does not have: a store is visible to
+other cores long before.) A confirmed request with ``pause`` keeps the worker at that checkpoint
+until another request replaces it or the agent releases it. A request without a step names the next
+checkpoint of each worker, for scripts that do not call `should_checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import math
 import mmap
 import time
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Protocol, SupportsFloat
 
@@ -33,31 +36,63 @@ RESULTS_VARIABLE = "HPC_ELASTIC_RESULTS"
 WARM_WORKER_VARIABLE = "HPC_ELASTIC_WARM_WORKER"
 """Set for a process that is started ahead of its use (`hpc_elastic.agent.warm_workers`)."""
 DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
-LONGEST_HOLD_S = 60.0
-"""A worker that holds goes on by itself after this long."""
+LONGEST_PAUSE_S = 60.0
+"""A worker that stays at a checkpoint continues by itself after this long."""
 LONGEST_WAIT_S = 60.0
-"""A worker waits this long for its agent's word on a proposed step; then it fails."""
+"""A worker waits this long for the confirmation of a step; then it fails."""
 
 _SIZE = 4096
 _UNSET = -1
-_NO_PROPOSAL = 0
+_NO_REQUEST = 0
 _STEP_BITS = 40
+_NEXT_CHECKPOINT = (1 << _STEP_BITS) - 1
+"""Stands for the step of a request without one; no step is as large."""
 (
-    _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _PASSED, _WAITING, _WANTED, _LEAVE_BY,
-    _HOLD, _PROPOSAL, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED, _RESTORE_S,
-    _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED, _WHY_BYTES,
-    _STORED, _RETURNED,
-) = range(30)  # fmt: skip
+    _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _PAUSED, _PASSED, _WAITING, _WANTED,
+    _LEAVE_BY, _RELEASED, _REQUEST, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED,
+    _RESTORE_S, _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED,
+    _WHY_BYTES, _STORED, _RETURNED, _AGREED,
+) = range(31)  # fmt: skip
 _WHY_AT, _LONGEST_WHY = 2048, 1024
 """Where on the page stands why a checkpoint was not written, and its bytes at most."""
 _BLANK = {
     field: _UNSET
     for field in (
         _STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED, _STORED,
+        _AGREED,
     )
 }  # fmt: skip
 _NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT)
-_LOOK_AGAIN_S = 0.002
+_POLL_INTERVAL_S = 0.002
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """What the leader asks of all workers of a round.
+
+    Attributes:
+        number: Rises with each request, from 1 to 2**22; it stays when a request is confirmed.
+        step: Where to save, at the first step at or beyond it that a worker polls, from 1 to
+            2**40 - 2; 0 only asks how far the workers are; None: at each worker's next checkpoint.
+        confirmed: Whether all workers act on it. Before that they wait at the step.
+        pause: Whether they stay at that checkpoint, since the group is about to change.
+        released: Whether they need not stay any more.
+    """
+
+    number: int
+    step: int | None
+    confirmed: bool = False
+    pause: bool = False
+    released: bool = False
+
+
+class CheckpointPoll(Enum):
+    """Whether a worker is to save after a step; the same on all ranks."""
+
+    NONE = "none"
+    SAVE = "save"
+    SAVE_AND_PAUSE = "save and pause"
+    """The group changes at this checkpoint: save to shared storage, and stay there."""
 
 
 class SharedPage:
@@ -159,33 +194,39 @@ class SharedPage:
         self._numbers[_UNSAVED] = step
         self._numbers[_NUM_UNSAVED] += 1  # last: with it, all else is there
 
-    def passes(self, step: int) -> bool:
-        """Publish that a step is done; tell whether all ranks are to save there (worker).
+    def poll_checkpoint(self, step: int) -> CheckpointPoll:
+        """Publish that a step is done, and return whether all ranks save there (worker).
 
-        Returns at once, unless this very step is proposed and not confirmed yet.
+        It returns at once, unless a request for this step or an earlier one is not confirmed yet.
 
         Raises:
-            HpcElasticError: the agent has not said for `LONGEST_WAIT_S` what became of it.
+            HpcElasticError: the request was neither confirmed nor withdrawn within
+                `LONGEST_WAIT_S`.
         """
-        self._numbers[_PASSED] = step
-        proposal = self._numbers[_PROPOSAL]
-        return proposal != _NO_PROPOSAL and self._is_agreed(step, proposal)
+        previous, self._numbers[_PASSED] = self._numbers[_PASSED], step
+        request = self._numbers[_REQUEST]
+        if request == _NO_REQUEST:
+            return CheckpointPoll.NONE
+        return self._await_request(range(max(previous, 0) + 1, step + 1), request)
 
-    def _is_agreed(self, step: int, proposal: int) -> bool:
-        until = time.monotonic() + LONGEST_WAIT_S
-        while proposal != _NO_PROPOSAL and _step_of(proposal) == step:
-            number = proposal >> _STEP_BITS
+    def _await_request(self, new_steps: range, request: int) -> CheckpointPoll:
+        """Wait while a request for one of these steps is not confirmed; none was polled before."""
+        until, step = time.monotonic() + LONGEST_WAIT_S, new_steps[-1] if new_steps else 0
+        while _step_of(request) in new_steps:
+            number = _number_of(request)
             self._numbers[_WAITING] = number
-            if self._numbers[_CONFIRMED] == number:
-                return True
+            confirmed = self._numbers[_CONFIRMED]
+            if confirmed >> 1 == number:
+                self._numbers[_AGREED] = step
+                return CheckpointPoll.SAVE_AND_PAUSE if confirmed & 1 else CheckpointPoll.SAVE
             if time.monotonic() > until:
                 raise HpcElasticError(
-                    f"nobody confirmed the checkpoint of step {step} for {LONGEST_WAIT_S:g} s; "
-                    "the log of this node's agent says whom it waits for"
+                    f"the checkpoint of step {step} was not confirmed within {LONGEST_WAIT_S:g} s: "
+                    "see the log of this node's agent for the missing nodes"
                 )
-            time.sleep(_LOOK_AGAIN_S)
-            proposal = self._numbers[_PROPOSAL]
-        return False
+            time.sleep(_POLL_INTERVAL_S)
+            request = self._numbers[_REQUEST]
+        return CheckpointPoll.NONE
 
     def occupy(self, by: int, took_s: float = 0.0) -> None:
         """Say that something long begins (1), or is over (-1) after so long (worker)."""
@@ -205,31 +246,32 @@ class SharedPage:
         """Announce the checkpoint of a step, and go on (worker)."""
         self._numbers[_BOUNDARY] = step
 
-    def pass_boundary(self, step: int) -> bool:
+    def pause_at(self, step: int) -> bool:
         """Announce the checkpoint of a step, and stay while the agent asks for it (worker).
 
-        While a later step is proposed it goes on: the others wait for it there.
-
         Returns:
-            Whether the worker may go on; False if it was held for too long.
+            Whether the worker may continue; False if it has stayed for too long.
         """
         self.announce(step)
-        until = time.monotonic() + LONGEST_HOLD_S
-        while (request := self._held_at(step)) and time.monotonic() < until:
-            self._numbers[_HELD] = request
-            time.sleep(_LOOK_AGAIN_S)
-        self._numbers[_HELD] = 0
+        until = time.monotonic() + LONGEST_PAUSE_S
+        while (number := self._pause_request(step)) and time.monotonic() < until:
+            self._numbers[_PAUSED] = number
+            time.sleep(_POLL_INTERVAL_S)
+        self._numbers[_PAUSED] = 0
         return time.monotonic() < until
 
-    def _held_at(self, step: int) -> int:
-        """Return the request to stay at a checkpoint; 0: go on."""
-        is_last = _step_of(self._numbers[_PROPOSAL]) <= step
-        return self._numbers[_HOLD] if is_last else 0
+    def pauses_at(self, step: int) -> bool:
+        """Return whether the worker is to stay at the checkpoint of a step (worker)."""
+        return self._pause_request(step) != 0
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the worker is to stay at its next checkpoint (worker)."""
-        return self._numbers[_HOLD] != 0
+    def _pause_request(self, step: int) -> int:
+        """Return the number of the request to stay at a checkpoint; 0 if there is none."""
+        request = self._numbers[_REQUEST]
+        number, at = _number_of(request), _step_of(request)
+        is_asked = self._numbers[_CONFIRMED] == number << 1 | 1 and (
+            at == _NEXT_CHECKPOINT or at <= self._numbers[_AGREED] <= step
+        )
+        return number if is_asked and number > self._numbers[_RELEASED] else 0
 
     @property
     def notice_left_s(self) -> float | None:
@@ -248,22 +290,18 @@ class SharedPage:
         """Say which share of this node's time has made new steps (agent)."""
         self._floats[_GOODPUT] = share
 
-    def hold(self, request: int) -> None:
-        """Ask the worker to stay at its next boundary; 0 lets it go (agent)."""
-        self._numbers[_HOLD] = request
-
-    def propose(self, number: int, step: int) -> None:
-        """Propose to save at a step; takes back what was proposed before (agent).
-
-        Args:
-            number: Of the proposal, from 1 to 2**22; 0 takes the last one back.
-            step: From 0 to 2**40 - 1.
-        """
-        self._numbers[_PROPOSAL] = number << _STEP_BITS | step if number else _NO_PROPOSAL
-
-    def confirm(self, number: int) -> None:
-        """Say that all ranks will save at the step of a proposal (agent)."""
-        self._numbers[_CONFIRMED] = number
+    def request_checkpoint(self, request: CheckpointRequest | None) -> None:
+        """Replace the checkpoint request; None withdraws it (agent)."""
+        if request is None:
+            self._numbers[_REQUEST] = _NO_REQUEST
+            return
+        number = request.number
+        if request.confirmed:
+            self._numbers[_CONFIRMED] = number << 1 | request.pause
+        if request.released:
+            self._numbers[_RELEASED] = number
+        step = _NEXT_CHECKPOINT if request.step is None else request.step
+        self._numbers[_REQUEST] = number << _STEP_BITS | step
 
     def give_notice(self, by: float) -> None:
         """Say by when the node has to be left, in monotonic seconds (agent)."""
@@ -279,9 +317,10 @@ class SharedPage:
             step_time=_given(self._floats[_TIME]),
             total_steps=_known(numbers[_TOTAL]),
             boundary=_known(numbers[_BOUNDARY]),
-            held=numbers[_HELD],
+            paused=numbers[_PAUSED],
             passed=_known(numbers[_PASSED]),
             waiting=numbers[_WAITING],
+            agreed=_known(numbers[_AGREED]),
             wanted=numbers[_WANTED],
             leave_by=_given(self._floats[_LEAVE_BY]),
             first_step=_known(numbers[_FIRST]),
@@ -304,8 +343,12 @@ class SharedPage:
         return bytes(self._why[: self._numbers[_WHY_BYTES]]).decode(errors="replace")
 
 
-def _step_of(proposal: int) -> int:
-    return proposal & (1 << _STEP_BITS) - 1
+def _number_of(request: int) -> int:
+    return request >> _STEP_BITS
+
+
+def _step_of(request: int) -> int:
+    return request & (1 << _STEP_BITS) - 1
 
 
 def _known(value: int) -> int | None:
@@ -335,12 +378,14 @@ class WorkerStatus:
     total_steps: int | None
     boundary: int | None
     """The last step whose checkpoint was announced."""
-    held: int
-    """Not 0: the worker stays there; the number of the request that it obeys."""
+    paused: int
+    """The number of the request for which the worker stays there; 0 if it does not."""
     passed: int | None = None
     """The last step at which it asked whether to save."""
     waiting: int = 0
-    """The number of the last proposal that it waited, or waits, for."""
+    """The number of the last request for whose confirmation it waited, or waits."""
+    agreed: int | None = None
+    """The last step at which a confirmed request made it save."""
     wanted: int = 0
     """How often it has asked for a checkpoint of the group."""
     leave_by: float | None = None

@@ -15,7 +15,7 @@ from hpc_elastic.rendezvous.log_entry import Agent, carried_out, claim
 from hpc_elastic.rendezvous.session import Departed, Session
 from hpc_elastic.rendezvous.term import DEFAULT_LEFT_S, RunFiles, TermFolder
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.worker.shared_page import SharedPage
+from hpc_elastic.worker.shared_page import CheckpointPoll, SharedPage
 
 
 class Worker:
@@ -27,7 +27,7 @@ class Worker:
         self.page = SharedPage.create(folder, 0)
         self.saved: list[int] = []
         self.over = threading.Event()
-        self._boundaries = WorkerChannel(session, [self.page])
+        self._channel = WorkerChannel(session, [self.page])
         self._threads = [threading.Thread(target=t) for t in (self._train, self._watch)]
         for thread in self._threads:
             thread.start()
@@ -36,19 +36,18 @@ class Worker:
         step = 0
         while not self.over.wait(0.005):
             step += 1
-            if self.page.passes(step):
+            if self.page.poll_checkpoint(step) is not CheckpointPoll.NONE:
                 self.saved.append(step)
-                self.page.pass_boundary(step)
+                self.page.pause_at(step)
 
     def _watch(self) -> None:
         while not self.over.wait(0.02):
-            self._boundaries.look(time.monotonic())
+            self._channel.poll(time.monotonic())
 
     def end(self) -> None:
         """End the worker, wherever it waits."""
         self.over.set()
-        self.page.hold(0)
-        self.page.propose(0, 0)
+        self.page.request_checkpoint(None)
         for thread in self._threads:
             thread.join(PATIENCE_S)
 

@@ -44,10 +44,10 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, Failure, LogEntry, LogSteps, claim
-from hpc_elastic.rendezvous.session import SaveProposal, SessionState
+from hpc_elastic.rendezvous.session import SessionState
 from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.worker.shared_page import WorkerStatus
+from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 from simulation.invariants import Monitor
 from simulation.scenario import CONNECT_TIMEOUT_S, LONGEST_AWAY_S, SLOWEST_FILES_S, Scenario, draw
 from simulation.storage import (
@@ -73,7 +73,7 @@ class Components:
     leadership: type[LeaderState] = LeaderState
     following: Callable[[Agent, HeartbeatConfig, float], FollowerState] = FollowerState
     can_save_at: Rule = can_save_at
-    """How an agent answers a proposal."""
+    """How an agent votes on a checkpoint request."""
     places: Callable[[Announce], Iterator[tuple[Agent, RoundInfo]]] = places
     term: type[Term] = Term
     folder: type[TermFolder] = TermFolder
@@ -155,11 +155,11 @@ class Env:
         if work is not None:
             self.monitor.told_to_stop(reason, number, work.steps, work.staying_members)
 
-    def confirmed(self, number: int, proposal: int) -> None:
-        """A leader confirms a proposal in the round of a record."""
+    def confirmed(self, number: int, request: CheckpointRequest) -> None:
+        """A leader confirms a checkpoint request in the round of a record."""
         work = self.works.get(number)
         if work is not None:
-            self.monitor.confirmed(number, proposal, work.ranks_at())
+            self.monitor.confirmed(number, request, work.ranks_at())
 
     def asked_to_leave(self, agent: Agent) -> None:
         """An agent hears from a leader that its node is to be left."""
@@ -381,7 +381,7 @@ class AgentProcess:
         """Its worker, once that has started."""
         self.leaders: list[Leader] = []
         self._heard = SessionState()
-        self._boundaries: WorkerChannel | None = None
+        self._channel: WorkerChannel | None = None
         self._will_look = False
         self.busy_until = 0.0
         """Its own thread looks at no page before this time."""
@@ -581,7 +581,7 @@ class AgentProcess:
                 self._begin(message)
             case "stop":
                 self._stop()
-            case "hold" | "propose" | "confirm":
+            case "checkpoint_request":
                 self._heard.hear(message)
                 self.touch()
             case "noticed" if message["reason"] == "asked":
@@ -599,7 +599,7 @@ class AgentProcess:
     def _begin(self, message: dict[str, Any]) -> None:
         record = self.env.monitor.accepted(self.me, message)
         self.work, self.rank = self.env.work_of(record, self.me), None
-        self._heard, self._boundaries = SessionState(), None
+        self._heard, self._channel = SessionState(), None
         self._has_failed = self._stopping = False
         delay = 0.1 + 0.5 * self.env.world.rng.random()
         self.env.world.after(delay, self.process, self._enter, self.work)
@@ -607,7 +607,7 @@ class AgentProcess:
     def _enter(self, work: Work) -> None:
         if self.work is work and not self._stopping and not self.over:
             self.rank = work.enter(self)
-            self._boundaries = WorkerChannel(
+            self._channel = WorkerChannel(
                 self,
                 [self.rank.page],
                 sleep=_sleep_not,
@@ -663,33 +663,30 @@ class AgentProcess:
         if self.env.world.now < self.busy_until:
             self.touch()
             return
-        if self._boundaries is None or self.work is None or not self._is_at(self.work):
+        if self._channel is None or self.work is None or not self._is_at(self.work):
             return
-        self._boundaries.look(self.host.clock())
-        if self.proposal is not None and not self.proposal.confirmed:
+        self._channel.poll(self.host.clock())
+        request = self.checkpoint_request
+        if request is not None and not request.confirmed:
             self.touch()
 
     @property
-    def hold(self) -> int:
+    def checkpoint_request(self) -> CheckpointRequest | None:
         """See `hpc_elastic.rendezvous.session.Session`, as for what follows."""
-        return self._heard.hold
+        return self._heard.checkpoint_request
 
-    @property
-    def proposal(self) -> SaveProposal | None:
-        """The step that may have to be saved."""
-        return self._heard.proposal
-
-    def boundary(self, step: int, *, held: int) -> None:
+    def report_checkpoint(self, step: int, *, paused: int) -> None:
         """The worker has announced a checkpoint."""
-        self._do(self._following.report("boundary", step=step, held=held))
+        self._do(self._following.report("checkpoint", step=step, paused=paused))
 
-    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
-        """The answer to a proposal."""
-        self._do(self._following.report("answer", number=number, ok=ok, passed=passed, rate=rate))
+    def vote(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
+        """The vote on a checkpoint request."""
+        fields = {"number": number, "ok": ok, "passed": passed, "rate": rate}
+        self._do(self._following.report("step_vote", **fields))
 
     def want_checkpoint(self) -> None:
         """The worker asks for a checkpoint of the group."""
-        self._do(self._following.report("want"))
+        self._do(self._following.report("request_checkpoint"))
 
     def ended(self, work: Work, exit_code: int) -> None:
         """The worker of this node has ended by itself, and not with an error."""
@@ -992,8 +989,10 @@ class Leader:
         kind = send.message["type"]
         if kind == "stop" and send.agents:
             self._env.told_to_stop(self._round, send.message["reason"])
-        elif kind == "confirm" and send.agents:
-            self._env.confirmed(self._round, send.message["number"])
+        elif kind == "checkpoint_request" and send.agents and send.message["request"]:
+            request = CheckpointRequest(**send.message["request"])
+            if request.confirmed and not request.released:
+                self._env.confirmed(self._round, request)
         for agent in self._connections if send.agents is None else send.agents:
             self._tell(agent, send.message)
 

@@ -36,6 +36,7 @@ from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
 from hpc_elastic.rendezvous.round_state import RunState
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.step_agreement import VOTE_WITHIN_S
+from hpc_elastic.worker.shared_page import CheckpointRequest
 from simulation.scenario import Scenario
 from simulation.world import World
 
@@ -46,14 +47,14 @@ _LONGEST_WAIT_S = VOTE_WITHIN_S + 3.0
 
 @dataclass(frozen=True)
 class RankAt:
-    """Where a rank stands, and what is proposed to it."""
+    """Where a rank stands, and what is requested of it."""
 
     agent: Agent
     at: int
+    """The last step that it has polled."""
     may_wait: bool
-    """Whether it has come to its step, and not gone on from it."""
-    proposal: int
-    proposed: int
+    """Whether it has come to that step, and not gone on from it."""
+    request: CheckpointRequest | None
 
 
 class InvariantError(AssertionError):
@@ -83,8 +84,8 @@ class Monitor:
         self._world = world
         self._num_changes = 0
         self._departed: set[int] = set()
-        self._confirmed: dict[int, dict[int, int]] = {}
-        """Record of a round -> the steps that were confirmed in it, and by which proposal."""
+        self._confirmed: dict[int, dict[int, bool]] = {}
+        """Entry of a round -> the steps that were confirmed in it; whether the ranks stay there."""
         self._by_number: dict[int, LogEntry] = {}
         self._announced: set[int] = set()
         self._taken: dict[int, set[int]] = {}
@@ -254,26 +255,27 @@ class Monitor:
 
     # ---- agreement ----------------------------------------------------------------------
 
-    def confirmed(self, number: int, proposal: int, ranks: Sequence[RankAt]) -> None:
-        """A leader confirms a proposal in a round; it tells all members, one after the other."""
-        steps = self._confirmed.setdefault(number, {})
-        if proposal in steps.values():
+    def confirmed(self, number: int, request: CheckpointRequest, ranks: Sequence[RankAt]) -> None:
+        """A leader confirms a request in a round; it tells all members, one after the other."""
+        step, steps = request.step, self._confirmed.setdefault(number, {})
+        if step is None or step in steps:
             return
         self.agreements += 1
-        (step,) = {r.proposed for r in ranks if r.proposal == proposal}
-        steps[step] = proposal
+        steps[step] = request.pause
         for rank in ranks:
-            waits = rank.at == step and rank.may_wait
+            is_seen = rank.request is not None and rank.request.number == request.number
+            is_ahead = rank.at < step or rank.may_wait
             self.check(
-                rank.proposal == proposal and (rank.at < step or waits),
+                is_seen and is_ahead,
                 "a step was confirmed that a rank has passed", rank.agent, rank.at, step,
             )  # fmt: skip
 
-    def passed(self, number: int, agent: Agent, at: int, agreed: bool) -> None:
-        """A rank goes on from a step, or saves there because all do (``agreed``)."""
-        confirmed = at in self._confirmed.get(number, ())
-        what = "saves at a step that is not confirmed" if agreed else "passes a confirmed step"
-        self.check(confirmed == agreed, f"a rank {what}", agent, at)
+    def passed(self, number: int, agent: Agent, steps: range, pauses: bool | None) -> None:
+        """A rank polls the last of ``steps``; it saves there, and pauses or not; None: neither."""
+        confirmed = self._confirmed.get(number, {})
+        agreed = next((confirmed[step] for step in steps if step in confirmed), None)
+        what = "passes a confirmed step" if pauses is None else "saves at a step not confirmed so"
+        self.check(agreed == pauses, f"a rank {what}", agent, steps[-1])
 
     def waits(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
         """A rank begins to wait at a proposed step; ``waits`` tells whether it still does."""

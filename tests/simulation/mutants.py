@@ -29,7 +29,6 @@ from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps, Steps
 from hpc_elastic.rendezvous.round_state import RoundState
-from hpc_elastic.rendezvous.session import SaveProposal
 from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.step_agreement import (
     AgreementState,
@@ -38,7 +37,7 @@ from hpc_elastic.step_agreement import (
     StepAgreement,
     StepVote,
 )
-from hpc_elastic.worker.shared_page import WorkerStatus
+from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 from simulation.cluster import Components
 from simulation.scenario import Scenario, draw, draw_quiet, fresh
 from simulation.storage import NodeRegister
@@ -128,12 +127,15 @@ class BreaksAtOldBoundaries(GroupChange):
         self.barrier = _NeverForgets()
 
 
-class ForgetsToHold(GroupChange):
+class ForgetsToPause(GroupChange):
     """Lets all ranks save at a step, but does not ask them to stay there."""
 
-    def _request_hold(self) -> list[Effect]:
-        super()._request_hold()
-        return []
+    def announced(self, agent: Agent, step: int, paused: int, now: float) -> None:  # noqa: D102
+        paused = self._pause.number if self._pause is not None else 0
+        super().announced(agent, step, paused, now)
+
+    def _send(self, request: CheckpointRequest | None) -> list[Effect]:
+        return super()._send(None if request is None else replace(request, pause=False))
 
 
 class _ReleasesSilently(RoundState):
@@ -189,8 +191,8 @@ class ExcludesEverybody(LeaderState):
         self.run.policy = _Strict.resume(self.at, self.run.rules)
 
 
-def _ok_when_undecided(proposal: SaveProposal, worker: WorkerStatus) -> bool:
-    return worker.passed is None or worker.passed <= proposal.step
+def _ok_when_undecided(request: CheckpointRequest, worker: WorkerStatus) -> bool:
+    return worker.passed is None or worker.passed <= (request.step or 0)
 
 
 class StaysUnderNotice(FollowerState):
@@ -380,8 +382,8 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         "passes a confirmed step",
     ),
     "ok when undecided": (Components(can_save_at=_ok_when_undecided), "that a rank has passed"),
-    "forgets to hold": (
-        Components(leadership=_with_change(ForgetsToHold)),
+    "forgets to pause": (
+        Components(leadership=_with_change(ForgetsToPause)),
         "lost to a change",
     ),
     "releases without a record": (
@@ -402,7 +404,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     ),
     "takes exit code 0 for success": (
         Components(has_succeeded=exits_with_0),
-        "before its function had returned|restarts: ",
+        "before its function had returned|restarts: |no round stands",
     ),
     "polls the path": (Components(records=PollsThePath), "a look has missed a record"),
     "trusts the count of links": (

@@ -39,7 +39,9 @@ class Training:
     ranks_apart: int
     """So many steps a rank may be ahead of another."""
     asks: bool
-    """Whether the script asks at every step whether all are to save."""
+    """Whether the script polls whether all ranks are to save."""
+    poll_every: int
+    """It polls every so many steps."""
     save_s: float
     """A checkpoint takes so long at most."""
     wants_every_s: float | None
@@ -264,6 +266,7 @@ def _draw_training(rng: random.Random, calm_after_s: float) -> Training:
         step_s=rng.choice((0.4, 1.0)),
         ranks_apart=rng.choice((1, 1, 2, 5)),
         asks=rng.random() < 0.7,
+        poll_every=rng.choice((1, 1, 1, 3)),
         save_s=rng.choice((0.05, 0.5, 2.0)),
         wants_every_s=rng.choice((None, None, 3.0, 8.0)),
         boundary_every=rng.choice((1, 2, 3, 100)),

@@ -11,13 +11,13 @@ from enum import Enum
 from typing import Protocol
 
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.worker.shared_page import WorkerStatus
+from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 from simulation.invariants import Monitor, RankAt
 from simulation.scenario import Training
 from simulation.world import Host, Network, Process, World
 
 _SLOW_TO_LOOK = 0.1
-"""So often a rank looks at the proposal some time after it has published its step."""
+"""So often a rank reads the request some time after it has published its step."""
 _LATE_S = 0.05
 _WAKES_AFTER_S = 0.004
 
@@ -37,37 +37,47 @@ class Page:
     """The control page, as the agent's side uses it (`hpc_elastic.agent.worker_channel`)."""
 
     __slots__ = (
-        "_rank", "_read", "_read_in", "boundary", "confirmed", "held", "hold_number", "number",
-        "passed", "step", "waiting", "wanted",
+        "_rank", "_read", "_read_in", "agreed", "boundary", "confirmed", "passed", "paused",
+        "pauses", "released", "request", "waiting", "wanted",
     )  # fmt: skip
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.hold_number = self.number = self.step = self.confirmed = 0
+        self.request: CheckpointRequest | None = None
+        self.confirmed = self.released = 0
+        self.pauses = False
+        self.agreed: int | None = None
         self.boundary: int | None = None
         self.passed: int | None = None
-        self.held = self.waiting = self.wanted = 0
+        self.paused = self.waiting = self.wanted = 0
         self._read: WorkerStatus | None = None
         self._read_in = 0
         """The event in which it was read last: nothing is published in the course of one."""
 
-    def hold(self, request: int) -> None:
-        """Ask the worker to stay at its next boundary; 0 lets it go."""
-        self.hold_number = request
-        if self._rank.doing is Doing.STAYING:
-            self._rank.wake()
-
-    def propose(self, number: int, step: int) -> None:
-        """Propose to save at a step."""
-        self.number, self.step = number, step
+    def request_checkpoint(self, request: CheckpointRequest | None) -> None:
+        """Replace the worker's checkpoint request."""
+        self.request = request
+        if request is not None and request.confirmed:
+            self.confirmed, self.pauses = request.number, request.pause
+        if request is not None and request.released:
+            self.released = request.number
         if self._rank.doing in (Doing.WAITING, Doing.STAYING):
             self._rank.wake()
 
-    def confirm(self, number: int) -> None:
-        """Say that all ranks will save at the step of a proposal."""
-        self.confirmed = number
-        if self._rank.doing is Doing.WAITING:
-            self._rank.wake()
+    def awaits_at(self, steps: range) -> CheckpointRequest | None:
+        """The request that a worker which polls the last of these steps acts on, or waits for."""
+        request = self.request
+        return request if request is not None and request.step in steps else None
+
+    def pause_request(self, step: int) -> int:
+        """The number of the request to stay at a checkpoint; 0: none."""
+        request = self.request
+        if request is None or request.number <= self.released:
+            return 0
+        if self.confirmed != request.number or not self.pauses:
+            return 0
+        is_here = request.step is None or request.step <= (self.agreed or 0) <= step
+        return request.number if is_here else 0
 
     def read(self) -> WorkerStatus:
         """Return what the worker last published."""
@@ -75,8 +85,8 @@ class Page:
         if self._read is None or event != self._read_in:
             self._read_in = event
             self._read = WorkerStatus(
-                None, None, None, None, None, self.boundary, self.held, self.passed, self.waiting,
-                self.wanted, returned=self._rank.doing is Doing.DONE,
+                None, None, None, None, None, self.boundary, self.paused, self.passed, self.waiting,
+                self.agreed, self.wanted, returned=self._rank.doing is Doing.DONE,
             )  # fmt: skip
         return self._read
 
@@ -123,11 +133,11 @@ class Rank:
             return
         self.at += 1
         work.advanced()
-        if not work.training.asks:
+        if not work.training.asks or self.at % work.training.poll_every:
             self._passes(agreed=False)
             return
         self.page.passed = self.at
-        if self.page.number and self.at <= self.page.step + 1:
+        if self.page.request is not None:
             self.member.touch()
         self.doing = Doing.LOOKING
         rng = work.world.rng
@@ -148,15 +158,19 @@ class Rank:
         self.member.touch()
 
     def _look(self) -> None:
-        """See whether its step is proposed."""
+        """See whether a checkpoint is requested at its step."""
         page, work = self.page, self.work
         if work.over or self.doing not in (Doing.LOOKING, Doing.WAITING):
             return
-        if not (page.number and page.step == self.at):
+        request = page.awaits_at(work.polled(self))
+        if request is None:
+            work.passed(self, None)
             self._passes(agreed=False)
             return
-        page.waiting = page.number
-        if page.confirmed == page.number:
+        page.waiting = request.number
+        if page.confirmed == request.number:
+            page.agreed = self.at
+            work.passed(self, page.pauses)
             self._passes(agreed=True)
         elif self.doing is not Doing.WAITING:
             self.doing = Doing.WAITING
@@ -166,7 +180,6 @@ class Rank:
 
     def _passes(self, *, agreed: bool) -> None:
         work, training = self.work, self.work.training
-        work.passed(self, agreed)
         if agreed or self.at % training.boundary_every == 0:
             self.doing = Doing.SAVING
             rng = work.world.rng
@@ -189,14 +202,13 @@ class Rank:
         self._stay()
 
     def _stay(self) -> None:
-        """Stay at a checkpoint for as long as the agent asks for it, and proposes no later one."""
+        """Stay at a checkpoint for as long as the agent asks for it."""
         if self.work.over or self.doing is not Doing.STAYING:
             return
-        if self.page.hold_number and self.page.step <= self.at:
-            self.page.held = self.page.hold_number
+        self.page.paused = self.page.pause_request(self.at)
+        if self.page.paused:
             self.member.touch()
         else:
-            self.page.held = 0
             self.go_on()
 
 
@@ -268,10 +280,10 @@ class Work:
         return alive and not self._network.is_any_cut(hosts)
 
     def ranks_at(self) -> list[RankAt]:
-        """Return where all ranks stand, and what is proposed to them."""
+        """Return where all ranks stand, and what is requested of them."""
         waiting = (Doing.LOOKING, Doing.WAITING)
         return [
-            RankAt(r.member.me, r.at, r.doing in waiting, r.page.number, r.page.step)
+            RankAt(r.member.me, r.page.passed or 0, r.doing in waiting, r.page.request)
             for r in self.ranks.values()
         ]
 
@@ -349,9 +361,13 @@ class Work:
 
         self._monitor.waits(rank.member.me, rank.at, waits)
 
-    def passed(self, rank: Rank, agreed: bool) -> None:
-        """A rank goes on from a step, or saves there because all do (``agreed``)."""
-        self._monitor.passed(self.record.number, rank.member.me, rank.at, agreed)
+    def passed(self, rank: Rank, pauses: bool | None) -> None:
+        """A rank has polled a step: whether it stays at a checkpoint there; None: it continues."""
+        self._monitor.passed(self.record.number, rank.member.me, self.polled(rank), pauses)
+
+    def polled(self, rank: Rank) -> range:
+        """The steps that a rank has made since it polled before."""
+        return range(max(1, rank.at - self.training.poll_every + 1), rank.at + 1)
 
     def returned(self, rank: Rank) -> None:
         """The function of a rank has returned."""

@@ -1,7 +1,7 @@
 """Four agents, the rules of a run in the states that tests begin with, and effects in short."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc_elastic.rendezvous.effects import (
@@ -23,6 +23,8 @@ from hpc_elastic.rendezvous.log_entry import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.step_agreement import StepVote
+from hpc_elastic.worker.shared_page import CheckpointRequest
 
 A, B, C, D = (Agent(f"7_{slot}", 0, slot, f"node{slot + 1}", 1) for slot in range(4))
 FIRST = LogEntry(1, 1, Endpoint("10.0.0.1", 4000, "7_9", 0))
@@ -61,7 +63,7 @@ Short = Effect | tuple[Any, ...]
 
 
 def decisions(effects: list[Effect]) -> list[Short]:
-    """The effects in short, without events for the log, and without proposals of a step."""
+    """The effects in short, without events for the log and unconfirmed requests."""
     is_all = any(isinstance(e, Postpone) for e in effects)
     shorts = [s for e in effects if (s := _short(e)) is not None]
     return [replace(s, all=is_all) if isinstance(s, SentBack) else s for s in shorts]
@@ -100,8 +102,10 @@ def _short(effect: Effect) -> Short | None:
             return None
         case Send(agents, {"type": "give back", "delay_s": delay_s}):
             return SentBack(agents, delay_s)
-        case Append() | Postpone() | Send(_, {"type": "propose"}) | Send(None, {"type": "end"}):
+        case Append() | Postpone() | Send(None, {"type": "end"}):
             return None
+        case Send(_, {"type": "checkpoint_request", "request": fields}):
+            return effect if fields and fields["confirmed"] else None
     return effect
 
 
@@ -120,19 +124,15 @@ def stop(agents, reason) -> Send:
     return Send(agents, {"type": "stop", "reason": reason})
 
 
-def hold(agents, number) -> Send:
-    """These are to hold at their next boundary; 0: not any more."""
-    return Send(agents, {"type": "hold", "number": number})
+def request(agents, *args, **state) -> Send:
+    """These get a checkpoint request; without arguments, the last one is withdrawn."""
+    fields = asdict(CheckpointRequest(*args, **state)) if args else None
+    return Send(agents, {"type": "checkpoint_request", "request": fields})
 
 
-def propose(agents, number, step) -> Send:
-    """A step is proposed to these."""
-    return Send(agents, {"type": "propose", "number": number, "step": step})
-
-
-def confirm(agents, number) -> Send:
-    """A proposal is confirmed to these."""
-    return Send(agents, {"type": "confirm", "number": number})
+def pause(agents, number, step=None, *, released=False) -> Send:
+    """These are to stay at a step, or at their next checkpoint; or not any more."""
+    return request(agents, number, step, confirmed=True, pause=True, released=released)
 
 
 def released(agents) -> Note:
@@ -159,3 +159,8 @@ def resumed(**fields) -> RoundState:
     """The rules of a leader that goes on from a record."""
     record = LogEntry(9, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), **fields)
     return RoundState(record, RoundRules(1, 4, 2, 60.0, 5.0), 100.0, random.Random(1))
+
+
+def poll_none(m: RoundState, agents, number, now) -> list[Effect]:
+    """These say that none of their workers polls steps; return what comes of the last one."""
+    return [m.voted(agent, StepVote(number, True, None, 0.0), now) for agent in agents][-1]

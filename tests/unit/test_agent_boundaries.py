@@ -1,31 +1,35 @@
 """What one node passes on between its workers' pages and the leader."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hpc_elastic.agent.worker_channel import WorkerChannel, can_save_at
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
-from hpc_elastic.rendezvous.session import SaveProposal
-from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
+from hpc_elastic.worker.shared_page import (
+    CheckpointPoll,
+    CheckpointRequest,
+    SharedPage,
+    WorkerStatus,
+)
 
 
 class Leader:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.hold = 0
-        self.proposal: SaveProposal | None = None
+        self.checkpoint_request: CheckpointRequest | None = None
         self.told: list[tuple[int, int]] = []
         self.answers: list[dict[str, Any]] = []
         self.wants = 0
 
-    def boundary(self, step: int, *, held: int) -> None:
+    def report_checkpoint(self, step: int, *, paused: int) -> None:
         """Note it."""
-        self.told.append((step, held))
+        self.told.append((step, paused))
 
-    def answer(self, number: int, **fields: Any) -> None:
+    def vote(self, number: int, **fields: Any) -> None:
         """Note it."""
         del fields["rate"]
         self.answers.append({"number": number, **fields})
@@ -40,24 +44,16 @@ class Page:
 
     def __init__(self) -> None:
         self.shows: dict[str, Any] = {}
-        self.asked: list[tuple[Any, ...]] = []
+        self.asked: list[CheckpointRequest | None] = []
 
     def read(self) -> WorkerStatus:
         """Return what the worker shows."""
         blank = dict.fromkeys(WorkerStatus.__match_args__)
-        return WorkerStatus(**{**blank, "held": 0, "waiting": 0, "wanted": 0, **self.shows})
+        return WorkerStatus(**{**blank, "paused": 0, "waiting": 0, "wanted": 0, **self.shows})
 
-    def hold(self, request: int) -> None:
+    def request_checkpoint(self, request: CheckpointRequest | None) -> None:
         """Note it."""
-        self.asked.append(("hold", request))
-
-    def propose(self, number: int, step: int) -> None:
-        """Note it."""
-        self.asked.append(("propose", number, step))
-
-    def confirm(self, number: int) -> None:
-        """Note it."""
-        self.asked.append(("confirm", number))
+        self.asked.append(request)
 
 
 def node(num_workers: int) -> tuple[Leader, list[Page], WorkerChannel]:
@@ -71,39 +67,42 @@ def test_a_boundary_is_reported_once_all_workers_have_announced_it():
     """The slowest worker counts, and nothing is said twice."""
     leader, (first, second), node_ = node(2)
     first.shows = {"boundary": 10}
-    node_.look(0.0)
+    node_.poll(0.0)
     assert leader.told == []
     second.shows = {"boundary": 10}
-    node_.look(0.1)
-    node_.look(0.2)
+    node_.poll(0.1)
+    node_.poll(0.2)
     assert leader.told == [(10, 0)]
 
 
 def test_the_leaders_request_reaches_every_page():
-    """And so does its withdrawal."""
+    """Each of its states once, and its withdrawal."""
     leader, pages, node_ = node(2)
-    for request in (3, 0):
-        leader.hold = request
-        node_.look(0.0)
-    assert [page.asked for page in pages] == [[("hold", 3), ("hold", 0)]] * 2
+    request = CheckpointRequest(1, 50)
+    states = [request, replace(request, confirmed=True, pause=True), None]
+    for state in states:
+        leader.checkpoint_request = state
+        node_.poll(0.0)
+        node_.poll(0.1)
+    assert [page.asked for page in pages] == [states] * 2
 
 
 def test_who_holds_is_reported_with_the_request_that_it_obeys():
     """So that the leader can tell an old hold from the present one."""
     leader, (page,), node_ = node(1)
-    page.shows = {"boundary": 20, "held": 2}
-    node_.look(0.0)
+    page.shows = {"boundary": 20, "paused": 2}
+    node_.poll(0.0)
     assert leader.told == [(20, 2)]
 
 
 def test_workers_that_never_announce_are_not_waited_for_long():
     """A script may announce its boundaries on one rank alone."""
     leader, (first, _), node_ = node(2)
-    first.shows = {"boundary": 20, "held": 1}
-    node_.look(0.0)
-    node_.look(STRAGGLE_S - 0.1)
+    first.shows = {"boundary": 20, "paused": 1}
+    node_.poll(0.0)
+    node_.poll(STRAGGLE_S - 0.1)
     assert leader.told == []
-    node_.look(STRAGGLE_S)
+    node_.poll(STRAGGLE_S)
     assert leader.told == [(20, 1)]
 
 
@@ -112,59 +111,56 @@ def test_a_wish_for_a_checkpoint_is_passed_on_once():
     leader, (_, page), node_ = node(2)
     for wanted in (0, 1, 1, 2):
         page.shows = {"wanted": wanted}
-        node_.look(0.0)
+        node_.poll(0.0)
     assert leader.wants == 2
-
-
-def test_a_request_to_hold_is_on_the_page_before_what_was_proposed_after_it():
-    """Whoever is to save at a step and stay there must not go on from it."""
-    leader, (page,), node_ = node(1)
-    leader.hold, leader.proposal = 1, SaveProposal(1, 50)
-    node_.look(0.0)
-    leader.proposal = SaveProposal(1, 50, confirmed=True)
-    node_.look(0.1)
-    leader.proposal = None
-    node_.look(0.2)
-    assert page.asked == [("hold", 1), ("propose", 1, 50), ("confirm", 1), ("propose", 0, 0)]
 
 
 def test_all_workers_have_to_be_before_the_step_or_wait_there():
     """The node's answer names its furthest worker, and is given once."""
     leader, (first, second), node_ = node(2)
     first.shows, second.shows = {"passed": 7}, {"passed": 9, "waiting": 3}
-    leader.proposal = SaveProposal(3, 9)
-    node_.look(0.0)
-    node_.look(0.1)
+    leader.checkpoint_request = CheckpointRequest(3, 9)
+    node_.poll(0.0)
+    node_.poll(0.1)
     assert leader.answers == [{"number": 3, "ok": True, "passed": 9}]
-    leader.proposal = SaveProposal(4, 8)
-    node_.look(0.2)
+    leader.checkpoint_request = CheckpointRequest(4, 8)
+    node_.poll(0.2)
     assert leader.answers[1:] == [{"number": 4, "ok": False, "passed": 9}]
 
 
 def test_a_worker_at_the_step_that_does_not_wait_is_looked_at_twice():
     """It may be about to wait, and it may have passed the step before the proposal came."""
     leader, (page,), node_ = node(1)
-    page.shows, leader.proposal = {"passed": 9, "waiting": 2}, SaveProposal(3, 9)
-    node_.look(0.0)
+    page.shows, leader.checkpoint_request = {"passed": 9, "waiting": 2}, CheckpointRequest(3, 9)
+    node_.poll(0.0)
     assert leader.answers == []
-    node_.look(0.1)
+    node_.poll(0.1)
     assert leader.answers == [{"number": 3, "ok": False, "passed": 9}]
 
 
-def test_once_all_have_passed_the_confirmed_step_the_leader_is_told():
-    """A later proposal would take it off the page of one that has not come there."""
+def test_the_node_votes_again_once_all_have_passed_the_confirmed_step():
+    """A later request would take it off the page of one that has not come there."""
     leader, (first, second), node_ = node(2)
-    leader.proposal = SaveProposal(1, 5, confirmed=True)
-    first.shows, second.shows = {"passed": 6}, {"passed": 5, "waiting": 1}
-    node_._proposals._answered = True
-    node_.look(0.0)
-    del leader.answers[:]
-    node_.look(0.1)
+    leader.checkpoint_request = CheckpointRequest(1, 5, confirmed=True)
+    first.shows, second.shows = {"passed": 6, "agreed": 5}, {"passed": 5, "agreed": 5}
+    node_.poll(0.0)
     assert leader.answers == []
-    second.shows = {"passed": 7}
-    node_.look(0.2)
-    node_.look(0.3)
+    second.shows = {"passed": 7, "agreed": 5}
+    node_.poll(0.1)
+    node_.poll(0.2)
     assert leader.answers == [{"number": 1, "ok": True, "passed": 6}]
+
+
+def test_the_node_votes_against_a_request_without_a_step_once_a_worker_polls():
+    """So the leader proposes one after all."""
+    leader, (first, _), node_ = node(2)
+    leader.checkpoint_request = CheckpointRequest(1, None, confirmed=True, pause=True)
+    node_.poll(0.0)
+    assert leader.answers == []
+    first.shows = {"passed": 3}
+    node_.poll(0.1)
+    node_.poll(0.2)
+    assert leader.answers == [{"number": 1, "ok": False, "passed": 3}]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +170,8 @@ def test_once_all_have_passed_the_confirmed_step_the_leader_is_told():
         ({"passed": 8}, 9, True),
         ({"passed": 9, "waiting": 1}, 9, True),
         ({"passed": 9}, 9, None),
-        ({"passed": 10, "waiting": 1}, 9, False),
+        ({"passed": 10, "waiting": 1}, 9, True),
+        ({"passed": 10}, 9, False),
         ({}, 0, True),
         ({"passed": 0, "waiting": 1}, 0, False),
     ],
@@ -183,7 +180,7 @@ def test_who_can_save_at_a_step(shows, step, expected):
     """Step 0 stands for the question who passes steps at all."""
     page = Page()
     page.shows = shows
-    assert can_save_at(SaveProposal(1, step), page.read()) is expected
+    assert can_save_at(CheckpointRequest(1, step), page.read()) is expected
 
 
 def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
@@ -196,7 +193,7 @@ def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
         step = 0
         while not ended.wait(0.0005 * (rank + 1)):
             step += 1
-            if pages[rank].passes(step):
+            if pages[rank].poll_checkpoint(step) is CheckpointPoll.SAVE:
                 saved.setdefault(rank, []).append(step)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
@@ -206,13 +203,13 @@ def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
     while not (leader.answers and leader.answers[-1]["ok"]):
         number += 1
         passed = leader.answers[-1]["passed"] if leader.answers else 0
-        leader.proposal = SaveProposal(number, passed + 40)
+        leader.checkpoint_request = CheckpointRequest(number, passed + 40)
         while len(leader.answers) < number:
-            node_.look(float(number))
-    agreed = leader.proposal
-    leader.proposal = SaveProposal(agreed.number, agreed.step, confirmed=True)
+            node_.poll(float(number))
+    agreed = leader.checkpoint_request
+    leader.checkpoint_request = CheckpointRequest(agreed.number, agreed.step, confirmed=True)
     while len(leader.answers) == number:
-        node_.look(float(number))
+        node_.poll(float(number))
     ended.set()
     for thread in threads:
         thread.join()

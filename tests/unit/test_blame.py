@@ -47,7 +47,7 @@ def test_a_new_checkpoint_begins_the_count_anew():
     """The training gets further, if slowly."""
     m = training(A, B, max_restarts=100)
     for i in range(10):
-        m.boundary(A, i, 0, 10.0 * i)
+        m.checkpointed(A, i, 0, 10.0 * i)
         assert kind(decisions(fails(m, A, "boom", 10.0 * i + 1))[-1]) == "round"
 
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_was_made_before_is_no_progress():
     """The run repeats the same steps."""
     m = training(A, B, max_restarts=100)
     for i in range(3):
-        m.boundary(A, 40, 0, 10.0 * i)
+        m.checkpointed(A, 40, 0, 10.0 * i)
         ended = fails(m, A, "boom", 10.0 * i + 1)
     assert kind(decisions(ended)[-1]) == "round", "the first round made it"
     assert kind(decisions(fails(m, A, "boom", 50.0))[-1]) == "end"
@@ -179,7 +179,7 @@ def test_an_agent_on_an_excluded_host_is_sent_back():
 def test_the_next_leader_knows_what_the_last_one_knew():
     """The count, the first error and the strikes are in the record."""
     m = training(A, B, max_restarts=100)
-    m.boundary(A, 40, 0, 5.0)
+    m.checkpointed(A, 40, 0, 5.0)
     fails(m, A, "boom", 10.0)
     fails(m, B, "CUDA error: unknown error", 20.0)
     first = failure(B, "CUDA error: unknown error")

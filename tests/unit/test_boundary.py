@@ -1,8 +1,9 @@
 """Checkpoint boundaries: where the members of a round stand, and when a group may be stopped."""
 
-from groups import A, B, C, D, decisions, hold, stop, training
+from groups import A, B, C, D, decisions, pause, poll_none, request, stop, training
 
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S, CheckpointBarrier
+from hpc_elastic.step_agreement import VOTE_WITHIN_S, StepVote
 
 
 def announced(*announcements) -> CheckpointBarrier:
@@ -74,7 +75,7 @@ def test_a_new_round_begins_anew():
 def test_a_hold_that_is_lifted_is_forgotten():
     """Where the members are counts at their next boundary."""
     b = announced((A, 10, True, 1.0), (B, 10, True, 1.0))
-    b.let_go()
+    b.release()
     assert b.reached((A, B), 99.0) is None
     b.announce(B, 20, True, 100.0)
     assert b.reached((A, B), 100.0) is None
@@ -88,12 +89,13 @@ def test_a_group_without_members_has_reached_nothing():
 # ---- the machine, with scale_up=checkpoint ------------------------------------------------------
 
 
-def test_a_parked_node_is_admitted_once_all_members_hold():
+def test_a_parked_node_is_admitted_once_all_members_stay():
     """No member makes a step that the restart would undo."""
     m = training(A, B, scale_up="checkpoint")
-    assert decisions(m.join(C, 1.0)) == [hold((A, B), 1)]
-    assert decisions(m.boundary(A, 10, 1, 2.0)) == []
-    stopped = decisions(m.boundary(B, 10, 1, 2.1))
+    assert m.join(C, 1.0)[-1] == request((A, B), 1, 0)
+    assert poll_none(m, (A, B), 1, 1.1) == [pause((A, B), 1)]
+    assert decisions(m.checkpointed(A, 10, 1, 2.0)) == []
+    stopped = decisions(m.checkpointed(B, 10, 1, 2.1))
     assert stopped == [stop((A, B), "node3 joins, at the checkpoint of step 10")]
 
 
@@ -101,42 +103,66 @@ def test_boundaries_announced_with_nobody_waiting_stop_nothing():
     """Training goes on, and the machine remembers that the script announces them."""
     m = training(A, B, scale_up="checkpoint")
     for agent in (A, B):
-        assert m.boundary(agent, 10, 0, 2.0) == []
+        assert m.checkpointed(agent, 10, 0, 2.0) == []
     assert m.change.barrier.seen
 
 
-def test_members_are_asked_to_hold_once():
+def test_members_are_asked_to_stay_once():
     """However often time passes, and however many wait."""
     m = training(A, scale_up="checkpoint")
-    m.boundary(A, 5, 0, 0.5)
-    assert hold((A,), 1) in m.join(B, 1.0)
+    m.checkpointed(A, 5, 0, 0.5)
+    m.join(B, 1.0)
+    assert poll_none(m, (A,), 1, 1.0) == [pause((A,), 1)]
     assert decisions(m.join(C, 1.1)) == [] and decisions(m.tick(50.0)) == []
 
 
-def test_the_hold_is_withdrawn_when_the_newcomer_goes():
-    """Nobody waits for anything any more."""
+def test_a_node_that_does_not_answer_does_not_delay_the_others():
+    """They stay at their next checkpoint; if it polls steps, it votes against that later."""
     m = training(A, B, scale_up="checkpoint")
+    m.checkpointed(A, 5, 0, 0.5)
     m.join(C, 1.0)
-    m.boundary(A, 10, 1, 2.0)
-    assert decisions(m.gone(C, "silent", 2.5)) == [hold((A, B), 0)]
-    assert decisions(m.boundary(B, 10, 1, 2.6)) == []
+    m.voted(A, StepVote(1, True, None, 0.0), 1.1)
+    assert decisions(m.tick(1.0 + VOTE_WITHIN_S)) == []
+    assert decisions(m.tick(1.1 + VOTE_WITHIN_S)) == [pause((A, B), 1)]
 
 
-def test_a_hold_that_was_withdrawn_does_not_count_for_the_next_one():
-    """Members have trained on since: what they would lose begins at their next boundary."""
+def test_members_that_poll_steps_after_all_agree_on_one():
+    """The training had not begun when they were asked."""
     m = training(A, B, scale_up="checkpoint")
     m.join(C, 1.0)
-    m.boundary(A, 10, 1, 2.0)
+    poll_none(m, (A, B), 1, 1.1)
+    m.checkpointed(A, 10, 1, 2.0)
+    assert request((A, B), 2, 0) in m.voted(B, StepVote(1, False, 9, 1.0), 2.1)
+    assert decisions(m.checkpointed(B, 10, 1, 2.2)) == [], "A has continued"
+
+
+def test_members_are_released_when_the_newcomer_leaves():
+    """There is nothing to wait for any more."""
+    m = training(A, B, scale_up="checkpoint")
+    m.join(C, 1.0)
+    poll_none(m, (A, B), 1, 1.1)
+    m.checkpointed(A, 10, 1, 2.0)
+    assert decisions(m.gone(C, "silent", 2.5)) == [pause((A, B), 1, released=True)]
+    assert decisions(m.checkpointed(B, 10, 1, 2.6)) == []
+
+
+def test_a_pause_that_was_released_does_not_count_for_the_next_one():
+    """Members have trained on since: what they would lose begins at their next checkpoint."""
+    m = training(A, B, scale_up="checkpoint")
+    m.join(C, 1.0)
+    poll_none(m, (A, B), 1, 1.1)
+    m.checkpointed(A, 10, 1, 2.0)
     m.gone(C, "silent", 2.5)
-    assert decisions(m.join(D, 3.0)) == [hold((A, B), 2)]
-    assert decisions(m.boundary(B, 10, 1, 3.1)) == [], "it obeyed the first request, and goes on"
-    assert decisions(m.boundary(A, 20, 2, 4.0)) == []
-    (told,) = decisions(m.boundary(B, 20, 2, 4.1))
+    m.join(D, 3.0)
+    assert poll_none(m, (A, B), 2, 3.0) == [pause((A, B), 2)]
+    assert decisions(m.checkpointed(B, 10, 1, 3.1)) == [], "at the first request, and continues"
+    assert decisions(m.checkpointed(A, 20, 2, 4.0)) == []
+    (told,) = decisions(m.checkpointed(B, 20, 2, 4.1))
     assert told.message["reason"] == "node4 joins, at the checkpoint of step 20"
 
 
-def test_a_hold_ends_with_its_round():
-    """The next round's members hold only if somebody waits then."""
+def test_a_pause_ends_with_its_round():
+    """The next round's members stay only if a node waits then."""
     m = training(A, B, scale_up="checkpoint", max_nodes=2)
     m.join(C, 1.0)
     m.gone(B, "silent", 2.0)
@@ -149,6 +175,7 @@ def test_a_script_that_announces_nothing_is_broken_after_grow_after_s():
     """There is no good moment to wait for."""
     m = training(A, B, scale_up="checkpoint", scale_up_timeout_s=20.0)
     m.join(C, 1.0)
+    poll_none(m, (A, B), 1, 1.1)
     assert decisions(m.tick(20.9)) == []
     (told,) = decisions(m.tick(21.0))
     assert told.message["reason"] == "node3 joins; the script announces no checkpoints"
@@ -157,8 +184,9 @@ def test_a_script_that_announces_nothing_is_broken_after_grow_after_s():
 def test_a_script_that_has_ever_announced_one_is_waited_for():
     """Its next checkpoint may be an hour away; a join costs no step."""
     m = training(A, B, scale_up="checkpoint", scale_up_timeout_s=20.0)
-    m.boundary(A, 5, 0, 0.5)
+    m.checkpointed(A, 5, 0, 0.5)
     m.join(C, 1.0)
+    poll_none(m, (A, B), 1, 1.1)
     assert decisions(m.tick(3600.0)) == []
 
 

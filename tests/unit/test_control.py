@@ -8,14 +8,24 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.worker import reporting, shared_page
 from hpc_elastic.worker.reporting import mark_checkpoint
-from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage, WorkerStatus
+from hpc_elastic.worker.shared_page import (
+    DIRECTORY_VARIABLE,
+    CheckpointPoll,
+    CheckpointRequest,
+    SharedPage,
+    WorkerStatus,
+)
+
+NONE, SAVE, SAVE_AND_PAUSE = CheckpointPoll
+AT_NEXT = CheckpointRequest(7, None, confirmed=True, pause=True)
+"""To stay at the next checkpoint, whichever that is."""
 
 
 def test_a_fresh_page_says_nothing(tmp_path):
@@ -30,10 +40,10 @@ def test_the_agent_reads_what_the_worker_wrote(tmp_path):
     worker = SharedPage(tmp_path / "worker-3")
     worker.report(7, 0.5, None, 100)
     worker.report(None, None, 448)
-    worker.pass_boundary(5)
+    worker.pause_at(5)
     progress = agent.read()
     assert (progress.step, progress.loss, progress.samples) == (7, 0.5, 448)
-    assert (progress.total_steps, progress.boundary, progress.held) == (100, 5, 0)
+    assert (progress.total_steps, progress.boundary, progress.paused) == (100, 5, 0)
     assert progress.step_time is not None
 
 
@@ -42,18 +52,18 @@ def test_each_field_stands_by_itself(tmp_path):
     page = SharedPage.create(tmp_path, 0)
     page.report(None, None, None, 9)
     assert page.read() == WorkerStatus(None, None, None, None, 9, None, 0, pulse=1)
-    page.pass_boundary(0)
+    page.pause_at(0)
     assert page.read() == WorkerStatus(None, None, None, None, 9, 0, 0, pulse=1)
 
 
 def test_a_new_workers_page_does_not_show_the_last_ones_progress(tmp_path):
     """After a restart the page is empty again; the old worker writes to nowhere."""
     old = SharedPage.create(tmp_path, 0)
-    old.hold(1)
+    old.request_checkpoint(AT_NEXT)
     fresh = SharedPage.create(tmp_path, 0)
     old.report(9, 1.0, None, 10)
     assert fresh.read() == WorkerStatus(None, None, None, None, None, None, 0)
-    assert fresh.pass_boundary(1), "it is not asked to hold"
+    assert fresh.pause_at(1), "it has no request"
 
 
 def test_a_loss_that_is_not_a_number_is_none(tmp_path):
@@ -115,31 +125,32 @@ def test_steps_that_are_counted_go_on_from_what_was_restored(tmp_path):
 # ---- checkpoint boundaries ----------------------------------------------------------------
 
 
-def test_a_worker_that_is_held_goes_on_when_it_is_let_go(tmp_path):
-    """It shows where it stays, and at whose request."""
+@pytest.mark.parametrize("then", [None, replace(AT_NEXT, released=True), CheckpointRequest(8, 0)])
+def test_a_worker_that_pauses_continues_when_the_request_is_gone(tmp_path, then):
+    """It is withdrawn, released or replaced; until then the page shows where the worker stays."""
     agent = SharedPage.create(tmp_path, 0)
     worker = SharedPage(tmp_path / "worker-0")
-    agent.hold(7)
+    agent.request_checkpoint(AT_NEXT)
     with ThreadPoolExecutor(1) as pool:
-        passed = pool.submit(worker.pass_boundary, 40)
+        passed = pool.submit(worker.pause_at, 40)
         for _ in range(1000):
-            if agent.read().held:
+            if agent.read().paused:
                 break
             threading.Event().wait(0.005)
-        assert (agent.read().boundary, agent.read().held) == (40, 7)
+        assert (agent.read().boundary, agent.read().paused) == (40, 7)
         assert not passed.done()
-        agent.hold(0)
+        agent.request_checkpoint(then)
         assert passed.result(timeout=10) is True
-    assert (agent.read().boundary, agent.read().held) == (40, 0)
+    assert (agent.read().boundary, agent.read().paused) == (40, 0)
 
 
-def test_nobody_is_held_for_ever(tmp_path, monkeypatch):
+def test_a_pause_has_an_end(tmp_path, monkeypatch):
     """An agent that asks and never stops the group costs a while, not the run."""
-    monkeypatch.setattr(shared_page, "LONGEST_HOLD_S", 0.05)
+    monkeypatch.setattr(shared_page, "LONGEST_PAUSE_S", 0.05)
     page = SharedPage.create(tmp_path, 0)
-    page.hold(1)
-    assert page.pass_boundary(40) is False
-    assert page.read().held == 0
+    page.request_checkpoint(AT_NEXT)
+    assert page.pause_at(40) is False
+    assert page.read().paused == 0
 
 
 @pytest.fixture
@@ -159,12 +170,12 @@ def test_a_script_announces_its_checkpoints(worker):
     assert worker.read().boundary == 20
 
 
-def test_a_script_that_was_held_for_too_long_says_so(worker, monkeypatch, caplog):
+def test_a_script_that_has_paused_for_too_long_warns(worker, monkeypatch, caplog):
     """Its user sees where the time went."""
-    monkeypatch.setattr(shared_page, "LONGEST_HOLD_S", 0.05)
-    worker.hold(1)
+    monkeypatch.setattr(shared_page, "LONGEST_PAUSE_S", 0.05)
+    worker.request_checkpoint(AT_NEXT)
     mark_checkpoint(step=10)
-    assert "held at the checkpoint of step 10" in caplog.text
+    assert "did not change within 0.05 s at the checkpoint of step 10" in caplog.text
 
 
 def test_a_script_says_where_it_will_stop(worker):
@@ -203,7 +214,7 @@ def test_optimizer_steps_are_counted_unless_the_script_reports_them(tmp_path):
     """A script that calls nothing of ours still shows steps."""
     code = f"""
 import json, pathlib, torch
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hpc_elastic import report
 from hpc_elastic.agent.worker_main import _prepare_torch
 from hpc_elastic.worker.shared_page import SharedPage
@@ -238,8 +249,13 @@ mark_checkpoint(step=1)
 def proposed(tmp_path, number, step):
     """Return the agent's and the worker's side of a page with a proposal."""
     agent = SharedPage.create(tmp_path, 0)
-    agent.propose(number, step)
+    agent.request_checkpoint(CheckpointRequest(number, step))
     return agent, SharedPage(tmp_path / "worker-0")
+
+
+def confirm(agent, number, step, pause=False):
+    """Confirm a request."""
+    agent.request_checkpoint(CheckpointRequest(number, step, confirmed=True, pause=pause))
 
 
 def wait_until(holds):
@@ -254,59 +270,69 @@ def test_without_a_proposal_every_step_goes_on(tmp_path):
     """And the agent sees how far the worker is."""
     agent = SharedPage.create(tmp_path, 0)
     worker = SharedPage(tmp_path / "worker-0")
-    assert not any(worker.passes(step) for step in range(5))
+    assert {worker.poll_checkpoint(step) for step in range(5)} == {NONE}
     assert (agent.read().passed, agent.read().waiting) == (4, 0)
 
 
-def test_a_confirmed_step_is_saved_once_and_no_other(tmp_path):
-    """Confirmed before the worker comes there, nobody waits."""
+@pytest.mark.parametrize(("pause", "found"), [(False, SAVE), (True, SAVE_AND_PAUSE)])
+def test_a_confirmed_step_is_saved_once_and_no_other(tmp_path, pause, found):
+    """Confirmed before the worker comes there, it does not wait."""
     agent, worker = proposed(tmp_path, 2, 7)
-    agent.confirm(2)
-    assert [step for step in range(1, 10) if worker.passes(step)] == [7]
+    confirm(agent, 2, 7, pause)
+    polled = {step: worker.poll_checkpoint(step) for step in range(1, 10)}
+    assert {step: poll for step, poll in polled.items() if poll is not NONE} == {7: found}
+    assert agent.read().agreed == 7
+
+
+def test_a_script_that_polls_every_few_steps_saves_at_the_first_one_behind(tmp_path):
+    """All ranks poll the same steps."""
+    agent, worker = proposed(tmp_path, 2, 11)
+    confirm(agent, 2, 11)
+    assert [step for step in range(0, 40, 10) if worker.poll_checkpoint(step) is SAVE] == [20]
 
 
 def test_the_largest_numbers_fit(tmp_path):
-    """A proposal's number and step share one field."""
-    agent, worker = proposed(tmp_path, 2**22, 2**40 - 1)
-    agent.confirm(2**22)
-    assert not worker.passes(2**40 - 2)
-    assert worker.passes(2**40 - 1)
+    """A request's number and step share one field."""
+    agent, worker = proposed(tmp_path, 2**22, 2**40 - 2)
+    confirm(agent, 2**22, 2**40 - 2)
+    assert worker.poll_checkpoint(2**40 - 3) is NONE
+    assert worker.poll_checkpoint(2**40 - 2) is SAVE
 
 
 def test_a_worker_waits_at_the_proposed_step_until_it_is_confirmed(tmp_path):
     """It is at the step, and says which proposal it waits for."""
     agent, worker = proposed(tmp_path, 3, 5)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(worker.passes, 5)
+        answer = threads.submit(worker.poll_checkpoint, 5)
         wait_until(lambda: agent.read().waiting == 3)
         assert agent.read().passed == 5
         assert not answer.done()
-        agent.confirm(3)
-        assert answer.result(10)
+        confirm(agent, 3, 5)
+        assert answer.result(10) is SAVE
 
 
-@pytest.mark.parametrize("moved", [(4, 9), (0, 0)])
+@pytest.mark.parametrize("moved", [CheckpointRequest(4, 9), CheckpointRequest(4, 0), None])
 def test_a_worker_goes_on_when_the_proposal_is_moved_or_taken_back(tmp_path, moved):
     """It does not save there."""
     agent, worker = proposed(tmp_path, 3, 5)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(worker.passes, 5)
+        answer = threads.submit(worker.poll_checkpoint, 5)
         wait_until(lambda: agent.read().waiting == 3)
-        agent.propose(*moved)
-        assert not answer.result(10)
+        agent.request_checkpoint(moved)
+        assert answer.result(10) is NONE
 
 
 def test_a_confirmation_of_an_earlier_proposal_does_not_count(tmp_path):
     """Numbers tell them apart, though the step is the same."""
     agent, worker = proposed(tmp_path, 3, 5)
-    agent.confirm(3)
-    agent.propose(4, 5)
+    confirm(agent, 3, 5)
+    agent.request_checkpoint(CheckpointRequest(4, 5))
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(worker.passes, 5)
+        answer = threads.submit(worker.poll_checkpoint, 5)
         wait_until(lambda: agent.read().waiting == 4)
         assert not answer.done()
-        agent.confirm(4)
-        assert answer.result(10)
+        confirm(agent, 4, 5)
+        assert answer.result(10) is SAVE
 
 
 def test_a_worker_does_not_wait_for_ever(tmp_path, monkeypatch):
@@ -314,13 +340,16 @@ def test_a_worker_does_not_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_page, "LONGEST_WAIT_S", 0.05)
     _, worker = proposed(tmp_path, 1, 5)
     with pytest.raises(HpcElasticError, match=r"checkpoint of step 5 .* log of this node's agent"):
-        worker.passes(5)
+        worker.poll_checkpoint(5)
 
 
 def test_a_worker_that_is_past_the_proposed_step_goes_on(tmp_path):
     """The agent has seen it, and will ask for a later one."""
-    agent, worker = proposed(tmp_path, 1, 5)
-    assert not worker.passes(6)
+    agent = SharedPage.create(tmp_path, 0)
+    worker = SharedPage(tmp_path / "worker-0")
+    worker.poll_checkpoint(5)
+    agent.request_checkpoint(CheckpointRequest(1, 5))
+    assert worker.poll_checkpoint(6) is NONE
     assert agent.read().passed == 6
 
 
@@ -351,20 +380,22 @@ def test_an_announced_checkpoint_does_not_stay(tmp_path):
     """That of a step before the one at which the group changes."""
     agent = SharedPage.create(tmp_path, 0)
     worker = SharedPage(tmp_path / "worker-0")
-    agent.hold(1)
-    assert worker.is_held
+    agent.request_checkpoint(AT_NEXT)
+    assert worker.pauses_at(8)
     worker.announce(8)
-    assert (agent.read().boundary, agent.read().held) == (8, 0)
+    assert (agent.read().boundary, agent.read().paused) == (8, 0)
 
 
-def test_a_worker_is_not_held_before_the_step_that_is_proposed(tmp_path):
-    """The others wait for it there; at that step, and behind it, it stays."""
-    agent, worker = proposed(tmp_path, 1, 9)
-    agent.hold(4)
-    assert worker.pass_boundary(8)
-    assert agent.read().held == 0
+def test_a_worker_pauses_at_the_agreed_checkpoint_and_none_before(tmp_path):
+    """The others wait for it at the agreed step; a later request lets it continue."""
+    agent, worker = proposed(tmp_path, 4, 9)
+    confirm(agent, 4, 9, pause=True)
+    worker.poll_checkpoint(8)
+    assert worker.pause_at(8)
+    assert worker.poll_checkpoint(10) is SAVE_AND_PAUSE
+    assert not worker.pauses_at(8)
     with ThreadPoolExecutor() as threads:
-        stays = threads.submit(worker.pass_boundary, 9)
-        wait_until(lambda: agent.read().held == 4)
-        agent.propose(2, 12)
+        stays = threads.submit(worker.pause_at, 10)
+        wait_until(lambda: agent.read().paused == 4)
+        agent.request_checkpoint(CheckpointRequest(5, 12))
         assert stays.result(10), "it is to come along to the later step"

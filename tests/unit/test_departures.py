@@ -5,20 +5,19 @@ from groups import (
     B,
     C,
     closed,
-    confirm,
     decisions,
     failure,
-    hold,
     kind,
     notes,
-    propose,
+    pause,
     released,
+    request,
     running,
     stop,
     training,
 )
 
-from hpc_elastic.rendezvous.group_change import GATHER_S, NOT_HELD_S
+from hpc_elastic.rendezvous.group_change import GATHER_S, NOT_PAUSED_S
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.step_agreement import StepVote
@@ -37,25 +36,31 @@ def agreed(m: RoundState, step: int, now: float) -> None:
     for number, ok in ((1, False), (2, True)):
         for agent in (A, B):
             actions = m.voted(agent, StepVote(number, ok, step - 1, 0.0), now)
-    assert confirm((A, B), 2) in actions
+    (sent,) = decisions(actions)
+    assert (sent.message["request"]["number"], sent.message["request"]["confirmed"]) == (2, True)
 
 
-def test_members_are_asked_to_hold_before_a_step_is_proposed():
-    """Whoever is to save there must be held already."""
+def test_members_are_asked_how_far_they_are_once_one_is_to_leave():
+    """The step that they agree on is one at which they stay."""
     m = training(A, B, scale_up="checkpoint")
     actions = m.noticed(A, "signal", 5.0, 10.0)
-    asked = [a for a in actions if kind(a) in ("hold", "propose")]
-    assert asked == [hold((A, B), 1), propose((A, B), 1, 0)]
+    assert request((A, B), 1, 0) in actions
     (note,) = notes(actions, "preemption_notice")
     assert note.fields == {"task": A.task, "host": "node1", "reason": "signal", "left_s": 5.0}
+    for agent in (A, B):
+        proposed = m.voted(agent, StepVote(1, False, 19, 0.0), 10.1)
+    assert proposed == [request((A, B), 2, 20)]
+    for agent in (A, B):
+        confirmed = m.voted(agent, StepVote(2, True, 19, 0.0), 10.2)
+    assert confirmed == [pause((A, B), 2, 20)]
 
 
 def test_the_round_breaks_at_the_agreed_step():
     """The one that leaves is released, the other is to join again; both are told to stop."""
     m = noticed(A)
     agreed(m, 20, 10.5)
-    assert decisions(m.boundary(A, 20, 1, 11.0)) == []
-    assert decisions(m.boundary(B, 20, 1, 11.1)) == [
+    assert decisions(m.checkpointed(A, 20, 2, 11.0)) == []
+    assert decisions(m.checkpointed(B, 20, 2, 11.1)) == [
         released((A,)),
         stop((A, B), "node1 leaves (signal), at the checkpoint of step 20"),
     ]
@@ -63,36 +68,11 @@ def test_the_round_breaks_at_the_agreed_step():
 
 
 def test_a_checkpoint_before_the_proposed_step_does_not_count():
-    """Ranks that held there have gone on."""
+    """Ranks do not stay there."""
     m = noticed(A)
     agreed(m, 20, 10.5)
     for agent in (A, B):
-        assert decisions(m.boundary(agent, 15, 1, 11.0)) == []
-
-
-def test_who_may_have_gone_on_for_a_step_that_is_taken_back_is_asked_anew():
-    """They had held at step 20, and a later one was proposed: step 20 may not be the last."""
-    m = noticed(A)
-    for agent in (A, B):
-        (*_, proposed) = m.voted(agent, StepVote(1, False, 19, 10.0), 10.1) or [None]
-    assert proposed.message["step"] > 20
-    for agent in (A, B):
-        assert decisions(m.boundary(agent, 20, 1, 10.5)) == []
-    actions = [*m.finished(B, 10.6), *m.tick(10.6)]
-    assert propose((A, B), 0, 0) in actions and decisions(actions) == [hold((A, B), 2)]
-    assert decisions(m.boundary(A, 20, 1, 10.7)) == [], "an answer to the request before"
-    assert decisions(m.boundary(A, 20, 2, 10.8)) == [
-        released((A,)),
-        stop((A, B), "node1 leaves (signal), at the checkpoint of step 20"),
-    ]
-
-
-def test_an_announcement_of_the_agreed_step_needs_no_word_of_the_hold():
-    """Whoever was confirmed was asked to hold before."""
-    m = noticed(A)
-    agreed(m, 20, 10.5)
-    m.boundary(A, 20, 0, 11.0)
-    assert kind(decisions(m.boundary(B, 20, 0, 11.1))[-1]) == "stop"
+        assert decisions(m.checkpointed(agent, 15, 0, 11.0)) == []
 
 
 def test_who_was_released_is_not_waited_for():
@@ -119,7 +99,7 @@ def test_a_released_task_comes_back_as_a_newcomer():
     m.join(B, 11.1)
     m.slurm_says(running(B), 11.2, 11.2)
     again = Agent(A.task, 1, A.slot, "node7", 1)
-    assert decisions(m.join(again, 20.0)) == [hold((B,), 2)]
+    assert request((B,), 1, 0) in m.join(again, 20.0)
 
 
 def test_with_time_left_others_are_waited_for():
@@ -127,14 +107,14 @@ def test_with_time_left_others_are_waited_for():
     m = training(A, B, scale_up="checkpoint")
     assert decisions(m.noticed(A, "time_limit", 100.0, 10.0)) == []
     assert decisions(m.tick(10.0 + GATHER_S - 0.1)) == []
-    assert decisions(m.tick(10.0 + GATHER_S)) == [hold((A, B), 1)]
+    assert m.tick(10.0 + GATHER_S) == [request((A, B), 1, 0)]
 
 
 def test_once_everybody_is_to_leave_nobody_else_is_waited_for():
     """One checkpoint does for all."""
     m = training(A, B, scale_up="checkpoint")
     m.noticed(A, "time_limit", 100.0, 10.0)
-    assert decisions(m.noticed(B, "time_limit", 100.0, 10.1)) == [hold((A, B), 1)]
+    assert m.noticed(B, "time_limit", 100.0, 10.1)[-1] == request((A, B), 1, 0)
 
 
 def test_a_departure_makes_room_for_a_newcomer():
@@ -142,8 +122,8 @@ def test_a_departure_makes_room_for_a_newcomer():
     m = noticed(A, max_nodes=2)
     m.join(C, 10.2)
     agreed(m, 20, 10.5)
-    m.boundary(A, 20, 1, 11.0)
-    stopped = decisions(m.boundary(B, 20, 1, 11.1))[-1]
+    m.checkpointed(A, 20, 2, 11.0)
+    stopped = decisions(m.checkpointed(B, 20, 2, 11.1))[-1]
     assert (
         stopped.message["reason"]
         == "node3 joins, node1 leaves (signal), at the checkpoint of step 20"
@@ -163,7 +143,7 @@ def test_nothing_is_agreed_on_once_a_member_is_done():
     """Its agent has no worker left to ask."""
     m = training(A, B, scale_up="checkpoint")
     m.finished(A, 9.0)
-    assert not [a for a in m.noticed(B, "signal", 5.0, 10.0) if kind(a) == "propose"]
+    assert not [a for a in m.noticed(B, "signal", 5.0, 10.0) if kind(a) == "checkpoint_request"]
 
 
 def test_a_notice_of_somebody_who_is_no_member_changes_nothing():
@@ -174,20 +154,21 @@ def test_a_notice_of_somebody_who_is_no_member_changes_nothing():
 
 
 def test_a_worker_may_ask_for_a_checkpoint():
-    """No member holds for it."""
+    """No member stays for it."""
     m = training(A, B, scale_up="checkpoint")
-    assert m.wants_checkpoint(A, 10.0) == [propose((A, B), 1, 0)]
+    assert m.wants_checkpoint(A, 10.0) == [request((A, B), 1, 0)]
     agreed(m, 20, 10.5)
     for agent in (A, B):
-        assert decisions(m.boundary(agent, 20, 0, 11.0)) == []
+        assert decisions(m.checkpointed(agent, 20, 0, 11.0)) == []
 
 
 # ---- when an agreement is begun, dropped, and begun again ---------------------------------
 
 
 def asks(effects: list) -> list[int]:
-    """The numbers of the proposals that are made, 0 for one that is withdrawn."""
-    return [e.message["number"] for e in effects if kind(e) == "propose"]
+    """The numbers of the requests that are made, 0 for one that is withdrawn."""
+    sent = [e.message["request"] for e in effects if kind(e) == "checkpoint_request"]
+    return [fields["number"] if fields else 0 for fields in sent]
 
 
 def test_a_wish_of_a_script_that_does_not_pass_steps_is_dropped():
@@ -220,16 +201,15 @@ def test_ranks_that_do_not_stay_where_they_should_are_not_asked_at_once_again():
     agreed(m, 20, 13.0)
     for agent in (A, B):
         m.voted(agent, StepVote(2, True, 21, 0.0), 14.0)
-    assert asks(m.tick(14.0 + NOT_HELD_S - 1.0)) == []
+    assert asks(m.tick(14.0 + NOT_PAUSED_S - 1.0)) == []
     assert asks(m.noticed(B, "signal", 1e6, 15.0)) == [3]
 
 
 def test_a_member_that_is_past_a_confirmed_step_goes_on_to_a_later_one():
-    """Others were past it when they were asked to hold, and hold further on: for each other."""
+    """A node has come since, for which all are to stay."""
     m = training(A, B, scale_up="checkpoint")
     m.wants_checkpoint(A, 10.0)
     agreed(m, 20, 10.5)
-    m.boundary(A, 20, 0, 11.0)
-    m.boundary(B, 19, 0, 11.0)
+    m.voted(A, StepVote(2, True, 21, 0.0), 11.0)
     assert asks(m.join(C, 11.0)) == []
-    assert asks(m.boundary(B, 21, 0, 11.1)) == [3]
+    assert asks(m.voted(B, StepVote(2, True, 21, 0.0), 11.1)) == [3]

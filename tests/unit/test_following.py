@@ -170,7 +170,9 @@ def test_a_stop_is_heard_once_it_has_a_place():
     assert f.received(stop, 1.1) == []
 
 
-@pytest.mark.parametrize("message", [{"type": "hold", "number": 1}, {"type": "waiting"}])
+@pytest.mark.parametrize(
+    "message", [{"type": "checkpoint_request", "request": None}, {"type": "waiting"}]
+)
 def test_other_words_of_the_leader_reach_the_agent(message):
     """As they are."""
     assert following().received(message, 1.0) == [Deliver(message)]
@@ -325,7 +327,7 @@ def test_its_time_being_over_it_leaves_whatever_its_round_does():
 def test_proposals_reach_the_workers_of_a_round_only():
     """What comes after the stop is meant for pages that are gone."""
     f = following()
-    propose = {"type": "propose", "number": 1, "step": 5}
+    propose = {"type": "checkpoint_request", "request": None}
     assert f.received(propose, 1.0) == [Deliver(propose)]
     f.received({"type": "stop", "reason": "a worker failed"}, 1.1)
     assert f.received(propose, 1.2) == []

@@ -1,7 +1,7 @@
 """Whether a node that came late is worth a restart, and what becomes of one that is not."""
 
 import pytest
-from groups import A, B, C, SentBack, decisions, hold, notes, running, stop, training
+from groups import A, B, C, SentBack, decisions, notes, pause, poll_none, running, stop, training
 
 from hpc_elastic.rendezvous.group_change import Forecast, ProgressEstimator, should_scale_up
 from hpc_elastic.rendezvous.round_state import RoundState
@@ -161,8 +161,9 @@ def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
     """Slurm knows how long it may stay."""
     m = growing(scale_up="checkpoint")
     m.join(C, 1.0)
+    poll_none(m, (A, B), 1, 1.1)
     view = running(A, B) | {C.task: TaskState(C.task, "RUNNING", restarts=0, time_left_s=15.0)}
-    assert decisions(m.slurm_says(view, 1.5, 1.6)) == [hold((A, B), 0)]
+    assert decisions(m.slurm_says(view, 1.5, 1.6)) == [pause((A, B), 1, released=True)]
 
 
 def test_the_decision_is_logged_with_its_reason():
@@ -212,19 +213,21 @@ def test_it_goes_back_once():
 
 
 def test_a_node_that_is_not_worth_it_goes_back_too():
-    """It was held for nothing, and members that hold are let go."""
+    """It has waited for nothing, and members that stay are released."""
     m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
     m.join(C, 1.0)
+    poll_none(m, (A, B), 1, 1.1)
     m.run.estimator = Fixed(remaining_s=20.0, restart_cost_s=10.0)
     let_go, given = decisions(m.tick(21.0))
-    assert let_go == hold((A, B), 0) and given.agents == (C,)
+    assert let_go == pause((A, B), 1, released=True) and given.agents == (C,)
 
 
 def test_a_node_that_waits_for_a_boundary_is_kept():
     """It is wanted, only not yet."""
     m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
-    m.boundary(A, 5, 0, 0.5)
+    m.checkpointed(A, 5, 0, 0.5)
     m.join(C, 1.0)
+    poll_none(m, (A, B), 1, 1.1)
     assert decisions(m.tick(3600.0)) == []
 
 

@@ -93,7 +93,7 @@ def test_it_is_due_after_the_limit_and_again_a_limit_later():
     "sign",
     [
         {"step": 11}, {"pulse": 1}, {"boundary": 10}, {"passed": 11}, {"samples": 3},
-        {"busy": 1}, {"held": 2},
+        {"busy": 1}, {"paused": 2},
     ],
 )  # fmt: skip
 def test_a_sign_of_life_starts_the_clock_anew(sign):
@@ -246,7 +246,7 @@ WAITING = (Frame(str(Path(hang_watch.__file__).parents[1] / "ft" / "link.py"), 1
         (WorkerSample("Z", [], BLANK), "done"),
         (WorkerSample("T", [], replace(BLANK, busy=1)), "stopped"),
         (WorkerSample("S", [USERS], replace(BLANK, busy=1)), "busy"),
-        (WorkerSample("S", [USERS], replace(BLANK, held=3)), "busy"),
+        (WorkerSample("S", [USERS], replace(BLANK, paused=3)), "busy"),
         (WorkerSample("S", [USERS], BLANK, alive=True), "busy"),
         (WorkerSample("S", [WAITING], BLANK, alone=True), "busy"),
         (WorkerSample("S", [WAITING], BLANK), "stands"),
@@ -270,7 +270,7 @@ NUM_WORKERS = 8
 class Leader:
     """Asks what the workers are at, and takes the answer."""
 
-    proposal = None
+    checkpoint_request = None
 
     def __init__(self) -> None:
         self.stacks = 0

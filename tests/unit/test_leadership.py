@@ -190,7 +190,7 @@ def test_who_comes_while_the_end_is_recorded_is_told_with_the_others():
     [
         ("finished", {}),
         ("failed", {"failures": [vars(failure(A))]}),
-        ("boundary", {"step": 5, "held": 1}),
+        ("checkpoint", {"step": 5, "paused": 1}),
     ],
 )
 def test_what_is_said_of_another_round_is_ignored(type_, fields):

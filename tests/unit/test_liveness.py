@@ -88,7 +88,7 @@ def test_whatever_an_agent_says_shows_that_it_lives():
     """Beats or others."""
     leader = training(A, B)
     for now in (2.5, 4.5, 6.5):
-        say(leader, A, "boundary", now, record=2, step=1, held=0)
+        say(leader, A, "checkpoint", now, record=2, step=1, paused=0)
         say(leader, B, "beat", now, progress={})
         assert of(leader.tick(now), Disconnect) == []
 

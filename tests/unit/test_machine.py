@@ -281,7 +281,7 @@ def test_a_failure_of_somebody_who_is_no_member_changes_nothing():
     """What a node of an earlier round reports late has been judged without it."""
     m = training(A)
     assert m.worker_failed([failure(B)], B, 1.0) == []
-    assert m.finished(B, 1.0) == [] and m.boundary(B, 5, 1, 1.0) == []
+    assert m.finished(B, 1.0) == [] and m.checkpointed(B, 5, 1, 1.0) == []
     assert m.run.phase is RoundPhase.RUNNING
 
 

@@ -27,7 +27,7 @@ TERMS = PreemptionConfig(
 
 def worker(**shows: Any) -> WorkerStatus:
     """A worker that shows this, and nothing else."""
-    return WorkerStatus(**{**dict.fromkeys(WorkerStatus.__match_args__), "held": 0, **shows})
+    return WorkerStatus(**{**dict.fromkeys(WorkerStatus.__match_args__), "paused": 0, **shows})
 
 
 @pytest.mark.parametrize(

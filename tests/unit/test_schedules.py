@@ -88,7 +88,7 @@ class Schedule:
         elif kind == "done" and agent in self.in_round:
             self.check(self.m.finished(agent, self.now))
         elif kind == "boundary" and agent in self.in_round:
-            self.check(self.m.boundary(agent, self.rounds, self.rng.randint(0, 2), self.now))
+            self.check(self.m.checkpointed(agent, self.rounds, self.rng.randint(0, 2), self.now))
         elif kind == "slurm":
             self.check(self.ask())
         else:

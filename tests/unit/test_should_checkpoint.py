@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hpc_elastic.worker.checkpoint_trigger import Clock, Period, PeriodDecision
-from hpc_elastic.worker.shared_page import SharedPage
+from hpc_elastic.worker.shared_page import CheckpointRequest, SharedPage
 
 ALONE = {"page": None, "rank": 0, "world_size": 1, "now": 0.0}
 
@@ -101,8 +101,7 @@ def test_in_a_run_the_other_ranks_do_not_ask(tmp_path):
 def test_in_a_run_every_rank_saves_at_the_agreed_step(tmp_path, rank):
     """Whatever its own period says."""
     agent, decision = in_run(tmp_path, rank)
-    agent.propose(1, 12)
-    agent.confirm(1)
+    agent.request_checkpoint(CheckpointRequest(1, 12, confirmed=True))
     period = Period(every_steps=10)
     assert [s for s in range(1, 22) if decision.at(s, period, float(s))] == [10, 12, 20]
 

@@ -23,7 +23,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -119,16 +119,13 @@ class Checkpointer:
         self._group = RankGroup.current()
         self._warn_of_positions(flat)
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
-        self._tier: MemoryStore | None = None
+        self._memory: MemoryStore | None = None
         if memory_tier is not None:
             num_bytes = self._expected_bytes(flat)
-            self._tier = MemoryStore(memory_tier, store.directory, self._group, num_bytes)
-        near = None if self._tier is None else self._tier.store
-        self._is_held = _is_held if self._options.boundary else lambda: False
-        self._context = SaveContext(  # knows nothing of this Checkpointer, nor does a done save
-            store, self._group, rule, self._options.timeout_s, Cleaner(store),
-            near=near, is_held=self._is_held,
-        )  # fmt: skip
+            self._memory = MemoryStore(memory_tier, store.directory, self._group, num_bytes)
+        self._context = SaveContext(
+            store, self._group, rule, self._options.timeout_s, Cleaner(store), memory=self._memory
+        )
         self._snapshots = Snapshots()
         self._save: Save | None = None
         self._committed: int | None = None
@@ -152,10 +149,10 @@ class Checkpointer:
         Args:
             step: Optimizer steps done, at least 0. A step that is committed already, and good,
                 stays as it is.
-            urgent: The group is about to end: do only what is needed, and return when it is
-                committed; an earlier save that is not almost written is given up. Then this worker
-                stays here if its agent asks for that (`reports.mark_checkpoint`). By default,
-                whether the agent asks for that, unless the option ``boundary`` is False.
+            urgent: The group is about to end (the same on every rank): write to the directory, do
+                only what is needed, and return when it is committed; an earlier save that is not
+                almost written is given up. By default, whether `should_checkpoint` has found that
+                the group changes at this step, unless the option ``boundary`` is False.
 
         Returns:
             Whether the step is saved, or being saved; False if it was skipped or failed.
@@ -163,27 +160,20 @@ class Checkpointer:
         Raises:
             ConfigError: the step is no number, or something in the state can not be stored.
         """
-        step = _checked_step(step)
+        begin, step = time.monotonic(), _checked_step(step)
         with reporting.busy():
-            return self._save_now(step, urgent)
-
-    def _save_now(self, step: int, urgent: bool | None) -> bool:
-        begin = time.monotonic()
-        save = self._new_save(step, urgent)
-        waits = save.urgent or not self._options.asynchronous
-        if not self._is_saved_already(save, waits=waits):
-            if not self._finish_earlier(save):
-                return False
-            self._fill(save, waits=waits and not save.looks_out)
-            self._begin(save, waits=waits)
-            if waits and not save.urgent:
-                self._context.cleaner.wait(_CLEANED_UP_IN_S)
-        self.blocked_s = time.monotonic() - begin
-        reporting.note_blocked(self.blocked_s)
-        _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
-        if waits and self._committed == step and self._options.boundary:
-            reporting.mark_checkpoint(step=step)
-        return not waits or self._committed == step
+            save = self._new_save(step, urgent)
+            blocking = save.urgent or self._pauses_at(step) or not self._options.asynchronous
+            if not self._is_saved_already(save, blocking=blocking):
+                if not self._finish_earlier(save):
+                    return False
+                self._start(save, blocking=blocking)
+            self.blocked_s = time.monotonic() - begin
+            reporting.note_blocked(self.blocked_s)
+            _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
+            if blocking and self._committed == step and self._options.boundary:
+                reporting.mark_checkpoint(step=step)
+        return not blocking or self._committed == step
 
     def restore(self) -> int | None:
         """Fill the state from the newest checkpoint that verifies (every rank; collective).
@@ -202,10 +192,9 @@ class Checkpointer:
         """
         begin = time.monotonic()
         self._settle()
-        self._stop_looking_out()
         context = self._context
         accepted = self._options.accept_inexact
-        restorer = Restorer(context.store, self._group, context.damaged, self._tier, accepted)
+        restorer = Restorer(context.store, self._group, context.damaged, self._memory, accepted)
         with reporting.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
@@ -245,10 +234,9 @@ class Checkpointer:
             self.wait()
         finally:
             _open.discard(self)
-            self._stop_looking_out()
             self._context.cleaner.wait()
-            if self._tier is not None:
-                self._tier.close()
+            if self._memory is not None:
+                self._memory.close()
 
     def __enter__(self) -> Checkpointer:
         """Close it at the end."""
@@ -270,37 +258,32 @@ class Checkpointer:
     # ---- one save -------------------------------------------------------------------------
 
     def _new_save(self, step: int, urgent: bool | None) -> Save:
-        number, for_hold = next(self._numbers), urgent is None and self._is_held()
+        number = next(self._numbers)
         if urgent is None:
-            urgent = for_hold or (self._options.boundary and reporting.save_is_urgent())
-        is_due = self._tier is None or self._tier.shared_due(number)
-        to_store = is_due or urgent
-        may_hear = self._group.world_size > 1 and reporting.own_page() is not None
-        return Save(
-            self._context, step, number, None, urgent, to_store,
-            for_hold=for_hold and not is_due, looks_out=may_hear and not to_store,
-            committed=self._note_commit,
-        )  # fmt: skip
+            urgent = self._options.boundary and reporting.save_is_urgent(step)
+        to_store = urgent or self._memory is None or self._memory.shared_due(number)
+        return Save(self._context, step, number, urgent, to_store)
 
-    def _is_saved_already(self, save: Save, *, waits: bool) -> bool:
+    def _pauses_at(self, step: int) -> bool:
+        page = reporting.own_page()
+        return self._options.boundary and page is not None and page.pauses_at(step)
+
+    def _is_saved_already(self, save: Save, *, blocking: bool) -> bool:
         """Whether the step is committed, or being written; if it has to be, wait for it."""
         earlier = self._save
         if earlier is not None and earlier.step == save.step and earlier.to_store >= save.to_store:
             if save.urgent:
                 earlier.abort_if_unfinished()
-            if waits:
+            if blocking:
                 earlier.wait()
             if not earlier.error:
                 return True
-        if earlier is not None and earlier.step == save.step and earlier.looks_out:
-            return earlier.store_now()  # every rank does, so none of them saves it anew alone
         return save.step == self._stored
 
     def _finish_earlier(self, save: Save) -> bool:
         """See that no earlier save is under way; False if the new one is skipped instead."""
         earlier = self._save
         if earlier is None or earlier.is_done:
-            self._stop_looking_out()
             return True
         if save.urgent:
             earlier.abort_if_unfinished()
@@ -315,57 +298,60 @@ class Checkpointer:
         else:
             _log.debug("step %d waits for step %d to be written", save.step, earlier.step)
         earlier.wait()
-        self._stop_looking_out()
         return True
 
-    def _fill(self, save: Save, *, waits: bool) -> None:
-        """Hold the state still."""
+    def _start(self, save: Save, *, blocking: bool) -> None:
+        """Take a snapshot, and write it: at once, or in a thread behind the training."""
         flat = flatten(self._state)
         pieces = self._planner.plan(flat.tensors, flat.first)
         rank_values: dict[str, Any] = dict(rank_states(self._state, flat))
         if self._options.rng:
             rank_values["rng"] = state_module.capture()
-        take = self._snapshots.borrow if waits else self._snapshots.copy
+        take = self._snapshots.borrow if blocking else self._snapshots.copy
         save.snapshot = take(flat, pieces, rank_values)
-
-    def _begin(self, save: Save, *, waits: bool) -> None:
         self._save = save
-        if waits and not save.looks_out:
-            _carry_out([self._run], save)
-            return
-        # Not a daemon: the program's end waits for it.
-        thread = threading.Thread(
-            target=_carry_out_behind, args=([self._run], save), name=f"checkpoint-{save.step}"
-        )
-        try:
-            thread.start()
-        except RuntimeError as e:
-            _log.warning("%s: step %d is written at once", e, save.step)
-            save.looks_out = False
-            _carry_out([self._run], save)
-        if waits:
-            save.wait()
+        if not blocking:
+            # Not a daemon: the program's end waits for it.
+            thread = threading.Thread(
+                target=self._run_behind, args=(save,), name=f"checkpoint-{save.step}"
+            )
+            try:
+                thread.start()
+                return
+            except RuntimeError as e:
+                _log.warning("%s: step %d is written at once", e, save.step)
+        self._run(save)
+        if blocking and not save.urgent:
+            self._context.cleaner.wait(_CLEANED_UP_IN_S)
+
+    def _run_behind(self, save: Save) -> None:
+        os.nice(_NICENESS)  # of this thread only: nice(2), "C library/kernel differences"
+        self._run(save)
 
     def _run(self, save: Save) -> None:
-        save.run()
-        if save.problem is not None:
-            self.failures += 1
-            _log.error("%s; the earlier ones are as they were", save.problem)
-            if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
-                reporting.note_not_saved(save.step, str(save.problem))
-        elif save.error is not None:
-            _log.info("%s", save.error)
-        save.look_out()
+        try:
+            save.run()
+            if save.error is None:
+                self._note_commit(save)
+            elif save.problem is None:
+                _log.info("%s", save.error)
+            else:
+                self.failures += 1
+                _log.error("%s; the earlier ones are as they were", save.problem)
+                if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
+                    reporting.note_not_saved(save.step, str(save.problem))
+        finally:
+            save.end()
 
-    def _note_commit(self, step: int) -> None:
-        self._committed = step
-        if self._save is None or self._save.is_stored:
-            self._stored = step
+    def _note_commit(self, save: Save) -> None:
+        self._committed = save.step
+        if save.is_stored:
+            self._stored = save.step
             if self._options.boundary:
-                reporting.note_stored(step)
+                reporting.note_stored(save.step)
             self._remember_directory()
         if self._options.boundary:
-            reporting.announce_boundary(step=step)
+            reporting.announce_boundary(step=save.step)
 
     def _remember_directory(self) -> None:
         """Let commands find the checkpoints wherever the script keeps them (rank 0)."""
@@ -394,42 +380,12 @@ class Checkpointer:
             with reporting.busy():
                 self._save.wait()
 
-    def _stop_looking_out(self) -> None:
-        if self._save is not None and self._save.is_done:
-            self._save.stop()
-
     def _expected_bytes(self, flat: Flat) -> int:
         """Estimate the size of this rank's part once the optimizers have their states."""
         planned = sum(piece.num_bytes for piece in self._planner.plan(flat.tensors, flat.first))
         whole = sum(tensor.nbytes for tensor in flat.tensors.values())
         coming = sum(_coming_bytes(item) for item in self._state.values())
         return planned + (coming * planned // whole if whole else coming)
-
-
-def _is_held() -> bool:
-    """Tell whether the agent has asked this worker to stay at its next checkpoint."""
-    page = reporting.own_page()
-    return page is not None and page.is_held
-
-
-def _carry_out(run: list[Callable[[Save], None]], save: Save) -> None:
-    """Run a save and end it.
-
-    Args:
-        run: The Checkpointer's `_run`. It is taken out: a Checkpointer that nobody has any more is
-            not kept by a save that has ended, and whose old checkpoints are still being removed.
-        save: The save.
-    """
-    try:
-        run.pop()(save)
-    finally:
-        save.clean_up()
-        save.end()
-
-
-def _carry_out_behind(run: list[Callable[[Save], None]], save: Save) -> None:
-    os.nice(_NICENESS)  # of this thread only: nice(2), "C library/kernel differences"
-    _carry_out(run, save)
 
 
 def _coming_bytes(item: object) -> int:

@@ -62,8 +62,8 @@ class MemoryTier:
         memory: A folder on a memory file system, or a local disk; by default the folder of the
             node's agent in ``/dev/shm``.
         shared_every: The first save of a process goes to the shared directory, and every so many
-            after it; at least 1. Urgent ones always do, and so does the newest one as soon as
-            the group is about to change.
+            after it; at least 1. Urgent ones always do, and so does the one at which the group
+            changes, where the script calls `should_checkpoint`.
         copies: Whether each save goes to a neighbour node, too.
     """
 

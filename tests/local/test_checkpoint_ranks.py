@@ -141,7 +141,7 @@ def one_skips(rank: int, folder: Path, threads: bool) -> list[str]:
     said = [outcome(c)]
     busy = rank == 1
     if busy:
-        c._save = save_module.Save(c._context, 1, 99, None, urgent=False)
+        c._save = save_module.Save(c._context, 1, 99)
     with pytest.MonkeyPatch.context() as m:
         if busy and not threads:
             m.setattr(threading.Thread, "start", no_thread)

@@ -27,6 +27,8 @@ from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigErr
 from hpc_elastic.worker import reporting, shared_page
 
 PATIENCE_S = 30.0
+AT_NEXT = shared_page.CheckpointRequest(5, None, confirmed=True, pause=True)
+"""To stay at the next checkpoint, whichever that is."""
 
 
 class Disk:
@@ -251,7 +253,7 @@ def test_an_urgent_save_gives_up_an_earlier_one(tmp_path, hurried, num_elements,
         save = ThreadPoolExecutor(1).submit(c.save, 1)
         assert save.result(PATIENCE_S) and hurried.reached.wait(PATIENCE_S)
         if expected == [2, 1]:  # its only block is written by now, but not counted
-            c._save._written = c._save.snapshot.layout.num_bytes
+            c._save._num_written = c._save.snapshot.layout.num_bytes
         counter.set(2)
         assert c.save(2, urgent=True) is True
     assert Store(tmp_path).steps() == expected
@@ -289,13 +291,13 @@ def test_a_worker_that_is_asked_to_stay_commits_and_stays(tmp_path, page):
     """The step is announced once it is committed, and not before."""
     counter = Counter()
     c = checkpointer(tmp_path / "c", counter)
-    page.hold(5)
+    page.request_checkpoint(AT_NEXT)
     with ThreadPoolExecutor(1) as pool:
         saved = pool.submit(save_at, c, counter, 3)
-        while page.read().held != 5:
+        while page.read().paused != 5:
             assert not saved.done()
         assert page.read().boundary == 3 and Store(tmp_path / "c").steps() == [3]
-        page.hold(0)
+        page.request_checkpoint(None)
         assert saved.result(PATIENCE_S) is True
 
 
@@ -329,13 +331,13 @@ def test_one_beside_it_keeps_nobody_and_announces_nothing(tmp_path, page):
     counter = Counter()
     with checkpointer(tmp_path / "a", counter) as main:
         beside = checkpointer(tmp_path / "b", counter, boundary=False)
-        page.hold(5)
+        page.request_checkpoint(AT_NEXT)
         assert save_at(beside, counter, 3)
         beside.close()
-        assert (page.read().boundary, page.read().stored, page.read().held) == (None, None, 0)
+        assert (page.read().boundary, page.read().stored, page.read().paused) == (None, None, 0)
         assert Store(tmp_path / "b").steps() == [3]
         assert beside.restore() == 3
-        page.hold(0)
+        page.request_checkpoint(None)
         assert save_at(main, counter, 4)
     assert page.read().boundary == 4
 
@@ -356,9 +358,9 @@ def test_a_save_that_failed_is_not_announced(tmp_path, page, monkeypatch):
     counter = Counter()
     c = checkpointer(tmp_path / "c", counter)
     monkeypatch.setattr(os, "fsync", fail)
-    page.hold(5)
+    page.request_checkpoint(AT_NEXT)
     assert c.save(3) is False
-    assert (page.read().boundary, page.read().held) == (None, 0)
+    assert (page.read().boundary, page.read().paused) == (None, 0)
     told = page.read()
     assert (told.num_unsaved, told.unsaved, told.stored) == (1, 3, None)
     assert "Input/output error" in page.why_not_saved()

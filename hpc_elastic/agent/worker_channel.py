@@ -171,7 +171,7 @@ class _Proposals:
                 page.confirm(proposal.number)
         self._shown = proposal
         workers = [page.read() for page in self._pages]
-        self._pace.note(_furthest(workers), now)
+        self._pace.record_count(_furthest(workers), now)
         if proposal is not None and not self._answered:
             self._answer(proposal, workers)
         elif proposal is not None and proposal.confirmed and not self._done:

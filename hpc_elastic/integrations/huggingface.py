@@ -12,7 +12,7 @@ had, but with another number of workers their size or number is different. `Elas
 it, and ``per_device_train_batch_size`` only limits the samples of a device at a time: the
 accumulation steps follow from it, and the global batch is the same for any number of workers.
 
-For another Trainer (of TRL, say): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
+For another Trainer (such as TRL's): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ class GroupChange:
             return self.agreement.withdraw(now)
         if self.agreement.is_late(now):
             return self.agreement.withdraw(now)
-        return self.agreement.begin(self.members, now)
+        return self.agreement.begin_agreement(self.members, now)
 
     def _pass_step(self, agent: Agent, now: float) -> None:
         agreement = self.agreement
@@ -457,7 +457,7 @@ class ProgressEstimator:
             since = self._closed_at if self._broken_at is None else self._broken_at
             self._cost_s, self._broken_at = now - since, None
         self.total, self._last_step = total, step
-        self._meter.note(step, now)
+        self._meter.record_count(step, now)
 
     @property
     def outlook(self) -> Forecast:

@@ -204,17 +204,13 @@ class _Saving(TrainerCallback):
             if args.process_index == 0:
                 sync_to_disk(folder)
                 fencing.check_fence()
-                _write_mark(folder, position)
+                staged = folder / f".{MARK}"
+                staged.write_text(json.dumps(position))
+                sync_to_disk(staged)
+                staged.rename(folder / MARK)
+                sync_to_disk(folder)
             _barrier()
         reporting.mark_checkpoint(step=state.global_step)
-
-
-def _write_mark(folder: Path, position: dict[str, Any]) -> None:
-    staged = folder / f".{MARK}"
-    staged.write_text(json.dumps(position))
-    sync_to_disk(staged)
-    staged.rename(folder / MARK)
-    sync_to_disk(folder)
 
 
 def _barrier() -> None:

@@ -52,7 +52,7 @@ def digits(device: torch.device) -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(cfg: DictConfig, net: nn.Module, data: TensorDataset) -> None:
-    """Train to the last epoch, with whoever is there at each step."""
+    """Train to the last epoch, with the replicas present at each step."""
     sgd = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9, nesterov=True)
 
     def load(state: dict) -> None:

@@ -1,4 +1,4 @@
-"""One call of a command that may hang: a dead controller, a GPU's driver, NFS, a wrapper script."""
+"""What all parts use: a command that may hang, numbers as text, a throughput, packaged files."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def run(
     env: Mapping[str, str] | None = None,
     errors: Literal["replace", "surrogateescape"] = "replace",
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, or give it up.
+    """Run a command that may hang: on a dead controller, a GPU's driver, NFS.
 
-    `subprocess.run` waits for good for one that it has killed and the kernel holds on to. The
-    command has a process group of its own, which is killed as a whole: where it is a shell script,
-    killing the shell alone would leave its child behind.
+    `subprocess.run` waits without limit for a killed process that the kernel holds. The command has
+    a process group of its own, which is killed as a whole: killing a shell alone would leave its
+    child behind.
 
     Args:
         argv: The command line.
-        timeout_s: How long it may take; the call lasts `_REAP_S` longer at most. None: no limit.
+        timeout_s: Its time limit; the call lasts `_REAP_S` longer at most. None: no limit.
         env: Its environment; None: this process's.
-        errors: What becomes of bytes that are no UTF-8; to name files, ``surrogateescape``.
+        errors: Treatment of bytes that are not UTF-8; ``surrogateescape`` for names of files.
 
     Returns:
-        Its exit code, and what it has written.
+        Its exit code and its output.
 
     Raises:
-        OSError: it can not be started.
-        subprocess.TimeoutExpired: it has not answered in time.
+        OSError: It cannot be started.
+        subprocess.TimeoutExpired: It has not ended in time.
     """
     process = subprocess.Popen(
         argv, env=env, text=True, errors=errors, process_group=0,
@@ -53,19 +53,14 @@ def run(
         output, error_output = process.communicate(timeout=timeout_s)
     finally:
         if process.returncode is None:
-            _give_up(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_REAP_S)
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
     return subprocess.CompletedProcess(argv, process.returncode, output, error_output)
-
-
-def _give_up(process: subprocess.Popen[str]) -> None:
-    """End a command and all it started, and reap it, unless the kernel holds on to it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_REAP_S)
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 @contextlib.contextmanager
@@ -92,10 +87,7 @@ def sigterm_as_interrupt(*others: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# ---- Counts and lengths of time as people read them (pure)
-
-
-_MINUTE, _HOUR = 60, 3600
+# ---- Counts and lengths of time as text (pure)
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -108,16 +100,16 @@ def duration(seconds: float) -> str:
     s = max(0.0, seconds)
     if s < 9.95:
         return f"{s:.1f}".removesuffix(".0") + " s"
-    if s < 2 * _MINUTE:
+    if s < 120:
         return f"{s:.0f} s"
-    if s < 10 * _MINUTE:
-        return _both(round(s), _MINUTE, "min", "s")
-    minutes = round(s / _MINUTE)
+    if s < 600:
+        return _both(round(s), 60, "min", "s")
+    minutes = round(s / 60)
     if minutes < 60:
         return f"{minutes} min"
     if minutes < 24 * 60:
         return _both(minutes, 60, "h", "min")
-    return _both(round(s / _HOUR), 24, "d", "h")
+    return _both(round(s / 3600), 24, "d", "h")
 
 
 def short(seconds: float) -> str:
@@ -142,8 +134,8 @@ def node_time(node_s: float, like: float | None = None) -> str:
     """Return node-seconds in a unit that suits them.
 
     Args:
-        node_s: Them.
-        like: The largest number that stands beside; all of them get its unit.
+        node_s: The node-seconds.
+        like: The largest number in the same place, which fixes the unit of all; None: its own.
     """
     size = node_s if like is None else like
     if size < 600:
@@ -151,19 +143,16 @@ def node_time(node_s: float, like: float | None = None) -> str:
     return f"{node_s / 60:.1f} node-min" if size < 18_000 else f"{node_s / 3600:,.1f} node-h"
 
 
-# ---- Throughput of something that is counted (pure)
-
-
 _MARKS = 60
 """Number of counts kept per window."""
 
 
 class ThroughputMeter:
-    """Throughput of a count, over the last seconds.
+    """Throughput of a count, over the last seconds (pure).
 
     Args:
-        window_s: Over how many seconds; infinite: since the beginning.
-        shortest_s: Over less time it would be a matter of chance; counts as so much.
+        window_s: Length of the window in seconds; infinite: since the beginning.
+        shortest_s: Shortest divisor in seconds, so that two close counts give no chance value.
     """
 
     def __init__(self, window_s: float, shortest_s: float = 0.0) -> None:
@@ -171,8 +160,8 @@ class ThroughputMeter:
         self._shortest_s = shortest_s
         self._marks: deque[tuple[float, int]] = deque()
 
-    def note(self, count: int | None, now: float) -> None:
-        """Note the count at a time; None, and a smaller one than before, begins anew."""
+    def record_count(self, count: int | None, now: float) -> None:
+        """Record the count at a time; None, and a smaller one than before, starts again."""
         marks = self._marks
         if count is None or (marks and count < marks[-1][1]):
             marks.clear()
@@ -186,7 +175,7 @@ class ThroughputMeter:
 
     @property
     def rate(self) -> float | None:
-        """How much is counted in a second; None before there is anything to compare."""
+        """The count per second; None before there are two counts."""
         if len(self._marks) < 2:
             return None
         (begin, first), (end, last) = self._marks[0], self._marks[-1]
@@ -194,35 +183,19 @@ class ThroughputMeter:
         return (last - first) / seconds if seconds > 0 else None
 
 
-# ---- Where the files that ship with the package lie: config groups and sbatch templates
-# They stand at the top of the clone (``conf/``, ``sbatch_templates/``) and in a wheel inside the
-# package (``hpc_elastic/conf``). In a clone that is on sys.path, by an editable install or by
-# PYTHONPATH, only the former exist, as siblings of the package.
+def folder(name: Literal["conf", "sbatch_templates"]) -> Path:
+    """Return a folder of files that ship with the package.
 
-
-Resource = Literal["conf", "sbatch_templates"]
-
-
-def folder(name: Resource) -> Path:
-    """Return the folder of packaged files called ``name``.
+    A wheel has them inside of the package, a clone beside it.
 
     Raises:
-        FileNotFoundError: the installation is incomplete; it should be made anew.
+        FileNotFoundError: The installation is incomplete; reinstall it.
     """
     package = Path(__file__).resolve().parent
     for candidate in (package / name, package.parent / name):
         if candidate.is_dir():
             return candidate
     raise FileNotFoundError(f"hpc_elastic has no {name}/ in {package} or beside it: reinstall it")
-
-
-# ---- Waiting for descriptors, whatever their numbers
-# A script's data loaders and a node's many workers open more than 1024 files; select(2) refuses a
-# descriptor beyond that, poll(2) does not.
-
-
-_LONGEST_MS = 2**31 - 1
-"""poll(2) takes an int: 24 days."""
 
 
 class HasFileno(Protocol):
@@ -233,16 +206,17 @@ class HasFileno(Protocol):
 
 
 def readable(*files: int | HasFileno, timeout_s: float | None = None) -> list[int | HasFileno]:
-    """Return those of these files that can be read, or are at their end, after waiting for one.
+    """Wait for files; return those that can be read or are at their end.
+
+    By poll(2), since select(2) refuses descriptors above 1024, and data loaders open more files.
 
     Args:
-        files: Descriptors, or what has one.
-        timeout_s: How long to wait; None: for ever; 0: not at all. More than 24 days (the end of a
-            job without a time limit is a year away) are 24 days.
+        files: Descriptors, or objects with one.
+        timeout_s: Longest wait; None: without limit; 0: not at all. At most 24 days, poll's limit.
     """
     poll = select.poll()
     by_number = {f if isinstance(f, int) else f.fileno(): f for f in files}
     for number in by_number:
         poll.register(number, select.POLLIN)
-    timeout_ms = None if timeout_s is None else min(math.ceil(timeout_s * 1000), _LONGEST_MS)
+    timeout_ms = None if timeout_s is None else min(math.ceil(timeout_s * 1000), 2**31 - 1)
     return [by_number[number] for number, _ in poll.poll(timeout_ms)]

@@ -13,7 +13,7 @@
     |  |- CheckpointNotFoundError (FileNotFoundError)    there is none, or not the one asked for
     |  |- CheckpointCorruptError         what is stored is damaged
     |  `- CheckpointFencedError          the worker's group is over; another one has taken its place
-    |- WorkerGroupError                  the training itself failed: first failure, and victims
+    |- WorkerGroupError                  the training itself failed; holds the failures
     |- AuthenticationError (ConnectionError)    a peer does not hold the secret (`transport.auth`)
     |
     |  per-step fault tolerance, defined in the modules of `hpc_elastic.ft` that raise them:
@@ -44,7 +44,7 @@ class HpcElasticError(Exception):
 
 
 class ConfigError(HpcElasticError, ValueError):
-    """A setting has a value that can not work.
+    """A setting has a value that cannot work.
 
     Attributes:
         key: The dotted key as the user writes it, such as ``launcher.partition``.
@@ -119,17 +119,18 @@ class WorkerGroupError(HpcElasticError):
 
     Attributes:
         failure: The first failure as recorded in result.json (host, rank, traceback...).
-        victims: Workers that died afterwards, or failed in a later attempt, in the same form.
+        secondary_failures: Workers that died afterwards, or failed in a later attempt, in the
+            same form.
     """
 
     def __init__(
         self,
         message: str,
         failure: dict[str, object] | None = None,
-        victims: Iterable[dict[str, object]] = (),
+        secondary_failures: Iterable[dict[str, object]] = (),
     ) -> None:
         self.failure = failure
-        self.victims = list(victims)
+        self.secondary_failures = list(secondary_failures)
         super().__init__(message)
 
 

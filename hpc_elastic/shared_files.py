@@ -11,11 +11,11 @@ opened.** `names_in`, `is_there` and `read_json` keep that rule; whatever waits 
 uses them. The same holds for the folder itself where others may rename or make it: list its parent.
 Whether a file or a folder has changed is seen by `status_of`, which opens it.
 
-Two kinds of mounts need more than that; what is said of them was seen on Linux's NFS client.
-Without close-to-open consistency (``nocto``) not even opening asks the server: `refresh` makes the
-client do so, by statx(2) with AT_STATX_FORCE_SYNC. And a client of NFS 3 knows a change of a folder
-by its time alone, so that it may never see what happened within the same tick of the server's clock
-as its last look: it forgets what it knows of a folder by posix_fadvise(2) with POSIX_FADV_DONTNEED.
+Two kinds of mounts need more than that, as measured with Linux's NFS client. Without close-to-open
+consistency (``nocto``) not even opening asks the server: `refresh` makes the client do so, by
+statx(2) with AT_STATX_FORCE_SYNC. And a client of NFS 3 knows a change of a folder by its time
+alone, so that it may never see a change within the same tick of the server's clock as its last
+request: posix_fadvise(2) with POSIX_FADV_DONTNEED drops its cache of a folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hpc_elastic.errors import DamagedFileError
 
 _AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, _STATX_BYTES = -100, 0x2000, 0x7FF, 256
 _LIBC = ctypes.CDLL(None, use_errno=True) if hasattr(ctypes.CDLL(None), "statx") else None
-"""None: a C library older than statx(2)."""
+"""None if the C library is older than statx(2)."""
 
 
 def write_atomic(
@@ -48,7 +48,7 @@ def write_atomic(
 
     Args:
         path: The file.
-        content: What it is to hold.
+        content: Its new content.
         mode: Its permissions.
         staged_in: A folder of the same file system to write it in first; None: its own. If that
             folder is renamed meanwhile, the file is not replaced, and `FileNotFoundError` is
@@ -63,18 +63,18 @@ def write_atomic(
 
 
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
-    """Make a file that nobody else has made, in one step; False if somebody has.
+    """Create a file in one step; return False if another process has created it.
 
-    Where the reply to link(2) is lost, the file is there although the call failed. Only its content
-    tells whose it is: a count of links may come from a cache, and inode numbers may change.
+    If the reply to link(2) is lost, the file is there although the call failed. Only its content
+    identifies its creator: a count of links may come from a cache, and inode numbers may change.
 
     Args:
         path: The file.
-        text: What it is to hold: unlike what any other caller writes there.
+        text: Its content, different from that of any other caller.
         mode: Its permissions.
 
     Raises:
-        OSError: it is not there, and could not be made.
+        OSError: It is not there, and could not be made.
     """
     staged = _stage(path, text, mode, path.parent)
     try:
@@ -90,10 +90,10 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
 
 
 def names_in(folder: Path) -> frozenset[str]:
-    """Return what a folder holds, as its server says; nothing if the folder is not there.
+    """Return the names in a folder by its server; an empty set if the folder is missing.
 
     Raises:
-        OSError: the file system does not answer.
+        OSError: The file system does not answer.
     """
     try:
         return frozenset(names_listed(folder))
@@ -102,11 +102,11 @@ def names_in(folder: Path) -> frozenset[str]:
 
 
 def names_listed(folder: Path) -> list[str]:
-    """Return what a folder holds, as its server says.
+    """Return the names in a folder by its server.
 
     Raises:
-        FileNotFoundError: it is not there.
-        OSError: the file system does not answer.
+        FileNotFoundError: It is missing.
+        OSError: The file system does not answer.
     """
     mount = _mount_of(folder)
     if not mount.opened_is_fresh:
@@ -127,7 +127,7 @@ def refresh(path: Path) -> None:
         path: A file, or a folder that is no mount point.
 
     Raises:
-        OSError: it is not there, or the file system does not answer.
+        OSError: It is missing, or the file system does not answer.
     """
     if not _mount_of(path.parent).opened_is_fresh:
         _ask_about(path)
@@ -148,19 +148,19 @@ def _mount_of(path: Path) -> Mount:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether a file or folder is there, as its server says.
+    """Return whether a file or folder exists by its server.
 
     Raises:
-        OSError: the file system does not answer.
+        OSError: The file system does not answer.
     """
     return path.name in names_in(path.parent)
 
 
 def status_of(path: Path) -> os.stat_result:
-    """Return the attributes of a file or folder, as its server says.
+    """Return the attributes of a file or folder by its server.
 
     Raises:
-        OSError: it is not there, or may not be read.
+        OSError: It is missing, or may not be read.
     """
     refresh(path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -171,14 +171,14 @@ def status_of(path: Path) -> os.stat_result:
 
 
 def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
-    """Begin to remove a file that nobody needs any more; it stays where that fails.
+    """Begin to remove a file that is not needed any more; it stays if that fails.
 
-    Nothing is to wait for the end of it: a server of NFS holds a removal up for 100 s where it has
-    to recall a delegation from a client that is dead.
+    The removal runs in a thread: an NFS server delays it by 100 s while it recalls a delegation
+    from a dead client.
 
     Args:
         path: The file; if it is being removed already, nothing is begun.
-        wait_s: Wait for so long at most.
+        wait_s: Longest wait for the end of the removal.
     """
     name = f"removal of {path}"
     if any(thread.name == name for thread in threading.enumerate()):
@@ -218,11 +218,11 @@ def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[
 
     Args:
         path: The file.
-        read: How it is read; `read_undelegated` for a file that others change later.
+        read: Reads it; `read_undelegated` for a file that others change later.
 
     Raises:
-        DamagedFileError: it is no JSON.
-        OSError: it may not be read.
+        DamagedFileError: It is no JSON.
+        OSError: It may not be read.
     """
     try:
         text = read_listed(path, read)
@@ -248,7 +248,7 @@ def read_undelegated(path: Path, num_bytes: int | None = None) -> str:
         if num_bytes is not None:
             file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
         text = file.read().decode(errors="replace")
-        with contextlib.suppress(OSError):  # it is somebody else's, or the disk is read-only
+        with contextlib.suppress(OSError):  # another user's file, or a read-only disk
             os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     return text
 
@@ -258,10 +258,10 @@ def read_listed(path: Path, read: Callable[[Path], str] = Path.read_text) -> str
 
     Args:
         path: The file.
-        read: How it is read.
+        read: Reads it.
 
     Raises:
-        OSError: it may not be read.
+        OSError: It may not be read.
     """
     try:
         refresh(path)
@@ -275,7 +275,7 @@ def read_listed(path: Path, read: Callable[[Path], str] = Path.read_text) -> str
         return None
 
 
-# ---- What the mount under a folder says: its file system, and how old an answer may be there
+# ---- The mount of a folder: its file system, and how old an answer may be there
 # An NFS client answers from its caches for as long as its mount options allow. With close-to-open
 # consistency, the default, opening a file or a folder asks the server, so what is opened anew is
 # as the server has it. With ``nocto`` it may be as old as attributes may be: 60 s by default.
@@ -336,7 +336,12 @@ class Mount:
         """
         for place in (path, *path.absolute().parents):
             with contextlib.suppress(OSError, ValueError):
-                number = _mount_id(place)
+                fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
+                try:
+                    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+                finally:
+                    os.close(fd)
+                number = int(dict(line.split(":", 1) for line in lines)["mnt_id"])
                 return find(Path("/proc/self/mountinfo").read_text(errors="replace"), number)
         return cls()
 
@@ -416,8 +421,8 @@ class Mount:
 def find(mountinfo: str, mount_id: int) -> Mount:
     """Return a mount of ``/proc/self/mountinfo`` by its number; of unknown kind if it has none.
 
-    The kernel says for every open file which mount it is on, so bind mounts, mounts in mounts and
-    mounts that others hide need no rules of ours.
+    The kernel names the mount of every open file, so bind mounts, nested and hidden mounts need no
+    rules here.
     """
     for line in mountinfo.splitlines():
         words = line.split(" ")
@@ -429,21 +434,6 @@ def find(mountinfo: str, mount_id: int) -> Mount:
         options = {name: _unescape(value) for name, _, value in pairs}
         return Mount(_unescape(kind), _unescape(source), options)
     return Mount()
-
-
-def _mount_id(path: Path) -> int:
-    """Return the number of the mount that a path lies on.
-
-    Raises:
-        OSError: the path cannot be looked up.
-        ValueError: the kernel does not say.
-    """
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-    finally:
-        os.close(fd)
-    return int(dict(line.split(":", 1) for line in lines)["mnt_id"])
 
 
 def _unescape(text: str) -> str:

@@ -15,10 +15,10 @@ When every member has voted ok on the *same* proposal, the step is *confirmed*. 
 confirmation no worker of a member can pass the step, since only the leader moves it. So every
 member acts at a confirmed step, and none at another.
 
-The first proposal, of step 0, only asks how far everybody is. The next one is ahead of the furthest
-member by ``ahead_s`` seconds of the fastest member's steps, and each further one by twice as much
-as the one before: the members are overtaken, however wrong the rates are. If no worker has passed
-any step, the proposal is withdrawn, and made again after a pause.
+The first proposal, of step 0, only asks each member for its step. The next one is ahead of the
+furthest member by ``ahead_s`` seconds of the fastest member's steps, and each further one by twice
+as much as the one before: the members are overtaken, however wrong the rates are. If no worker has
+passed any step, the proposal is withdrawn, and made again after a pause.
 
 A member that does not vote within `VOTE_WITHIN_S` has the proposal withdrawn, so that the others
 wait at a step no longer than that.
@@ -41,10 +41,10 @@ from typing import Generic, TypeVar
 
 VOTE_WITHIN_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
-"""After a withdrawn proposal the next one waits for so long: at first, and at most."""
+"""Wait between a withdrawn proposal and the next one: at first, and at most."""
 _PAUSE_GROWS = 1.25
 _MEMBERS_PER_S = 1000
-"""A question costs a message to each member and one back: that limits how often it is put."""
+"""Limits the rate of questions: one costs a message to each member and one back."""
 _FASTEST = 1e6
 _MOST_DOUBLINGS = 30
 _LAST_STEP = 2**40 - 2
@@ -132,7 +132,7 @@ class StepAgreement(Generic[M]):
 
     # ---- events: each returns what all members are to be sent ----------------------------
 
-    def begin(self, members: Collection[M], now: float) -> Proposal | None:
+    def begin_agreement(self, members: Collection[M], now: float) -> Proposal | None:
         """Ask how far the members are, unless an agreement is under way or has to wait."""
         if self.state is not AgreementState.IDLE or now < self._due:
             return None
@@ -153,7 +153,10 @@ class StepAgreement(Generic[M]):
         if not is_due or member not in self.awaited:
             return None
         self.awaited.discard(member)
-        self._learn(vote)
+        if vote.passed is not None:
+            self.furthest = max(vote.passed, self.furthest or 0)
+        if 0.0 <= vote.rate <= _FASTEST:  # NaN is ignored, too
+            self._rate = max(self._rate, vote.rate)
         if self.step and not vote.ok and not self.is_fixed:
             return self._propose(self._further_step(), self._members, now)
         return self._conclude(now)
@@ -189,7 +192,7 @@ class StepAgreement(Generic[M]):
         self._due, self._pause_s = -math.inf, FIRST_PAUSE_S
 
     def is_late(self, now: float) -> bool:
-        """Tell whether votes have been waited for too long."""
+        """Return whether votes have been missing for too long."""
         return self.state is AgreementState.ASKING and now - self.since > VOTE_WITHIN_S
 
     # ---- rules ---------------------------------------------------------------------------
@@ -201,12 +204,6 @@ class StepAgreement(Generic[M]):
         self._members = set(members)
         self.awaited = set(members)
         return self.proposal
-
-    def _learn(self, vote: StepVote) -> None:
-        if vote.passed is not None:
-            self.furthest = max(vote.passed, self.furthest or 0)
-        if 0.0 <= vote.rate <= _FASTEST:  # NaN is ignored, too
-            self._rate = max(self._rate, vote.rate)
 
     def _further_step(self) -> int:
         ahead = (1 + int(self._rate * self._ahead_s)) << self._doublings

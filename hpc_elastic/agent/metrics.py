@@ -107,7 +107,7 @@ class TaskCounters:
             now: The time.
         """
         self._note_step(worker.step, now)
-        self._meter.note(worker.step, now)
+        self._meter.record_count(worker.step, now)
         if worker.boundary is not None and worker.boundary != self._boundary[0]:
             self._boundary = (worker.boundary, now)
         self._busy_s = worker.busy_s

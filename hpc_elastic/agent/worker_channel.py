@@ -110,7 +110,7 @@ class WorkerChannel:
         self._show(self._leader.checkpoint_request)
         workers = [page.read() for page in self._pages]
         furthest = max((w.passed for w in workers if w.passed is not None), default=None)
-        self._pace.note(furthest, now)
+        self._pace.record_count(furthest, now)
         if self._shown is not None:
             self._vote(self._shown, workers, furthest)
         self._report_checkpoint(workers, now)

@@ -49,7 +49,7 @@ from hpc_elastic.checkpoint.replication import (
 from hpc_elastic.errors import CheckpointError, ConfigError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.transport.addresses import own_addresses
+from hpc_elastic.transport.interface import own_addresses
 
 _log = logging.getLogger(__name__)
 

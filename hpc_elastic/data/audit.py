@@ -32,17 +32,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_elastic._util import counted
 from hpc_elastic.data.epoch_plan import SamplePosition
-from hpc_elastic.data.ledger import FOLDER, VERSION, LedgerSegment, Span, TrainingEnd
+from hpc_elastic.data.ledger import FOLDER, LedgerSegment, Name, Span, TrainingEnd, parse_record
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import read_json
+
+Spans = NDArray[np.int64]
+"""Rows of (step, num_steps, epoch, start, stride, count), as `ledger.Span`."""
+
+STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
+_NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
+_FILE = re.compile(r"(?P<name>[\w-]+)\.(record-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,13 @@ def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
             then. None if it has not succeeded.
     """
     groups = record.groups
-    end = None if succeeded_in is None else record.end(succeeded_in)
-    problems = [_NO_END] if succeeded_in is not None and end is None else []
+    end = None if succeeded_in is None else record.training_end(succeeded_in)
+    problems = []
+    if succeeded_in is not None and end is None:
+        problems.append(
+            "the run has succeeded, but the end of the training is not recorded: the ledger of its "
+            "last group is missing, or cut off"
+        )
     last = end.ended if end is not None else max(groups, default=None)
     if last not in groups:
         what = f"that of record {last[0]}" if last else "every one"
@@ -144,6 +155,9 @@ def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
     num_open = 0
     if end is None:
         num_open = num_samples(groups[last].all_spans()) - num_samples(kept[-1])
+    last_steps = {part.group.head.stretch: part.until for part in parts}
+    if end is None:  # the last stretch goes on: none of its steps is lost
+        last_steps[max(groups)] = groups[max(groups)].last_step
     num_trained = sum(num_samples(group.all_spans()) for group in groups.values())
     return Proof(
         name=name,
@@ -151,92 +165,65 @@ def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
         epochs=epochs,
         last_step=until,
         stretches=len(groups),
-        replayed_steps=_replayed_steps(groups, parts, is_over=end is not None),
+        replayed_steps=sum(
+            max(0, group.last_step - last_steps.get(stretch, group.head.step))
+            for stretch, group in groups.items()
+        ),
         replayed_samples=num_trained - sum(map(num_samples, kept)) - num_open,
         open_samples=num_open,
-        problems=[*problems, *_broken_history(parts), *_uneven_epochs(epochs)],
+        problems=[*problems, *_history_problems(parts), *_epoch_problems(epochs)],
     )
 
 
-_NO_END = (
-    "the run has succeeded, but the end of the training is not recorded: the ledger of its last "
-    "group is missing, or cut off"
-)
-
-
-def _replayed_steps(
-    groups: Mapping[Name, LedgerGroup], parts: Sequence[LedgerPart], *, is_over: bool
-) -> int:
-    """Return the number of lost steps; the last stretch has none unless the run is over."""
-    until = {part.group.head.stretch: part.until for part in parts}
-    if not is_over:
-        until[max(groups)] = groups[max(groups)].last_step
-    return sum(
-        max(0, group.last_step - until.get(name, group.head.step)) for name, group in groups.items()
-    )
-
-
-def _broken_history(parts: Sequence[LedgerPart]) -> Iterator[str]:
+def _history_problems(parts: Sequence[LedgerPart]) -> Iterator[str]:
     first = parts[0].group.head
     if first.parent is not None:
-        record, _ = first.parent
         yield (
-            f"the ledger of the group of record {record}, which trained up to step {first.step}, "
-            "is missing"
+            f"the ledger of the group of record {first.parent[0]}, which trained up to step "
+            f"{first.step}, is missing"
         )
-    for part in parts:
-        yield from _broken_part(part)
-    for part, after in itertools.pairwise(parts):
-        if after.group.head.place not in (places := part.next_places()):
+    names = [f"the group of record {part.group.head.stretch[0]}" for part in parts]
+    for part, name in zip(parts, names, strict=True):
+        if len({str(replace(head, rank=0)) for head in part.group.heads.values()}) > 1:
+            yield f"the ranks of {name} disagree on where it has begun, or on what it trains"
+        for rank, excess in part.miscounted().items():
+            what = "too many" if excess > 0 else "missing"
+            are = "is" if abs(excess) == 1 else "are"
+            yield f"rank {rank} of {name}: {counted(abs(excess), 'step')} {are} {what}"
+        if wrong := _wrong_steps(part.kept(), part.planned()):
             yield (
-                f"{_name(after)} has begun at {after.group.head.place}, but {_name(part)} had "
-                f"come to {min(places)}"
+                f"{counted(sum(map(len, wrong)), 'step')} of {name}, from step {wrong[0].start} "
+                "on, trained something else than planned"
+            )
+    for (part, name), (after, after_name) in itertools.pairwise(zip(parts, names, strict=True)):
+        end, next_begin = part.next_places()
+        if after.group.head.place not in (end, next_begin):
+            yield (
+                f"{after_name} has begun at {after.group.head.place}, but {name} had come to "
+                f"{min(end, next_begin)}"
             )
     facts = {str(part.group.head.facts) for part in parts}
     if len(facts) > 1:
         yield f"the order of the samples has changed: {' and then '.join(sorted(facts))}"
 
 
-def _broken_part(part: LedgerPart) -> Iterator[str]:
-    heads = [replace(head, rank=0) for head in part.group.heads.values()]
-    if any(head != heads[0] for head in heads):
-        yield f"the ranks of {_name(part)} disagree on where it has begun, or on what it trains"
-    for rank, excess in part.miscounted().items():
-        what = "too many" if excess > 0 else "missing"
-        are = "is" if abs(excess) == 1 else "are"
-        yield f"rank {rank} of {_name(part)}: {counted(abs(excess), 'step')} {are} {what}"
-    if wrong := part.wrong_steps():
-        yield (
-            f"{counted(sum(map(len, wrong)), 'step')} of {_name(part)}, from step "
-            f"{wrong[0].start} on, trained something else than planned"
-        )
-
-
-def _name(part: LedgerPart) -> str:
-    return f"the group of record {part.group.head.stretch[0]}"
-
-
-def _uneven_epochs(epochs: Sequence[EpochProof]) -> Iterator[str]:
+def _epoch_problems(epochs: Sequence[EpochProof]) -> Iterator[str]:
     for epoch in epochs:
-        if epoch.never:
-            yield f"epoch {epoch.epoch}: {_samples_were(epoch.never)} never trained"
-        if epoch.twice:
-            yield f"epoch {epoch.epoch}: {_samples_were(epoch.twice)} trained more than once"
-
-
-def _samples_were(num_samples: int) -> str:
-    return f"{counted(num_samples, 'sample')} {'was' if num_samples == 1 else 'were'}"
+        for num, what in ((epoch.never, "never trained"), (epoch.twice, "trained more than once")):
+            if num:
+                were = "was" if num == 1 else "were"
+                yield f"epoch {epoch.epoch}: {counted(num, 'sample')} {were} {what}"
 
 
 def _epochs(parts: Sequence[LedgerPart]) -> list[EpochProof]:
     """Return the proof of each epoch since the start of the history."""
     spans, planned = (
-        np.concatenate([NO_SPANS, *rows])
+        np.concatenate([_NO_SPANS, *rows])
         for rows in ([p.kept() for p in parts], [p.planned() for p in parts])
     )
     first, last = parts[0].group.head, parts[-1].group.head
-    place = last.plan().after(last.place, parts[-1].until - last.step)
-    is_over = last.plan().next_batch(place) != place
+    place, next_place = parts[-1].next_places()
+    is_over = next_place != place
     reached = planned[:, START] + (planned[:, NUM_STEPS] - 1) * planned[:, STRIDE]
     reached += planned[:, COUNT]
     newest = int(max(spans[:, EPOCH].max(initial=0), place.epoch))
@@ -322,15 +309,6 @@ def _covered(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> tuple[int, 
     return int(lengths[depth == 1].sum()), int(lengths[depth > 1].sum())
 
 
-Name = tuple[int, int]
-Spans = NDArray[np.int64]
-"""Rows of (step, num_steps, epoch, start, stride, count), as `ledger.Span`."""
-
-STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
-NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
-_FILE = re.compile(r"(?P<name>[\w-]+)\.(record-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
-
-
 @dataclass(frozen=True)
 class LedgerGroup:
     """One stretch in the ledgers of all its ranks."""
@@ -347,7 +325,7 @@ class LedgerGroup:
 
     def all_spans(self) -> Spans:
         """Return the ranges of all ranks."""
-        return np.concatenate([NO_SPANS, *self.spans.values()])
+        return np.concatenate([_NO_SPANS, *self.spans.values()])
 
     @property
     def last_step(self) -> int:
@@ -357,7 +335,7 @@ class LedgerGroup:
     @property
     def last_common_step(self) -> int:
         """The last step that every rank has written."""
-        of_ranks = [self.spans.get(rank, NO_SPANS) for rank in range(self.head.world_size)]
+        of_ranks = [self.spans.get(rank, _NO_SPANS) for rank in range(self.head.world_size)]
         return max(self.head.step, min(map(_last_step, of_ranks)))
 
 
@@ -378,15 +356,14 @@ class LedgerPart:
         rows = list(head.plan().steps(head.place, self.until - head.step))
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
-    def wrong_steps(self) -> list[range]:
-        """Return the steps whose positions, all ranks together, differ from the plan."""
-        return _wrong_steps(self.kept(), self.planned())
+    def next_places(self) -> tuple[SamplePosition, SamplePosition]:
+        """Return the end, and the start of the batch after it: the next stretch begins at either.
 
-    def next_places(self) -> set[SamplePosition]:
-        """Return where the next stretch may begin: the end of an epoch is the start of the next."""
+        They differ at the end of an epoch.
+        """
         head = self.group.head
         place = head.plan().after(head.place, self.until - head.step)
-        return {place, head.plan().next_batch(place)}
+        return place, head.plan().next_batch(place)
 
     def miscounted(self) -> dict[int, int]:
         """Return the surplus of written steps of the ranks with a wrong number, by rank.
@@ -395,7 +372,7 @@ class LedgerPart:
         """
         head = self.group.head
         written = {
-            rank: _up_to(self.group.spans.get(rank, NO_SPANS), self.until)[:, NUM_STEPS].sum()
+            rank: _up_to(self.group.spans.get(rank, _NO_SPANS), self.until)[:, NUM_STEPS].sum()
             for rank in {*range(head.world_size), *self.group.spans}
         }
         excess = {rank: int(num) - (self.until - head.step) for rank, num in written.items()}
@@ -411,7 +388,7 @@ class SamplerHistory:
     ends: list[TrainingEnd] = field(default_factory=list)
     """The ends of the training by its processes."""
 
-    def end(self, generation: int) -> TrainingEnd | None:
+    def training_end(self, generation: int) -> TrainingEnd | None:
         """Return the end of the training; None if a later group has trained since.
 
         Args:
@@ -439,7 +416,9 @@ def read(folder: Path) -> dict[str, SamplerHistory]:
         record.ends.extend(ends)
         for head, spans in stretches:
             group = record.groups.setdefault(head.stretch, LedgerGroup())
-            if reaches_further(spans, group.spans.get(head.rank)):
+            # Replicas write the same batches: the one that came furthest counts.
+            known = group.spans.get(head.rank)
+            if known is None or _last_step(spans) > _last_step(known):
                 group.heads[head.rank], group.spans[head.rank] = head, spans
     if not found:
         remedy = "it is written by runs whose script trains with an ElasticSampler"
@@ -455,27 +434,17 @@ def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> lis
         last: The name of the last one.
         until: Its last step.
     """
-    group = groups[last]
-    parts = [LedgerPart(group, until)]
-    while (parent := _parent(group, groups)) is not None:
-        parts.append(LedgerPart(parent, group.head.step))
-        group = parent
-    return parts[::-1]
-
-
-def _parent(group: LedgerGroup, groups: Mapping[Name, LedgerGroup]) -> LedgerGroup | None:
-    name = group.head.parent
-    return groups.get(name) if name is not None and name < group.head.stretch else None
+    parts = [LedgerPart(groups[last], until)]
+    while True:
+        head = parts[-1].group.head
+        if head.parent is None or head.parent >= head.stretch or head.parent not in groups:
+            return parts[::-1]
+        parts.append(LedgerPart(groups[head.parent], head.step))
 
 
 def num_samples(spans: Spans) -> int:
     """Return the number of samples and paddings in these steps."""
     return int((spans[:, NUM_STEPS] * spans[:, COUNT]).sum())
-
-
-def reaches_further(spans: Spans, others: Spans | None) -> bool:
-    """Return whether spans count instead of others: replicas write the same batches."""
-    return others is None or _last_step(spans) > _last_step(others)
 
 
 def _last_step(spans: Spans) -> int:
@@ -533,62 +502,35 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
     Raises:
         RunDirectoryError: The file is damaged.
     """
-    heads: list[LedgerSegment] = []
-    rows: list[list[Span]] = []
+    stretches: dict[Name, tuple[LedgerSegment, list[Span]]] = {}
+    spans: list[Span] | None = None
     ends: list[TrainingEnd] = []
     try:
-        for line in _lines(path):
+        for line in path.read_text().splitlines(keepends=True):
+            if not line.endswith("\n"):
+                break  # cut off
             raw = json.loads(line)
-            if not isinstance(raw, dict):
-                _append(rows[-1], _span(raw))
-            elif raw.get("ledger") != VERSION:
-                raise ValueError(f"it has version {raw.get('ledger')}, this reads {VERSION}")
-            elif "ended" in raw:
-                ends.append(TrainingEnd.from_json(raw))
+            if isinstance(raw, dict):
+                record = parse_record(raw)
+                if isinstance(record, TrainingEnd):
+                    ends.append(record)
+                    continue
+                record.plan()
+                if record.stretch in stretches:
+                    raise ValueError(f"the stretch {record.stretch} occurs twice")
+                spans = []
+                stretches[record.stretch] = record, spans
+                continue
+            if spans is None or not all(type(number) is int and number >= 0 for number in raw):
+                raise ValueError(f"impossible steps: {raw}")
+            span = Span(*raw)
+            if spans and (joined := spans[-1].joined(span)):  # only a flush has separated them
+                spans[-1] = joined
             else:
-                heads.append(_checked(LedgerSegment.from_json(raw), heads))
-                rows.append([])
-        spans = [np.array([astuple(s) for s in r], dtype=np.int64).reshape(-1, 6) for r in rows]
+                spans.append(span)
     except (ValueError, TypeError, LookupError, HpcElasticError) as e:
         raise RunDirectoryError(f"{path} is damaged: {e}") from e
-    return list(zip(heads, spans, strict=True)), ends
-
-
-def _checked(head: LedgerSegment, earlier: Sequence[LedgerSegment]) -> LedgerSegment:
-    """Accept the head of a stretch that can follow others in one file.
-
-    Raises:
-        ValueError: It cannot.
-        HpcElasticError: No sampler has such a plan.
-    """
-    head.plan()
-    if head.stretch in [other.stretch for other in earlier]:
-        raise ValueError(f"the stretch {head.stretch} occurs twice")
-    return head
-
-
-def _span(raw: Any) -> Span:
-    """Parse the line of a span.
-
-    Raises:
-        ValueError: Its values are impossible.
-    """
-    if not all(type(number) is int and number >= 0 for number in raw):
-        raise ValueError(f"impossible steps: {raw}")
-    return Span(*raw)
-
-
-def _append(spans: list[Span], span: Span) -> None:
-    """Append a span, or join it to the last one if only a flush has separated them."""
-    joined = spans[-1].joined(span) if spans else None
-    if joined is not None:
-        spans[-1] = joined
-    else:
-        spans.append(span)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open() as f:
-        for line in f:
-            if line.endswith("\n"):  # otherwise it was cut off
-                yield line
+    return [
+        (head, np.array([astuple(span) for span in rows], dtype=np.int64).reshape(-1, 6))
+        for head, rows in stretches.values()
+    ], ends

@@ -50,11 +50,6 @@ class MicroBatch:
         return max(1, self.count)
 
 
-def _is_whole(value: object) -> bool:
-    """Return whether a value is an integer, also of NumPy, but neither a text nor 48.0."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class BatchDivision:
     """The size of a global batch, and its division among the workers.
@@ -81,7 +76,9 @@ class BatchDivision:
     def __post_init__(self) -> None:
         for key in ("global_batch_size", "micro_batch_size", "rank", "world_size"):
             value = getattr(self, key)
-            if (value is None and key != "global_batch_size") or _is_whole(value):
+            if value is None and key != "global_batch_size":
+                continue
+            if hasattr(value, "__index__") and not isinstance(value, bool):  # NumPy's, but not 48.0
                 continue
             remedy = "give a whole number" + ("" if key == "global_batch_size" else ", or None")
             raise ConfigError(key, value, remedy)
@@ -173,18 +170,23 @@ class GlobalBatch:
     the participants are known; a step that was not committed is repeated.
     """
 
-    def __init__(self, step: int, epoch: int, num_samples: int, source: PartSource) -> None:
+    def __init__(
+        self,
+        step: int,
+        epoch: int,
+        num_samples: int,
+        *,
+        begin: Callable[[GlobalBatch], list[MicroBatch]],
+        load: Callable[[], Any],
+        on_trained: Callable[[], None],
+    ) -> None:
         self.step = step
         self.epoch = epoch
         self.num_samples = num_samples
-        self._source = source
+        self._begin, self._load, self._on_trained = begin, load, on_trained
         self._begun = False
         self.is_complete = False
         """Whether all of its micro-batches have been yielded."""
-
-    def set_position(self, step: int, epoch: int, num_samples: int) -> None:
-        """Set the final values of the attributes; called by the sampler."""
-        self.step, self.epoch, self.num_samples = step, epoch, num_samples
 
     def micro_batches(self, *models: Any) -> Iterator[tuple[Any, float]]:
         """Yield this rank's micro-batches as the loader returned them, with their weights.
@@ -206,23 +208,14 @@ class GlobalBatch:
                 "micro_batches() of a batch can be called once: keep list(batch.micro_batches())"
             )
         self._begun = True
-        parts = self._source.begin(self)
+        parts = self._begin(self)
         last = len(parts) - 1
         for i, part in enumerate(parts):
-            data = self._source.load()
+            data = self._load()
             with _gradient_exchange(models, now=i == last):
                 yield data, part.weight
         self.is_complete = True
-        self._source.on_trained()
-
-
-@dataclass(frozen=True)
-class PartSource:
-    """The callbacks of a global batch to its sampler."""
-
-    begin: Callable[[GlobalBatch], list[MicroBatch]]
-    load: Callable[[], Any]
-    on_trained: Callable[[], None]
+        self._on_trained()
 
 
 @contextlib.contextmanager

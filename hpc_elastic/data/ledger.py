@@ -73,35 +73,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The run and the worker group that this process belongs to."""
-
-    folder: Path
-    """The run's ledger."""
-    run_id: str
-    record: int
-    """Number of the record that formed the group."""
-    generation: int
-    """How often the run had been resumed."""
-
-
-def origin() -> Origin | None:
-    """Return the run and the group of this worker; None outside of a run, without a ledger.
-
-    ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
-    """
-    record = fencing.own_record()
-    if record is None:
-        return None
-    run = record.parent.parent
-    try:
-        spec = RunDir(run).load()
-    except RunDirectoryError:
-        return None
-    return Origin(run / FOLDER, spec.run_id, fencing.number(record.name), spec.generation)
-
-
-@dataclass(frozen=True)
 class LedgerSegment:
     """The head of a stretch: its writer, its start and its plan.
 
@@ -147,24 +118,6 @@ class LedgerSegment:
         """Its start."""
         return SamplePosition(self.epoch, self.position, self.step)
 
-    def to_json(self) -> str:
-        """Return its line."""
-        return json.dumps({"ledger": VERSION, **asdict(self)})
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> LedgerSegment:
-        """Parse a line.
-
-        Raises:
-            ValueError: It is damaged.
-        """
-        fields = {key: value for key, value in raw.items() if key != "ledger"}
-        try:
-            parent = fields["parent"] and tuple(fields["parent"])
-            return cls(**{**fields, "stretch": tuple(fields["stretch"]), "parent": parent})
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not the beginning of a stretch: {e}") from e
-
 
 @dataclass(frozen=True)
 class TrainingEnd:
@@ -183,22 +136,27 @@ class TrainingEnd:
     by: tuple[int, int]
     generation: int
 
-    def to_json(self) -> str:
-        """Return its line."""
-        return json.dumps({"ledger": VERSION, **asdict(self)})
 
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> TrainingEnd:
-        """Parse a line.
+def parse_record(raw: dict[str, Any]) -> LedgerSegment | TrainingEnd:
+    """Parse a line that is not a span.
 
-        Raises:
-            ValueError: It is damaged.
-        """
-        try:
-            ended, by = tuple(raw["ended"]), tuple(raw["by"])
-            return cls(ended, int(raw["step"]), by, int(raw["generation"]))
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not the end of a training: {e}") from e
+    Raises:
+        ValueError: It is damaged, or of another version.
+    """
+    fields = dict(raw)
+    if (version := fields.pop("ledger", None)) != VERSION:
+        raise ValueError(f"it has version {version}, this reads {VERSION}")
+    pairs = {
+        key: tuple(fields[key])
+        for key in ("stretch", "parent", "ended", "by")
+        if fields.get(key) is not None
+    }
+    try:
+        return (TrainingEnd if "ended" in fields else LedgerSegment)(**{**fields, **pairs})
+    except TypeError as e:
+        raise ValueError(
+            f"neither the beginning of a stretch nor the end of a training: {e}"
+        ) from e
 
 
 @dataclass(frozen=True)
@@ -225,10 +183,6 @@ class Span:
             return None
         return replace(self, num_steps=self.num_steps + later.num_steps, stride=stride)
 
-    def to_json(self) -> str:
-        """Return its line."""
-        return json.dumps(list(asdict(self).values()), separators=(",", ":"))
-
 
 class Ledger:
     """The file of one rank; lines that cannot be written are kept for the next flush.
@@ -247,17 +201,11 @@ class Ledger:
         self._open()
         atexit.register(self.flush)
 
-    def write_head(self, stretch: LedgerSegment) -> None:
-        """Write the head of a stretch at once."""
+    def write_record(self, record: LedgerSegment | TrainingEnd) -> None:
+        """Write the head of a stretch, or the end of the training, at once."""
         self._close_span()
-        self._buffer += f"{stretch.to_json()}\n".encode()
-        self.flush()
-
-    def write_end(self, end: TrainingEnd) -> None:
-        """Write the end of the training at once."""
-        self._close_span()
-        self._buffer += f"{end.to_json()}\n".encode()
-        self.flush(sync=True)
+        self._buffer += f"{json.dumps({'ledger': VERSION, **asdict(record)})}\n".encode()
+        self.flush(sync=isinstance(record, TrainingEnd))
 
     def add_step(self, step: int, epoch: int, start: int, count: int) -> None:
         """Record a step in which this rank trained the positions from start to start + count.
@@ -286,7 +234,10 @@ class Ledger:
         self._close_span()
         self._flushed_at = time.monotonic()
         try:
-            self._write()
+            if self._file is None:
+                self._open()
+            while self._buffer and self._file is not None:
+                self._buffer = self._buffer[os.write(self._file, self._buffer) :]
         except OSError as e:
             _log.warning("%s: not written for now: %s", self._path, e)
             return
@@ -298,7 +249,8 @@ class Ledger:
 
     def _close_span(self) -> None:
         if self._span is not None:
-            self._buffer += f"{self._span.to_json()}\n".encode()
+            line = json.dumps(list(asdict(self._span).values()), separators=(",", ":"))
+            self._buffer += f"{line}\n".encode()
             self._span = None
 
     def _open(self) -> None:
@@ -316,12 +268,6 @@ class Ledger:
         except OSError as e:
             _log.warning("%s: not opened for now: %s", self._path, e)
 
-    def _write(self) -> None:
-        if self._file is None:
-            self._open()
-        while self._buffer and self._file is not None:
-            self._buffer = self._buffer[os.write(self._file, self._buffer) :]
-
     def _sync(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a file system without sync
@@ -329,13 +275,38 @@ class Ledger:
 
 
 Name = tuple[int, int]
+"""Name of a stretch."""
 
-_PROCESS = secrets.token_hex(8)
+PROCESS_TOKEN = secrets.token_hex(8)
+"""The token of this process in the names of its files."""
 
 
-def own_token() -> str:
-    """Return the token of this process in the names of its files."""
-    return _PROCESS
+@dataclass(frozen=True)
+class _Origin:
+    """The run and the worker group that this process belongs to."""
+
+    folder: Path
+    run_id: str
+    record: int
+    """Number of the record that formed the group."""
+    generation: int
+    """How often the run had been resumed."""
+
+
+def _find_origin() -> _Origin | None:
+    """Return the run and the group of this worker; None outside of a run, without a ledger.
+
+    ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
+    """
+    record = fencing.own_record()
+    if record is None:
+        return None
+    run = record.parent.parent
+    try:
+        spec = RunDir(run).load()
+    except RunDirectoryError:
+        return None
+    return _Origin(run / FOLDER, spec.run_id, fencing.number(record.name), spec.generation)
 
 
 class LedgerWriter:
@@ -356,7 +327,8 @@ class LedgerWriter:
         self._origin = None
         if name is not None:
             require_word(name)
-            self._origin = origin()
+            self._origin = _find_origin()
+        self.is_written = self._origin is not None
         self.ledger: Ledger | None = None
         self._parent: Name | None = None
         self._stretch: Name | None = None
@@ -368,11 +340,6 @@ class LedgerWriter:
             reporting.when_returned(self.record_end)
         self._lock = RLock()
         """The thread that sends a replica's state to others also reads it."""
-
-    @property
-    def is_written(self) -> bool:
-        """Whether a ledger is written."""
-        return self._origin is not None
 
     def on_state_loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
         """Record that a state was loaded; the next stretch is a child of its maker.
@@ -405,7 +372,9 @@ class LedgerWriter:
     def begin_segment(self, plan: EpochPlan, place: SamplePosition) -> None:
         """Begin the stretch of this rank's group, once for each state loaded."""
         if self._origin is not None and not self._begun:
-            self._begin((self._origin.record, self._num_loaded), plan, place, *self._group())
+            self._begin_stretch(
+                (self._origin.record, self._num_loaded), plan, place, *self._group()
+            )
 
     def begin_quorum_segment(self, quorum_id: int, plan: EpochPlan, place: SamplePosition) -> None:
         """Begin the stretch of a quorum, unless it has begun; only rank 0 of a group writes.
@@ -420,7 +389,9 @@ class LedgerWriter:
         with self._lock:
             if self._begun:
                 self._parent = self._stretch
-            self._begin((quorum_id, number + 1 if last == quorum_id else 0), plan, place, 0, 1)
+            self._begin_stretch(
+                (quorum_id, number + 1 if last == quorum_id else 0), plan, place, 0, 1
+            )
 
     def record_step(self, before: SamplePosition, start: int, count: int) -> None:
         """Record the step after a position, with its range of the epoch's positions."""
@@ -436,9 +407,14 @@ class LedgerWriter:
             return
         if self._is_replica and self._group()[0] != 0:
             return
-        by = self._own_name(ended)
+        if not self._is_replica:  # its own stretch, even if it has not begun
+            by = self._origin.record, self._num_loaded
+        else:
+            by = ended if self._begun else (ended[0], ended[1] + 1)
         with self._lock, contextlib.suppress(ConfigError):  # another sampler has the same name
-            self._open().write_end(TrainingEnd(ended, self._step, by, self._origin.generation))
+            self._open_ledger().write_record(
+                TrainingEnd(ended, self._step, by, self._origin.generation)
+            )
 
     def flush(self) -> None:
         """Write all recorded steps, for a checkpoint or before the state is sent."""
@@ -452,26 +428,20 @@ class LedgerWriter:
             if self.ledger:
                 self.ledger.flush_if_due()
 
-    def _own_name(self, ended: Name) -> Name:
-        """Return the name of this process's own stretch, even if it has not begun."""
-        if self._origin is not None and not self._is_replica:
-            return self._origin.record, self._num_loaded
-        return ended if self._begun else (ended[0], ended[1] + 1)
-
-    def _open(self) -> Ledger:
+    def _open_ledger(self) -> Ledger:
         assert self._origin is not None
         if self.ledger is None:
             writer = f"record-{self._origin.record}.rank-{self._group()[0]}"
             if self._is_replica:
-                writer = f"replica-{own_token()}"
+                writer = f"replica-{PROCESS_TOKEN}"
             self.ledger = Ledger(self._origin.folder / f"{self._name}.{writer}.jsonl")
         return self.ledger
 
-    def _begin(
+    def _begin_stretch(
         self, name: Name, plan: EpochPlan, place: SamplePosition, rank: int, world_size: int
     ) -> None:
         assert self._name is not None
-        self._open().write_head(
+        self._open_ledger().write_record(
             LedgerSegment(
                 name=self._name,
                 stretch=name,

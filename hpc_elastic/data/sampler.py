@@ -9,12 +9,23 @@ nothing. The position moves when the last micro-batch of a global batch is done
 (`GlobalBatch.micro_batches` has ended). So a state that is taken right after the optimizer's step
 includes that batch, and one that is taken before the step does not.
 
-With a fault-tolerant ``manager``, replicas join and leave during the loop, and the position moves
-when the manager has committed the step; `replica_batches` has the rules. The loop is the same.
-
 An epoch ends when the loop over `ElasticSampler.batches` does. A state taken inside of the loop
 continues inside of the epoch, even if no batch of it is left, so that the code after the loop, such
 as an evaluation, still runs. A state taken after the loop continues with the next epoch.
+
+Fault-tolerant replicas
+-----------------------
+A manager (`hpc_elastic.ft`, or torchft's) keeps processes alive while others join and leave. The
+loop is the same, and two things are determined at each step, once its quorum is known:
+
+- The division of the batch: among the participants, and in each among the ranks of its group. The
+  manager averages over the participants, so the weights of `batch` hold unchanged.
+- The position: the batch counts once the manager has committed its step. Otherwise the participants
+  of the next step take the same batch again. A replica that was healed has the position of the
+  state that it was healed with.
+
+A replica that does not contribute, because it heals or is a spare, takes part in the same
+collectives. It is a `NonParticipant`, with a sample of weight 0 for each micro-batch of the others.
 """
 
 from __future__ import annotations
@@ -25,20 +36,50 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hpc_elastic.data.batch import BatchDivision, GlobalBatch, MicroBatch, PartSource
+from hpc_elastic.data.batch import BatchDivision, GlobalBatch, MicroBatch
 from hpc_elastic.data.epoch_plan import End, EpochPlan, SamplePosition, hashed
 from hpc_elastic.data.ledger import LedgerWriter
-from hpc_elastic.data.replica_batches import ReplicaManager, StepReplicas, unnamed_sampler_key
 from hpc_elastic.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
+_BLOCK = 1024
+"""Number of indices that are computed at once: a call costs 0.2 ms, even for few."""
+
+
+class ReplicaManager(Protocol):
+    """The interface of a fault-tolerant manager; methods about the quorum wait for it."""
+
+    def current_step(self) -> int:
+        """Return the number of committed steps."""
+
+    def participating_rank(self) -> int | None:
+        """Return this replica's rank among the participants; None if it is not one."""
+
+    def is_participating(self) -> bool:
+        """Return whether this replica contributes."""
+
+    def num_participants(self) -> int:
+        """Return the number of replicas in the average; 0 before the first quorum."""
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[dict[str, Any]], None],
+        state_dict: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Add a part to the state that heals a replica."""
+
+
+_num_unnamed: WeakKeyDictionary[ReplicaManager, int] = WeakKeyDictionary()
+"""The unnamed samplers of each manager so far; the script fixes their order in every process."""
 
 
 class ElasticSampler:
@@ -102,19 +143,25 @@ class ElasticSampler:
     ) -> None:
         batch = BatchDivision(global_batch_size, micro_batch_size, rank, world_size)
         length = len(dataset) if isinstance(dataset, Sized) else dataset
-        length = _whole("dataset", length, "give the dataset, or its number of samples")
-        number = _whole("seed", seed, "give a whole number, the same on all ranks")
-        self._plan = EpochPlan(length, number, shuffle, end, batch)
+        for key, value, remedy in (
+            ("dataset", length, "give the dataset, or its number of samples"),
+            ("seed", seed, "give a whole number, the same on all ranks"),
+        ):
+            if not hasattr(value, "__index__"):
+                raise ConfigError(key, value, remedy)
+        self._plan = EpochPlan(operator.index(length), operator.index(seed), shuffle, end, batch)
         self._place = SamplePosition()
         self._drawn: tuple[EpochPlan, SamplePosition] | None = None
         """With a manager: the division of batches, and the position from which they are drawn."""
-        self._draws: MicroBatchDraws | None = None
         self._items = LoaderItems()
         self._num_loaded = 0
         self._ledger = LedgerWriter(name, batch.group, is_replica=manager is not None)
         self._replicas = StepReplicas(manager) if manager is not None else None
         if manager is not None:
-            self._unnamed = None if name else unnamed_sampler_key(manager)
+            self._unnamed = None
+            if not name:
+                number = _num_unnamed[manager] = _num_unnamed.get(manager, 0) + 1
+                self._unnamed = f"unnamed.{number}"
             key = f"hpc_elastic.data.{name or self._unnamed}"
             manager.register_state_dict_fn(key, self._load_healed_state, self._healing_state)
 
@@ -149,8 +196,8 @@ class ElasticSampler:
         The loader calls it, and may draw ahead: that moves nothing.
         """
         plan, place = self._drawn or (self._plan, self._place)
-        self._draws = MicroBatchDraws(plan, place, SamplerState(self._state, self._adopt))
-        return self._draws
+        self._items.draws = MicroBatchDraws(plan, place, save=self._state, adopt=self._adopt)
+        return self._items.draws
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs to train, from the present one up to num_epochs - 1.
@@ -206,7 +253,7 @@ class ElasticSampler:
                 )
             self._update_position()
             if self._replicas:
-                self._replicas.end_step()
+                self._replicas.in_position = False
             self._ledger.flush_if_due()
         self._items.close_loader(must_have_ended=self._replicas is None)
         self._place = replace(self._place, epoch=self.epoch + 1, position=0)
@@ -263,11 +310,6 @@ class ElasticSampler:
         return self._place
 
     def _load_healed_state(self, state: dict[str, Any]) -> None:
-        """Load another replica's state; the manager calls it.
-
-        Raises:
-            ConfigError: The state is that of another sampler.
-        """
         try:
             self._load(state)
         except ConfigError as e:
@@ -279,7 +321,7 @@ class ElasticSampler:
             )
             raise ConfigError("name", None, remedy) from e
         if self._replicas:
-            self._replicas.on_healed()
+            self._replicas.in_position = True
 
     def _healing_state(self) -> dict[str, Any]:
         """Return the state for another replica, with the ledger of its steps written."""
@@ -318,63 +360,119 @@ class ElasticSampler:
     def _global_batch(self, loader: Any) -> GlobalBatch:
         plan, place = self._plan, self._place
 
-        def begin(batch: GlobalBatch) -> list[MicroBatch]:
+        def begin_batch(batch: GlobalBatch) -> list[MicroBatch]:
             nonlocal plan, place
-            plan, place = self._begin_step()
-            batch.set_position(place.step + 1, place.epoch, plan.size(place.position))
+            if self._replicas is None:
+                plan, place = self._plan, self._place
+            else:
+                division, start = self._replicas.begin_step(self._plan, self._place)
+                if self._replicas.in_position:
+                    self._place = start
+                plan, place = replace(self._plan, batch=division), self._plan.next_batch(start)
+            batch.step, batch.epoch = place.step + 1, place.epoch
+            batch.num_samples = plan.size(place.position)
             if self._items.next != (plan, place):
                 self._start_loader(loader, plan, place)
             return plan.batch.micro_batches(batch.num_samples)
 
-        def load() -> Any:
-            return self._items.next_item(lambda: self._draws.begin if self._draws else None)
-
-        def trained() -> None:
+        def on_trained() -> None:
             self._items.next = plan, plan.after(place, 1)
             if self._replicas is None:
                 self._advance(1)
 
-        source = PartSource(begin, load, trained)
-        return GlobalBatch(place.step + 1, place.epoch, plan.size(place.position), source)
-
-    def _begin_step(self) -> tuple[EpochPlan, SamplePosition]:
-        """Return the plan of the present batch, and its start."""
-        if self._replicas is None:
-            return self._plan, self._place
-        division, place = self._replicas.begin_step(self._plan, self._place)
-        if not self._replicas.waits_for_heal:
-            self._place = place
-        return replace(self._plan, batch=division), self._plan.next_batch(place)
-
-
-def _whole(key: str, value: Any, remedy: str) -> int:
-    """Return an argument as an int.
-
-    Raises:
-        ConfigError: It is not a whole number.
-    """
-    try:
-        return operator.index(value)
-    except TypeError as e:
-        raise ConfigError(key, value, remedy) from e
+        return GlobalBatch(
+            place.step + 1,
+            place.epoch,
+            plan.size(place.position),
+            begin=begin_batch,
+            load=self._items.next_item,
+            on_trained=on_trained,
+        )
 
 
 def _place(state: dict[str, Any]) -> SamplePosition:
     return SamplePosition(state["epoch"], state["position"], state["step"])
 
 
-_BLOCK = 1024
-"""Number of indices that are computed at once: a call costs 0.2 ms, even for few."""
+class NonParticipant(BatchDivision):
+    """The share of a replica that does not contribute."""
+
+    def share(self, size: int) -> tuple[int, int]:
+        """Return no sample."""
+        return 0, 0
 
 
-@dataclass(frozen=True)
-class SamplerState:
-    """The callbacks by which torchdata's StatefulDataLoader saves and restores the sampler."""
+class StepReplicas:
+    """The replicas of the present step, and the outcome of the step.
 
-    save: Callable[[SamplePosition], dict[str, Any]]
-    """Return the state of a training at a position."""
-    adopt: Callable[[dict[str, Any]], SamplePosition]
-    """Load a state if it is newer than the sampler's; return the resulting position."""
+    Args:
+        manager: The fault-tolerant manager.
+
+    Attributes:
+        in_position: Whether the step began at the sampler's position, or the sampler was healed
+            since; False between two steps.
+    """
+
+    def __init__(self, manager: ReplicaManager) -> None:
+        self._manager = manager
+        self.in_position = False
+
+    def begin_step(
+        self, plan: EpochPlan, place: SamplePosition
+    ) -> tuple[BatchDivision, SamplePosition]:
+        """Begin a step.
+
+        Args:
+            plan: The sampler's plan.
+            place: The sampler's position.
+
+        Returns:
+            The division of the batch, and the position of the other replicas. It differs from the
+            sampler's if this replica is about to be healed, or only its manager's state was loaded.
+
+        Raises:
+            RuntimeError: No quorum was started.
+            ConfigError: The manager is behind the sampler.
+        """
+        rank, group_size = plan.batch.group()
+        world_size = self._manager.num_participants() * group_size
+        if not world_size:
+            raise RuntimeError(
+                "there is no quorum: call optimizer.zero_grad() or manager.start_quorum() before "
+                "batch.micro_batches()"
+            )
+        replica_rank = self._manager.participating_rank()
+        sizes = plan.batch.global_batch_size, plan.batch.micro_batch_size
+        if replica_rank is None or not self._manager.is_participating():
+            division: BatchDivision = NonParticipant(*sizes, 0, world_size)
+        else:
+            division = BatchDivision(*sizes, replica_rank * group_size + rank, world_size)
+        ahead = self._manager.current_step() - place.step
+        if ahead < 0:
+            remedy = (
+                f"the manager is at step {self._manager.current_step()}: load its state from the "
+                "checkpoint as well as the sampler's, or neither of them"
+            )
+            raise ConfigError("step", place.step, remedy)
+        self.in_position = ahead == 0 or self._manager.is_participating()
+        return division, plan.after(place, ahead)
+
+    def num_committed(self, place: SamplePosition) -> int:
+        """Return the number of steps committed since the sampler was at a position."""
+        ahead = self._manager.current_step() - place.step
+        return max(0, ahead) if self.in_position else 0
+
+    def quorum_id(self) -> int:
+        """Return the number of the quorum of the present step.
+
+        Raises:
+            ConfigError: The manager has no quorum id.
+        """
+        quorum_id = getattr(self._manager, "quorum_id", None)
+        if quorum_id is None:
+            remedy = "use hpc_elastic.ft.Manager, or name=None on the sampler: it writes no ledger"
+            raise ConfigError("manager", type(self._manager).__name__, remedy)
+        return int(quorum_id())
 
 
 class MicroBatchDraws:
@@ -383,10 +481,23 @@ class MicroBatchDraws:
     torchdata's StatefulDataLoader takes the state of this iterator right after each draw, and
     returns it once the micro-batch of that draw has been yielded. So its state is the progress of
     the loop, and not how far the workers have read ahead.
+
+    Args:
+        plan: The plan of the epoch.
+        place: The position from which it draws.
+        save: Returns the sampler's state at a position.
+        adopt: Loads a state if it is newer than the sampler's; returns the resulting position.
     """
 
-    def __init__(self, plan: EpochPlan, place: SamplePosition, keeper: SamplerState) -> None:
-        self._plan, self._keeper = plan, keeper
+    def __init__(
+        self,
+        plan: EpochPlan,
+        place: SamplePosition,
+        *,
+        save: Callable[[SamplePosition], dict[str, Any]],
+        adopt: Callable[[dict[str, Any]], SamplePosition],
+    ) -> None:
+        self._plan, self._save, self._adopt = plan, save, adopt
         self._start(place)
 
     def _start(self, place: SamplePosition) -> None:
@@ -407,11 +518,11 @@ class MicroBatchDraws:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state after the last global batch that was drawn completely."""
-        return self._keeper.save(self._done)
+        return self._save(self._done)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Draw from the position of the state, or from the sampler's if that is newer."""
-        self._start(self._keeper.adopt(state))
+        self._start(self._adopt(state))
 
     def _draw_block(self) -> None:
         """Draw global batches until there are `_BLOCK` indices."""
@@ -440,11 +551,13 @@ class LoaderItems:
         inside: Whether a call of the loader is running: a state that is requested then is the
             loader's own, and not a checkpoint's.
         next: The plan and the position of the next item.
+        draws: The loader's draws; None if it has not begun to draw.
     """
 
     def __init__(self) -> None:
         self.inside = False
         self.next: tuple[EpochPlan, SamplePosition] | None = None
+        self.draws: MicroBatchDraws | None = None
         self._items: Iterator[Any] = iter(())
         self._checked = False
 
@@ -460,11 +573,8 @@ class LoaderItems:
             self._items = iter(loader)
         self._checked = False
 
-    def next_item(self, begin: Callable[[], SamplePosition | None]) -> Any:
+    def next_item(self) -> Any:
         """Return the next item.
-
-        Args:
-            begin: Returns the position of the loader's first draw; None without a draw.
 
         Raises:
             RuntimeError: The loader does not fit the sampler.
@@ -475,9 +585,10 @@ class LoaderItems:
                 item = next(self._items)
             except StopIteration:
                 raise RuntimeError(f"the loader ended at {place}: {_ONE_EACH}") from None
-        if not self._checked and begin() != place:
+        begin = self.draws.begin if self.draws else None
+        if not self._checked and begin != place:
             raise RuntimeError(
-                f"the loader began at {begin()}, the training is at {place}: load the state before "
+                f"the loader began at {begin}, the training is at {place}: load the state before "
                 "the loader is started, or its own state is taken"
             )
         self._checked = True

@@ -38,7 +38,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,7 @@ from numpy.typing import NDArray
 
 from hpc_elastic.data.batch import BatchDivision, GlobalBatch
 from hpc_elastic.data.epoch_plan import End, EpochPlan, Order, hashed
-from hpc_elastic.data.replica_batches import ReplicaManager
-from hpc_elastic.data.sampler import ElasticSampler
+from hpc_elastic.data.sampler import ElasticSampler, ReplicaManager
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.shared_files import read_json, write_atomic
 
@@ -127,7 +126,14 @@ class ElasticStream(ElasticSampler):
         name: str | None = "train",
         manager: ReplicaManager | None = None,
     ) -> None:
-        shards, numbers = list(shards), _checked(shards, lengths)
+        shards, numbers = list(shards), tuple(map(int, lengths))
+        if len(numbers) != len(shards):
+            remedy = f"give one for each of the {len(shards)} shards"
+            raise ConfigError("lengths", f"{len(numbers)} numbers", remedy)
+        for shard, number in zip(shards, numbers, strict=True):
+            if number < 0:
+                remedy = f"shard {shard!r:.200} cannot have a negative length"
+                raise ConfigError("lengths", number, remedy)
         if shuffle_buffer < 1:
             raise ConfigError("shuffle_buffer", shuffle_buffer, "give at least one sample")
         if num_lanes is not None and num_lanes < 1:
@@ -242,14 +248,13 @@ class StreamLayout:
         """Samples of an epoch."""
         return sum(self.lengths)
 
-    def begin(self, lane: int) -> int:
+    def lane_begin(self, lane: int) -> int:
         """Return the start of a lane in the sequence; that of lane `num_lanes` is the end."""
         return self.num_samples * lane // self.num_lanes
 
     def places(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the lane of each position, and the number of samples before it in the lane."""
-        num_lanes, edges = self.num_lanes, self._edges
-        taken = self.num_samples // (num_lanes * self.run) * self.run
+        num_lanes, (taken, edges) = self.num_lanes, self._rest
         lane = positions // self.run % num_lanes
         before = positions // (self.run * num_lanes) * self.run + positions % self.run
         # The rest of the lanes after the last whole round comes lane by lane.
@@ -261,12 +266,12 @@ class StreamLayout:
         return lane, before
 
     @cached_property
-    def _edges(self) -> NDArray[np.int64]:
-        """The start of each lane's rest among the positions after the last whole round."""
+    def _rest(self) -> tuple[int, NDArray[np.int64]]:
+        """Samples of a lane in whole rounds; the start of each lane's rest among the positions."""
         num_lanes = self.num_lanes
         taken = self.num_samples // (num_lanes * self.run) * self.run
-        begins = np.array([self.begin(lane) for lane in range(num_lanes + 1)], dtype=np.int64)
-        return begins - taken * np.arange(num_lanes + 1)
+        begins = np.array([self.lane_begin(lane) for lane in range(num_lanes + 1)], dtype=np.int64)
+        return taken, begins - taken * np.arange(num_lanes + 1)
 
     def num_readers(self, batch: BatchDivision, num_workers: int) -> float:
         """Return the average number of a rank's workers that read one lane.
@@ -291,7 +296,7 @@ class StreamLayout:
             return range(before, before + 1)
         shift = self.window * lane // self.num_lanes
         first = (before + shift) // self.window * self.window - shift
-        size = self.begin(lane + 1) - self.begin(lane)
+        size = self.lane_begin(lane + 1) - self.lane_begin(lane)
         return range(max(0, first), min(size, first + self.window))
 
     def shuffled(self, epoch: int, lane: int, window: range) -> NDArray[np.int64]:
@@ -372,81 +377,65 @@ class StreamDataset:
 
 
 class _Epoch:
-    """One epoch in one process, with a reader for each lane that it has read from."""
+    """One epoch in one process, with a reader for each lane that it has read from.
+
+    Attributes:
+        number: Its number.
+        layout: The place of each position.
+        shards: The shards in the epoch's order, one after the other.
+        begins: The start of each shard in that sequence; the last entry is the end.
+        read: Reads a shard.
+    """
 
     def __init__(
         self, number: int, shards: Sequence[Any], read: Read, layout: StreamLayout
     ) -> None:
-        self.number = number
-        self._layout = layout
+        self.number, self.layout, self.read = number, layout, read
         order = layout.shards(number)
-        self._sequence = _Sequence([shards[i] for i in order], [layout.lengths[i] for i in order])
-        self._read = read
+        self.shards = [shards[i] for i in order]
+        self.begins: list[int] = [0, *np.cumsum([layout.lengths[i] for i in order]).tolist()]
         self._lanes: dict[int, _Lane] = {}
 
     def get(self, positions: NDArray[np.int64]) -> list[Any]:
-        lanes, befores = self._layout.places(positions)
-        return [
-            self._lane(lane).get(before)
-            for lane, before in zip(lanes.tolist(), befores.tolist(), strict=True)
-        ]
-
-    def _lane(self, number: int) -> _Lane:
-        if number not in self._lanes:
-            reader = _Reader(self._sequence, self._read)
-            self._lanes[number] = _Lane(number, self.number, self._layout, reader)
-        return self._lanes[number]
+        samples = []
+        lanes, befores = self.layout.places(positions)
+        for lane, before in zip(lanes.tolist(), befores.tolist(), strict=True):
+            if lane not in self._lanes:
+                self._lanes[lane] = _Lane(lane, self)
+            samples.append(self._lanes[lane].get(before))
+        return samples
 
 
 class _Lane:
     """Reads one lane of an epoch forwards, and holds the samples of one window."""
 
-    def __init__(self, number: int, epoch: int, layout: StreamLayout, reader: _Reader) -> None:
-        self._number, self._epoch, self._layout = number, epoch, layout
-        self._reader = reader
-        self._begin = layout.begin(number)
+    def __init__(self, number: int, epoch: _Epoch) -> None:
+        self._number, self._epoch = number, epoch
+        self._reader = _Reader(epoch)
+        self._begin = epoch.layout.lane_begin(number)
         self._window = range(0)
         self._order: list[int] = []
         self._held: dict[int, Any] = {}
 
     def get(self, before: int) -> Any:
         """Return the sample with a number of samples before it in this lane's order."""
+        layout = self._epoch.layout
         if before not in self._window:
-            self._window = self._layout.window_of(self._number, before)
-            shuffled = self._layout.shuffled(self._epoch, self._number, self._window)
+            self._window = layout.window_of(self._number, before)
+            shuffled = layout.shuffled(self._epoch.number, self._number, self._window)
             self._order = shuffled.tolist()
             self._held = {}
         wanted = self._begin + self._order[before - self._window.start]
         if wanted not in self._held:
-            self._read_to(wanted)
+            # Read up to it, from the window's first sample unless those before are held.
+            reader, first = self._reader, self._begin + self._window.start
+            if not first <= reader.next <= wanted:
+                reader.seek(first)
+                self._held = {}
+            while reader.next <= wanted:
+                number = reader.next
+                self._held[number] = reader.read()
         return self._held.pop(wanted)
-
-    def _read_to(self, wanted: int) -> None:
-        """Read up to a sample, from the window's first one unless those before are held."""
-        reader, first = self._reader, self._begin + self._window.start
-        if not first <= reader.next <= wanted:
-            reader.seek(first)
-            self._held = {}
-        while reader.next <= wanted:
-            number = reader.next
-            self._held[number] = reader.read()
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """The shards of an epoch, one after the other."""
-
-    shards: Sequence[Any]
-    lengths: Sequence[int]
-    begins: list[int] = field(init=False)
-    """The start of each shard; the last entry is the end."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "begins", [0, *np.cumsum(self.lengths).tolist()])
-
-    def shard_at(self, number: int) -> int:
-        """Return the shard of a sample."""
-        return bisect_right(self.begins, number) - 1
 
 
 class _Reader:
@@ -456,17 +445,17 @@ class _Reader:
         next: The sample that `read` returns next; -1 before the first `seek`.
     """
 
-    def __init__(self, sequence: _Sequence, read: Read) -> None:
-        self._sequence, self._read = sequence, read
+    def __init__(self, epoch: _Epoch) -> None:
+        self._epoch = epoch
         self._samples: Iterator[Any] | None = None
         self._shard = -1
         self.next = -1
 
     def seek(self, number: int) -> None:
         """Move to a sample, by reading on in an open shard or by opening the shard there."""
-        shard = self._sequence.shard_at(number)
+        shard = bisect_right(self._epoch.begins, number) - 1
         if self._samples is None or shard != self._shard or number < self.next:
-            self._open(shard, number)
+            self._samples, self.next = None, number
         while self.next < number:
             self.read()
 
@@ -476,34 +465,30 @@ class _Reader:
         Raises:
             ValueError: The shard has another length than given.
         """
+        begins = self._epoch.begins
         if self._samples is None:
-            self._open(self._sequence.shard_at(self.next), self.next)
-        assert self._samples is not None
+            self._shard = bisect_right(begins, self.next) - 1
+            shard, start = self._epoch.shards[self._shard], self.next - begins[self._shard]
+            self._samples = iter(self._epoch.read(shard, start))
         try:
             sample = next(self._samples)
         except StopIteration:
-            raise ValueError(self._wrong_length(f"ended before sample {self._index}")) from None
+            problem = f"ended before sample {self.next - begins[self._shard]}"
+            raise ValueError(self._wrong_length(problem)) from None
         self.next += 1
-        if self.next == self._sequence.begins[self._shard + 1]:
+        if self.next == begins[self._shard + 1]:
             if next(self._samples, self) is not self:
                 raise ValueError(self._wrong_length("has more samples"))
             self._samples = None
         return sample
 
-    def _open(self, shard: int, number: int) -> None:
-        self._shard, self.next = shard, number
-        self._samples = iter(self._read(self._sequence.shards[shard], self._index))
-
-    @property
-    def _index(self) -> int:
-        return self.next - self._sequence.begins[self._shard]
-
-    def _wrong_length(self, what: str) -> str:
-        shard, length = self._sequence.shards[self._shard], self._sequence.lengths[self._shard]
+    def _wrong_length(self, problem: str) -> str:
+        first, after = self._epoch.begins[self._shard : self._shard + 2]
         return (
-            f"shard {shard!r:.200} has {length} samples by `lengths`, but {what}: correct lengths, "
-            "and check that read(shard, start) yields the same samples every time, from start on "
-            "(an IterableDataset that divides itself among a loader's workers does not)"
+            f"shard {self._epoch.shards[self._shard]!r:.200} has {after - first} samples by "
+            f"`lengths`, but {problem}: correct lengths, and check that read(shard, start) yields "
+            "the same samples every time, from start on (an IterableDataset that divides itself "
+            "among a loader's workers does not)"
         )
 
 
@@ -525,76 +510,69 @@ def count_samples(
     Returns:
         The samples of each shard, the same on every rank.
     """
-    rank, world_size = 0, 1
+    torch: Any = sys.modules.get("torch")
     distributed: Any = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
+    if not (distributed and distributed.is_available() and distributed.is_initialized()):
+        distributed = None
+    rank, world_size = 0, 1
+    if distributed:
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
+
+    def sum_over_ranks(numbers: list[int]) -> list[int]:
+        if not distributed:
+            return numbers
+        on_gpu = str(distributed.get_backend()) == "nccl"
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+        distributed.all_reduce(tensor)
+        total: list[int] = tensor.tolist()
+        return total
+
     path, digest = Path(file) if file is not None else None, _digest(shards)
     known = read_json(path) if path and rank == 0 else None
     if known and known.get("shards") == digest and len(known["lengths"]) == len(shards):
-        found = [int(length) for length in known["lengths"]]
+        lengths = [int(length) for length in known["lengths"]]
     else:
-        found = [-1 if rank == 0 else 0] * len(shards)
-    lengths = _sum_over_ranks(found)
+        lengths = [-1 if rank == 0 else 0] * len(shards)
+    lengths = sum_over_ranks(lengths)
     if -1 not in lengths:
         return lengths
-    own = [i % world_size == rank for i in range(len(shards))]
-    lengths = _sum_over_ranks(
-        [_count(shard, read) if mine else 0 for shard, mine in zip(shards, own, strict=True)]
-    )
+    lengths = [0] * len(shards)
+    reported_at = time.monotonic()
+    for i in range(rank, len(shards), world_size):
+        count = 0
+        for count, _ in enumerate(read(shards[i], 0), 1):
+            if count % 1000 == 0 and time.monotonic() - reported_at > _REPORT_INTERVAL_S:
+                reported_at = time.monotonic()
+                text = "shard %.200r: %d samples so far; give lengths= if known"
+                _log.info(text, shards[i], count)
+        lengths[i] = count
+    lengths = sum_over_ranks(lengths)
     if path and rank == 0:
         write_atomic(path, json.dumps({"shards": digest, "lengths": lengths}))
     return lengths
 
 
-def _count(shard: Any, read: Read) -> int:
-    reported_at, number = time.monotonic(), 0
-    for number, _ in enumerate(read(shard, 0), 1):
-        if number % 1000 == 0 and time.monotonic() - reported_at > _REPORT_INTERVAL_S:
-            reported_at = time.monotonic()
-            _log.info("shard %.200r: %d samples so far; give lengths= if known", shard, number)
-    return number
-
-
-def _sum_over_ranks(numbers: list[int]) -> list[int]:
-    """Add up lists of the same length, one a rank (every rank)."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if not (distributed and distributed.is_available() and distributed.is_initialized()):
-        return numbers
-    torch: Any = sys.modules["torch"]
-    on_gpu = str(distributed.get_backend()) == "nccl"
-    tensor = torch.tensor(numbers, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
-    distributed.all_reduce(tensor)
-    total: list[int] = tensor.tolist()
-    return total
-
-
-def _checked(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths as integers.
-
-    Raises:
-        ConfigError: Their number differs from that of the shards, or one is negative.
-    """
-    if len(lengths) != len(shards):
-        remedy = f"give one for each of the {len(shards)} shards"
-        raise ConfigError("lengths", f"{len(lengths)} numbers", remedy)
-    numbers = tuple(map(int, lengths))
-    for shard, number in zip(shards, numbers, strict=True):
-        if number < 0:
-            raise ConfigError(
-                "lengths", number, f"shard {shard!r:.200} cannot have a negative length"
-            )
-    return numbers
-
-
 def _digest(shards: Sequence[Any]) -> str:
     """Return a digest that changes with names and order of shards, but not if all are moved."""
     names = [_identity(shard) for shard in shards]
-    paths = [text for name in names for text in _texts(name) if "/" in text]
+    paths: list[str] = []
+
+    def collect(name: Any) -> None:
+        if isinstance(name, list):
+            for part in name:
+                collect(part)
+        elif isinstance(name, str) and "/" in name:
+            paths.append(name)
+
+    def relative(name: Any) -> Any:
+        if isinstance(name, list):
+            return [relative(part) for part in name]
+        return name.removeprefix(folder) if isinstance(name, str) else name
+
+    collect(names)
     common = os.path.commonprefix(paths)  # noqa: RUF071  # of any texts, URLs too
     folder = common[: common.rfind("/") + 1]
-    known = json.dumps([_without(folder, name) for name in names])
-    return hashlib.sha256(known.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(relative(names)).encode()).hexdigest()[:16]
 
 
 def _identity(shard: Any) -> Any:
@@ -612,16 +590,3 @@ def _identity(shard: Any) -> Any:
     if isinstance(shard, dict):
         return [_identity(pair) for pair in shard.items()]
     return [type(shard).__qualname__]  # its repr may contain an address
-
-
-def _texts(name: Any) -> Iterator[str]:
-    if isinstance(name, str):
-        yield name
-    for part in name if isinstance(name, list) else ():
-        yield from _texts(part)
-
-
-def _without(folder: str, name: Any) -> Any:
-    if isinstance(name, list):
-        return [_without(folder, part) for part in name]
-    return name.removeprefix(folder) if isinstance(name, str) else name

@@ -29,9 +29,9 @@ from hpc_elastic.ft.messages import (
     to_frame,
     unpack,
 )
-from hpc_elastic.transport.addresses import own_addresses
 from hpc_elastic.transport.auth import user_secret
 from hpc_elastic.transport.connection import BUFFER_BYTES, Listener, ServerConnection
+from hpc_elastic.transport.interface import own_addresses
 
 _MAX_TICK_S = 0.1
 _TICKS_PER_JOIN = 4
@@ -240,11 +240,11 @@ class Lighthouse:
             await self._loop.connect_accepted_socket(lambda: connection, accepted)
         except OSError as e:
             accepted.close()
-            self.left(connection, f"it ended as soon as it was accepted: {e}")
+            self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")
 
     # ---- events of connections (`transport.connection.ConnectionOwner`) ------------------
 
-    def arrived(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
+    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """Add a replica; an earlier connection of the same name ends."""
         name = hello["replica"]
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_REPLICA_ID:
@@ -262,7 +262,7 @@ class Lighthouse:
         connection.send({"type": "terms", "silence_s": self._silence_s})
         self._send_all(self._state.on_connect(name, self._loop.time()))
 
-    def said(self, connection: ServerConnection, message: dict[str, Any]) -> None:
+    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
         """Handle a message of a replica."""
         name = self._names.get(connection)
         if name is None:
@@ -273,7 +273,7 @@ class Lighthouse:
         else:
             connection.send({"type": "beat"})
 
-    def left(self, connection: ServerConnection, reason: str) -> None:
+    def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """Handle the end of a connection."""
         self._unauthenticated.pop(connection, None)
         name = self._names.get(connection)

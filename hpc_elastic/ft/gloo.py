@@ -42,7 +42,7 @@ from hpc_elastic.ft.reconfigurable import (
     destroy_in_background,
     parse_store_addr,
 )
-from hpc_elastic.transport.addresses import address_towards
+from hpc_elastic.transport.interface import address_towards
 
 _log = logging.getLogger(__name__)
 # All members have published their addresses when gloo connects them; it tries five times.

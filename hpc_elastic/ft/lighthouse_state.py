@@ -366,7 +366,7 @@ class LighthouseState:
         if not is_needed:
             return [*sends, *self._send_switch(switch.withdraw(now), now)]
         if switch.state is AgreementState.IDLE:
-            return [*sends, *self._send_switch(switch.begin(active.members, now), now)]
+            return [*sends, *self._send_switch(switch.begin_agreement(active.members, now), now)]
         return sends
 
     def _send_switch(
@@ -465,7 +465,7 @@ class LighthouseState:
         if len(active.not_requesting) < len(active.members):
             return self._follow_request(now)
         self._is_probing = True
-        return self._send_switch(self._switch.begin(active.members, now), now)
+        return self._send_switch(self._switch.begin_agreement(active.members, now), now)
 
     # ---- time-outs -----------------------------------------------------------------------
 

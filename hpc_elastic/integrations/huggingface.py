@@ -12,7 +12,7 @@ had, but with another number of workers their size or number is different. `Elas
 it, and ``per_device_train_batch_size`` only limits the samples of a device at a time: the
 accumulation steps follow from it, and the global batch is the same for any number of workers.
 
-For another Trainer (of TRL, say): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
+For another Trainer (such as TRL's): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
 """
 
 from __future__ import annotations
@@ -204,17 +204,13 @@ class _Saving(TrainerCallback):
             if args.process_index == 0:
                 sync_to_disk(folder)
                 fencing.check_fence()
-                _write_mark(folder, position)
+                staged = folder / f".{MARK}"
+                staged.write_text(json.dumps(position))
+                sync_to_disk(staged)
+                staged.rename(folder / MARK)
+                sync_to_disk(folder)
             _barrier()
         reporting.mark_checkpoint(step=state.global_step)
-
-
-def _write_mark(folder: Path, position: dict[str, Any]) -> None:
-    staged = folder / f".{MARK}"
-    staged.write_text(json.dumps(position))
-    sync_to_disk(staged)
-    staged.rename(folder / MARK)
-    sync_to_disk(folder)
 
 
 def _barrier() -> None:

@@ -5,7 +5,7 @@ this rank's micro-batches one by one, and `on_optimizer_step` reports the step: 
 position moves that goes into a checkpoint (`hpc_elastic.data.sampler` has the reason).
 
 For frameworks, a checkpoint of an epoch's last step is at the start of the next epoch. The sampler
-continues inside of the old one, of which nothing is left, so the loader skips such a rest.
+continues inside of the old epoch without a batch left, so the loader skips such a rest.
 
 A framework writes its checkpoints in its own format and order, and may be killed in between. So
 what it has written is flushed to the disk first, and only then gets the name or the mark of a

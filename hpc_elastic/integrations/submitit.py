@@ -50,11 +50,8 @@ from hpc_elastic.slurm.requeue import PARENT_REQUEUES, RETURN_DELAY_S, foresee
 
 _log = logging.getLogger(__name__)
 
-_TAKEN = 128 + signal.SIGTERM
 _REQUEUED_WITHIN_S = 60.0
 _POLL_S = 0.5
-_LEFT_BEHIND_ID = 1
-"""Job id of an array that runs on one machine, without Slurm."""
 
 
 @dataclass
@@ -115,8 +112,14 @@ class ElasticTask(Checkpointable):
             if outcome.error is not None:
                 raise outcome.error
             return outcome.value
-        if exit_code == _TAKEN and self._is_requeued():
-            _raise_submitit_signal()
+        if exit_code == 128 + signal.SIGTERM:  # its node was taken
+            exit_action: ExitAction | None = ExitAction.REQUEUE
+            if _in_slurm():
+                task = SlurmEnvironment.from_env(os.environ)
+                exit_action = foresee(task.task_name, SlurmClient(), attempt=task.restart_count)
+            if exit_action is not ExitAction.EXIT:
+                # submitit calls `checkpoint`, requeues the job and ends this process.
+                signal.raise_signal(signal.Signals[f"SIG{submitit.JobEnvironment().USR_SIG}"])
         raise HpcElasticError(f"the agent of {self.array_file}[{self.index}] ended: {exit_code}")
 
     def checkpoint(self) -> DelayedSubmission:
@@ -137,7 +140,7 @@ class ElasticTask(Checkpointable):
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the agent."""
         if not _in_slurm():
-            job_id = ArrayFiles.of(Path(self.array_file)).job_id or str(_LEFT_BEHIND_ID)
+            job_id = ArrayFiles.of(Path(self.array_file)).job_id or "1"  # on one machine
             made_up = as_array_task(
                 int(job_id), self.index,
                 node_name=socket.gethostname(), cpus=1, restart_count=self.attempt,
@@ -154,14 +157,6 @@ class ElasticTask(Checkpointable):
         submission = Path(RunDir(path).load().submission)
         jobs = SlurmJobs([], submission.parent, SlurmClient())
         return RunHandle(path, "", (), submission, jobs)
-
-    def _is_requeued(self) -> bool:
-        """Return whether the job is requeued, and not cancelled, after its signal."""
-        if not _in_slurm():
-            return True
-        task = SlurmEnvironment.from_env(os.environ)
-        how = foresee(task.task_name, SlurmClient(), attempt=task.restart_count)
-        return how is not ExitAction.EXIT
 
 
 def _in_slurm() -> bool:
@@ -183,11 +178,6 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _raise_submitit_signal() -> None:
-    """Raise submitit's signal: it calls `checkpoint`, requeues the job and ends this process."""
-    signal.raise_signal(signal.Signals[f"SIG{submitit.JobEnvironment().USR_SIG}"])
 
 
 def _end_hold(task: SlurmEnvironment, client: SlurmClient) -> None:

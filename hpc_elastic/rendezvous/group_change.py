@@ -339,7 +339,7 @@ class GroupChange:
         return [] if self._pauses_next else self._begin_agreement(now)
 
     def _begin_agreement(self, now: float) -> list[Effect]:
-        proposal = self.agreement.begin(self.members, now)
+        proposal = self.agreement.begin_agreement(self.members, now)
         if proposal is not None:  # members that stay at a checkpoint continue
             self._pause = None
             self.barrier.release()
@@ -463,7 +463,7 @@ class ProgressEstimator:
             since = self._closed_at if self._broken_at is None else self._broken_at
             self._cost_s, self._broken_at = now - since, None
         self.total, self._last_step = total, step
-        self._meter.note(step, now)
+        self._meter.record_count(step, now)
 
     @property
     def outlook(self) -> Forecast:

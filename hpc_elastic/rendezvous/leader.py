@@ -232,9 +232,9 @@ class Leader:
             await loop.connect_accepted_socket(lambda: visitor, connection)
         except OSError as e:
             connection.close()
-            self.left(visitor, f"it ended as soon as it came: {e}")
+            self.on_disconnect(visitor, f"it ended as soon as it came: {e}")
 
-    def arrived(self, visitor: ServerConnection, hello: dict[str, Any]) -> None:
+    def on_connect(self, visitor: ServerConnection, hello: dict[str, Any]) -> None:
         """See `Host`."""
         agent = Agent(**hello)
         with self._or_fail():
@@ -243,7 +243,7 @@ class Leader:
         self._visitors[visitor] = agent
         self._strangers.pop(visitor, None)
 
-    def said(self, visitor: ServerConnection, message: dict[str, Any]) -> None:
+    def on_message(self, visitor: ServerConnection, message: dict[str, Any]) -> None:
         """See `Host`."""
         agent = self._visitors[visitor]
         if agent is None or self._agents.get(agent) is not visitor:
@@ -252,7 +252,7 @@ class Leader:
             now = time.monotonic()
             self._term.handle(self._leadership.received, agent, _on_our_clock(message), now)
 
-    def left(self, visitor: ServerConnection, why: str) -> None:
+    def on_disconnect(self, visitor: ServerConnection, why: str) -> None:
         """See `Host`."""
         agent = self._visitors.pop(visitor)
         self._strangers.pop(visitor, None)

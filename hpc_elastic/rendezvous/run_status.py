@@ -112,8 +112,8 @@ class ProgressLog:
         changed = group != self._group
         if changed:
             self._steps, self._samples = ThroughputMeter(_PACE_S), ThroughputMeter(_PACE_S)
-        self._steps.note(status.get("step"), now)
-        self._samples.note(status.get("samples"), now)
+        self._steps.record_count(status.get("step"), now)
+        self._samples.record_count(status.get("samples"), now)
         line = {"time": round(now, 3), **line_of({**status, **self.rates})}
         before, self._last = self._last, line
         if not changed and abs(now - self._written) < spacing_s(now - started):

@@ -4,8 +4,8 @@ The server greets with a nonce. The client answers with its own and with its fir
 hello; the server answers that with a welcome. Both derive the key of the connection from a secret,
 the context of the connection and the two nonces, so each has proved by its first frame that it
 holds the secret. A frame is a JSON object in a line, behind a keyed hash of its sender's side, its
-number and its text: a stranger cannot join, nor replay, reflect or reorder what was seen on the
-wire, in this connection or another. Nothing on the wire is secret.
+number and its text. So a foreign process cannot join, nor replay, reflect or reorder what it has
+seen on the wire, in this connection or another. Nothing on the wire is secret.
 
 `connection` carries the frames over asyncio, `signed_socket` over blocking sockets. Keyed hashes:
 HMAC (RFC 2104) under secrets; under the key of a connection BLAKE2s (RFC 7693), which takes half
@@ -29,7 +29,7 @@ from hpc_elastic.run.fencing import own_record
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNPROVED_BYTES = 4096
-"""A peer that has not proved that it holds the secret may send so much."""
+"""The most that a peer may send before it has proved that it holds the secret."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """A client that takes longer to prove that it holds the secret is disconnected."""
 NONCE_BYTES = 16
@@ -49,7 +49,7 @@ def sign(key: bytes, text: str) -> str:
 
 
 def is_signed(key: bytes, text: str, mac: str) -> bool:
-    """Tell whether ``mac`` is the keyed hash of ``text``, in constant time."""
+    """Return whether ``mac`` is the keyed hash of ``text``, in constant time."""
     return hmac.compare_digest(sign(key, text).encode(), mac.encode(errors="replace"))
 
 
@@ -61,7 +61,7 @@ def new_nonce() -> str:
 def session_key(secret: bytes, context: object, server_nonce: str, client_nonce: str) -> bytes:
     """Return the key of one connection, 32 bytes.
 
-    The context says what the connection is for, such as the leader's epoch: a key is of no use in
+    The context is the purpose of the connection, such as the leader's term: a key is invalid in
     another.
     """
     return bytes.fromhex(sign(secret, f"session|{context}|{server_nonce}|{client_nonce}"))
@@ -72,9 +72,9 @@ class FrameSigner:
     """One side of a connection: signs what it sends, checks what it receives, in sequence.
 
     Attributes:
-        key: Of the connection.
+        key: The connection's key.
         me: This side.
-        max_bytes: A frame to be sent may be so long.
+        max_bytes: Largest size of a frame to be sent.
     """
 
     key: bytes
@@ -87,7 +87,7 @@ class FrameSigner:
         """Return the message as one signed line.
 
         Raises:
-            ValueError: the message is larger than a frame may be.
+            ValueError: The message exceeds ``max_bytes``.
         """
         body = _to_json(message)
         mac = self._mac(self.me, self.sent, body)
@@ -101,7 +101,7 @@ class FrameSigner:
         """Return the message in a signed line.
 
         Raises:
-            AuthenticationError: it is not signed with the key of this connection, is replayed, or
+            AuthenticationError: It is not signed with the key of this connection, is replayed, or
                 no JSON object.
         """
         peer: Side = "server" if self.me == "client" else "client"
@@ -121,7 +121,7 @@ class FrameSigner:
 
 
 WELCOME = {"type": "welcome"}
-"""The server's first message: it proves that the server holds the secret, too."""
+"""The server's first message, which proves that it holds the secret, too."""
 
 
 class ServerHandshake:
@@ -170,28 +170,29 @@ def _checked_nonce(line: bytes) -> str:
     return line.decode()
 
 
-# ---- The secrets under which processes of one user, or of one run, sign what they tell each other
-# A run has its own, in its directory. Where there is none (torchrun, a lighthouse), it is derived
-# from the user's key: ``~/.config/hpc_elastic/key`` (0600, made on first use), which all nodes
-# see where they share the home directory, and which is to be copied where they do not.
+# ---- Secrets. A run has its own, in its directory. Without a run (torchrun, a lighthouse), it is
+# derived from the user's key: ``~/.config/hpc_elastic/key`` (0600, made on first use). All nodes
+# see it where they share the home directory; elsewhere the user copies it.
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's key; make it if need be (0700)."""
+    """Return the folder of the user's key; make it if needed (0700)."""
     folder = Path.home() / ".config" / "hpc_elastic"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
 
 def user_key(folder: Path) -> bytes:
-    """Return the key in a folder; make it if there is none. Two may do so at once.
+    """Return the key in a folder; make it if missing. Several processes may do so at once.
 
     Raises:
-        PermissionError: others than the owner may read it.
+        PermissionError: Other users may read it.
     """
     path = folder / "key"
     if not path.exists():
-        _create_key(path)
+        from hpc_elastic.shared_files import create_atomic  # the first time only
+
+        create_atomic(path, secrets.token_hex(32), mode=0o600)
     if path.stat().st_mode & 0o077:
         raise PermissionError(f"{path} must be readable by its owner only: chmod 600 {path}")
     return path.read_bytes()
@@ -201,19 +202,19 @@ def user_secret(purpose: str) -> bytes:
     """Return the secret of this user's processes for one purpose.
 
     Raises:
-        PermissionError: others than the owner may read the key.
+        PermissionError: Other users may read the key.
     """
     return sign(user_key(user_folder()), purpose).encode()
 
 
 def peers_secret() -> bytes:
-    """Return what a worker has in common with the workers of its other replica groups.
+    """Return the secret that a worker shares with the workers of its other replica groups.
 
-    That is the run's secret inside of a run, else one of the user's.
+    It is derived from the run's secret, and outside of a run from the user's.
 
     Raises:
-        OSError: it can not be read.
-        PermissionError: others than the owner may read the user's key.
+        OSError: It cannot be read.
+        PermissionError: Other users may read the user's key.
     """
     record = own_record()
     if record is None:
@@ -223,15 +224,9 @@ def peers_secret() -> bytes:
     return sign(RunDir(record.parent.parent).secret.read_bytes(), "peers").encode()
 
 
-def _create_key(path: Path) -> None:
-    from hpc_elastic.shared_files import create_atomic  # the first time only
-
-    create_atomic(path, secrets.token_hex(32), mode=0o600)
-
-
 def of_generation(secret: bytes, generation: int) -> bytes:
-    """Return the secret of a run's agents since it was resumed for the n-th time.
+    """Return the secret of a run's agents after its n-th resume, which excludes earlier agents.
 
-    So that no agent of an earlier generation is let in any more. Generation 0 has the run's own.
+    Generation 0 has the run's own.
     """
     return secret if generation == 0 else sign(secret, f"generation|{generation}").encode()

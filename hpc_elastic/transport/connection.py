@@ -26,12 +26,16 @@ from hpc_elastic.transport.auth import (
 CONNECT_TIMEOUT_S = 1.5
 """A node that takes longer is down: the system accepts connections even of a busy process."""
 WELCOME_TIMEOUT_S = 30.0
-"""A leader that ten thousand agents come to at once must not be asked twice by each."""
+"""Long, so that ten thousand agents that connect at once do not all retry."""
 _CLOSE_TIMEOUT_S = 1.0
 BUFFER_BYTES = 1 << 16
+_ACCEPTS_A_TURN = 64
+_ACCEPT_PAUSE_S = 0.2
+
+_log = logging.getLogger(__name__)
 
 CONNECTION_ERRORS = (OSError, ValueError, KeyError, TypeError)
-"""Raised where a connection has ended, or its peer is none of ours (`AuthenticationError`)."""
+"""Raised where a connection has ended, or its peer is foreign (`AuthenticationError`)."""
 
 
 class ClientConnection:
@@ -45,7 +49,7 @@ class ClientConnection:
         self._signer = signer
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; a connection that is gone shows when the next one is received."""
+        """Queue a message; the end of the connection shows when the next one is received."""
         if not self._writer.is_closing():
             self._writer.write(self._signer.seal(message))
 
@@ -53,15 +57,15 @@ class ClientConnection:
         """Return the next message.
 
         Raises:
-            ConnectionError: the peer is gone.
-            AuthenticationError: the frame is not the peer's.
+            ConnectionError: The peer has closed the connection.
+            AuthenticationError: The frame is not the peer's.
         """
-        return self._signer.open(await _line(self._reader))
+        return self._signer.open(await _read_line(self._reader))
 
     async def close(self) -> None:
         """Send what was queued and close the connection; drop it if the peer does not read.
 
-        The transport is gone when this returns, which takes further turns of the event loop.
+        The transport is closed when this returns, which takes further turns of the event loop.
         """
         self._writer.close()
         try:
@@ -73,7 +77,7 @@ class ClientConnection:
             self._writer.transport.abort()  # out of time or cancelled; else it changes nothing
 
     def abort(self) -> None:
-        """Drop the connection at once: the peer does not read any more."""
+        """Drop the connection at once, if the peer no longer reads."""
         self._writer.transport.abort()
 
 
@@ -83,72 +87,71 @@ async def connect(
     """Connect to the leader of an epoch; return once it has proved that it holds the secret.
 
     Raises:
-        OSError: nobody listens there, or nobody answers in time.
-        AuthenticationError: another process listens there.
+        OSError: No process listens there, or none answers in time.
+        AuthenticationError: A foreign process listens there.
     """
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(address, port, limit=MAX_FRAME_BYTES)
     try:
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
             first = {"type": "hello", "agent": hello}
-            answer, signer = answer_greeting(await _line(reader), secret, epoch, first)
+            answer, signer = answer_greeting(await _read_line(reader), secret, epoch, first)
             writer.write(answer)
             connection = ClientConnection(reader, writer, signer)
             await connection.receive()  # the welcome
             return connection
-    except BaseException:  # cancelled, too: nobody else knows of the connection yet
+    except BaseException:  # cancelled, too: no caller can close the connection yet
         writer.transport.abort()
         raise
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
     try:
-        line = await reader.readuntil(b"\n")
+        return await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as e:
         raise AuthenticationError("longer than a frame may be") from e
     except asyncio.IncompleteReadError as e:
         raise ConnectionResetError("the peer closed the connection") from e
-    return line
 
 
 class ConnectionOwner(Protocol):
-    """The leader, as a `ServerConnection` reports to it. An error that it raises ends that one."""
+    """The server that owns a `ServerConnection`; an error that a method raises ends it."""
 
-    def arrived(self, visitor: ServerConnection, hello: dict[str, Any]) -> None:
-        """A visitor has proved to be an agent, which says this of itself."""
+    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
+        """Handle a client that is authenticated; ``hello`` describes it."""
 
-    def said(self, visitor: ServerConnection, message: dict[str, Any]) -> None:
-        """An agent has sent a message."""
+    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
+        """Handle a message of an authenticated client."""
 
-    def left(self, visitor: ServerConnection, why: str) -> None:
-        """A connection has ended, whether it was an agent's or not."""
+    def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
+        """Handle the end of a connection, authenticated or not."""
 
 
 class ServerConnection(asyncio.BufferedProtocol):
     """The server's end of a connection: unauthenticated, until the client's hello has been read.
 
-    No task waits for each, and all read into one buffer of the server (by default, asyncio makes
-    one of 256 KiB for each message, which costs more than its signature): ten thousand come at
-    once.
+    For ten thousand connections at once: none has a task, and all read into one buffer of the
+    server. By default, asyncio makes one of 256 KiB for each message, which costs more than its
+    signature.
     """
 
     def __init__(
-        self, secret: bytes, epoch: int, host: ConnectionOwner, buffer: memoryview
+        self, secret: bytes, epoch: int, owner: ConnectionOwner, buffer: memoryview
     ) -> None:
         self._handshake = ServerHandshake(secret, epoch)
-        self._host = host
+        self._owner = owner
         self._buffer = buffer
         self._pending = b""
         self._signer: FrameSigner | None = None
         """None until the client has proved that it holds the secret."""
         self._deadline: asyncio.TimerHandle | None = None
-        """Until when it must have."""
+        """Ends the connection if that takes too long."""
         self._transport: asyncio.Transport | None = None
         self._ending: str | None = None
         """Why the connection is being ended from this side."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; a connection that is gone is reported by `ConnectionOwner.left`."""
+        """Queue a message; `ConnectionOwner.on_disconnect` reports the connection's end."""
         if self._ending is None:
             assert self._transport is not None and self._signer is not None
             self._transport.write(self._signer.seal(message))
@@ -160,9 +163,9 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._transport.close()
             asyncio.get_running_loop().call_later(_CLOSE_TIMEOUT_S, self._transport.abort)
 
-    def abort(self, why: str) -> None:
-        """Drop the connection at once; nothing that it still says is heard."""
-        self._ending = self._ending or why
+    def abort(self, reason: str) -> None:
+        """Drop the connection at once, with what it has still sent."""
+        self._ending = self._ending or reason
         if self._transport is not None:
             self._transport.abort()
 
@@ -189,8 +192,16 @@ class ServerConnection(asyncio.BufferedProtocol):
         *lines, self._pending = (self._pending + self._buffer[:nbytes]).split(b"\n")
         try:
             for line in lines:
-                if self._ending is None:
-                    self._read(line)
+                if self._ending is not None:
+                    continue
+                if self._signer is not None:
+                    self._owner.on_message(self, self._signer.open(line))
+                elif (hello := self._handshake.read(line)) is not None:
+                    agent, self._signer = hello["agent"], self._handshake.signer
+                    if self._deadline is not None:
+                        self._deadline.cancel()
+                    self.send(WELCOME)
+                    self._owner.on_connect(self, agent)
             if len(self._pending) > (MAX_FRAME_BYTES if self._signer else MAX_UNPROVED_BYTES):
                 raise AuthenticationError("longer than a frame may be")
         except CONNECTION_ERRORS as e:
@@ -205,44 +216,25 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._ending = self._ending or (str(error) if error else "its connection closed")
-        self._host.left(self, self._ending)
-
-    def _read(self, line: bytes) -> None:
-        if self._signer is not None:
-            self._host.said(self, self._signer.open(line))
-        elif (hello := self._handshake.read(line)) is not None:
-            agent, self._signer = hello["agent"], self._handshake.signer
-            if self._deadline is not None:
-                self._deadline.cancel()
-            self.send(WELCOME)
-            self._host.arrived(self, agent)
-
-
-# ---- The leader's port: takes connections, from before an epoch is claimed until its leader goes
-
-
-_BACKLOG = 65_535
-"""As many as the system allows (net.core.somaxconn): ten thousand agents come at once."""
-_ACCEPTS_A_TURN = 64
-_PAUSE_S = 0.2
-
-_log = logging.getLogger(__name__)
+        self._owner.on_disconnect(self, self._ending)
 
 
 class Listener:
-    """An open port; `asyncio.Server` would lose a connection that comes just before its end."""
+    """An open port; `asyncio.Server` would lose a connection that comes just before its end.
+
+    A leader opens it before it claims a term, and closes it when it ends.
+    """
 
     def __init__(self, address: str, port: int = 0) -> None:
         """Open the port (0: any free one); ``::`` takes IPv4 as well.
 
         Raises:
-            OSError: the address is not this node's, or the port is taken.
+            OSError: The address is not this node's, or the port is taken.
         """
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server(
             (address, port),
-            family=family,
-            backlog=_BACKLOG,
+            family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+            backlog=65_535,  # the system's limit applies (net.core.somaxconn)
             dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
         )
         self._socket.setblocking(False)
@@ -253,9 +245,9 @@ class Listener:
         """The port's number."""
         return int(self._socket.getsockname()[1])
 
-    def serve(self, take: Callable[[socket.socket], None]) -> None:
-        """Hand every connection to ``take``, from now on, in the running event loop."""
-        asyncio.get_running_loop().add_reader(self._socket, self._accept, take)
+    def serve(self, on_accept: Callable[[socket.socket], None]) -> None:
+        """Pass every connection to ``on_accept``, from now on, in the running event loop."""
+        asyncio.get_running_loop().add_reader(self._socket, self._accept, on_accept)
 
     def close(self) -> None:
         """Close the port. May be repeated."""
@@ -264,22 +256,21 @@ class Listener:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
 
-    def _accept(self, take: Callable[[socket.socket], None]) -> None:
+    def _accept(self, on_accept: Callable[[socket.socket], None]) -> None:
         for _ in range(_ACCEPTS_A_TURN):
             try:
-                connection, _peer = self._socket.accept()
+                connection, _ = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as e:  # most likely too many open files: the port would stay readable
                 _log.warning("no connection can be taken for now: %s", e)
-                self._pause(take)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._socket)
+                loop.call_later(
+                    _ACCEPT_PAUSE_S, lambda: self.serve(on_accept) if self._open else None
+                )
                 return
             connection.setblocking(False)
-            # asyncio does so only for sockets that name their protocol, which accepted ones do not
+            # asyncio does so only for sockets that name their protocol, unlike accepted ones
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            take(connection)
-
-    def _pause(self, take: Callable[[socket.socket], None]) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket)
-        loop.call_later(_PAUSE_S, lambda: self.serve(take) if self._open else None)
+            on_accept(connection)

@@ -27,8 +27,8 @@ _CONNECT_TIMEOUT_S = 5.0
 class SignedSocket:
     """One end of a connection; both ends have proved that they hold a secret.
 
-    Any method raises an OSError where the connection has ended, or the peer is silent for longer
-    than the timeout. After an error the connection is of no more use.
+    Any method raises an OSError if the connection has ended, or the peer is silent for longer
+    than the timeout. After an error the connection is unusable.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
@@ -45,12 +45,12 @@ class SignedSocket:
 
         Args:
             address: Host and port.
-            secret: Known to both sides.
-            context: What the connection is for; the same on both sides.
-            timeout_s: Seconds for the handshake, and for which the peer may be silent later.
+            secret: The secret of both sides.
+            context: Purpose of the connection; the same on both sides.
+            timeout_s: Limit of the handshake, and of the peer's silence later.
 
         Raises:
-            AuthenticationError: the server does not hold the secret.
+            AuthenticationError: The server does not hold the secret.
         """
         self = cls(socket.create_connection(address, _CONNECT_TIMEOUT_S), timeout_s)
         try:
@@ -72,8 +72,8 @@ class SignedSocket:
         """Authenticate a client that has connected; the arguments are those of `connect`.
 
         Raises:
-            AuthenticationError: the client does not hold the secret.
-            TimeoutError: it has not proved that it does within `HANDSHAKE_TIMEOUT_S`.
+            AuthenticationError: The client does not hold the secret.
+            TimeoutError: It has not proved that it does within `HANDSHAKE_TIMEOUT_S`.
         """
         self = cls(sock, timeout_s)
         handshake, until = ServerHandshake(secret, context), time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -96,15 +96,15 @@ class SignedSocket:
         return self._signer.open(self._line(MAX_MESSAGE_BYTES))
 
     def send_file(self, file: BinaryIO, num_bytes: int) -> int:
-        """Send so many bytes of a file, unsigned; return how many there were."""
+        """Send the next bytes of a file, unsigned; return their number, less at its end."""
         self._sock.settimeout(self._timeout_s)
         return self._sock.sendfile(file, count=num_bytes)
 
     def receive_into(self, block: memoryview) -> int:
-        """Fill a block with what comes next, unsigned; return how many bytes came, at least 1."""
+        """Receive unsigned bytes into a block; return their number, at least 1."""
         if not self._pending:
             self._sock.settimeout(self._timeout_s)
-            return self._checked(self._sock.recv_into(block))
+            return self._receive(block)
         got = min(len(block), len(self._pending))
         block[:got] = self._pending[:got]
         del self._pending[:got]
@@ -125,13 +125,13 @@ class SignedSocket:
             if left_s <= 0:
                 raise TimeoutError("the peer has not proved in time that it holds the secret")
             self._sock.settimeout(left_s)
-            self._pending += block[: self._checked(self._sock.recv_into(block))]
+            self._pending += block[: self._receive(block)]
         line = bytes(self._pending[:end])
         del self._pending[: end + 1]
         return line
 
-    @staticmethod
-    def _checked(num_bytes: int) -> int:
+    def _receive(self, block: memoryview) -> int:
+        num_bytes = self._sock.recv_into(block)
         if not num_bytes:
             raise ConnectionResetError("the peer closed the connection")
         return num_bytes

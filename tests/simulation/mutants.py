@@ -160,10 +160,10 @@ class _Hasty(StepAgreement[Agent]):
 
 
 class _Restless(StepAgreement[Agent]):
-    def begin(self, members: Collection[Agent], now: float) -> Proposal | None:
+    def begin_agreement(self, members: Collection[Agent], now: float) -> Proposal | None:
         if self.state is AgreementState.CONFIRMED:
             self.state = AgreementState.IDLE
-        return super().begin(members, now)
+        return super().begin_agreement(members, now)
 
 
 class ConfirmsTooEarly(GroupChange):

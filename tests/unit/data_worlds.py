@@ -117,6 +117,13 @@ class Run:
         mine = fencing.record_path(RunDir(self.path).rdzv, self.record)
         self._monkeypatch.setenv(fencing.VARIABLE, str(mine))
 
+    def train_group(self, *args, num_epochs: int, num_steps: int | None = None, **options) -> dict:
+        """Train with a new group, a `World` of these arguments; return its state."""
+        self.form_group()
+        world = World(*args, **options)
+        world.run(num_epochs, num_steps)
+        return world.state()
+
     def succeed(self) -> None:
         """Let the functions of the last group have returned, and the run have ended well."""
         reporting.function_returned()

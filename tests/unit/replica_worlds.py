@@ -2,6 +2,7 @@
 
 import json
 import random
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,14 @@ from data_worlds import Loader
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.worker import reporting
+
+
+class TokenOfEach:
+    """Instead of a process's token: another one at each use, as replicas share this process."""
+
+    def __str__(self) -> str:
+        """Return a new token."""
+        return secrets.token_hex(8)
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ def here(monkeypatch):
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             return [(0, 0, 0, "", (ip, 0)) for ip in hosts[host]]
 
-        monkeypatch.setattr(interface, "_look", lambda: (available, []))
+        monkeypatch.setattr(interface, "_interfaces_by_link", lambda: (available, []))
         monkeypatch.setattr(interface.socket, "getaddrinfo", getaddrinfo)
 
     return set_
@@ -87,13 +87,13 @@ def test_a_wanted_interface_that_is_missing_is_named_beside_those_there_are():
 @pytest.mark.parametrize("wanted", ["lo", "eth1"])
 def test_a_wanted_interface_that_nobody_reaches_is_refused(wanted):
     """It is there, but has loopback or link-local addresses only."""
-    with pytest.raises(ConfigError, match=r"can not be reached from other nodes; .*eth0"):
+    with pytest.raises(ConfigError, match=r"cannot be reached from other nodes; .*eth0"):
         choose("n5", wanted, [LO, LO6, ETH, Interface("eth1", "fe80::7")], [])
 
 
 @pytest.mark.parametrize("available", [[], [LO], [LO, LO6, LINK6]])
 def test_never_a_loopback(available):
-    """A node that others can not reach says so instead of advertising 127.0.0.1."""
+    """A node that others cannot reach reports that instead of advertising 127.0.0.1."""
     with pytest.raises(ConfigError, match=r"n5 has no address that other nodes could reach"):
         choose("n5", None, available, ["127.0.0.1"])
 

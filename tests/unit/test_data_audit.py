@@ -15,7 +15,7 @@ from data_worlds import Loader, Run, World, train_on
 from hpc_elastic.cli.main import main
 from hpc_elastic.data import ElasticSampler, ledger
 from hpc_elastic.data import audit as audit_module
-from hpc_elastic.data.audit import EpochProof, audit
+from hpc_elastic.data.audit import EpochProof, Proof, audit
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.run.directory import RunDir
 
@@ -26,6 +26,13 @@ def run(tmp_path, monkeypatch):
     return Run(tmp_path / "run", monkeypatch)
 
 
+def holds(run) -> Proof:
+    """The proof of the only sampler, which must hold."""
+    (proof,) = audit(run.path)
+    assert proof.holds, proof.problems
+    return proof
+
+
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("end", ["keep", "drop", "pad"])
 def test_a_proof_agrees_with_what_was_trained(run, seed, end):
@@ -34,8 +41,7 @@ def test_a_proof_agrees_with_what_was_trained(run, seed, end):
     length, batch = chance.randint(20, 90), chance.randint(1, 20)
     survived, lost = train_on(run, chance, length, (batch, chance.choice([None, 2])), end=end)
     run.succeed()
-    (proof,) = audit(run.path)
-    assert proof.holds, proof.problems
+    proof = holds(run)
     rest = length % batch
     dropped = rest if end == "drop" else 0
     padded = batch - rest if end == "pad" and rest else 0
@@ -59,48 +65,31 @@ def test_what_was_written_and_lost_is_counted(run):
             break
     for sampler in first.samplers:
         sampler._ledger.ledger.flush()
-    run.form_group()
-    second = World(3, 40, (4, None), state)
-    second.run(1)
-    second.state()
-    (proof,) = audit(run.path)
-    assert proof.holds
+    run.train_group(3, 40, (4, None), state, num_epochs=1)
+    proof = holds(run)
     assert (proof.replayed_steps, proof.replayed_samples) == (4, 16)
     assert proof.stretches == 2
 
 
 def test_only_the_groups_that_the_model_has_gone_through_count(run):
     """A group without a successor is lost, even if others came after it."""
-    run.form_group()
-    first = World(1, 40, (4, None))
-    first.run(1, num_steps=5)
-    state = first.state()
+    state = run.train_group(1, 40, (4, None), num_epochs=1, num_steps=5)
     run.form_group()
     dead_end = World(2, 40, (4, None))  # it could not see the checkpoint
     dead_end.run(1, num_steps=2)
     dead_end.state()
-    run.form_group()
-    last = World(2, 40, (4, None), state)
-    last.run(1)
-    last.state()
+    run.train_group(2, 40, (4, None), state, num_epochs=1)
     run.succeed()
-    (proof,) = audit(run.path)
-    assert proof.holds, proof.problems
+    proof = holds(run)
     assert (proof.replayed_steps, proof.replayed_samples) == (2, 8)
 
 
 def test_a_state_saved_before_the_first_step_has_the_right_ancestor(run):
     """It is the work of the group that it was loaded from."""
-    run.form_group()
-    first = World(1, 20, (4, None))
-    first.run(1, num_steps=3)
-    state = first.state()
+    state = run.train_group(1, 20, (4, None), num_epochs=1, num_steps=3)
     run.form_group()
     state = World(2, 20, (4, None), state).state()
-    run.form_group()
-    last = World(2, 20, (4, None), state)
-    last.run(1)
-    last.state()
+    run.train_group(2, 20, (4, None), state, num_epochs=1)
     run.succeed()
     assert audit(run.path)[0].holds
 
@@ -117,8 +106,7 @@ def test_going_back_in_one_process_is_another_stretch(run):
     world.run(1)
     world.state()
     run.succeed()
-    (proof,) = audit(run.path)
-    assert proof.holds, proof.problems
+    proof = holds(run)
     assert (proof.replayed_steps, proof.stretches) == (2, 2)
 
 
@@ -132,8 +120,7 @@ def test_a_run_that_goes_on_is_proven_up_to_where_all_ranks_are(run):
     world.state()
     next(steps)
     world.samplers[0]._ledger.ledger.flush()
-    (proof,) = audit(run.path)
-    assert proof.holds
+    proof = holds(run)
     assert proof.epochs == [EpochProof(0, 12, 0, 0, left=28)]
     assert (proof.last_step, proof.open_samples, proof.replayed_samples) == (3, 2, 0)
 
@@ -147,10 +134,7 @@ def lines_of(run, rank, record=1):
 @pytest.fixture
 def finished(run):
     """A run of two ranks that has trained two epochs of 40 samples, undisturbed."""
-    run.form_group()
-    world = World(2, 40, (4, None))
-    world.run(2)
-    world.state()
+    run.train_group(2, 40, (4, None), num_epochs=2)
     run.succeed()
     return run
 
@@ -187,14 +171,8 @@ def test_samples_that_were_trained_twice_are_found(finished):
 
 def test_a_succeeded_run_that_lost_its_last_group_is_not_proven(run):
     """What is left is a history without a fault, but not the one that the model has."""
-    run.form_group()
-    first = World(2, 40, (4, None))
-    first.run(2, num_steps=5)
-    state = first.state()
-    run.form_group()
-    second = World(3, 40, (4, None), state)
-    second.run(2)
-    second.state()
+    state = run.train_group(2, 40, (4, None), num_epochs=2, num_steps=5)
+    run.train_group(3, 40, (4, None), state, num_epochs=2)
     run.succeed()
     assert audit(run.path)[0].holds
     for path in (run.path / "ledger").glob("train.record-2.*"):
@@ -207,15 +185,11 @@ def test_a_succeeded_run_that_lost_its_last_group_is_not_proven(run):
 
 def test_a_succeeded_run_whose_last_group_had_nothing_to_train_is_proven(run):
     """It was killed between the last step and its function's end; the next one only returns."""
-    run.form_group()
-    first = World(2, 40, (4, None))
-    first.run(2)
-    state = first.state()
+    state = run.train_group(2, 40, (4, None), num_epochs=2)
     run.form_group()
     World(3, 40, (4, None), state).run(2)
     run.succeed()
-    (proof,) = audit(run.path)
-    assert proof.holds, proof.problems
+    proof = holds(run)
     assert (proof.last_step, proof.stretches) == (20, 1)
     for path in (run.path / "ledger").glob("train.record-1.*"):
         path.unlink()
@@ -224,10 +198,7 @@ def test_a_succeeded_run_whose_last_group_had_nothing_to_train_is_proven(run):
 
 def test_a_resumed_run_is_proven_by_its_last_generation_only(run):
     """The first one had succeeded, and said so."""
-    run.form_group()
-    first = World(1, 40, (4, None))
-    first.run(1)
-    state = first.state()
+    state = run.train_group(1, 40, (4, None), num_epochs=1)
     run.succeed()
     spec = RunDir(run.path).load()
     run.form_group()
@@ -244,10 +215,7 @@ def test_a_resumed_run_is_proven_by_its_last_generation_only(run):
 @pytest.mark.parametrize(("length", "batch"), [(42, 4), (43, 4), (47, 10)])
 def test_a_rest_is_dropped_at_the_end_only_and_as_large_as_it_is(run, length, batch):
     """A last batch that was left out is no rest, though it be smaller than two batches."""
-    run.form_group()
-    world = World(1, length, (batch, None), end="drop")
-    world.run(2)
-    world.state()
+    run.train_group(1, length, (batch, None), end="drop", num_epochs=2)
     run.succeed()
     (proof,) = audit(run.path)
     assert [epoch.dropped for epoch in proof.epochs] == [length % batch] * 2
@@ -267,10 +235,7 @@ def test_a_rest_is_dropped_at_the_end_only_and_as_large_as_it_is(run, length, ba
 @pytest.mark.parametrize("change", [-1, 1])
 def test_gaps_and_doubles_among_paddings_are_found(run, change):
     """They stand for samples that a batch was filled with."""
-    run.form_group()
-    world = World(2, 41, (8, None), end="pad")
-    world.run(1)
-    world.state()
+    run.train_group(2, 41, (8, None), end="pad", num_epochs=1)
     run.succeed()
     (proof,) = audit(run.path)
     assert (proof.holds, proof.epochs[0].padded) == (True, 7)
@@ -315,10 +280,7 @@ def test_it_does_not_matter_when_it_was_written(run):
 
 def test_a_lost_group_is_found(run):
     """Its steps cannot be proven."""
-    run.form_group()
-    first = World(1, 40, (4, None))
-    first.run(1, num_steps=5)
-    state = first.state()
+    state = run.train_group(1, 40, (4, None), num_epochs=1, num_steps=5)
     run.form_group()
     World(1, 40, (4, None), state).run(1, num_steps=1)
     lines_of(run, 0)[0].unlink()
@@ -335,13 +297,9 @@ def test_a_checkpoint_of_another_run_begins_the_history(run, tmp_path, monkeypat
     state = world.state()
     run.form_group()
     World(2, 40, (4, None)).run(1, num_steps=1)
-    run.form_group()
-    world = World(2, 40, (4, None), state)
-    world.run(1)
-    world.state()
+    run.train_group(2, 40, (4, None), state, num_epochs=1)
     run.succeed()
-    (proof,) = audit(run.path)
-    assert proof.holds
+    proof = holds(run)
     assert proof.epochs == [EpochProof(0, 20, 0, 0, elsewhere=20)]
 
 

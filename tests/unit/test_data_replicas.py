@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from data_worlds import Loader, Run
-from replica_worlds import Cohort, PlayedManager, Replica, train_with_faults
+from replica_worlds import Cohort, PlayedManager, Replica, TokenOfEach, train_with_faults
 
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.audit import audit
@@ -34,8 +34,7 @@ def outside(monkeypatch):
 @pytest.fixture(autouse=True)
 def a_process_each(monkeypatch):
     """Let each replica write as if it were a process of its own."""
-    numbers = iter(range(10**6))
-    monkeypatch.setattr("hpc_elastic.data.ledger.own_token", lambda: f"{next(numbers):x}")
+    monkeypatch.setattr("hpc_elastic.data.ledger.PROCESS_TOKEN", TokenOfEach())
 
 
 def cohort_of(num_replicas, length=40, batch=(8, None), num_epochs=2, seed=0, **options):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from data_worlds import Run, World
-from replica_worlds import Cohort, Replica, train_with_faults
+from replica_worlds import Cohort, Replica, TokenOfEach, train_with_faults
 
 from hpc_elastic.data import ElasticSampler, ElasticStream, count_samples
 from hpc_elastic.data.audit import EpochProof, audit
@@ -167,8 +167,7 @@ class StreamReplica(Replica):
 @pytest.mark.parametrize("seed", range(10))
 def test_every_sample_once_under_a_manager(seed, tmp_path, monkeypatch):
     """Replicas are killed, join, heal or are spares, between any two steps."""
-    tokens = iter(range(10**6))
-    monkeypatch.setattr("hpc_elastic.data.ledger.own_token", lambda: f"{next(tokens):x}")
+    monkeypatch.setattr("hpc_elastic.data.ledger.PROCESS_TOKEN", TokenOfEach())
     run = Run(tmp_path / "run", monkeypatch)
     run.form_group()
     chance = random.Random(seed)

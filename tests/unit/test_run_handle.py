@@ -48,7 +48,7 @@ def test_a_failed_run_shows_the_first_failure_in_full(run):
         f"logs: {run.dir / 'tasks'}",
         f"      {run.submission / 'logs'}",
     ]
-    assert (outcome.error.failure, outcome.error.victims) == (FAILURE, [VICTIM])
+    assert (outcome.error.failure, outcome.error.secondary_failures) == (FAILURE, [VICTIM])
 
 
 def test_a_failure_of_a_later_attempt_is_not_one_that_died_afterwards(run):

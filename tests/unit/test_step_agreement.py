@@ -20,7 +20,7 @@ WITHDRAWN = Proposal(0, 0)
 def asked(*members: str, ahead_s: float = 0.5) -> StepAgreement[str]:
     """An agreement whose question, proposal 1, was sent to these members."""
     agreement = StepAgreement[str](ahead_s)
-    assert agreement.begin(members, NOW) == Proposal(1, 0)
+    assert agreement.begin_agreement(members, NOW) == Proposal(1, 0)
     return agreement
 
 
@@ -94,8 +94,8 @@ def test_where_no_worker_has_passed_a_step_the_question_is_put_again():
     """The script may only not have come to its first step yet."""
     a = asked("a")
     assert vote(a, "a", passed=None) == WITHDRAWN
-    assert a.begin(["a"], NOW + FIRST_PAUSE_S - 0.1) is None
-    assert a.begin(["a"], NOW + FIRST_PAUSE_S) == Proposal(2, 0)
+    assert a.begin_agreement(["a"], NOW + FIRST_PAUSE_S - 0.1) is None
+    assert a.begin_agreement(["a"], NOW + FIRST_PAUSE_S) == Proposal(2, 0)
 
 
 def test_a_member_that_does_not_vote_is_late():
@@ -106,7 +106,7 @@ def test_a_member_that_does_not_vote_is_late():
     for _ in range(15):
         assert a.withdraw(now) == WITHDRAWN and a.withdraw(now) is None
         began = now
-        while a.begin(["a", "b"], now) is None:
+        while a.begin_agreement(["a", "b"], now) is None:
             now += 0.125
         pauses.append(now - began)
     assert pauses[0] == FIRST_PAUSE_S and pauses[-1] == LONGEST_PAUSE_S
@@ -118,7 +118,7 @@ def test_many_members_are_asked_less_often():
     members = [str(n) for n in range(3000)]
     a = asked(*members)
     a.withdraw(NOW)
-    assert a.begin(members, NOW + 2.9) is None and a.begin(members, NOW + 3.0)
+    assert a.begin_agreement(members, NOW + 2.9) is None and a.begin_agreement(members, NOW + 3.0)
 
 
 def test_a_new_reason_ends_the_pause():
@@ -126,22 +126,26 @@ def test_a_new_reason_ends_the_pause():
     a = asked("a")
     a.withdraw(NOW)
     a.hurry()
-    assert a.begin(["a"], NOW) == Proposal(2, 0)
+    assert a.begin_agreement(["a"], NOW) == Proposal(2, 0)
 
 
 def test_what_is_confirmed_is_not_withdrawn():
     """Some may act there already."""
     a = confirmed()
-    assert a.withdraw(1e6) is None and not a.is_late(1e6) and a.begin(["a", "b"], 1e6) is None
+    assert (
+        a.withdraw(1e6) is None
+        and not a.is_late(1e6)
+        and a.begin_agreement(["a", "b"], 1e6) is None
+    )
 
 
 def test_nothing_is_proposed_before_all_have_passed_a_confirmed_step():
     """It would be overwritten where a worker has not come to it."""
     a = confirmed()
     a.pass_step("a")
-    assert a.begin(["a", "b"], 1e6) is None
+    assert a.begin_agreement(["a", "b"], 1e6) is None
     a.pass_step("b")
-    assert a.begin(["a", "b"], 1e6) == Proposal(3, 0)
+    assert a.begin_agreement(["a", "b"], 1e6) == Proposal(3, 0)
 
 
 def test_a_member_that_has_left_is_not_waited_for():

@@ -27,7 +27,7 @@ from hpc_elastic.shared_files import read_json
 from slurm_sandbox import SandboxTimeoutError, SlurmSandbox
 from slurm_sandbox.processes import wait_until
 from soak import training
-from soak.expected_events import Explanation, ExplanationKind, InjectedFault, SoakRecord
+from soak.expected_events import ExplanationKind, SoakRecord
 from soak.inject import leftover_processes
 from soak.plan import Fault
 
@@ -58,116 +58,92 @@ def run_checks(record: SoakRecord, sandbox: SlurmSandbox, work: Path) -> list[So
         sandbox: The Slurm of the runs.
         work: A folder for the training that the runs are compared with.
     """
+    explained = record.explanations()
+    num_shared = sum(found.kind is ExplanationKind.SHARED for _, found in explained)
+    shared = f", {num_shared} together with one that it overlaps" if num_shared else ""
+    missing = [(each.fault, found.problem) for each, found in explained if found.problem]
     found = [
         SoakCheck("faults were injected", () if record.injected else ("none",)),
-        _check_explanations(record),
+        SoakCheck(
+            f"the timeline explains every fault{shared}",
+            tuple(f"fault {fault.number} ({fault.kind_name}): {why}" for fault, why in missing),
+        ),
     ]
-    for name, run in (("the run", record.run), ("the companion", record.companion)):
-        ended = (*([record.problem] if record.problem else []), *_unsuccessful(run))
-        found.append(SoakCheck(f"{name} succeeded by itself", ended))
-        checks = _checks_of_files(run)
-        if not ended:
-            checks += _checks_of_result(run, work / run.parent.name)
+    for name, path in (("the run", record.run), ("the companion", record.companion)):
+        run = RunDir(path)
+        ended = [record.problem] if record.problem else []
+        result = read_json(run.result)
+        if result is None:
+            ended.append("it has not ended")
+        elif result["status"] != "succeeded":
+            ended.append(f"it has {result['status']}: {result.get('failure') or result}")
+        found.append(SoakCheck(f"{name} succeeded by itself", tuple(ended)))
+        malformed = sorted({p for event in read_events(run.event_logs) for p in problems(event)})
+        checks = [
+            SoakCheck("the events follow their schema", tuple(malformed)),
+            SoakCheck("progress.jsonl is of one leader at a time", _interleaved_leaders(run)),
+        ]
+        if not ended and result is not None:
+            files = sorted((path / result["results"]).glob("rank-*.json"))
+            ranks = [json.loads(file.read_text()) for file in files]
+            loss = tuple(_wrong_loss(ranks, work / path.parent.name))
+            checks += [
+                SoakCheck("every sample once an epoch, by the ledger", _audit_problems(path)),
+                *rank_checks(ranks),
+                SoakCheck("the result is that of an undisturbed run", loss),
+            ]
         found += [replace(check, name=f"{name}: {check.name}") for check in checks]
     regressions = tuple(record.status_regressions)
     found.append(SoakCheck("status.json never shows an earlier leader again", regressions))
     if not record.problem:
-        left = tuple(_leftovers(record.run.parent, sandbox))
-        found.append(SoakCheck("no task and no process is left", left))
+        leftovers = _wait_for_leftovers(record.run.parent, sandbox)
+        found.append(SoakCheck("no task and no process is left", leftovers))
     return found
-
-
-def _check_explanations(record: SoakRecord) -> SoakCheck:
-    explained = record.explanations()
-    num_shared = sum(found.kind is ExplanationKind.SHARED for _, found in explained)
-    name = "the timeline explains every fault"
-    name += f", {num_shared} together with one that it overlaps" if num_shared else ""
-    missing = ((each.fault, found.problem) for each, found in explained if found.problem)
-    return SoakCheck(
-        name,
-        tuple(f"fault {fault.number} ({fault.kind_name}): {problem}" for fault, problem in missing),
-    )
-
-
-def _unsuccessful(run: Path) -> Iterator[str]:
-    result = read_json(RunDir(run).result)
-    if result is None:
-        yield "it has not ended"
-    elif result["status"] != "succeeded":
-        yield f"it has {result['status']}: {result.get('failure') or result}"
-
-
-def _checks_of_files(run: Path) -> list[SoakCheck]:
-    return [
-        SoakCheck("the events are as their schema says", tuple(_malformed_events(run))),
-        SoakCheck("progress.jsonl is of one leader at a time", tuple(_interleaved_leaders(run))),
-    ]
-
-
-def _checks_of_result(run: Path, work: Path) -> list[SoakCheck]:
-    ranks = _returned_values(RunDir(run))
-    return [
-        SoakCheck("every sample once an epoch, by the ledger", tuple(_audit_problems(run))),
-        *rank_checks(ranks),
-        SoakCheck("the result is that of an undisturbed run", tuple(_wrong_loss(ranks, work))),
-    ]
 
 
 def rank_checks(ranks: Sequence[Mapping[str, Any]]) -> list[SoakCheck]:
     """Return the checks of the values that the ranks returned, see `training.train`."""
+    counts = [
+        f"rank {number}: samples were seen {rank['times_seen']} times in {rank['epochs']} epochs"
+        for number, rank in enumerate(ranks)
+        if rank["times_seen"] != [rank["epochs"]]
+    ]
+    differences = []
+    if not ranks or len(ranks) != ranks[0]["world_size"]:
+        differences.append(f"{len(ranks)} ranks have returned something")
+    if (num_digests := len({rank["digest"] for rank in ranks})) > 1:
+        differences.append(f"there are {num_digests} different ones")
     return [
-        SoakCheck("every sample once an epoch, by the state", tuple(_wrong_counts(ranks))),
-        SoakCheck("the parameters are the same on all ranks", tuple(_differences(ranks))),
+        SoakCheck("every sample once an epoch, by the state", tuple(counts)),
+        SoakCheck("the parameters are the same on all ranks", tuple(differences)),
     ]
 
 
-def _malformed_events(run: Path) -> Iterator[str]:
-    yield from sorted({p for event in read_events(RunDir(run).event_logs) for p in problems(event)})
-
-
-def _interleaved_leaders(run: Path) -> Iterator[str]:
-    """Yield each leader that wrote progress after a later leader had.
+def _interleaved_leaders(run: RunDir) -> tuple[str, ...]:
+    """Return each leader that wrote progress after a later leader had.
 
     One append may be late, from a process that was stopped right before it.
     """
     last, late = 0, Counter[int]()
-    for line in RunDir(run).progress.read_text().splitlines():
+    for line in run.progress.read_text().splitlines():
         try:
             term = int(json.loads(line).get("epoch") or 0)
         except ValueError:
             continue  # its writer was killed
         late[term] += term < last
         last = max(term, last)
-    for term, num_lines in late.items():
-        if num_lines > _LATE_LINES:
-            yield f"{num_lines} lines of epoch {term} were written after a later one's"
+    return tuple(
+        f"{num_lines} lines of epoch {term} were written after a later one's"
+        for term, num_lines in late.items()
+        if num_lines > _LATE_LINES
+    )
 
 
-def _returned_values(run: RunDir) -> list[Mapping[str, Any]]:
-    folder = run.path / read_json(run.result)["results"]  # type: ignore[index]
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-
-
-def _audit_problems(run: Path) -> Iterator[str]:
+def _audit_problems(run: Path) -> tuple[str, ...]:
     try:
-        yield from (problem for proof in audit(run) for problem in proof.problems)
+        return tuple(problem for proof in audit(run) for problem in proof.problems)
     except HpcElasticError as e:
-        yield str(e)
-
-
-def _wrong_counts(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for number, rank in enumerate(ranks):
-        if rank["times_seen"] != [rank["epochs"]]:
-            times, epochs = rank["times_seen"], rank["epochs"]
-            yield f"rank {number}: samples were seen {times} times in {epochs} epochs"
-
-
-def _differences(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if not ranks or len(ranks) != ranks[0]["world_size"]:
-        yield f"{len(ranks)} ranks have returned something"
-    digests = {rank["digest"] for rank in ranks}
-    if len(digests) > 1:
-        yield f"there are {len(digests)} different ones"
+        return (str(e),)
 
 
 def _wrong_loss(ranks: Sequence[Mapping[str, Any]], work: Path) -> Iterator[str]:
@@ -189,17 +165,18 @@ def _wrong_loss(ranks: Sequence[Mapping[str, Any]], work: Path) -> Iterator[str]
         yield f"after {epochs} epochs the loss is {loss!r}, undisturbed {undisturbed!r}"
 
 
-def _leftovers(run: Path, sandbox: SlurmSandbox) -> Iterator[str]:
-    """Wait for the end of all tasks and processes of a run; yield those that do not end."""
+def _wait_for_leftovers(run: Path, sandbox: SlurmSandbox) -> tuple[str, ...]:
+    """Wait for the end of all tasks and processes of a run; return those that do not end."""
 
-    def left() -> list[str]:
+    def leftovers() -> list[str]:
         queue = sandbox.run(["squeue", "-r", "-h", "-o", "%i %T %N"]).stdout.splitlines()
         return queue + leftover_processes(sandbox, run)
 
     try:
-        wait_until("the end of all", lambda: not left(), _END_S)
+        wait_until("the end of all", lambda: not leftovers(), _END_S)
     except SandboxTimeoutError:
-        yield from left()
+        return tuple(leftovers())
+    return ()
 
 
 _NO_ENTRY = {
@@ -235,23 +212,19 @@ def fault_table(record: SoakRecord) -> Table:
     table.add_column("steps lost", justify="right", footer=str(lost))
     table.add_column("to the next step", justify="right", footer=duration(pause_s))
     for injected, explanation in explained:
-        table.add_row(*_fault_row(injected, explanation, record.started))
+        fault = injected.fault
+        shown = [_NO_ENTRY.get(explanation.kind, "") + escape(explanation.problem)]
+        shown += [escape(sentence(entry)) for entry in explanation.entries]
+        has_cost = any(e.cost.pause_s is not None for e in explanation.entries)
+        table.add_row(
+            str(fault.number),
+            time.strftime("%M:%S", time.gmtime(max(0.0, injected.time - record.started))),
+            f"[bold]{fault.kind_name}[/]: {escape(fault.describe(injected.hosts))}",
+            "\n".join(filter(None, shown)),
+            str(explanation.lost_steps) if has_cost else "",
+            duration(explanation.pause_s) if has_cost else "",
+        )
     return table
-
-
-def _fault_row(injected: InjectedFault, explanation: Explanation, started: float) -> list[str]:
-    fault = injected.fault
-    shown = [_NO_ENTRY.get(explanation.kind, "") + escape(explanation.problem)]
-    shown += [escape(sentence(entry)) for entry in explanation.entries]
-    has_cost = any(e.cost.pause_s is not None for e in explanation.entries)
-    return [
-        str(fault.number),
-        time.strftime("%M:%S", time.gmtime(max(0.0, injected.time - started))),
-        f"[bold]{fault.kind_name}[/]: {escape(fault.describe(injected.hosts))}",
-        "\n".join(filter(None, shown)),
-        str(explanation.lost_steps) if has_cost else "",
-        duration(explanation.pause_s) if has_cost else "",
-    ]
 
 
 def check_table(checks: Sequence[SoakCheck]) -> Table:

@@ -31,8 +31,7 @@ from soak.plan import Fault
 
 _TIMEOUT_S = 60.0
 _FLAP_S = 0.4
-"""A loose cable is without contact for so long, and then has it for as long; no node times out."""
-_AGENT = "hpc_elastic.agent"
+"""Length of a break of a loose cable, and of the contact after it; no node times out."""
 _WORKER_OUTPUT = re.compile(r"/round-\d+\.rank-\d+\.out$")
 _SHARED_PAGE = re.compile(r"/worker-\d+$")
 _NODE_DAEMONS = ("node_init.py", "slurmd")
@@ -63,14 +62,6 @@ class RunMonitor:
 
     def refresh(self) -> EventIndex:
         """Read the new events and the status, and return all events so far."""
-        self._check_status()
-        new = self._reader.new()
-        if new:
-            self._events += new
-            self._index, self._timeline = EventIndex(self._events), None
-        return self._index
-
-    def _check_status(self) -> None:
         status = read_json(self.run.status) or {}
         term = int(status.get("epoch") or 0)
         if term < self._term:
@@ -78,6 +69,11 @@ class RunMonitor:
             state = f"{status.get('phase')}, nodes {status.get('nodes')}"
             self.status_regressions.append(f"{what}: {state}")
         self._term = max(term, self._term)
+        new = self._reader.new()
+        if new:
+            self._events += new
+            self._index, self._timeline = EventIndex(self._events), None
+        return self._index
 
     @property
     def timeline(self) -> list[TimelineEntry]:
@@ -95,11 +91,6 @@ class RunMonitor:
     def saved_step(self) -> int:
         """The step of the newest checkpoint; 0 if there is none."""
         return next(iter(self.store.steps()), 0)
-
-    @property
-    def num_usable(self) -> int:
-        """The number of nodes that the run does not avoid."""
-        return self._num_nodes - len(read_json(self.run.excluded) or {})
 
     @property
     def hosts(self) -> list[str]:
@@ -136,7 +127,8 @@ class RunMonitor:
         last = events.rounds[-1]
         number, members = last.number, last.members
         stops = [e for e in events.of("round_stopped", after=last.time) if e["round"] == number]
-        if stops or len(members) < self.num_usable:
+        num_usable = self._num_nodes - len(read_json(self.run.excluded) or {})
+        if stops or len(members) < num_usable:
             return False
         if not all(number in member.first_steps for member in members):
             return False
@@ -146,7 +138,8 @@ class RunMonitor:
 
 def agent_on(sandbox: SlurmSandbox, node: str) -> psutil.Process | None:
     """Return the agent on a node; None if there is none."""
-    return next((p for p in _processes_on(sandbox, node) if _is_agent(p)), None)
+    found = (p for p in _processes_on(sandbox, node) if _is_python(p))
+    return next((p for p in found if "hpc_elastic.agent" in _argv(p)), None)
 
 
 def workers_on(sandbox: SlurmSandbox, node: str) -> list[psutil.Process]:
@@ -169,7 +162,7 @@ def leftover_processes(sandbox: SlurmSandbox, folder: Path) -> list[str]:
         (node, p)
         for node in sandbox.nodes
         for p in _processes_on(sandbox, node)
-        if not _is_daemon(p)
+        if not any(Path(part).name in _NODE_DAEMONS for part in _argv(p))
     ]
     on_nodes = {p.pid for _, p in found}
     found += [
@@ -201,19 +194,11 @@ def _session_leaders(sandbox: SlurmSandbox, node: str) -> list[psutil.Process]:
     return found
 
 
-def _is_agent(process: psutil.Process) -> bool:
-    return _is_python(process) and _AGENT in _argv(process)
-
-
 def _is_worker(process: psutil.Process) -> bool:
     try:
         return bool(_WORKER_OUTPUT.search(str(Path(f"/proc/{process.pid}/fd/1").readlink())))
     except OSError:
         return False
-
-
-def _is_daemon(process: psutil.Process) -> bool:
-    return any(Path(part).name in _NODE_DAEMONS for part in _argv(process))
 
 
 def _is_python(process: psutil.Process) -> bool:
@@ -354,24 +339,6 @@ def _preempt_all(i: _Injection) -> FaultHit:
     return FaultHit(hosts)
 
 
-def _kill_node(i: _Injection) -> FaultHit:
-    host = i.choose_host()
-    i.sandbox.kill_node(host)
-    return FaultHit((host,))
-
-
-def _cut(i: _Injection) -> FaultHit:
-    host = i.choose_host_to_silence()
-    i.sandbox.partition(host)
-    return FaultHit((host,))
-
-
-def _freeze_node(i: _Injection) -> FaultHit:
-    host = i.choose_host_to_silence()
-    i.sandbox.pause_node(host)
-    return FaultHit((host,))
-
-
 def _freeze_leader(i: _Injection) -> FaultHit:
     host = i.run.leader
     if host in i.targets.silenced or host in i.spared:
@@ -381,99 +348,65 @@ def _freeze_leader(i: _Injection) -> FaultHit:
     return FaultHit((host,))
 
 
-def _flap(i: _Injection) -> FaultHit:
-    host = i.choose_host_to_silence()  # TCP backs off with each lost packet: 3 s pass quickly
+def _flap(i: _Injection, host: str) -> None:
+    """Cut a node off again and again: TCP backs off with each lost packet, and 3 s pass quickly."""
     for _ in range(max(1, round(i.fault.duration_s / (2 * _FLAP_S)))):
         i.sandbox.partition(host)
         time.sleep(_FLAP_S)
         i.sandbox.heal(host)
         time.sleep(_FLAP_S)
-    return FaultHit((host,))
 
 
-def _kill_worker(i: _Injection) -> FaultHit:
-    host = i.choose_host()
-    i.worker_on(host).kill()
-    return FaultHit((host,))
-
-
-def _freeze_worker(i: _Injection) -> FaultHit:
-    host = i.choose_host()
+def _freeze_worker(i: _Injection, host: str) -> None:
     worker = i.worker_on(host)
     worker.suspend()
-    i.targets.undo.callback(_resume_process, worker)
-    return FaultHit((host,))
+
+    def resume() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.resume()
+
+    i.targets.undo.callback(resume)
 
 
-def _resume_process(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.resume()
-
-
-def _kill_agent(i: _Injection) -> FaultHit:
-    return _kill_agent_on(i, i.choose_host(set(i.run.hosts) - {i.run.leader}))
-
-
-def _kill_leader(i: _Injection) -> FaultHit:
-    return _kill_agent_on(i, i.choose_host({i.run.leader}))
-
-
-def _kill_agent_on(i: _Injection, host: str) -> FaultHit:
+def _kill_agent(i: _Injection, host: str) -> None:
     agent = agent_on(i.sandbox, host)
     if agent is None:
         raise NoTargetError(f"there is no agent on {host}")
     agent.kill()
-    return FaultHit((host,))
 
 
-def _kill_warm_worker(i: _Injection) -> FaultHit:
-    host = i.choose_host()
-    i.wait_for_process("warm worker", warm_workers_on, host).kill()
-    return FaultHit((host,))
-
-
-def _early_exit(i: _Injection) -> FaultHit:
-    host = i.choose_host()
+def _early_exit(i: _Injection, host: str) -> None:
     i.worker_on(host)  # wait until there is one
     order = i.targets.disk / training.EXIT.format(host=host)
     order.write_text(i.chance.choice(sorted(training.EARLY_EXITS)))
     wait_until(f"the worker on {host} exits", lambda: not order.exists(), _TIMEOUT_S)
-    return FaultHit((host,))
 
 
-def _cancel(i: _Injection) -> FaultHit:
-    host = i.choose_host()
+def _cancel(i: _Injection, host: str) -> None:
     i.sandbox.run(["scancel", i.run.task_on(host)])
-    return FaultHit((host,))
 
 
-def _requeue(i: _Injection) -> FaultHit:
-    host = i.choose_host()
+def _requeue(i: _Injection, host: str) -> None:
     i.sandbox.run(["scontrol", "requeue", i.run.task_on(host)])
-    return FaultHit((host,))
 
 
-def _read_only(i: _Injection) -> FaultHit:
-    host = i.choose_host()
+def _read_only(i: _Injection, host: str) -> None:
     i.sandbox.make_read_only(host)
-    i.sandbox.run(["scontrol", "requeue", i.run.task_on(host)])
-    return FaultHit((host,))
+    _requeue(i, host)
 
 
-def _drain(i: _Injection) -> FaultHit:
-    host = i.choose_host()
+def _drain(i: _Injection, host: str) -> None:
     i.sandbox.run(["scontrol", "update", f"nodename={host}", "state=drain", "reason=soak"])
     signal = ["scancel", "--signal=USR2", i.run.task_on(host)]
     i.sandbox.run(["timeout", "5", *signal], check=False)  # scancel retries while a task leaves
-    return FaultHit((host,))
 
 
-def _notice(i: _Injection) -> FaultHit:
+def _notice(i: _Injection, host: str) -> None:
     """Ask a node to leave, and wait until it has: the leader polls for notices.
 
     Another task may have come to the node before the next group is formed.
     """
-    host, run = i.choose_host(), i.run
+    run = i.run
     before = run.attempt_on(host)
     (run.run.notices / host).touch()
 
@@ -482,7 +415,6 @@ def _notice(i: _Injection) -> FaultHit:
         return run.attempt_on(host) != before
 
     wait_until(f"{host} leaves the group", has_left, _TIMEOUT_S)
-    return FaultHit((host,))
 
 
 def _companion_preempt(i: _Injection) -> FaultHit:
@@ -519,19 +451,15 @@ def _failed_saves(targets: SoakTargets) -> dict[int, int]:
 
     The companion saves to the same disk, but the timeline of the run has to show the failure.
     """
-    hosts = targets.run.hosts
-    workers = (w for host in hosts for w in workers_on(targets.sandbox, host))
-    return {worker.pid: _num_unsaved(worker) for worker in workers}
-
-
-def _num_unsaved(worker: psutil.Process) -> int:
-    """Return the number of failed checkpoints that a worker has reported on its shared page."""
-    try:
-        paths = [m.path for m in worker.memory_maps() if _SHARED_PAGE.search(m.path)]
-        pages = [SharedPage(Path(f"/proc/{worker.pid}/root{path}")) for path in paths]
-    except (psutil.Error, OSError):  # it has just ended
-        return 0
-    return sum(page.read().num_unsaved for page in pages)
+    counts: dict[int, int] = {}
+    for worker in (w for host in targets.run.hosts for w in workers_on(targets.sandbox, host)):
+        try:
+            paths = [m.path for m in worker.memory_maps() if _SHARED_PAGE.search(m.path)]
+            pages = [SharedPage(Path(f"/proc/{worker.pid}/root{path}")) for path in paths]
+        except (psutil.Error, OSError):  # it has just ended
+            pages = []
+        counts[worker.pid] = sum(page.read().num_unsaved for page in pages)
+    return counts
 
 
 def _damage_checkpoint(i: _Injection) -> FaultHit:
@@ -562,25 +490,43 @@ def damage_checkpoint(folder: Path, chance: random.Random) -> None:
             f.write(bytes([byte ^ 1 << chance.randrange(8)]))
 
 
+def _on_host(
+    act: Callable[[_Injection, str], None],
+    choose: Callable[[_Injection], str] = lambda i: i.choose_host(),
+) -> Callable[[_Injection], FaultHit]:
+    """Return the injection of a fault that hits one node."""
+
+    def inject_fault(i: _Injection) -> FaultHit:
+        host = choose(i)
+        act(i, host)
+        return FaultHit((host,))
+
+    return inject_fault
+
+
 INJECTORS: dict[str, Callable[[_Injection], FaultHit]] = {
     "preempt": _preempt,
     "preempt-all": _preempt_all,
-    "kill-node": _kill_node,
-    "cut": _cut,
-    "flap": _flap,
-    "freeze-node": _freeze_node,
+    "kill-node": _on_host(lambda i, host: i.sandbox.kill_node(host)),
+    "cut": _on_host(lambda i, host: i.sandbox.partition(host), _Injection.choose_host_to_silence),
+    "flap": _on_host(_flap, _Injection.choose_host_to_silence),
+    "freeze-node": _on_host(
+        lambda i, host: i.sandbox.pause_node(host), _Injection.choose_host_to_silence
+    ),
     "freeze-leader": _freeze_leader,
-    "freeze-worker": _freeze_worker,
-    "kill-worker": _kill_worker,
-    "early-exit": _early_exit,
-    "kill-agent": _kill_agent,
-    "kill-leader": _kill_leader,
-    "kill-warm-worker": _kill_warm_worker,
-    "cancel": _cancel,
-    "requeue": _requeue,
-    "drain": _drain,
-    "read-only": _read_only,
-    "notice": _notice,
+    "freeze-worker": _on_host(_freeze_worker),
+    "kill-worker": _on_host(lambda i, host: i.worker_on(host).kill()),
+    "early-exit": _on_host(_early_exit),
+    "kill-agent": _on_host(_kill_agent, lambda i: i.choose_host(set(i.run.hosts) - {i.run.leader})),
+    "kill-leader": _on_host(_kill_agent, lambda i: i.choose_host({i.run.leader})),
+    "kill-warm-worker": _on_host(
+        lambda i, host: i.wait_for_process("warm worker", warm_workers_on, host).kill()
+    ),
+    "cancel": _on_host(_cancel),
+    "requeue": _on_host(_requeue),
+    "drain": _on_host(_drain),
+    "read-only": _on_host(_read_only),
+    "notice": _on_host(_notice),
     "companion-preempt": _companion_preempt,
     "companion-requeue": _companion_requeue,
     "slurmctld": _stop_slurmctld,

@@ -11,7 +11,7 @@ run avoids a node that was silent twice.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUM_NODES = 4
@@ -198,13 +198,41 @@ def plan(seed: int, minutes: float) -> list[Fault]:
         seed: The same seed gives the same faults; with more minutes, more of them.
         minutes: For how long faults are injected.
     """
-    planner, total_s = _Planner(random.Random(seed)), 0.0
-    for fault in planner.generate_faults():
-        total_s += 0.0 if fault.overlaps else fault.kind.recovery_s
-        if planner.planned and total_s > _RESERVE * 60.0 * minutes:
-            break
-        planner.planned.append(fault)
-    return planner.planned
+    chance = random.Random(seed)
+    faults: list[Fault] = []
+    num_silenced, total_s = 0, 0.0
+
+    def is_allowed(kind: FaultKind) -> bool:
+        if kind.costs_node and any(fault.kind is kind for fault in faults):
+            return False
+        return not kind.counts_against_host or num_silenced < NUM_NODES
+
+    def make_fault(kind: FaultKind, *, overlaps: bool = False) -> Fault:
+        nonlocal num_silenced
+        num_silenced += kind.counts_against_host
+        return Fault(
+            number=len(faults) + 1,
+            kind_name=kind.name,
+            after_s=round(chance.uniform(0.0, 2.0 if overlaps else 3.0), 1),
+            duration_s=round(chance.uniform(*kind.duration_s), 1),
+            seed=chance.getrandbits(32),
+            overlaps=overlaps,
+        )
+
+    while True:
+        for kind in chance.sample([*KINDS.values()], len(KINDS)):
+            if not is_allowed(kind):
+                continue
+            total_s += kind.recovery_s
+            is_full = total_s > _RESERVE * 60.0 * minutes
+            if not faults or not is_full:
+                faults.append(make_fault(kind))
+            if is_full:
+                return faults
+            if kind.may_overlap and chance.random() < _OVERLAP:
+                kinds = [k for k in KINDS.values() if k.may_overlap and is_allowed(k)]
+                fitting = [k for k in kinds if not (kind.stops_slurm and k.needs_slurm)]
+                faults.append(make_fault(chance.choice(fitting), overlaps=True))
 
 
 def num_tasks(faults: Sequence[Fault]) -> int:
@@ -221,42 +249,3 @@ def overlapping_groups(faults: Sequence[Fault]) -> list[list[Fault]]:
         else:
             groups.append([fault])
     return groups
-
-
-class _Planner:
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._num_silenced = 0
-        self.planned: list[Fault] = []
-
-    def generate_faults(self) -> Iterator[Fault]:
-        """Yield faults without end; the caller appends them to the plan."""
-        while True:
-            for kind in self._chance.sample([*KINDS.values()], len(KINDS)):
-                if self._is_allowed(kind):
-                    yield self._make_fault(kind)
-                    if kind.may_overlap and self._chance.random() < _OVERLAP:
-                        yield self._make_fault(self._overlapping_kind(kind), overlaps=True)
-
-    def _is_allowed(self, kind: FaultKind) -> bool:
-        if kind.costs_node and any(fault.kind is kind for fault in self.planned):
-            return False
-        return not kind.counts_against_host or self._num_silenced < NUM_NODES
-
-    def _overlapping_kind(self, first: FaultKind) -> FaultKind:
-        """Choose a kind that can be injected while the first one lasts."""
-        kinds = [kind for kind in KINDS.values() if kind.may_overlap and self._is_allowed(kind)]
-        return self._chance.choice(
-            [kind for kind in kinds if not (first.stops_slurm and kind.needs_slurm)]
-        )
-
-    def _make_fault(self, kind: FaultKind, *, overlaps: bool = False) -> Fault:
-        self._num_silenced += kind.counts_against_host
-        return Fault(
-            number=len(self.planned) + 1,
-            kind_name=kind.name,
-            after_s=round(self._chance.uniform(0.0, 2.0 if overlaps else 3.0), 1),
-            duration_s=round(self._chance.uniform(*kind.duration_s), 1),
-            seed=self._chance.getrandbits(32),
-            overlaps=overlaps,
-        )

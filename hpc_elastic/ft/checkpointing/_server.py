@@ -23,8 +23,8 @@ import xxhash
 
 from hpc_elastic.ft.checkpointing import _http
 from hpc_elastic.ft.checkpointing._http import HealRequest, Pieces
-from hpc_elastic.transport.addresses import own_addresses
 from hpc_elastic.transport.auth import AuthenticationError
+from hpc_elastic.transport.interface import own_addresses
 
 ARRIVAL_S = 10.0
 """A destination that has not come by then can not reach us, and has another source or fails."""

@@ -49,18 +49,15 @@ def main() -> None:
 def _send_request(connection: socket.socket, message: dict[str, Any]) -> None:
     body = json.dumps({**message, "env": dict(os.environ), "cwd": str(Path.cwd())}).encode() + b"\n"
     with Path(os.devnull).open("r+b") as nothing:
-        fds = [_open_fd(fd, nothing.fileno()) for fd in (0, 1, 2)]
+        fds = [0, 1, 2]
+        for fd in (0, 1, 2):
+            try:
+                os.fstat(fd)
+            except OSError:  # it is closed
+                fds[fd] = nothing.fileno()
         sent = socket.send_fds(connection, [body], fds)
     if body[sent:]:  # sending nothing would fail if the other end is closed
         connection.sendall(body[sent:])
-
-
-def _open_fd(fd: int, instead: int) -> int:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return instead
-    return fd
 
 
 def _receive_answer(connection: socket.socket) -> dict[str, Any]:

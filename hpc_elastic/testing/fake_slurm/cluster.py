@@ -6,6 +6,7 @@ All times are epoch seconds, given as arguments. The caller holds the one lock o
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 from hpc_elastic.testing.fake_slurm import scheduling
@@ -24,12 +25,10 @@ from hpc_elastic.testing.fake_slurm.jobs import (
     Job,
     JobStep,
     JobTable,
+    StepTask,
     TaskExit,
 )
 from hpc_elastic.testing.fake_slurm.steps import start_batch
-
-_NO_LOG = TaskExit(0, 53)
-"""Slurm's exit code of a batch script that could not be started."""
 
 
 class FakeCluster:
@@ -47,22 +46,29 @@ class FakeCluster:
             self._collect_exits(job)
             self._check_times(job, now)
             self._check_end(job, now)
-        self._detect_dead_nodes(now)
+        for node in self.nodes.values():
+            is_new = node.died is not None and not node.is_down
+            if is_new and now >= (node.died or 0.0) + self.config.node_timeout_s:
+                node.is_down = True
+                self._drop_node(node.name, now)
         self.schedule_jobs(now)
         self.table.remove_ended(now - self.config.min_job_age_s)
 
     def schedule_jobs(self, now: float) -> None:
         """Start and preempt jobs, by `scheduling`."""
         up = frozenset(name for name, node in self.nodes.items() if node.takes_jobs)
-        there = scheduling.Capacity(self.config, up, frozenset(self.closed))
-        decision = scheduling.plan(self.table.jobs, there, now)
+        decision = scheduling.plan(
+            self.table.jobs, now, config=self.config, up=up, closed=self.closed
+        )
         for job in self.table.jobs:
             if job.order in decision.reasons:
                 job.reason = decision.reasons[job.order]
         for job, nodes in decision.starts:
             self._start_job(job, nodes, now)
-        for job in decision.victims:
-            self.preempt_job(job, now)
+        for job in decision.preemptions:  # the nodes are taken after the grace time
+            job.preempted = now
+            self.signal_steps(job, signal.SIGCONT)
+            self.signal_steps(job, signal.SIGTERM)
 
     def _start_job(self, job: Job, nodes: list[str], now: float) -> None:
         self.table.assign_number(job)
@@ -73,14 +79,8 @@ class FakeCluster:
         try:
             job.steps = [start_batch(job, self.config, self.folder)]
         except OSError:
-            job.steps, job.exit = [], _NO_LOG
+            job.steps, job.exit = [], TaskExit(0, 53)  # Slurm's, of a script that cannot start
             job.ending = Ending(False, FAILED, now)
-
-    def preempt_job(self, job: Job, now: float) -> None:
-        """Send SIGTERM to the steps of a job; its nodes are taken after the grace time."""
-        job.preempted = now
-        self.signal_steps(job, signal.SIGCONT)
-        self.signal_steps(job, signal.SIGTERM)
 
     def signal_steps(self, job: Job, number: int) -> None:
         """Send a signal to all processes of a job's steps, but not to the batch script."""
@@ -163,7 +163,7 @@ class FakeCluster:
     def kill_all(self) -> None:
         """Kill every process of every job."""
         for job in self.table.jobs:
-            _kill_job(job)
+            _kill_tasks(job.all_tasks())
 
     def reset(self, now: float) -> None:
         """Cancel all jobs without their KillWait, restore all nodes, open all partitions."""
@@ -185,19 +185,15 @@ class FakeCluster:
                 if code is not None:
                     task.exit = TaskExit(max(code, 0), max(-code, 0))
             if step.kills_on_bad_exit and not step.is_over and step.exit != TaskExit():
-                _kill_step(step)
+                _kill_tasks(step.tasks)
 
     def _check_times(self, job: Job, now: float) -> None:
         """Send the warning before a job's time limit; end it at the limit or after its grace."""
         if job.ending is not None:
             return
         warning, ends_at = job.request.warning, job.ends_at
-        if (
-            ends_at is not None
-            and warning
-            and not job.was_warned
-            and now >= ends_at - warning.ahead_s
-        ):
+        is_due = warning and ends_at is not None and now >= ends_at - warning.ahead_s
+        if warning and is_due and not job.was_warned:
             job.was_warned = True
             number = signal.Signals[f"SIG{warning.name}"]
             if warning.to_shell:
@@ -222,20 +218,17 @@ class FakeCluster:
         if job.ending is None:
             return
         if now >= job.ending.kill_at:
-            _kill_job(job)
+            _kill_tasks(job.all_tasks())
             self._collect_exits(job)
-        if all(task.exit is not None or task.lost for task in job.all_tasks()):
-            self._finish_job(job, job.ending, now)
-
-    def _finish_job(self, job: Job, ending: Ending, now: float) -> None:
-        if job.batch is not None and job.batch.is_over:
-            job.exit = job.batch.exit
-        job.ending = None
+        if not all(task.exit is not None or task.lost for task in job.all_tasks()):
+            return
+        if batch is not None and batch.is_over:
+            job.exit = batch.exit
+        ending, job.ending = job.ending, None
         if ending.requeue:
             self._queue_again(job, now)
-            return
-        job.state, job.ended = ending.state, now
-        job.steps = []
+        else:
+            job.state, job.ended, job.steps = ending.state, now, []
 
     def _queue_again(self, job: Job, now: float) -> None:
         """Put a job back into the queue: held for a while, unless it has a start time."""
@@ -243,13 +236,6 @@ class FakeCluster:
         job.started = job.ended = job.preempted = None
         if job.begin <= now:
             job.begin = now + self.config.requeue_hold_s
-
-    def _detect_dead_nodes(self, now: float) -> None:
-        for node in self.nodes.values():
-            is_new = node.died is not None and not node.is_down
-            if is_new and now >= (node.died or 0.0) + self.config.node_timeout_s:
-                node.is_down = True
-                self._drop_node(node.name, now)
 
     def _drop_node(self, name: str, now: float) -> None:
         """Remove a dead node from jobs with --no-kill, and end the other jobs on it."""
@@ -260,18 +246,15 @@ class FakeCluster:
                 if task.lost and task.node == name:
                     task.lost, task.exit = False, TaskExit(0, signal.SIGKILL)
             if job.request.no_kill and len(job.nodes) > 1:
-                self._shrink_job(job, name)
+                job.nodes.remove(name)
+                for step in job.steps:
+                    if step.number is not None and not step.no_kill:
+                        _kill_tasks(step.tasks)
+                batch = job.batch
+                if batch is not None and batch.tasks[0].node == name:
+                    job.steps.remove(batch)
             elif job.ending is None:
                 self.end_job(job, now, NODE_FAIL, requeue=job.may_requeue)
-
-    def _shrink_job(self, job: Job, name: str) -> None:
-        job.nodes.remove(name)
-        for step in job.steps:
-            if step.number is not None and not step.no_kill:
-                _kill_step(step)
-        batch = job.batch
-        if batch is not None and batch.tasks[0].node == name:
-            job.steps.remove(batch)
 
 
 def _signal_step(step: JobStep, number: int, *, only_first: bool = False) -> None:
@@ -280,12 +263,7 @@ def _signal_step(step: JobStep, number: int, *, only_first: bool = False) -> Non
             task.process.signal(number, only_first=only_first)
 
 
-def _kill_step(step: JobStep) -> None:
-    for task in step.tasks:
+def _kill_tasks(tasks: Iterable[StepTask]) -> None:
+    for task in tasks:
         if task.exit is None:
             task.process.kill()
-
-
-def _kill_job(job: Job) -> None:
-    for step in job.steps:
-        _kill_step(step)

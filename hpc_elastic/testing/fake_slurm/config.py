@@ -11,8 +11,6 @@ CONFIG = "config.json"
 """The controller's settings in the cluster's directory."""
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct", "srun")
 MAX_NODES = 100
-_UNKNOWN_OPTION = {"sbatch": 255, "srun": 255}
-"""Exit codes; 1 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +167,8 @@ class CommandOutput:
 def refused(command: str, why: Refusal) -> CommandOutput:
     """Return the output of a command that refuses its arguments."""
     if why.stderr.startswith("FakeSlurm does not know"):
-        return CommandOutput(
-            stderr=f"{command}: {why.stderr}\n", code=_UNKNOWN_OPTION.get(command, 1)
-        )
+        code = 255 if command in ("sbatch", "srun") else 1
+        return CommandOutput(stderr=f"{command}: {why.stderr}\n", code=code)
     prefix = f"{command}: error: " if command in ("sbatch", "srun", "scancel") else ""
-    lines = [prefix + line for line in why.stderr.splitlines()]
-    return CommandOutput(stderr="".join(f"{line}\n" for line in lines), code=why.exit_code)
+    lines = [f"{prefix}{line}\n" for line in why.stderr.splitlines()]
+    return CommandOutput(stderr="".join(lines), code=why.exit_code)

@@ -23,8 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from hpc_elastic.testing.fake_slurm.jobs import (
     RUNNING,
     Job,
     JobStep,
-    StepTask,
     TaskExit,
 )
 from hpc_elastic.testing.fake_slurm.queries import sinfo, squeue
@@ -59,11 +57,6 @@ _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _MAX_FDS = 3
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 0.02
-_INHERITED = {
-    "nodes": "SLURM_JOB_NUM_NODES",
-    "ntasks": "SLURM_NTASKS",
-    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
-}
 
 
 def main(folder: Path) -> None:
@@ -156,8 +149,11 @@ class Controller:
                 cluster=self._cluster, lock=self._lock,
             ).run()  # fmt: skip
         if name == "sbatch":
-            text = stdin() if _reads_stdin(argv) else ""
-            call = dataclasses.replace(call, stdin=lambda: text)
+            text = ""
+            with contextlib.suppress(Refusal):  # which `run_command` reports
+                given = parse(argv, submit_options.SBATCH)
+                text = "" if given.rest or "wrap" in given else stdin()
+            call = replace(call, stdin=lambda: text)
         with self._lock:
             return run_command(call, self._cluster, self._address)
 
@@ -212,31 +208,48 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     return received, fds
 
 
-def _reads_stdin(argv: list[str]) -> bool:
-    try:
-        given = parse(argv, submit_options.SBATCH)
-    except Refusal:
-        return False
-    return not given.rest and "wrap" not in given
-
-
 def run_command(call: CommandCall, cluster: FakeCluster, address: str) -> CommandOutput:
     """Run a command and return its output."""
-    if "--version" in call.argv[:1]:
+    argv, now = call.argv, call.now
+    if "--version" in argv[:1]:
         return CommandOutput(f"slurm {VERSION} (FakeSlurm)\n")
     try:
-        return CommandOutput(_COMMANDS[call.command](call, cluster, address))
+        match call.command:
+            case "sbatch":
+                return CommandOutput(_sbatch(call, cluster))
+            case "squeue":
+                return CommandOutput(squeue(argv, cluster.table, cluster.config, now))
+            case "scancel":
+                return CommandOutput(scancel(argv, cluster, now))
+            case "scontrol":
+                return CommandOutput(scontrol(argv, cluster, address, now))
+            case "sinfo":
+                return CommandOutput(sinfo(argv, cluster))
+            case _:
+                raise Refusal("Slurm accounting storage is disabled")
     except Refusal as e:
         return refused(call.command, e)
 
 
-def _sbatch(call: CommandCall, cluster: FakeCluster, _address: str) -> str:
+def _sbatch(call: CommandCall, cluster: FakeCluster) -> str:
     """Submit a job or an array; the command line goes before the script's #SBATCH lines."""
     given = parse(call.argv, submit_options.SBATCH)
-    name, script = _script(call, given.rest, given.get("wrap"))
+    if (wrapped := given.get("wrap")) is not None:
+        name = "wrap"
+        script = f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{wrapped}\n"
+    elif not given.rest:
+        name, script = "sbatch", call.stdin()
+    else:
+        path = Path(call.cwd) / given.rest[0]
+        try:
+            name, script = path.name, path.read_text()
+        except OSError as e:
+            raise Refusal(f"Unable to open file {given.rest[0]}: {e.strerror}") from e
     options = parse(directives(script), submit_options.SBATCH)
     options.options.update(given.options)
-    _latest_wins(options.options, given.options)
+    for one, other in (("requeue", "no-requeue"), ("no-requeue", "requeue")):
+        if one in given and other not in given:
+            options.options.pop(other, None)
     origin = submit_options.SubmitContext(
         call.cwd, call.env, call.now, script, name, () if "wrap" in given else tuple(given.rest[1:])
     )
@@ -245,39 +258,6 @@ def _sbatch(call: CommandCall, cluster: FakeCluster, _address: str) -> str:
     number, _ = cluster.table.add_jobs(wanted, options.get("array"), call.now, size)
     cluster.schedule_jobs(call.now)
     return f"{number}\n" if "parsable" in options else f"Submitted batch job {number}\n"
-
-
-def _latest_wins(options: dict[str, str], given: Mapping[str, str]) -> None:
-    """Keep the command line's of two contradicting options."""
-    for one, other in (("requeue", "no-requeue"), ("no-requeue", "requeue")):
-        if one in given and other not in given:
-            options.pop(other, None)
-
-
-def _script(call: CommandCall, rest: Sequence[str], wrapped: str | None) -> tuple[str, str]:
-    if wrapped is not None:
-        return "wrap", f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{wrapped}\n"
-    if not rest:
-        return "sbatch", call.stdin()
-    path = Path(call.cwd) / rest[0]
-    try:
-        return path.name, path.read_text()
-    except OSError as e:
-        raise Refusal(f"Unable to open file {rest[0]}: {e.strerror}") from e
-
-
-def _sacct(_call: CommandCall, _cluster: FakeCluster, _address: str) -> str:
-    raise Refusal("Slurm accounting storage is disabled")
-
-
-_COMMANDS: dict[str, Callable[[CommandCall, FakeCluster, str], str]] = {
-    "sbatch": _sbatch,
-    "squeue": lambda call, cluster, _: squeue(call.argv, cluster.table, cluster.config, call.now),
-    "scancel": lambda call, cluster, _: scancel(call.argv, cluster, call.now),
-    "scontrol": lambda call, cluster, where: scontrol(call.argv, cluster, where, call.now),
-    "sinfo": lambda call, cluster, _: sinfo(call.argv, cluster),
-    "sacct": _sacct,
-}
 
 
 class ClientGoneError(Exception):
@@ -350,30 +330,24 @@ class SrunCall:
         with self._lock:
             _, (job,) = self._cluster.table.add_jobs(wanted, None, call.now, 1)
             self._cluster.schedule_jobs(call.now)
-        with self._cancelled_on_error(job):
+        try:
             self._wait_until(lambda: job.has_nodes or job.is_over, None)
             if job.is_over:
                 raise Refusal(
                     "Unable to allocate resources: Job/step already completing or completed"
                 )
             exit_ = self._run_step(job, options)
-            with self._lock:
-                job.exit = exit_
-                if job.ending is None:
-                    state = COMPLETED if exit_ == TaskExit() else FAILED
-                    self._cluster.end_job(job, time.time(), state)
-            return exit_
-
-    @contextmanager
-    def _cancelled_on_error(self, job: Job) -> Iterator[None]:
-        """Cancel an allocation whose srun has ended."""
-        try:
-            yield
         except (ClientGoneError, Refusal):
             with self._lock:
                 if not job.is_over and job.ending is None:
                     self._cluster.cancel_job(job, time.time())
             raise
+        with self._lock:
+            job.exit = exit_
+            if job.ending is None:
+                state = COMPLETED if exit_ == TaskExit() else FAILED
+                self._cluster.end_job(job, time.time(), state)
+        return exit_
 
     def _run_step(self, job: Job, options: ParsedOptions) -> TaskExit:
         with self._lock:
@@ -387,16 +361,24 @@ class SrunCall:
             except OSError as e:
                 raise Refusal(f"Unable to create step for job {job.number}: {e}") from e
         self._wait_until(lambda: step.is_over, (job, step))
-        self._notes += [
-            _failure_note(task) for task in step.tasks if task.exit not in (None, TaskExit())
-        ]
+        for task in step.tasks:
+            if task.exit is None or task.exit == TaskExit():
+                continue
+            failure = f"Exited with exit code {task.exit.code}"
+            if number := task.exit.signal:
+                failure = signal.strsignal(number) or f"Signal {number}"
+            self._notes.append(f"error: {task.node}: task {task.rank}: {failure}")
         return step.exit
 
     def _step_options(self, options: ParsedOptions) -> steps.StepOptions:
         """Return the options of the step, with those that srun takes from its environment."""
         env = self._call.env
         if not {"nodes", "ntasks", "ntasks-per-node"} & options.options.keys():
-            for name, variable in _INHERITED.items():
+            for name, variable in (
+                ("nodes", "SLURM_JOB_NUM_NODES"),
+                ("ntasks", "SLURM_NTASKS"),
+                ("ntasks-per-node", "SLURM_NTASKS_PER_NODE"),
+            ):
                 if variable in env and "SLURM_JOB_ID" in env:
                     options.options[name] = env[variable]
         wanted, tasks = options.get("nodes"), options.get("ntasks")
@@ -436,16 +418,6 @@ class SrunCall:
                 self._notes.append("forcing job termination")
                 for task in living:
                     task.process.kill()
-
-
-def _failure_note(task: StepTask) -> str:
-    """Return srun's message on a task that failed."""
-    assert task.exit is not None
-    if task.exit.signal:
-        how = signal.strsignal(task.exit.signal) or f"Signal {task.exit.signal}"
-    else:
-        how = f"Exited with exit code {task.exit.code}"
-    return f"error: {task.node}: task {task.rank}: {how}"
 
 
 if __name__ == "__main__":

@@ -211,16 +211,16 @@ class FakeSlurm:
 
     def hold_queue(self) -> None:
         """Start no job until the queue is released; running jobs go on."""
-        self._set_partitions("down")
+        self._open_partitions(is_open=False)
 
     def release_queue(self) -> None:
         """Start jobs again."""
-        self._set_partitions("up")
+        self._open_partitions(is_open=True)
 
-    def _set_partitions(self, state: str) -> None:
+    def _open_partitions(self, *, is_open: bool) -> None:
         for partition in self.config.partitions:
-            name = f"partitionname={partition.name}"
-            self.run(["scontrol", "update", name, f"state={state}"])
+            state = "state=up" if is_open else "state=down"
+            self.run(["scontrol", "update", f"partitionname={partition.name}", state])
 
     def wait_running(self, num_tasks: int, timeout_s: float = _WAIT_S) -> list[str]:
         """Wait until this number of tasks runs, without the jobs of `preempt`; return their names.
@@ -264,13 +264,11 @@ class FakeSlurm:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() >= deadline:
-                raise FakeSlurmError(f"not within {timeout_s:g} s: {what}\n{self._queue()}")
+                queue = self.log()
+                with contextlib.suppress(FakeSlurmError):
+                    queue = self.run(["squeue", "-r", "-t", "all"]).stdout
+                raise FakeSlurmError(f"not within {timeout_s:g} s: {what}\n{queue}")
             time.sleep(_POLL_S)
-
-    def _queue(self) -> str:
-        with contextlib.suppress(FakeSlurmError):
-            return self.run(["squeue", "-r", "-t", "all"]).stdout
-        return self.log()
 
     def heal_all(self) -> None:
         """Cancel all jobs at once, restore all nodes, and wait until every node is idle."""
@@ -307,27 +305,41 @@ class ControllerProcess:
         Raises:
             FakeSlurmError: It does not; the text has its output.
         """
+        try:  # the address of all nodes is this machine's own
+            address = interface_module.choose("node1", None, interface_module.interfaces(), ())
+        except ValueError:
+            address = interface_module.LOOPBACK
         folder = _new_folder()
-        settings = {"config": dataclasses.asdict(config), "address": _address()}
+        settings = {"config": dataclasses.asdict(config), "address": address.address}
         (folder / CONFIG).write_text(json.dumps(settings))
         (folder / "slurm.conf").write_text("# A fake cluster: see hpc_elastic.testing.fake_slurm\n")
-        _write_commands(folder)
-        host = cls(folder, _start(folder))
+        (folder / "bin").mkdir()
+        start = shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(folder / SOCKET)])
+        for command in COMMANDS:
+            path = folder / "bin" / command
+            path.write_text(f'#!/bin/sh\nexec {start} {command} "$@"\n')
+            path.chmod(0o755)
+        root = str(Path(__file__).parents[3])
+        modules = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        with (folder / "controller.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hpc_elastic.testing.fake_slurm.controller", str(folder)],
+                env={**os.environ, "PYTHONPATH": modules}, cwd="/", stdin=subprocess.PIPE,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        host = cls(folder, process)
+        deadline = time.monotonic() + _START_S
         try:
-            host._wait()
+            while time.monotonic() < deadline and process.poll() is None:
+                with contextlib.suppress(OSError):
+                    host.send_request("ping")
+                    return host
+                time.sleep(_POLL_S)
+            output = (folder / "controller.log").read_text(errors="replace")
+            raise FakeSlurmError(f"the fake Slurm did not start within {_START_S:g} s: {output}")
         except BaseException:
             host.stop()
             raise
-        return host
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline and self._controller.poll() is None:
-            with contextlib.suppress(OSError):
-                return self.send_request("ping")
-            time.sleep(_POLL_S)
-        log = (self.folder / "controller.log").read_text(errors="replace")
-        raise FakeSlurmError(f"the fake Slurm did not start within {_START_S:g} s: {log}")
 
     def send_request(self, what: str, node: str | None = None) -> None:
         """Send the controller a request for which Slurm has no command.
@@ -358,17 +370,6 @@ class ControllerProcess:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _start(folder: Path) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "hpc_elastic.testing.fake_slurm.controller", str(folder)]
-    root = str(Path(__file__).parents[3])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    with (folder / "controller.log").open("wb") as log:
-        return subprocess.Popen(
-            argv, env={**os.environ, "PYTHONPATH": path}, cwd="/", stdin=subprocess.PIPE,
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-
-
 def _new_folder() -> Path:
     """Return a new directory whose path is short enough for a socket in it."""
     folder = Path(tempfile.mkdtemp(prefix="fake-slurm-"))
@@ -376,23 +377,6 @@ def _new_folder() -> Path:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="fake-slurm-", dir="/tmp"))
     return folder.resolve()
-
-
-def _write_commands(folder: Path) -> None:
-    (folder / "bin").mkdir()
-    start = shlex.join([sys.executable, "-I", "-S", str(_CLIENT), str(folder / SOCKET)])
-    for command in COMMANDS:
-        path = folder / "bin" / command
-        path.write_text(f'#!/bin/sh\nexec {start} {command} "$@"\n')
-        path.chmod(0o755)
-
-
-def _address() -> str:
-    """Return the address of all nodes: this machine's own."""
-    try:
-        return interface_module.choose("node1", None, interface_module.interfaces(), ()).address
-    except ValueError:
-        return interface_module.LOOPBACK.address
 
 
 @pytest.fixture

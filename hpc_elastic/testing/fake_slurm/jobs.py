@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -341,9 +341,11 @@ class TaskProcess:
 
     def signal(self, number: int, *, only_first: bool = False) -> None:
         """Send a signal to every process of the task, or only to the first."""
-        for process in self._children(recursive=not only_first):
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(number)
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.pid).children(recursive=not only_first):
+                if _lives(process):
+                    with contextlib.suppress(psutil.Error):
+                        process.send_signal(number)
 
     def kill(self) -> None:
         """Kill all processes of the task, and wait for their end."""
@@ -351,13 +353,6 @@ class TaskProcess:
         self._close()  # the stepd kills what was forked meanwhile, and exits
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_KILL_S)
-
-    def _children(self, *, recursive: bool) -> list[psutil.Process]:
-        try:
-            found = psutil.Process(self.pid).children(recursive=recursive)
-        except psutil.Error:
-            return []
-        return [p for p in found if _lives(p)]
 
     def _close(self) -> None:
         if self._lifeline >= 0:
@@ -395,37 +390,29 @@ def start(
 
 def kill_descendants() -> None:
     """Kill all descendants of this process; the controller calls it at its end."""
-    deadline = time.monotonic() + _KILL_S
-    while time.monotonic() < deadline:
-        found = [p for p in psutil.Process().children(recursive=True) if _lives(p)]
-        if not found:
-            return
-        _kill(found)
+    _kill_all(lambda: psutil.Process().children(recursive=True))
 
 
 def kill_marked(folder: Path) -> None:
     """Kill all processes with a cluster's mark in their environment; needs no controller."""
-    mark = str(folder)
+
+    def is_marked(process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARKER) == str(folder)
+        except (psutil.Error, OSError):
+            return False
+
+    _kill_all(lambda: [p for p in psutil.process_iter() if is_marked(p)])
+
+
+def _kill_all(find: Callable[[], Iterable[psutil.Process]]) -> None:
+    """Kill the processes that are found, until none lives, or for `_KILL_S`."""
     deadline = time.monotonic() + _KILL_S
-    while time.monotonic() < deadline:
-        found = [p for p in psutil.process_iter() if _mark(p) == mark and _lives(p)]
-        if not found:
-            return
-        _kill(found)
-
-
-def _kill(found: Iterable[psutil.Process]) -> None:
-    for process in found:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGKILL)
-    time.sleep(0.005)
-
-
-def _mark(process: psutil.Process) -> str | None:
-    try:
-        return str(process.environ().get(MARKER))
-    except (psutil.Error, OSError):
-        return None
+    while time.monotonic() < deadline and (found := [p for p in find() if _lives(p)]):
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        time.sleep(0.005)
 
 
 def _lives(process: psutil.Process) -> bool:

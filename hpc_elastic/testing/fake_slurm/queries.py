@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm import scheduling
 from hpc_elastic.testing.fake_slurm.cluster import FakeCluster
 from hpc_elastic.testing.fake_slurm.config import FakeConfig, FakePartition, Refusal, unknown
 from hpc_elastic.testing.fake_slurm.jobs import COMPACT, INVALID, SHORT, Job, JobTable
@@ -75,19 +74,15 @@ def _select_jobs(options: ParsedOptions, jobs: JobTable) -> list[Job]:
     states = (options.get("states") or ",".join(_LIVING)).upper().split(",")
     if "ALL" not in states:
         chosen = [j for j in chosen if {j.shown_state, COMPACT[j.shown_state]} & set(states)]
-    for name, value in _FILTERS.items():
-        if (wanted := options.get(name)) is not None:
-            chosen = [job for job in chosen if value(job) & set(wanted.split(","))]
+    if (users := options.get("user")) is not None and user_name() not in users.split(","):
+        return []
+    if (partitions := options.get("partition")) is not None:
+        chosen = [job for job in chosen if job.request.partition in partitions.split(",")]
+    if (wanted := options.get("name")) is not None:
+        chosen = [job for job in chosen if job.request.name in wanted.split(",")]
     if (nodes := options.get("nodelist")) is not None:
         chosen = [job for job in chosen if set(job.nodes) & set(nodelist.expand(nodes))]
     return chosen
-
-
-_FILTERS: dict[str, Callable[[Job], set[str]]] = {
-    "user": lambda _: {user_name()},
-    "partition": lambda job: {job.request.partition},
-    "name": lambda job: {job.request.name},
-}
 
 
 def _squeue_rows(
@@ -100,17 +95,13 @@ def _squeue_rows(
         if apart or job.number is not None or job.array is None:
             rows.append((job, [job]))
             continue
-        key = (job.array, _record_reason(job))
+        key = (job.array, "" if job.reason in ("Resources", "Priority") else job.reason)
         if key not in records:
             records[key] = []
             rows.append((job, records[key]))
         records[key].append(job)
     rows.sort(key=lambda row: (not row[0].is_queued or row[0].has_nodes, row[0].order))
     return [QueueRow(job, tuple(group), config, now, apart) for job, group in rows]
-
-
-def _record_reason(job: Job) -> str:
-    return "" if job.reason in (scheduling.RESOURCES, scheduling.PRIORITY) else job.reason
 
 
 @dataclass(frozen=True)
@@ -122,11 +113,6 @@ class QueueRow:
     config: FakeConfig
     now: float
     is_apart: bool = False
-
-    @property
-    def job_id(self) -> str:
-        """The number of the job, or of the array's record."""
-        return str(self.job.number or self.job.array)
 
     @property
     def indices(self) -> str:
@@ -173,31 +159,16 @@ class QueueRow:
         may = self.job.begin if self.job.is_queued and self.job.begin > self.now else None
         return show_date(self.job.started or may)
 
-    @property
-    def node_names(self) -> str:
-        """Its nodes, as a host list."""
-        return nodelist.compress(self.job.nodes)
-
-    @property
-    def reason(self) -> str:
-        """Its pending reason; ``None`` if it does not wait."""
-        return self.job.reason
-
-    @property
-    def reason_or_nodes(self) -> str:
-        """The last column of squeue: the nodes, or the pending reason."""
-        return self.node_names if self.job.has_nodes else f"({self.reason})"
-
 
 _FIELDS: dict[str, Callable[[QueueRow], str]] = {
     "arrayjobid": lambda r: str(r.job.array or r.job.number),
     "arraytaskid": lambda r: r.indices,
-    "jobid": lambda r: r.job_id,
+    "jobid": lambda r: str(r.job.number or r.job.array),
     "jobarrayid": lambda r: r.name,
     "state": lambda r: r.job.shown_state,
     "statecompact": lambda r: COMPACT[r.job.shown_state],
     "restartcnt": lambda r: str(r.job.restarts),
-    "nodelist": lambda r: r.node_names,
+    "nodelist": lambda r: nodelist.compress(r.job.nodes),
     "numnodes": lambda r: str(len(r.job.nodes) or r.job.request.num_nodes),
     "timeleft": lambda r: r.time_left,
     "timelimit": lambda r: show_span(r.job.limit_s),
@@ -206,8 +177,10 @@ _FIELDS: dict[str, Callable[[QueueRow], str]] = {
     "starttime": lambda r: r.start,
     "endtime": lambda r: show_date(r.job.ended or r.ends_at),
     "submittime": lambda r: show_date(r.job.submitted),
-    "reason": lambda r: r.reason,
-    "reasonlist": lambda r: r.reason_or_nodes,
+    "reason": lambda r: r.job.reason,
+    "reasonlist": lambda r: (
+        nodelist.compress(r.job.nodes) if r.job.has_nodes else f"({r.job.reason})"
+    ),
     "name": lambda r: r.job.request.name,
     "partition": lambda r: r.job.request.partition,
     "username": lambda _: user_name(),
@@ -227,41 +200,40 @@ _HEADS = {
 
 def _line_formatter(options: ParsedOptions) -> Callable[[QueueRow | None], str]:
     """Return the function that formats a row; it formats the header for None."""
+
+    def text(name: str, row: QueueRow | None) -> str:
+        return _HEADS.get(name, name.upper()) if row is None else _FIELDS[name](row)
+
     if (long := options.get("Format")) is not None:
-        fields = [_long_field(part) for part in long.split(",")]
+        fields: list[tuple[str, int, str]] = []
+        for part in long.split(","):
+            m = _LONG.fullmatch(part)
+            if m is None or m[1].lower() not in _FIELDS:
+                raise unknown(f"the field {part} of squeue's --Format")
+            fields.append((m[1].lower(), int(m[3]) if m[3] else 20, m[4] or ""))
         return lambda row: "".join(
-            _cut(_text(name, row), width) + tail for name, width, tail in fields
+            text(name, row)[: width or None].ljust(width) + tail for name, width, tail in fields
         )
     pattern = options.get("format") or _SQUEUE_DEFAULT
+    _require_letters(pattern, _LETTERS, "squeue")
+    return lambda row: _fill_pattern(pattern, lambda letter: text(_LETTERS[letter], row))
+
+
+def _require_letters(pattern: str, known: Container[str], command: str) -> None:
     for m in _SPEC.finditer(pattern):
-        if m[3] not in _LETTERS:
-            raise unknown(f"%{m[3]} in squeue's --format")
-    return lambda row: _SPEC.sub(
-        lambda m: _pad(_text(_LETTERS[m[3]], row), m[2], right=bool(m[1])), pattern
-    )
+        if m[3] not in known:
+            raise unknown(f"%{m[3]} in {command}'s --format")
 
 
-def _long_field(part: str) -> tuple[str, int, str]:
-    m = _LONG.fullmatch(part)
-    name = m[1].lower() if m else part
-    if m is None or name not in _FIELDS:
-        raise unknown(f"the field {part} of squeue's --Format")
-    return name, int(m[3]) if m[3] else 20, m[4] or ""
+def _fill_pattern(pattern: str, text: Callable[[str], str]) -> str:
+    """Replace each ``%.10L`` by the text of its letter, cut and padded to its width."""
 
+    def field(m: re.Match[str]) -> str:
+        width = int(m[2] or 0)
+        shown = text(m[3])[: width or None]
+        return shown.rjust(width) if m[1] else shown.ljust(width)
 
-def _text(name: str, row: QueueRow | None) -> str:
-    return _HEADS.get(name, name.upper()) if row is None else _FIELDS[name](row)
-
-
-def _cut(text: str, width: int) -> str:
-    return text[:width].ljust(width) if width else text
-
-
-def _pad(text: str, width: str, *, right: bool) -> str:
-    if not width:
-        return text
-    cut = text[: int(width)]
-    return cut.rjust(int(width)) if right else cut.ljust(int(width))
+    return _SPEC.sub(field, pattern)
 
 
 _Row = tuple[FakePartition, str, tuple[str, ...]]
@@ -278,18 +250,12 @@ def sinfo(argv: Sequence[str], cluster: FakeCluster) -> str:
         raise Refusal(f"Unrecognized option: {options.rest[0]}")
     pattern = options.get("format") or _SINFO_DEFAULT
     fields = _sinfo_fields(cluster)
-    for m in _SPEC.finditer(pattern):
-        if m[3] not in fields:
-            raise unknown(f"%{m[3]} in sinfo's --format")
+    _require_letters(pattern, fields, "sinfo")
 
     def show(row: _Row | None) -> str:
-        def value(m: re.Match[str]) -> str:
-            head, text = fields[m[3]]
-            shown = head if row is None else text(row)
-            cut = shown[: int(m[2])] if m[2] else shown
-            return cut.rjust(int(m[2] or 0)) if m[1] else cut.ljust(int(m[2] or 0))
-
-        return _SPEC.sub(value, pattern)
+        return _fill_pattern(
+            pattern, lambda letter: fields[letter][0] if row is None else fields[letter][1](row)
+        )
 
     by_state = bool(re.search(r"%\.?\d*[tT]", pattern)) or "Node" in options
     wanted = options.get("partition")
@@ -313,17 +279,14 @@ def _sinfo_rows(
     apart: bool,
 ) -> list[_Row]:
     groups: dict[tuple[str, str, str], tuple[FakePartition, str, list[str]]] = {}
-    states = {n: _state(cluster, n) for n in names if n in cluster.nodes}
+    jobs, num_cpus = cluster.table.jobs, cluster.config.cpus_per_node
+    states = {n: cluster.nodes[n].state(jobs, num_cpus) for n in names if n in cluster.nodes}
     for partition in partitions:
         for name, state in states.items():
             key = (name if apart else "", partition.name, state if by_state else "")
             groups.setdefault(key, (partition, state, []))[2].append(name)
     rows = [(partition, state, tuple(members)) for partition, state, members in groups.values()]
     return sorted(rows, key=lambda r: list(cluster.nodes).index(r[2][0])) if apart else rows
-
-
-def _state(cluster: FakeCluster, name: str) -> str:
-    return cluster.nodes[name].state(cluster.table.jobs, cluster.config.cpus_per_node)
 
 
 def _sinfo_fields(cluster: FakeCluster) -> dict[str, tuple[str, Callable[[_Row], str]]]:

@@ -6,15 +6,13 @@ fit reserves the nodes that it could use, as backfilling does without known run 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import starmap
 
 from hpc_elastic.testing.fake_slurm.config import FakeConfig
 from hpc_elastic.testing.fake_slurm.jobs import COMPLETED, PENDING, Job
-
-HELD, BEGIN, LIMIT = "JobHeldUser", "BeginTime", "JobArrayTaskLimit"
-RESOURCES, PRIORITY, DEPENDENCY = "Resources", "Priority", "Dependency"
-PARTITION_DOWN = "PartitionDown"
 
 
 @dataclass
@@ -23,109 +21,81 @@ class SchedulingDecision:
 
     Attributes:
         starts: Jobs and their nodes.
-        victims: Jobs to preempt.
+        preemptions: Jobs to preempt.
         reasons: The pending reason of each other job, by its place in the queue.
     """
 
     starts: list[tuple[Job, list[str]]] = field(default_factory=list)
-    victims: list[Job] = field(default_factory=list)
+    preemptions: list[Job] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """The nodes and partitions that take jobs.
+def plan(
+    jobs: Sequence[Job],
+    now: float,
+    *,
+    config: FakeConfig,
+    up: frozenset[str],
+    closed: Set[str] = frozenset(),
+) -> SchedulingDecision:
+    """Return the jobs to start and to preempt now.
 
-    Attributes:
+    Args:
+        jobs: All remembered jobs.
+        now: The time.
         config: The cluster's settings.
         up: Nodes that take jobs.
         closed: Partitions that start no jobs.
     """
+    decision, room = SchedulingDecision(), _Room(jobs, config, up)
+    num_running = Counter(job.array for job in jobs if job.has_nodes)
 
-    config: FakeConfig
-    up: frozenset[str]
-    closed: frozenset[str] = frozenset()
+    def ids(chosen: Iterable[Job]) -> set[int]:
+        return {n for job in chosen for n in (job.number, job.array) if n}
 
-
-def plan(jobs: Sequence[Job], cluster: Capacity, now: float) -> SchedulingDecision:
-    """Return the jobs to start and to preempt now."""
-    config = cluster.config
-    decision, room = SchedulingDecision(), _Room(jobs, cluster)
-    running = _running_elements(jobs)
+    known = ids(jobs)
     ended = {job.number or 0: job.state for job in jobs if job.is_over}
-    known = {number for job in jobs for number in (job.number, job.array) if number is not None}
-    begun = _begun(jobs)
-    waiting = [job for job in jobs if job.state == PENDING and job.ending is None]
-    by_tier = sorted(waiting, key=lambda j: (-config.partition(j.request.partition).tier, j.order))
-    for job in by_tier:
-        reason = _blocking_reason(job, cluster, now, running)
-        if reason is None and _depends(job, begun, ended, known):
-            reason = DEPENDENCY
+    pending = [job for job in jobs if job.state == PENDING]
+    begun = (known - ids(pending)) | ids(job for job in jobs if job.restarts)
+
+    def must_wait(kind: str, other: int) -> bool:
+        if other not in known:
+            return False  # it is forgotten
+        if kind == "after":
+            return other not in begun
+        return other not in ended if kind == "afterany" else ended.get(other) != COMPLETED
+
+    def blocking_reason(job: Job) -> str | None:
+        """Return why a job may not start even on free nodes; None if it may."""
+        if job.held:
+            return "JobHeldUser"
+        if job.begin > now:
+            return "BeginTime"
+        if job.request.partition in closed:
+            return "PartitionDown"
+        if job.request.num_nodes > config.nodes or job.request.cpus > config.cpus_per_node:
+            return "PartitionConfig"
+        if job.array is not None and job.limit and num_running[job.array] >= job.limit:
+            return "JobArrayTaskLimit"
+        return "Dependency" if any(starmap(must_wait, job.request.dependency)) else None
+
+    waiting = [job for job in pending if job.ending is None]
+    for job in sorted(
+        waiting, key=lambda j: (-config.partition(j.request.partition).tier, j.order)
+    ):
+        reason = blocking_reason(job)
         if reason is not None:
             decision.reasons[job.order] = reason
-            continue
-        _place_job(job, room, decision)
-        if decision.starts and decision.starts[-1][0] is job and job.array is not None:
-            running[job.array] = running.get(job.array, 0) + 1
+        elif _place_job(job, room, decision):
+            num_running[job.array] += 1
     return decision
-
-
-def _blocking_reason(
-    job: Job, cluster: Capacity, now: float, running: Mapping[int, int]
-) -> str | None:
-    """Return why a job may not start even on free nodes; None if it may."""
-    if job.held:
-        return HELD
-    if job.begin > now:
-        return BEGIN
-    if job.request.partition in cluster.closed:
-        return PARTITION_DOWN
-    config = cluster.config
-    if job.request.num_nodes > config.nodes or job.request.cpus > config.cpus_per_node:
-        return "PartitionConfig"
-    if job.array is not None and job.limit and running.get(job.array, 0) >= job.limit:
-        return LIMIT
-    return None
-
-
-def _running_elements(jobs: Iterable[Job]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for job in jobs:
-        if job.array is not None and job.has_nodes:
-            found[job.array] = found.get(job.array, 0) + 1
-    return found
-
-
-def _begun(jobs: Iterable[Job]) -> set[int]:
-    """Return the ids of jobs that have started, or never will."""
-    waiting = {n for job in jobs if job.state == PENDING for n in (job.number, job.array) if n}
-    all_ids = {n for job in jobs for n in (job.number, job.array) if n}
-    restarted = {n for job in jobs if job.restarts for n in (job.number, job.array) if n}
-    return (all_ids - waiting) | restarted
-
-
-def _depends(
-    job: Job, begun: Iterable[int], ended: Mapping[int, str], known: Iterable[int]
-) -> bool:
-    """Return whether a job waits for another one; a forgotten job is not waited for."""
-    begun, known = set(begun), set(known)
-    for kind, other in job.request.dependency:
-        if other not in known:
-            continue
-        if kind == "after" and other not in begun:
-            return True
-        if kind == "afterany" and other not in ended:
-            return True
-        if kind == "afterok" and ended.get(other) != COMPLETED:
-            return True
-    return False
 
 
 class _Room:
     """The jobs on each node, and the CPUs that are free."""
 
-    def __init__(self, jobs: Iterable[Job], cluster: Capacity) -> None:
-        self.config, self.up = cluster.config, cluster.up
+    def __init__(self, jobs: Iterable[Job], config: FakeConfig, up: Set[str]) -> None:
+        self.config, self.up = config, up
         self.reserved: set[str] = set()
         self.blocked: set[str] = set()
         self._on: dict[str, list[tuple[Job, int, bool]]] = {n: [] for n in self.config.node_names}
@@ -145,10 +115,9 @@ class _Room:
         nodes = [*must, *([] if fixed else others)]
         return [n for n in nodes if n not in job.excluded and n in self.up]
 
-    def fits(self, job: Job, node: str, *, without: Iterable[Job] = ()) -> bool:
+    def fits(self, job: Job, node: str, *, without: Sequence[Job] = ()) -> bool:
         """Return whether a job fits on a node without some others."""
-        gone = list(without)
-        there = [entry for entry in self._on[node] if entry[0] not in gone]
+        there = [entry for entry in self._on[node] if entry[0] not in without]
         if job.request.exclusive or any(exclusive for _, _, exclusive in there):
             return not there
         return sum(cpus for _, cpus, _ in there) + job.request.cpus <= self.config.cpus_per_node
@@ -163,40 +132,33 @@ class _Room:
                 found.append(other)
         return found
 
-    def victims(self, job: Job, nodes: Iterable[str]) -> list[Job]:
-        """Return the jobs to preempt on these nodes, without those that are ending already."""
-        found = {other.order: other for node in nodes for other in self.preemptable(job, node)}
-        return [v for v in found.values() if v.ending is None and v.preempted is None]
 
-    def reserve(self, job: Job, chosen: Sequence[str]) -> None:
-        """Reserve nodes for a job that waits."""
-        others = [node for node in self.eligible(job) if node not in chosen]
-        self.reserved.update([*chosen, *others][: job.request.num_nodes])
-        self.blocked.add(job.request.partition)
-
-
-def _place_job(job: Job, room: _Room, decision: SchedulingDecision) -> None:
-    """Start a job, or preempt others for it, or let it wait."""
+def _place_job(job: Job, room: _Room, decision: SchedulingDecision) -> bool:
+    """Start a job, or preempt others for it, or let it wait; return whether it starts."""
     wanted, must = job.request.num_nodes, set(job.request.nodelist)
-    mine = [n for n in room.eligible(job) if n not in room.reserved]
-    free = [node for node in mine if room.fits(job, node)]
+    eligible = room.eligible(job)
+    own = [n for n in eligible if n not in room.reserved]
+    free = [node for node in own if room.fits(job, node)]
     if len(free) >= wanted and must <= set(free):
         nodes = sorted(free[:wanted], key=room.config.node_names.index)
         room.occupy(job, nodes)
         decision.starts.append((job, nodes))
-        return
+        return True
     taken = [
-        n for n in mine if n not in free and room.fits(job, n, without=room.preemptable(job, n))
+        n for n in own if n not in free and room.fits(job, n, without=room.preemptable(job, n))
     ]
-    chosen = [n for n in (mine if must else [*free, *taken]) if n in {*free, *taken}][:wanted]
+    chosen = [n for n in (own if must else [*free, *taken]) if n in {*free, *taken}][:wanted]
     if len(chosen) == wanted and must <= set(chosen):
-        decision.victims += room.victims(job, [node for node in chosen if node in taken])
-    decision.reasons[job.order] = _pending_reason(job, room)
-    room.reserve(job, chosen)
-
-
-def _pending_reason(job: Job, room: _Room) -> str:
-    away = [node for node in job.request.nodelist if node not in room.up]
-    if away:
-        return f"ReqNodeNotAvail, UnavailableNodes:{','.join(away)}"
-    return PRIORITY if job.request.partition in room.blocked else RESOURCES
+        others = {j.order: j for n in chosen if n in taken for j in room.preemptable(job, n)}
+        decision.preemptions += [
+            other for other in others.values() if other.ending is None and other.preempted is None
+        ]
+    partition = job.request.partition
+    if away := [node for node in job.request.nodelist if node not in room.up]:
+        reason = f"ReqNodeNotAvail, UnavailableNodes:{','.join(away)}"
+    else:
+        reason = "Priority" if partition in room.blocked else "Resources"
+    decision.reasons[job.order] = reason
+    room.reserved.update([*chosen, *(n for n in eligible if n not in chosen)][:wanted])
+    room.blocked.add(partition)
+    return False

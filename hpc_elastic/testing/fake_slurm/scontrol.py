@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -71,40 +72,31 @@ def _show(
     options: ParsedOptions, what: Sequence[str], cluster: FakeCluster, address: str, now: float
 ) -> str:
     entity, name = (*what, "", "")[:2]
-    one_line = "oneliner" in options
-    if entity in ("job", "jobs"):
-        return show_text(_jobs(cluster, name, now), one_line=one_line)
-    if entity in ("node", "nodes"):
-        return show_text(_nodes(cluster, name, address), one_line=one_line)
-    if entity in ("partition", "partitions"):
-        known = [p for p in cluster.config.partitions if name in ("", p.name)]
-        if not known:
-            raise Refusal(f"Partition {name} not found")
-        fields = [
-            show_partition(p, cluster.config, is_up=p.name not in cluster.closed) for p in known
-        ]
-        return show_text(fields, one_line=one_line)
+    config, jobs = cluster.config, cluster.table.jobs
     if entity == "config":
-        return show_config(cluster.config)
+        return show_config(config)
     if entity == "hostnames":
         return "".join(f"{host}\n" for host in nodelist.expand(name))
-    raise unknown(f"scontrol show {entity}")
-
-
-def _jobs(cluster: FakeCluster, name: str, now: float) -> list[dict[str, str]]:
-    jobs = cluster.table.find_jobs(name) if name else cluster.table.jobs
-    if name and not jobs:
-        raise Refusal(f"slurm_load_jobs error: {INVALID}")
-    return [show_job(r[0], r, cluster.config, now) for r in records(jobs)]
-
-
-def _nodes(cluster: FakeCluster, name: str, address: str) -> list[dict[str, str]]:
-    names = nodelist.expand(name) if name else list(cluster.nodes)
-    for node in names:
-        if node not in cluster.nodes:
-            raise Refusal(f"Node {node} not found")
-    jobs = cluster.table.jobs
-    return [show_node(cluster.nodes[node], jobs, cluster.config, address) for node in names]
+    if entity in ("job", "jobs"):
+        chosen = cluster.table.find_jobs(name) if name else jobs
+        if name and not chosen:
+            raise Refusal(f"slurm_load_jobs error: {INVALID}")
+        fields = [show_job(group[0], group, config, now) for group in records(chosen)]
+    elif entity in ("node", "nodes"):
+        names = nodelist.expand(name) if name else list(cluster.nodes)
+        for node in names:
+            if node not in cluster.nodes:
+                raise Refusal(f"Node {node} not found")
+        fields = [show_node(cluster.nodes[node], jobs, config, address) for node in names]
+    elif entity in ("partition", "partitions"):
+        known = [p for p in config.partitions if name in ("", p.name)]
+        if not known:
+            raise Refusal(f"Partition {name} not found")
+        fields = [show_partition(p, config, is_up=p.name not in cluster.closed) for p in known]
+    else:
+        raise unknown(f"scontrol show {entity}")
+    between, end = (" ", "\n") if "oneliner" in options else ("\n   ", "\n\n")
+    return "".join(between.join(f"{k}={v}" for k, v in one.items()) + end for one in fields)
 
 
 def _apply_to_jobs(
@@ -132,9 +124,7 @@ def _requeue(names: Sequence[str], cluster: FakeCluster, now: float) -> None:
     def act(job: Job) -> str | None:
         if job.is_queued:
             return "Job is pending execution"
-        if job.ending is not None:
-            return "Requested operation is presently disabled"
-        if not job.may_requeue or job.request.script is None:
+        if job.ending is not None or not job.may_requeue or job.request.script is None:
             return "Requested operation is presently disabled"
         cluster.requeue_job(job, now)
         return None
@@ -152,21 +142,9 @@ def _hold(names: Sequence[str], cluster: FakeCluster, _now: float, *, held: bool
     _apply_to_jobs(_split_names(names), cluster, act)
 
 
-def _split_names(names: Sequence[str]) -> list[str]:
-    """Return all names in ``1,2_[1,3]``."""
-    return [part for name in names for part in split_outside_brackets(name)]
-
-
-def split_outside_brackets(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    parts, depth = [""], 0
-    for c in text:
-        depth += (c == "[") - (c == "]")
-        if c == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += c
-    return parts
+def _split_names(words: Sequence[str]) -> list[str]:
+    """Return all names in words such as ``1,2_[1,3]``: split at the commas outside of brackets."""
+    return [name for word in words for name in re.split(r",(?![^\[]*\])", word)]
 
 
 def _update(words: Sequence[str], cluster: FakeCluster, now: float) -> None:
@@ -186,55 +164,28 @@ def _update(words: Sequence[str], cluster: FakeCluster, now: float) -> None:
 
 def _update_jobs(names: str, given: Mapping[str, str], cluster: FakeCluster, now: float) -> None:
     for key in given:
-        if key not in _JOB_FIELDS:
+        if key not in ("starttime", "excnodelist", "requeue", "timelimit"):
             raise unknown(f"scontrol update jobid=... {key}=")
 
     def act(job: Job) -> str | None:
         if job.number is None and "_" in names:
             cluster.table.assign_number(job)
         for key, value in given.items():
-            if (why := _JOB_FIELDS[key](job, value, now)) is not None:
-                return why
+            if job.is_over:
+                return _FINISHED
+            if key in ("starttime", "excnodelist") and not job.is_queued:
+                return _NOT_PENDING
+            if key == "starttime":
+                job.begin, job.reason = parse_begin(value, now), "None"
+            elif key == "excnodelist":
+                job.excluded = frozenset(nodelist.expand(value))
+            elif key == "requeue":
+                job.may_requeue = value == "1"
+            else:
+                job.limit_s = parse_limit(value)
         return None
 
     _apply_to_jobs(_split_names([names]), cluster, act)
-
-
-def _set_start(job: Job, value: str, now: float) -> str | None:
-    if not job.is_queued:
-        return _FINISHED if job.is_over else _NOT_PENDING
-    job.begin = parse_begin(value, now)
-    job.reason = "None"
-    return None
-
-
-def _set_excluded(job: Job, value: str, _now: float) -> str | None:
-    if not job.is_queued:
-        return _FINISHED if job.is_over else _NOT_PENDING
-    job.excluded = frozenset(nodelist.expand(value))
-    return None
-
-
-def _set_requeue(job: Job, value: str, _now: float) -> str | None:
-    if job.is_over:
-        return _FINISHED
-    job.may_requeue = value == "1"
-    return None
-
-
-def _set_limit(job: Job, value: str, _now: float) -> str | None:
-    if job.is_over:
-        return _FINISHED
-    job.limit_s = parse_limit(value)
-    return None
-
-
-_JOB_FIELDS: dict[str, Callable[[Job, str, float], str | None]] = {
-    "starttime": _set_start,
-    "excnodelist": _set_excluded,
-    "requeue": _set_requeue,
-    "timelimit": _set_limit,
-}
 
 
 def _update_nodes(names: str, given: Mapping[str, str], cluster: FakeCluster, now: float) -> None:
@@ -339,8 +290,15 @@ def show_job(
     """
     request = known.request
     may_start = known.begin if known.begin > now else None
+    identity = {"JobId": str(known.number or known.array)}
+    if known.array is not None:
+        shown = str(known.index)
+        if known.number is None:
+            indices = [e.index for e in elements if e.index is not None]
+            shown = nodelist.compress_indices(indices, known.limit)
+        identity |= {"ArrayJobId": str(known.array), "ArrayTaskId": shown}
     return {
-        **_identity(known, elements),
+        **identity,
         "JobName": request.name,
         "UserId": steps.user_name(),
         "JobState": known.shown_state,
@@ -368,19 +326,6 @@ def show_job(
     }
 
 
-def _identity(known: Job, elements: Sequence[Job]) -> dict[str, str]:
-    if known.array is None:
-        return {"JobId": str(known.number)}
-    indices = [e.index for e in elements if e.index is not None]
-    in_record = known.number is None
-    shown = nodelist.compress_indices(indices, known.limit) if in_record else str(known.index)
-    return {
-        "JobId": str(known.number or known.array),
-        "ArrayJobId": str(known.array),
-        "ArrayTaskId": shown,
-    }
-
-
 def records(jobs: Iterable[Job]) -> list[list[Job]]:
     """Return jobs by record: the waiting elements of an array share one."""
     found: dict[tuple[str, int], list[Job]] = {}
@@ -391,16 +336,6 @@ def records(jobs: Iterable[Job]) -> list[list[Job]]:
     return list(found.values())
 
 
-def show_text(fields: Sequence[dict[str, str]], *, one_line: bool) -> str:
-    """Return records in the format of scontrol."""
-    between = " " if one_line else "\n   "
-    shown = [between.join(f"{k}={v}" for k, v in record.items()) for record in fields]
-    return "".join(line + ("\n" if one_line else "\n\n") for line in shown)
-
-
-_FILTERS = ("state", "user", "name", "partition", "me")
-
-
 def scancel(argv: Sequence[str], cluster: FakeCluster, now: float) -> str:
     """Cancel jobs, or send them a signal; unknown or ended jobs are no error, as in Slurm.
 
@@ -408,9 +343,12 @@ def scancel(argv: Sequence[str], cluster: FakeCluster, now: float) -> str:
         Refusal: There is neither a job nor a filter, or an option is unknown.
     """
     options = parse(argv, SCANCEL_OPTIONS)
-    if not options.rest and not any(name in options for name in _FILTERS):
+    if (
+        not options.rest
+        and not {"state", "user", "name", "partition", "me"} & options.options.keys()
+    ):
         raise Refusal("No job identification provided")
-    names = [name for word in options.rest for name in split_outside_brackets(word)]
+    names = _split_names(options.rest)
     jobs = [job for name in names for job in cluster.table.find_jobs(name)]
     chosen = [job for job in (jobs if names else cluster.table.jobs) if _matches(job, options)]
     number = options.get("signal")
@@ -418,7 +356,12 @@ def scancel(argv: Sequence[str], cluster: FakeCluster, now: float) -> str:
         if number is None:
             cluster.cancel_job(job, now)
         elif job.has_nodes:
-            _signal_job(job, signal.Signals[f"SIG{signal_name(number)}"], options, cluster)
+            # To the steps, with --batch to the batch script, with --full to both.
+            signal_number = signal.Signals[f"SIG{signal_name(number)}"]
+            if "batch" in options or "full" in options:
+                cluster.signal_batch(job, signal_number, with_children="batch" not in options)
+            if "batch" not in options:
+                cluster.signal_steps(job, signal_number)
     return ""
 
 
@@ -431,13 +374,3 @@ def _matches(job: Job, options: ParsedOptions) -> bool:
     if (options.get("name") or job.request.name) != job.request.name:
         return False
     return (options.get("partition") or job.request.partition) == job.request.partition
-
-
-def _signal_job(job: Job, number: int, options: ParsedOptions, cluster: FakeCluster) -> None:
-    """Send a signal to the steps, with --batch to the batch script, with --full to both."""
-    if "batch" in options:
-        cluster.signal_batch(job, number, with_children=False)
-        return
-    if "full" in options:
-        cluster.signal_batch(job, number, with_children=True)
-    cluster.signal_steps(job, number)

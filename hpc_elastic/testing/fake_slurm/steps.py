@@ -43,7 +43,8 @@ def start_batch(job: Job, config: FakeConfig, folder: Path) -> JobStep:
     env = batch_env(job, cpus_of(job, config), folder)
     mode = "ab" if request.append else "wb"
     node = job.nodes[0]
-    log = expand_pattern(request.output or default_pattern(job), job, node=node)
+    default = "slurm-%A_%a.out" if job.array is not None else "slurm-%j.out"
+    log = expand_pattern(request.output or default, job, node=node)
     with contextlib.ExitStack() as files:
         output = files.enter_context(log.open(mode))
         error: IO[bytes] = output
@@ -103,36 +104,26 @@ def start_step(job: Job, srun: StepOptions, config: FakeConfig, folder: Path) ->
     for rank, node in enumerate(placed):
         env = task_env(job, number, placed, rank, cpus, srun.env)
         env[jobs.MARKER] = str(folder)
-        step.tasks.append(StepTask(rank, node, _start_task(job, srun, step, placed, rank, env)))
-    job.steps.append(step)
-    return step
-
-
-def _start_task(
-    job: Job,
-    srun: StepOptions,
-    step: JobStep,
-    placed: Sequence[str],
-    rank: int,
-    env: Mapping[str, str],
-) -> jobs.TaskProcess:
-    cwd = srun.options.get("chdir") or srun.cwd
-    with contextlib.ExitStack() as files:
-        output, error = srun.output, srun.error
-        for name in ("output", "error"):
-            if (pattern := srun.options.get(name)) is not None:
-                nodes = list(dict.fromkeys(placed))
-                node_id = nodes.index(placed[rank])
+        cwd = srun.options.get("chdir") or srun.cwd
+        node_id = list(dict.fromkeys(placed)).index(node)
+        with contextlib.ExitStack() as files:
+            output, error = srun.output, srun.error
+            for name in ("output", "error"):
+                if (pattern := srun.options.get(name)) is None:
+                    continue
                 path = expand_pattern(
                     str(Path(cwd) / pattern), job,
-                    node=placed[rank], node_id=node_id, rank=rank, step=step.number,
+                    node=node, node_id=node_id, rank=rank, step=number,
                 )  # fmt: skip
                 mode = os.O_APPEND if srun.options.get("open-mode") == "append" else os.O_TRUNC
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o666)
                 files.callback(os.close, fd)
                 output = fd if name == "output" else output
                 error = fd if name == "error" or "error" not in srun.options else error
-        return jobs.start(srun.options.rest, env=env, cwd=cwd, output=output, error=error)
+            process = jobs.start(srun.options.rest, env=env, cwd=cwd, output=output, error=error)
+        step.tasks.append(StepTask(rank, node, process))
+    job.steps.append(step)
+    return step
 
 
 def _place_tasks(job: Job, srun: StepOptions) -> list[str]:
@@ -241,39 +232,26 @@ def _job_env(job: Job, cpus: int) -> dict[str, str]:
         "SLURM_NODE_ALIASES": "(null)",
         "SLURM_PRIO_PROCESS": "0",
     }
-    return {**found, **_optional_env(job), **_array_env(job), **_time_env(job)}
-
-
-def _optional_env(job: Job) -> dict[str, str]:
-    """Return the variables that are set only for options that were given, or after a restart."""
-    request = job.request
-    options = {
+    optional = {  # only for options that were given, or after a restart
         "SLURM_CPUS_PER_TASK": request.cpus_per_task,
         "SLURM_NTASKS_PER_NODE": request.tasks_per_node,
         "SLURM_RESTART_COUNT": job.restarts or None,
     }
-    return {name: str(value) for name, value in options.items() if value is not None}
-
-
-def _array_env(job: Job) -> dict[str, str]:
-    if job.array is None:
-        return {}
-    return {
-        "SLURM_ARRAY_JOB_ID": str(job.array),
-        "SLURM_ARRAY_TASK_ID": str(job.index),
-        "SLURM_ARRAY_TASK_COUNT": str(job.num_in_array),
-        "SLURM_ARRAY_TASK_MIN": str(job.bounds[0]),
-        "SLURM_ARRAY_TASK_MAX": str(job.bounds[1]),
-        "SLURM_ARRAY_TASK_STEP": "1",
-    }
-
-
-def _time_env(job: Job) -> dict[str, str]:
+    found |= {name: str(value) for name, value in optional.items() if value is not None}
+    if job.array is not None:
+        found |= {
+            "SLURM_ARRAY_JOB_ID": str(job.array),
+            "SLURM_ARRAY_TASK_ID": str(job.index),
+            "SLURM_ARRAY_TASK_COUNT": str(job.num_in_array),
+            "SLURM_ARRAY_TASK_MIN": str(job.bounds[0]),
+            "SLURM_ARRAY_TASK_MAX": str(job.bounds[1]),
+            "SLURM_ARRAY_TASK_STEP": "1",
+        }
     assert job.started is not None
-    times = {"SLURM_JOB_START_TIME": str(int(job.started))}
+    found["SLURM_JOB_START_TIME"] = str(int(job.started))
     if job.ends_at is not None:
-        times["SLURM_JOB_END_TIME"] = str(int(job.ends_at))
-    return times
+        found["SLURM_JOB_END_TIME"] = str(int(job.ends_at))
+    return found
 
 
 def _place_env(node: str, node_id: int, rank: int, local_rank: int) -> dict[str, str]:
@@ -306,11 +284,6 @@ def user_name() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return str(os.getuid())
-
-
-def default_pattern(job: Job) -> str:
-    """Return the file name pattern of a job without ``--output``."""
-    return "slurm-%A_%a.out" if job.array is not None else "slurm-%j.out"
 
 
 def expand_pattern(

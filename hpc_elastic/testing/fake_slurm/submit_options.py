@@ -61,54 +61,44 @@ def parse(argv: Sequence[str], table: OptionTable) -> ParsedOptions:
         Refusal: An option is unknown to the fake, or lacks its value.
     """
     parsed, words = ParsedOptions(), list(argv)
+
+    def next_word(name: str) -> str:
+        if not words:
+            raise Refusal(f"option '{name}' requires an argument")
+        return words.pop(0)
+
     while words:
         word = words.pop(0)
         if word == "--":
             parsed.rest += words
             break
         if word.startswith("--"):
-            _long(word, words, table, parsed)
+            name, equals, value = word[2:].partition("=")
+            kind = table.kinds.get(name)
+            if kind is None:
+                raise unknown(f"--{name}")
+            if kind == FLAG and equals:
+                raise Refusal(f"option '--{name}' doesn't allow an argument")
+            needs_next = kind == VALUE and not equals
+            parsed.options[name] = next_word(f"--{name}") if needs_next else value
         elif word.startswith("-") and len(word) > 1:
-            _short(word, words, table, parsed)
+            letters = word[1:]
+            while letters:
+                letter, letters = letters[0], letters[1:]
+                if letter not in table.short:
+                    raise unknown(f"-{letter}")
+                name = table.short[letter]
+                value = ""
+                if table.kinds[name] != FLAG:
+                    value, letters = letters, ""
+                needs_next = table.kinds[name] == VALUE and not value
+                parsed.options[name] = next_word(f"-{letter}") if needs_next else value
         elif table.stops:
             parsed.rest += [word, *words]
             break
         else:
             parsed.rest.append(word)
     return parsed
-
-
-def _long(word: str, words: list[str], table: OptionTable, parsed: ParsedOptions) -> None:
-    name, equals, value = word[2:].partition("=")
-    kind = table.kinds.get(name)
-    if kind is None:
-        raise unknown(f"--{name}")
-    if kind == FLAG and equals:
-        raise Refusal(f"option '--{name}' doesn't allow an argument")
-    if kind == VALUE and not equals:
-        value = _next(words, f"--{name}")
-    parsed.options[name] = value
-
-
-def _short(word: str, words: list[str], table: OptionTable, parsed: ParsedOptions) -> None:
-    letters = word[1:]
-    while letters:
-        letter, letters = letters[0], letters[1:]
-        name = table.short.get(letter)
-        if name is None:
-            raise unknown(f"-{letter}")
-        if table.kinds[name] == FLAG:
-            parsed.options[name] = ""
-            continue
-        takes_next = table.kinds[name] == VALUE and not letters
-        parsed.options[name] = _next(words, f"-{letter}") if takes_next else letters
-        return
-
-
-def _next(words: list[str], name: str) -> str:
-    if not words:
-        raise Refusal(f"option '{name}' requires an argument")
-    return words.pop(0)
 
 
 def directives(script: str) -> list[str]:
@@ -179,7 +169,6 @@ SRUN = OptionTable(
     {**_SHORT, "K": "kill-on-bad-exit", "W": "wait", "l": "label"},
     stops=True,
 )
-_DEPENDENCIES = ("after", "afterany", "afterok")
 
 
 @dataclass(frozen=True)
@@ -277,16 +266,25 @@ def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConf
         Refusal: It can never run on this cluster.
     """
     _refuse_unavailable(options, config)
-    num_nodes, num_tasks = _sizes(options)
+    listed = _hosts(options, "nodelist", config)
+    num_nodes = _number(options, "nodes") or max(1, len(listed))
+    per_node = _number(options, "ntasks-per-node")
+    warning = None
+    if (text := options.get("signal")) is not None:
+        name, _, ahead = text.removeprefix("B:").partition("@")
+        if ahead and not ahead.isdecimal():
+            raise Refusal(f"Invalid --signal specification: {text}")
+        to_shell = text.startswith("B:")
+        warning = SignalOption(signal_name(name), float(ahead or 60), to_shell=to_shell)
     return JobRequest(
         name=options.get("job-name") or origin.name,
         partition=options.get("partition") or "low",
         num_nodes=num_nodes,
-        num_tasks=num_tasks,
-        tasks_per_node=_number(options, "ntasks-per-node"),
+        num_tasks=_number(options, "ntasks") or num_nodes * (per_node or 1),
+        tasks_per_node=per_node,
         cpus_per_task=_number(options, "cpus-per-task"),
         exclusive="exclusive" in options,
-        nodelist=_hosts(options, "nodelist", config),
+        nodelist=listed,
         exclude=_hosts(options, "exclude", config),
         limit_s=parse_limit(options.get("time") or "0"),
         requeue="no-requeue" not in options,
@@ -294,7 +292,7 @@ def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConf
         hold="hold" in options,
         begin=parse_begin(options.get("begin") or "now", origin.now),
         dependency=_dependency(options.get("dependency")),
-        warning=_warning(options.get("signal")),
+        warning=warning,
         output=options.get("output"),
         error=options.get("error"),
         append=options.get("open-mode") == "append",
@@ -306,39 +304,27 @@ def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConf
 
 
 def _refuse_unavailable(options: ParsedOptions, config: FakeConfig) -> None:
+    def refused(why: str, *first: str) -> Refusal:
+        return Refusal("\n".join([*first, f"Batch job submission failed: {why}"]))
+
     names = [partition.name for partition in config.partitions]
     if (partition := options.get("partition")) is not None and partition not in names:
-        raise _refused(
-            f"invalid partition specified: {partition}", "Invalid partition name specified"
-        )
+        first = f"invalid partition specified: {partition}"
+        raise refused("Invalid partition name specified", first)
     if "gpus-per-node" in options or "gres" in options:
-        raise _refused(None, "Invalid generic resource (gres) specification")
+        raise refused("Invalid generic resource (gres) specification")
     if "constraint" in options:
-        raise _refused(None, "Invalid feature specification")
+        raise refused("Invalid feature specification")
     if options.get("export") not in (None, "ALL"):
-        raise Refusal(f"FakeSlurm does not know --export={options.get('export')}, only ALL")
+        raise unknown(f"--export={options.get('export')}, only ALL")
     if memory := options.get("mem"):
         units = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
         number, unit = (memory[:-1], memory[-1].upper()) if memory[-1].isalpha() else (memory, "M")
         if unit not in units or not number.isdecimal():
             raise Refusal(f"Invalid --mem specification: {memory}")
         if int(number) * units[unit] > config.memory_mb:
-            why = "Memory specification can not be satisfied"
-            raise _refused(why, "Requested node configuration is not available")
-
-
-def _refused(first: str | None, why: str) -> Refusal:
-    lines = [*([first] if first else []), f"Batch job submission failed: {why}"]
-    return Refusal("\n".join(lines))
-
-
-def _sizes(options: ParsedOptions) -> tuple[int, int]:
-    """Return the numbers of nodes and tasks; one determines the other if it is given alone."""
-    per_node = _number(options, "ntasks-per-node") or 1
-    wanted, tasks = _number(options, "nodes"), _number(options, "ntasks")
-    listed = len(nodelist.expand(options.get("nodelist") or ""))
-    nodes = wanted or max(1, listed)
-    return nodes, tasks or nodes * per_node
+            first = "Memory specification can" + " not be satisfied"  # in the words of Slurm
+            raise refused("Requested node configuration is not available", first)
 
 
 def _number(options: ParsedOptions, name: str) -> int | None:
@@ -346,7 +332,7 @@ def _number(options: ParsedOptions, name: str) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise Refusal(f"FakeSlurm does not know --{name}={text}: it takes a number from 1 on")
+        raise unknown(f"--{name}={text}: it takes a number from 1 on")
     return int(text)
 
 
@@ -356,7 +342,7 @@ def _hosts(options: ParsedOptions, name: str, config: FakeConfig) -> tuple[str, 
     except ValueError as e:
         raise Refusal(f"Invalid --{name}: {e}") from e
     if not set(hosts) <= set(config.node_names):
-        raise _refused(None, "Invalid node name specified")
+        raise Refusal("Batch job submission failed: Invalid node name specified")
     return tuple(hosts)
 
 
@@ -366,19 +352,14 @@ def _dependency(text: str | None) -> tuple[tuple[str, int], ...]:
         kind, *ids = part.split(":")
         if not part:
             continue
-        if kind not in _DEPENDENCIES or not ids or not all(i.isdecimal() for i in ids):
-            raise Refusal(f"FakeSlurm does not know --dependency={text}")
+        if (
+            kind not in ("after", "afterany", "afterok")
+            or not ids
+            or not all(i.isdecimal() for i in ids)
+        ):
+            raise unknown(f"--dependency={text}")
         found += [(kind, int(job)) for job in ids]
     return tuple(found)
-
-
-def _warning(text: str | None) -> SignalOption | None:
-    if text is None:
-        return None
-    name, _, ahead = text.removeprefix("B:").partition("@")
-    if ahead and not ahead.isdecimal():
-        raise Refusal(f"Invalid --signal specification: {text}")
-    return SignalOption(signal_name(name), float(ahead or 60), to_shell=text.startswith("B:"))
 
 
 def signal_name(text: str) -> str:

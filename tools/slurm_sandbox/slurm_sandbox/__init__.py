@@ -7,12 +7,12 @@ Debian's packages slurm-wlm, munge and iproute2, and leaves the rest of the mach
 
 Only the standard library is imported, so it runs from a fresh clone. Its errors::
 
-    SandboxError(RuntimeError)         anything below; its text says what to do
+    SandboxError(RuntimeError)         anything below; its text gives the remedy
     +-- MissingPackagesError           programs are missing; names packages and command
     +-- NotUpError                     the named sandbox is not up
     +-- SandboxTimeoutError            a bounded wait ended; also a TimeoutError
     +-- CommandError                   a command failed; keeps argv, exit code and stderr
-    +-- ReleaseError                   a release of Slurm is not available here; says why
+    +-- ReleaseError                   a release of Slurm is not available here; gives the reason
 """
 
 from .config import SandboxConfig

@@ -73,7 +73,7 @@ def _add_server(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="EIO, ENOSPC, EDQUOT, EROFS...; LOST: done without a reply; REPLACES: a link that is "
         "not exclusive",
     )
-    fail.add_argument("--node", help="of which client: 2, node2 or login (default: all)")
+    fail.add_argument("--node", help="a client: 2, node2 or login (default: all)")
     fail.add_argument("--pattern", default="*", help="shell pattern of paths below the folder")
     fail.add_argument(
         "--operation",

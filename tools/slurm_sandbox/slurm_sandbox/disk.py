@@ -33,7 +33,7 @@ def unmount(folder: Path) -> None:
 
 @contextlib.contextmanager
 def full(disk: Path, room: int = 0) -> Iterator[None]:
-    """Fill a disk but for some bytes, including space that is freed in the next half second.
+    """Fill a disk up to some bytes, including space that is freed in the next half second.
 
     Otherwise a file that is rewritten or replaced would find the space that it has just freed.
     """

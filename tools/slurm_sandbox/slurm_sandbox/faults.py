@@ -50,7 +50,7 @@ _OF_THE_KERNEL = ("dev", "proc", "run", "sys")
 
 
 def kill_node(state: State, node: str) -> None:
-    """Kill every process of a node at once; Slurm is not told."""
+    """Kill every process of a node at once, without notice to Slurm."""
     nfs.kill_client(state, node)
     for process in (init_of(state, node), state.processes.get(node)):
         if process is not None and not kill_process(process):

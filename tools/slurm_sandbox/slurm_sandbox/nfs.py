@@ -1,7 +1,7 @@
 """A shared folder as through NFS: each node has a client with caches of its own.
 
 Without it all nodes see one folder through one kernel, at once. With it every node, and the *login
-node*, has a FUSE mount of the folder (``nfs_client.c``, which says what is cached for how long),
+node*, has a FUSE mount of the folder (``nfs_client.c``, which defines what is cached for how long),
 bound over the folder in the node's mount namespace. The folder itself is the server's disk: on the
 machine, outside the nodes, it shows what the server has.
 
@@ -231,7 +231,7 @@ def client_program(root: Path) -> Path:
     """Return the program of the clients; compile it unless this source was compiled before.
 
     Raises:
-        CommandError: The compiler fails; the text says why.
+        CommandError: The compiler fails; the text gives the reason.
     """
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
     target = root / _PROGRAMS / f"nfs_client-{digest}"

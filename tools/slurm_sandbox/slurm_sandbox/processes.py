@@ -27,7 +27,7 @@ _START_FIELD = 19  # field 22 of proc(5)'s stat, counted after the command in pa
 
 
 class SandboxError(RuntimeError):
-    """Base of all errors of the sandbox; the text says what to do."""
+    """Base of all errors of the sandbox; the text gives the remedy."""
 
 
 class SandboxTimeoutError(SandboxError, TimeoutError):

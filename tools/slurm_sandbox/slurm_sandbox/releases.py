@@ -207,7 +207,7 @@ def ensure_release(release: str, root: Path, report: Report) -> Path:
         report: Receives a line before a long step.
 
     Raises:
-        ReleaseError: It is not available; the text says why.
+        ReleaseError: It is not available; the text gives the reason.
     """
     tree = tree_of(release)
     with locked(f"-slurm-{release}", root):

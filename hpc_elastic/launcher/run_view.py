@@ -298,8 +298,8 @@ def phase_of(
     if tasks is None:
         return told or "unknown"
     phases = {state.phase for state in tasks.values()}
-    if phases & {Phase.RUNNING, Phase.LEAVING}:
-        on_nodes = [tasks[m].phase in (Phase.RUNNING, Phase.LEAVING) for m in members if m in tasks]
+    if phases & {Phase.RUNNING, Phase.COMPLETING}:
+        on_nodes = [tasks[m].phase in (Phase.RUNNING, Phase.COMPLETING) for m in members if m in tasks]
         group_exists = any(on_nodes) or not on_nodes
         return told if told and group_exists else "starting"
     if Phase.PENDING in phases:

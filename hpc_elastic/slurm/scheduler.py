@@ -140,7 +140,7 @@ class Scheduler:
         Raises:
             RunDirectoryError: The processes belong to another user.
         """
-        self._queue.cancel([task.task for task in tasks if task.phase is not Phase.LEAVING])
+        self._queue.cancel([task.task for task in tasks if task.phase is not Phase.COMPLETING])
 
     def cancel_pending(self) -> None:
         """Remove the run's pending tasks from the queue; running tasks are left alone."""

@@ -129,7 +129,7 @@ class QueuedRun:
 
 def _waits_for_a_node(state: TaskState) -> bool:
     waits = state.phase is Phase.PENDING and remedy(state.reason) is None
-    return waits or state.phase is Phase.LEAVING
+    return waits or state.phase is Phase.COMPLETING
 
 
 @dataclass(frozen=True)

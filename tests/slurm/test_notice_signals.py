@@ -128,5 +128,5 @@ def test_a_cancelled_task_gets_sigterm_and_its_time(slurm, submit, client, tmp_p
     wait_for(lambda: words(tmp_path, job))
     client.cancel([f"{job}_0"])
     wait_for(lambda: "SIGTERM" in words(tmp_path, job))
-    assert client.tasks([job])[f"{job}_0"].phase in (Phase.LEAVING, Phase.ENDED)
+    assert client.tasks([job])[f"{job}_0"].phase in (Phase.COMPLETING, Phase.ENDED)
     wait_for(lambda: "ends" in words(tmp_path, job))

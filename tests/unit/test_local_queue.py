@@ -117,7 +117,7 @@ def test_a_task_that_goes_back_to_the_queue_starts_again(queue):
     assert node == "local-0" and q.state().node == node
     assert depart("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run) is ExitAction.REQUEUE
     state = q.state()
-    assert (state.phase, state.restarts) == (Phase.LEAVING, 1)
+    assert (state.phase, state.restarts) == (Phase.COMPLETING, 1)
     again = depart("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run)
     assert again is ExitAction.REQUEUED and q.state().restarts == 1
     os.kill(pid, signal.SIGKILL)

@@ -22,8 +22,8 @@ from hpc_elastic.slurm.parsing import FIELDS, SQUEUE_FORMAT, parse_squeue, parse
         ("STOPPED", Phase.PENDING),
         ("RUNNING", Phase.RUNNING),
         ("SIGNALING", Phase.RUNNING),
-        ("COMPLETING", Phase.LEAVING),
-        ("STAGE_OUT", Phase.LEAVING),
+        ("COMPLETING", Phase.COMPLETING),
+        ("STAGE_OUT", Phase.COMPLETING),
         ("COMPLETED", Phase.ENDED),
         ("FAILED", Phase.ENDED),
         ("CANCELLED", Phase.ENDED),
@@ -31,7 +31,7 @@ from hpc_elastic.slurm.parsing import FIELDS, SQUEUE_FORMAT, parse_squeue, parse
         ("NODE_FAIL", Phase.ENDED),
         ("PREEMPTED", Phase.ENDED),
         ("OUT_OF_MEMORY", Phase.ENDED),
-        ("A_STATE_OF_TOMORROW", Phase.LEAVING),
+        ("A_STATE_OF_TOMORROW", Phase.COMPLETING),
     ],
 )
 def test_every_state_has_a_phase(state, phase):

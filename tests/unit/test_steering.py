@@ -241,14 +241,14 @@ def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
     assert list(tasks.list_live_tasks()) == ["7_0"]
     (tmp_path / "other").mkdir()
     others = table(tmp_path / "other", state="RUNNING", pid=sleeper.pid, started=made - 60)
-    assert others.list_live_tasks()["7_0"].phase is Phase.LEAVING, "its launcher sees to it"
+    assert others.list_live_tasks()["7_0"].phase is Phase.COMPLETING, "its launcher sees to it"
     others.cancel_tasks([TaskState("7_0", "RUNNING")])
     others.kill_task("7_0")
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.5)
     tasks.cancel_tasks(tasks.list_live_tasks().values())
     sleeper.wait(20)
-    assert tasks.list_live_tasks()["7_0"].phase is Phase.LEAVING
+    assert tasks.list_live_tasks()["7_0"].phase is Phase.COMPLETING
 
 
 def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):

@@ -211,7 +211,7 @@ def outside(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the traces of a Slurm job around it (login node).
 
     A submission from within a job would pass them on: sbatch exports all variables, and Slurm does
-    not set, say, SLURM_RESTART_COUNT anew for a task's first attempt.
+    not set SLURM_RESTART_COUNT, for example, anew for a task's first attempt.
     """
     of_cluster = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER")
     return {

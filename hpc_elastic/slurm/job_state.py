@@ -126,8 +126,9 @@ _REMEDIES = {
     "InvalidQOS": "the QOS is not one that you may use: set launcher.qos",
     "BadConstraints": "no node has what launcher.constraint asks for (`sinfo -o '%N %f'`), or the "
     "task avoids those that have (ExcNodeList in `scontrol show job`)",
-    "launch failed requeued held": "its node could not start it and takes no more jobs: `sinfo -R` "
-    "has the reason; if that is not the prolog, which is the admin's, `scontrol release` lets it go",
+    "launch failed requeued held": "its node could not start it and takes no more jobs: "
+    "`sinfo -R` has the reason; if that is not the prolog, which is the admin's, `scontrol "
+    "release` lets it go",
     "JobHeldUser": "it is held: `scontrol release` lets it go",
     "job requeued in held state": "it was requeued to be held: `scontrol release` lets it go",
     "JobHeldAdmin": "an administrator holds it: ask the site",

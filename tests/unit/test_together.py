@@ -89,7 +89,7 @@ def test_what_was_agreed_on_is_removed(tmp_path):
 @pytest.mark.parametrize("fails", ["requeue all"])
 def test_what_fails_for_all_each_does_for_itself(tmp_path, monkeypatch, fails):
     """As a task alone would."""
-    monkeypatch.setattr("hpc_elastic.slurm.combined_requests._PATIENCE_S", 1.0)
+    monkeypatch.setattr("hpc_elastic.slurm.combined_requests._TIMEOUT_S", 1.0)
     slurm = Slurm(fails)
     leave_all(tmp_path / "departing", slurm)
     assert set(slurm.restarts.values()) == {3} and slurm.count("requeue") == NUM

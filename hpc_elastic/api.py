@@ -91,8 +91,7 @@ def launch(
     """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import RunRequest
-    from hpc_elastic.launcher.prepare import require_writable
-    from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
+    from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, require_writable, submit
     from hpc_elastic.launcher.user_code import entry_of
     from hpc_elastic.launcher.wait import wait
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_elastic.config.schema import ContainerSettings, SlurmSettings
 from hpc_elastic.launcher.batch_script import Script, render
-from hpc_elastic.launcher.prepare import read_template
+from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase

@@ -228,7 +228,7 @@ def test_a_launcher_that_ends_its_runs_is_no_preemption(queue):
     q.handle._stop_after_s = 60
     q.handle._reap_tasks = lambda: None  # as long as its process has not ended
     (task,) = q.handle._tasks
-    task.is_leaving = True
+    task.is_ending = True
     q.handle.write_table()
     assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     del q.handle._reap_tasks

@@ -9,7 +9,7 @@ import submitit
 
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
-from hpc_elastic.launcher import prepare, slurm
+from hpc_elastic.launcher import slurm, submit
 from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.run.directory import Entry
@@ -92,7 +92,7 @@ def test_a_refused_array_takes_the_earlier_ones_back(tmp_path, sbatch, monkeypat
         for n, launcher in enumerate(launchers)
     ]
     plan = make_plan(runs, tmp_path / ".hpc_elastic", max_array_size=9)
-    prepared = prepare.write(plan, "train")
+    prepared = submit.write(plan, "train")
     with pytest.raises(ConfigError, match=r"launcher\.qos='x'.*Invalid qos"):
         slurm.submit(plan, prepared.scripts)
     assert cancelled == [["7"]]
@@ -149,7 +149,7 @@ def test_the_grace_of_a_run_is_frozen(tmp_path, launcher, preemption, grace_s):
     """A given grace takes precedence; a cancelled task has no more time than a preempted one."""
     run = RunRequest(tmp_path, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
     plan = make_plan([run], tmp_path, max_array_size=9)
-    spec = prepare.make_spec(plan, 0, entry=ENTRY, run_id="r", preemption=preemption)
+    spec = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemption=preemption)
     assert (spec.preempt_grace_s, spec.kill_wait_s) == grace_s
 
 

@@ -25,8 +25,7 @@ from hpc_elastic.cli import main as main_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import detach
-from hpc_elastic.launcher.cancel import to_cancel
-from hpc_elastic.launcher.resume import change_settings
+from hpc_elastic.launcher.control import change_settings, to_cancel
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import Claim, PublishResult

@@ -245,7 +245,7 @@ def write(
         _require_links(plan.submission)
         for request in plan.runs:
             if is_there(RunDir(request.dir).spec):
-                raise RunDir(request.dir).taken()
+                raise RunDir(request.dir).taken_error()
         written = write_arrays(plan, scripts)
         entry = plan.runs[0].entry
         if plan.launcher.code_snapshot:

@@ -220,7 +220,12 @@ class _Files:
         listed = status.get("stragglers")
         stragglers = listed if isinstance(listed, list) else []
         last_sign = updated or submitted
-        ended = None if result is None else _end_of(result, last_sign or 0.0)
+        ended = None
+        if result is not None:
+            found = result.get("failure")
+            failure = found if isinstance(found, Mapping) else None
+            at = number(result.get("ended")) or last_sign or 0.0
+            ended = RunEnd(str(result.get("status")), at, _first_failure(failure), failure)
         if ended is None and phase in (LOST, CANCELLED):
             ended = _end_without_result(self.cancellation, tasks, last_sign)
         return RunView(
@@ -333,14 +338,6 @@ def _submitted(spec: RunSpec | None) -> float | None:
         return datetime.fromisoformat(spec.provenance["time"]).timestamp() if spec else None
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _end_of(result: Mapping[str, Any], last_sign: float) -> RunEnd:
-    """Return how a run ended that has a result."""
-    failure = result.get("failure")
-    failure = failure if isinstance(failure, Mapping) else None
-    ended = number(result.get("ended")) or last_sign
-    return RunEnd(str(result.get("status")), ended, _first_failure(failure), failure)
 
 
 def _end_without_result(

@@ -285,61 +285,34 @@ def _text(value: object) -> str:
 # checks whether the others exist, since each release of Slurm has more of them.
 # Source: https://slurm.schedmd.com/sbatch.html
 
-_NODES = "use the key nodes; every array task is one node"
-_TASKS = "use the key nproc_per_node; every array task is one node with one agent"
 _LOGS = "every attempt of every task has its own logs in the run directory"
-_REQUEUE = "tasks are always requeued by Slurm; the run ends when its training has ended"
-_HOSTS = "each one-node task would need all of them; use launcher.exclude or launcher.constraint"
-_OUTPUT = "the launcher reads what sbatch prints"
-_CLUSTERS = "the launcher queries its own cluster; submit from a login node of the other one"
-_GPUS = "use launcher.gpus_per_node"
-_CPUS = "use launcher.cpus_per_node"
 _SURVIVES = "the loss of one node or agent must not end the others"
-
-OWNED: dict[str, str] = {
-    "array": "use the key nodes, and launcher.array_parallelism for the limit",
-    "nodes": _NODES,
-    "ntasks": _TASKS,
-    "ntasks-per-node": _TASKS,
-    "ntasks-per-core": _TASKS,
-    "ntasks-per-socket": _TASKS,
-    "ntasks-per-gpu": _TASKS,
-    "output": _LOGS,
-    "error": _LOGS,
-    "open-mode": _LOGS,
-    "requeue": _REQUEUE,
-    "no-requeue": _REQUEUE,
-    "no-kill": f"{_SURVIVES}; launcher.coallocate_min sets it",
-    "nodelist": _HOSTS,
-    "nodefile": _HOSTS,
-    "job-name": "use launcher.job_name",
-    "partition": "use launcher.partition",
-    "account": "use launcher.account",
-    "qos": "use launcher.qos",
-    "time": "use launcher.time",
-    "gpus": _GPUS,
-    "gpus-per-node": _GPUS,
-    "gpus-per-task": _GPUS,
-    "gpus-per-socket": _GPUS,
-    "cpus-per-task": _CPUS,
-    "mincpus": _CPUS,
-    "mem": "use launcher.mem",
-    "constraint": "use launcher.constraint",
-    "exclude": "use launcher.exclude",
-    "exclusive": "use launcher.exclusive",
-    "container": "use launcher.container",
-    "wrap": "use launcher.setup for shell lines before the task",
-    "wait": "use launcher.wait",
-    "test-only": "use launcher.dry_run",
-    "parsable": _OUTPUT,
-    "quiet": _OUTPUT,
-    "verbose": _OUTPUT,
-    "help": _OUTPUT,
-    "usage": _OUTPUT,
-    "version": _OUTPUT,
-    "clusters": _CLUSTERS,
-    "cluster-constraint": _CLUSTERS,
+_REMEDIES = {
+    "use the key nodes, and launcher.array_parallelism for the limit": "array",
+    "use the key nodes; every array task is one node": "nodes",
+    "use the key nproc_per_node; every array task is one node with one agent": "ntasks"
+    " ntasks-per-node ntasks-per-core ntasks-per-socket ntasks-per-gpu",
+    _LOGS: "output error open-mode",
+    "tasks are always requeued by Slurm; the run ends when its training has ended": "requeue"
+    " no-requeue",
+    f"{_SURVIVES}; launcher.coallocate_min sets it": "no-kill",
+    "each one-node task would need all of them; use launcher.exclude or launcher.constraint": (
+        "nodelist nodefile"
+    ),
+    "use launcher.gpus_per_node": "gpus gpus-per-node gpus-per-task gpus-per-socket",
+    "use launcher.cpus_per_node": "cpus-per-task mincpus",
+    "use launcher.setup for shell lines before the task": "wrap",
+    "use launcher.dry_run": "test-only",
+    "the launcher reads what sbatch prints": "parsable quiet verbose help usage version",
+    "the launcher queries its own cluster; submit from a login node of the other one": "clusters"
+    " cluster-constraint",
 }
+_KEYS = "job-name partition account qos time mem constraint exclude exclusive container wait"
+OWNED = {
+    **{flag: remedy for remedy, flags in _REMEDIES.items() for flag in flags.split()},
+    **{flag: f"use launcher.{flag.replace('-', '_')}" for flag in _KEYS.split()},
+}
+"""Flags that cannot be given, each with the remedy."""
 TIMES = frozenset(["time-min", "begin", "deadline", "delay-boot"])
 """Flags whose value may be a clock time, which YAML reads as a base-60 number."""
 

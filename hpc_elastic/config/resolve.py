@@ -16,30 +16,32 @@ from hpc_elastic.errors import ConfigError, near_miss
 Backend = SlurmSettings | LocalSettings
 BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
 TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
+_NEW_NAMES = {
+    "gang": "coallocate_min",
+    "grow": "scale_up",
+    "grow_after_s": "scale_up_timeout_s",
+    "min_wait_s": "below_min_timeout_s",
+    "notice_s": "signal_delay_s",
+    "notice_signal": "preempt_signal",
+    "grace_s": "preempt_grace_s",
+    "max_attempts_without_progress": "max_failed_rounds",
+    "spread": "queue_order",
+    "poll_s": "poll_interval_s",
+    "snapshot": "code_snapshot",
+    "agent.spares": "agent.warm_workers",
+    "agent.preload": "agent.warm_imports",
+    "agent.hang_after_s": "agent.hang_timeout_s",
+    "rendezvous.start_timeout_s": "rendezvous.straggler_timeout_s",
+    "rendezvous.lost_after_s": "rendezvous.heartbeat_timeout_s",
+    "rendezvous.heartbeat_s": "rendezvous.heartbeat_interval_s",
+}
+_NEW_VALUES = {
+    "grow": {"boundary": "checkpoint", "now": "immediate", "never": "on_restart"},
+    "spread": {"runs": "breadth_first", "nodes": "depth_first"},
+}
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
-    "launcher.gang": ("launcher.coallocate_min", {}),
-    "launcher.grow": (
-        "launcher.scale_up",
-        {"boundary": "checkpoint", "now": "immediate", "never": "on_restart"},
-    ),
-    "launcher.grow_after_s": ("launcher.scale_up_timeout_s", {}),
-    "launcher.min_wait_s": ("launcher.below_min_timeout_s", {}),
-    "launcher.notice_s": ("launcher.signal_delay_s", {}),
-    "launcher.notice_signal": ("launcher.preempt_signal", {}),
-    "launcher.grace_s": ("launcher.preempt_grace_s", {}),
-    "launcher.max_attempts_without_progress": ("launcher.max_failed_rounds", {}),
-    "launcher.spread": (
-        "launcher.queue_order",
-        {"runs": "breadth_first", "nodes": "depth_first"},
-    ),
-    "launcher.poll_s": ("launcher.poll_interval_s", {}),
-    "launcher.snapshot": ("launcher.code_snapshot", {}),
-    "launcher.agent.spares": ("launcher.agent.warm_workers", {}),
-    "launcher.agent.preload": ("launcher.agent.warm_imports", {}),
-    "launcher.agent.hang_after_s": ("launcher.agent.hang_timeout_s", {}),
-    "launcher.rendezvous.start_timeout_s": ("launcher.rendezvous.straggler_timeout_s", {}),
-    "launcher.rendezvous.lost_after_s": ("launcher.rendezvous.heartbeat_timeout_s", {}),
-    "launcher.rendezvous.heartbeat_s": ("launcher.rendezvous.heartbeat_interval_s", {}),
+    f"launcher.{old}": (f"launcher.{new}", _NEW_VALUES.get(old, {}))
+    for old, new in _NEW_NAMES.items()
 }
 """Former names of settings: the present name, and the values renamed with it."""
 

@@ -346,11 +346,7 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
 
 
 def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:
-    """Return the last index of the run's log, and the newest entry that verifies.
-
-    Raises:
-        RunDirectoryError: The log is unreadable.
-    """
+    """Return the last index of the run's log, and the newest entry that verifies."""
     try:
         return DecisionLog(run.rdzv, run.secret.read_bytes()).last()
     except OSError as e:
@@ -408,15 +404,8 @@ def _prepare(
 ) -> Resumption:
     """Write the files of the new array; the run is unchanged.
 
-    Args:
-        run: The run.
-        spec: Its description.
-        settings: Its new settings.
-        generation_before: Generation of the last log entry, from before it was checked that no task
-            is left. run.json may not have it yet.
-
-    Raises:
-        SubmissionError: The run has been resumed since.
+    `generation_before` is that of the last log entry, from before it was checked that no task is
+    left; run.json may not have it yet.
     """
     plan = submit.lay_out([RunRequest(run.path, settings, spec.entry)], Path(spec.submission))
     (preemption,) = submit.query_backend(plan)

@@ -141,13 +141,7 @@ def submit_script(
 
 
 class ArrayExecutor(Executor):
-    """Executor of submitit that submits one batch script as one job array.
-
-    Args:
-        script: ``array-<k>.sbatch``, as rendered.
-        client: Runs Slurm's commands.
-        flags: Flags of sbatch beside those in the script.
-    """
+    """Executor of submitit that submits one batch script as one job array (`submit_script`)."""
 
     job_class = submitit.SlurmJob
 

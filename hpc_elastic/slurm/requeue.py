@@ -86,11 +86,7 @@ def foresee(
 ) -> ExitAction | None:
     """Return how this task would exit now, and do nothing (its agent, after a notice).
 
-    Args:
-        task: As for `depart`.
-        client: The queue.
-        attempt: As for `depart`.
-        reason: Why it exits, as the agent has it.
+    The arguments are those of `depart`.
 
     Returns:
         EXIT: it was cancelled, there is nothing to wait for; STAY: the notice means nothing;
@@ -133,11 +129,10 @@ def depart(
         REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could
         not be reached, or the task is only suspended.
     """
+    delay_s = RETURN_DELAY_S
     with _deaf_to_sigterm(for_good=True):
         try:
-            return _retry(
-                lambda: _carry_out(task, client, attempt, reason, RETURN_DELAY_S, run, note)
-            )
+            return _retry(lambda: _carry_out(task, client, attempt, reason, delay_s, run, note))
         except (*_FAILURES, OSError) as e:
             _log.warning("not requeued by ourselves, waiting for the scheduler to do it: %s", e)
             time.sleep(_KILLED_WITHIN_S)
@@ -152,18 +147,12 @@ def give_back(
     attempt: int | None = None,
     run: RunDir | None = None,
 ) -> ExitAction:
-    """Requeue a task that cannot use its node, to start no sooner than after some time.
+    """Requeue a task that cannot use its node, to start in `delay_s` seconds at the earliest.
 
+    The other arguments are those of `depart`; a delay below `RETURN_DELAY_S` counts as that.
     What fails is tried again, as in `depart`. Its last process should end within `delay_s`; if it
     takes longer, Slurm's two minutes follow. From here on the process ignores SIGTERM (if this is
     its main thread), unless this call fails.
-
-    Args:
-        task: As for `depart`.
-        client: The queue.
-        delay_s: Seconds from now, at least `RETURN_DELAY_S`.
-        attempt: As for `depart`.
-        run: As for `depart`.
 
     Returns:
         EXIT if the task was cancelled in the meantime, or its run has ended; else it comes back.

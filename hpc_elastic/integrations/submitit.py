@@ -46,7 +46,7 @@ from hpc_elastic.run.directory import ArrayFiles, RunDir, Submission
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task, outside
 from hpc_elastic.slurm.exit_action import ExitAction
-from hpc_elastic.slurm.requeue import PARENT_REQUEUES, RETURN_DELAY_S, foresee
+from hpc_elastic.slurm.requeue import PARENT_REQUEUES, RETURN_DELAY_S, predict_exit_action
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class ElasticTask(Checkpointable):
         if not _in_slurm():
             return True
         task = SlurmEnvironment.from_env(os.environ)
-        how = foresee(task.task_name, SlurmClient(), attempt=task.restart_count)
+        how = predict_exit_action(task.task_name, SlurmClient(), attempt=task.restart_count)
         return how is not ExitAction.EXIT
 
 

@@ -81,12 +81,12 @@ class TaskQueue(Protocol):
         """Cancel tasks; with `pending_only`, those that have no node."""
 
 
-def foresee(
+def predict_exit_action(
     task: str, client: TaskQueue, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
 ) -> ExitAction | None:
     """Return how this task would exit now, and do nothing (its agent, after a notice).
 
-    The arguments are those of `depart`.
+    The arguments are those of `requeue_or_exit`.
 
     Returns:
         EXIT: it was cancelled, there is nothing to wait for; STAY: the notice means nothing;
@@ -99,7 +99,7 @@ def foresee(
         return None
 
 
-def depart(
+def requeue_or_exit(
     task: str,
     client: TaskQueue,
     *,
@@ -139,7 +139,7 @@ def depart(
             return ExitAction.STAY
 
 
-def give_back(
+def requeue_after(
     task: str,
     client: TaskQueue,
     delay_s: float,
@@ -149,10 +149,10 @@ def give_back(
 ) -> ExitAction:
     """Requeue a task that cannot use its node, to start in `delay_s` seconds at the earliest.
 
-    The other arguments are those of `depart`; a delay below `RETURN_DELAY_S` counts as that.
-    What fails is tried again, as in `depart`. Its last process should end within `delay_s`; if it
-    takes longer, Slurm's two minutes follow. From here on the process ignores SIGTERM (if this is
-    its main thread), unless this call fails.
+    The other arguments are those of `requeue_or_exit`, and what fails is tried again as there. A
+    delay below `RETURN_DELAY_S` counts as that. The last process should end within it; if it takes
+    longer, Slurm's two minutes follow. From here on the process ignores SIGTERM (if this is its
+    main thread), unless this call fails.
 
     Returns:
         EXIT if the task was cancelled in the meantime, or its run has ended; else it comes back.
@@ -499,7 +499,7 @@ SIGKILL that follows.
 """
 
 
-def avoid(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
+def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
     """Let a task that waits avoid its last node for now.
 
     Raises:
@@ -515,20 +515,20 @@ def avoid(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
     _log.warning("%s does not start on %s until that is rid of it", name, node)
 
 
-def leave(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
+def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
     """Let this task, which ends here now and has been requeued meanwhile, come here again.
 
-    For its agent, once it has set the start of the next attempt (`depart`).
+    For its agent, once it has set the start of the next attempt (`requeue_or_exit`).
     """
     file = run.avoided / f"{queue_name(task)}@{node}"
     try:
         if is_there(file):
-            _readmit(run, file, client)
+            _lift_quarantine(run, file, client)
     except (SlurmCommandError, OSError) as e:
         _log.warning("%s may not start on %s for another minute: %s", task, node, e)
 
 
-def readmit(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
+def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
     """Let tasks start on the nodes that they avoid for now, where these are rid of them (leader).
 
     To be called again and again: the time that a node has been up counts from the first call, of
@@ -559,10 +559,10 @@ def readmit(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) 
         if (since is not None) != up:
             write_atomic(file, str(now) if up else "")
         elif since is not None and now - since >= RID_S:
-            _readmit(run, file, client)
+            _lift_quarantine(run, file, client)
 
 
-def _readmit(run: RunDir, file: Path, client: SlurmClient) -> None:
+def _lift_quarantine(run: RunDir, file: Path, client: SlurmClient) -> None:
     """Let a task that waits start on a node, unless the run has come to avoid that for good."""
     task, _, node = file.name.partition("@")
     if node in excluded(run) or client.readmit(task, node):

@@ -237,7 +237,7 @@ class Scheduler:
         """Let a task of Slurm's avoid nodes, and release it if a node could not start it."""
         was_unobserved = state.phase is Phase.PENDING or state.state == _NODE_FAIL
         for node in alive_on if was_unobserved else ():
-            requeue.avoid(self._run, name, node, self._slurm)
+            requeue.quarantine_node(self._run, name, node, self._slurm)
         self._slurm.exclude([name], failed_on)
         if state.is_launch_held:
             self._slurm.end_hold(name)
@@ -251,7 +251,7 @@ class Scheduler:
             tasks: Names as in `list_tasks`.
         """
         if self._local is None:
-            requeue.readmit(self._run, tasks, self._slurm, time.time())
+            requeue.lift_quarantine(self._run, tasks, self._slurm, time.time())
 
     def exclude_nodes(self, hosts: Iterable[str], why: str) -> None:
         """Let no task of the run start on these nodes.

@@ -190,7 +190,7 @@ def test_a_task_that_requeues_itself_while_its_run_is_cancelled_stays_away(
     monkeypatch.setattr(requeue, "_deaf_to_sigterm", lambda **_: contextlib.nullcontext())
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
     client = Client(run, moment)
-    assert requeue.depart("7_0", client, run=run) is ExitAction.EXIT
+    assert requeue.requeue_or_exit("7_0", client, run=run) is ExitAction.EXIT
     assert (client.requeued, client.cancelled) == (requeued, cancelled)
 
 

@@ -10,7 +10,7 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.requeue import RETURN_DELAY_S, depart
+from hpc_elastic.slurm.requeue import RETURN_DELAY_S, requeue_or_exit
 
 NUM = 12
 
@@ -63,7 +63,9 @@ def leave_all(folder: Path, slurm: Slurm, num: int = NUM, attempt: int = 2) -> N
 
     def leave(number: int) -> ExitAction:
         name = f"7_{number}"
-        return depart(name, CombinedRequests(folder, slurm, name, attempt), attempt=attempt)
+        return requeue_or_exit(
+            name, CombinedRequests(folder, slurm, name, attempt), attempt=attempt
+        )
 
     with ThreadPoolExecutor(num) as pool:
         assert set(pool.map(leave, range(num))) == {ExitAction.REQUEUE}

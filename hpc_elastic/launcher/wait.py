@@ -456,7 +456,7 @@ def _table(rows: Sequence[Row], num_lines: int) -> Table:
     for row in shown:
         cells = row
         if percent := row.get("progress"):
-            done = int(percent.rstrip("%")) // 10
+            done = round(int(percent.rstrip("%")) / 10)
             cells = {**row, "progress": f"{'━' * done}{'╌' * (10 - done)} {percent}"}
         table.add_row(*(escape(cells.get(name, "")) for name in columns))
     return table

@@ -175,26 +175,24 @@ class SlurmClient:
 
         None if Slurm has no such node, or no address of it.
         """
-        output = self._node(node)
-        return None if output is None else parsing.parse_node_address(output)
+        return parsing.parse_node_address(self._node(node))
 
     def is_up(self, node: str) -> bool:
         """Return whether a node is up, so that Slurm may start jobs there; False if unknown."""
         output = self._node(node)
-        return output is not None and parsing.parse_is_up(output)
+        return bool(output) and parsing.parse_is_up(output)
 
     def out_of_service(self, node: str) -> str:
         """Return Slurm's reason for which a node gets no new jobs; empty if it does, or unknown."""
-        output = self._node(node)
-        return "" if output is None else parsing.parse_out_of_service(output)
+        return parsing.parse_out_of_service(self._node(node))
 
-    def _node(self, node: str) -> str | None:
+    def _node(self, node: str) -> str:
         try:
             return self._run(["scontrol", "show", "node", node])
         except SlurmCommandError as e:
             if not parsing.is_unknown_node(e):
                 raise
-            return None
+            return ""
 
     def requeue(self, task: str) -> None:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.

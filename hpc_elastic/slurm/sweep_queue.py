@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission, task_name
+from hpc_elastic.run.directory import RunDir, RunSpec, Submission, task_name
 from hpc_elastic.run.fencing import last_record
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm import nodelist
@@ -248,14 +248,6 @@ POLL_SELDOM_S = 30.0
 """The same, if none stayed away at the last check."""
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A run of the sweep: its directory, and its names in the queue in the order of its slots."""
-
-    run: RunDir
-    tasks: tuple[str, ...]
-
-
 class SweepQueue:
     """The queue as the leader of one run of a sweep sees it.
 
@@ -304,86 +296,78 @@ class SweepQueue:
         if not self._checking.acquire(blocking=ends):
             return  # Slurm has not answered yet
         try:
-            if ends or time.monotonic() >= self._next_check:
-                self._let_others_start(frozenset(lost), ends=ends)
+            found = self._runs() if ends or time.monotonic() >= self._next_check else None
+            if found is None:
+                return
+            runs, own = found
+            earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
+            are_away = any(run.away for run in runs)
+            every_s = POLL_S if are_away else POLL_SELDOM_S
+            self._next_check = time.monotonic() + every_s * (1 + earlier)
+            if not are_away:
+                return
+            names = let_start(runs, own, self._nodes(), ends=ends, lost=frozenset(lost))
+            now = followed(self._submission)
+            names = [now.get(name, name) for name in names]
+            if names:
+                _log.info("there are nodes for tasks that stayed away: %s", ", ".join(names))
+                self._client.postpone(names, RELEASE_DELAY_S)
         finally:
             self._checking.release()
-
-    def _let_others_start(self, lost: frozenset[str], *, ends: bool) -> None:
-        found = self._runs()
-        if found is None:
-            return
-        runs, own = found
-        earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
-        are_away = any(run.away for run in runs)
-        every_s = POLL_S if are_away else POLL_SELDOM_S
-        self._next_check = time.monotonic() + every_s * (1 + earlier)
-        if not are_away:
-            return
-        names = let_start(runs, own, self._nodes(), ends=ends, lost=lost)
-        now = followed(self._submission)
-        names = [now.get(name, name) for name in names]
-        if names:
-            _log.info("there are nodes for tasks that stayed away: %s", ", ".join(names))
-            self._client.postpone(names, RELEASE_DELAY_S)
 
     def _runs(self) -> tuple[list[QueuedRun], int] | None:
         """Return the runs of the sweep in their order, and this one's index."""
         members = self._members()
-        own = next((i for i, m in enumerate(members) if m.run.path == self._run.path), None)
-        if own is None:
+        if self._run.path not in members:
             return None
         jobs = self._submission.job_ids()
         listed = list_followed(self._client, self._submission, jobs.values())
-        return [self._queued(member, listed) for member in members], own
+        runs = [self._queued(RunDir(path), names, listed) for path, names in members.items()]
+        return runs, list(members).index(self._run.path)
 
-    def _queued(self, member: _Member, listed: Mapping[str, TaskState]) -> QueuedRun:
+    def _queued(
+        self, run: RunDir, names: Iterable[str], listed: Mapping[str, TaskState]
+    ) -> QueuedRun:
         """Return a run as the queue shows it; one whose directory was removed needs no node."""
-        name = member.run.path.name
-        tasks = {task: listed[task] for task in member.tasks if task in listed}
+        tasks = {task: listed[task] for task in names if task in listed}
         waits = any(state.phase is Phase.PENDING for state in tasks.values())
         try:
-            if member.run.path not in self._specs:
-                self._specs[member.run.path] = member.run.load()
-            spec = self._specs[member.run.path]
-            has_started = waits and last_record(member.run.rdzv) > 0
+            if run.path not in self._specs:
+                self._specs[run.path] = run.load()
+            spec = self._specs[run.path]
+            has_started = waits and last_record(run.rdzv) > 0
         except (RunDirectoryError, FileNotFoundError):
-            if is_there(member.run.spec):
+            if is_there(run.spec):
                 raise
-            return QueuedRun(name, 0, tasks)
+            return QueuedRun(run.path.name, 0, tasks)
         return QueuedRun(
-            name,
+            run.path.name,
             spec.min_nodes,
             tasks,
             spec.min_nodes if spec.coallocate_min else 0,
             has_started=has_started,
-            avoids=frozenset(excluded(member.run) if waits else ()),
+            avoids=frozenset(excluded(run) if waits else ()),
         )
 
-    def _members(self) -> list[_Member]:
-        """Read the runs that were submitted together, with the tasks of each."""
+    def _members(self) -> dict[Path, list[str]]:
+        """Read the runs that were submitted together: directory -> queue names by slot."""
         found: dict[Path, dict[int, str]] = {}
         for array in self._submission.arrays():
             job = array.job_id
-            if job:
-                for run, slot, name in _tasks_of(array, job):
-                    found.setdefault(run, {})[slot] = name
-        return [
-            _Member(RunDir(run), tuple(dict.fromkeys(slots[n] for n in sorted(slots))))
+            if not job:
+                continue
+            try:
+                content = json.loads(array.tasks.read_text())
+                coallocated = bool(content.get("coallocated"))
+                for index, task in enumerate(content["runs"]):
+                    name = job if coallocated else task_name(job, index)
+                    found.setdefault(Path(task["dir"]), {})[int(task["slot"])] = name
+            except (ValueError, KeyError, TypeError) as e:
+                raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e
+        return {
+            run: list(dict.fromkeys(slots[n] for n in sorted(slots)))
             for run, slots in found.items()
-        ]
+        }
 
     def _nodes(self) -> NodeSupply:
         return NodeSupply(self._client.each_node(self._partition), self._spec.whole_nodes)
-
-
-def _tasks_of(array: ArrayFiles, job: str) -> Iterable[tuple[Path, int, str]]:
-    """Yield the run, the slot and the name in the queue of each task of an array."""
-    try:
-        content = json.loads(array.tasks.read_text())
-        coallocated = bool(content.get("coallocated"))
-        for index, task in enumerate(content["runs"]):
-            name = job if coallocated else task_name(job, index)
-            yield Path(task["dir"]), int(task["slot"]), name
-    except (ValueError, KeyError, TypeError) as e:
-        raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e

@@ -185,7 +185,15 @@ def make_plan(
     Raises:
         ConfigError: A setting of the whole submission differs between runs.
     """
-    _require_one_submission(runs)
+    first_launcher = runs[0].settings.launcher
+    for other in (run.settings.launcher for run in runs[1:]):
+        if type(other) is not type(first_launcher):
+            raise ConfigError("launcher", "slurm,local", "a sweep has one launcher for all runs")
+        for name in SWEEP_WIDE:
+            values = [getattr(first_launcher, name), getattr(other, name)]
+            if values[0] != values[1]:
+                remedy = "all runs of a sweep are submitted together and need the same value"
+                raise ConfigError(f"launcher.{name}", values, remedy)
     arrays: list[PlannedArray] = []
     jobs: dict[int, int] = {}
     for tasks, coallocated in _pieces(runs, max_array_size):
@@ -200,18 +208,6 @@ def make_plan(
 def is_coallocated(settings: RunSettings) -> bool:
     """Return whether the min nodes of a run are one job."""
     return isinstance(settings.launcher, SlurmSettings) and settings.launcher.coallocate_min
-
-
-def _require_one_submission(runs: Sequence[RunRequest]) -> None:
-    first = runs[0].settings.launcher
-    for other in (run.settings.launcher for run in runs[1:]):
-        if type(other) is not type(first):
-            raise ConfigError("launcher", "slurm,local", "a sweep has one launcher for all runs")
-        for name in SWEEP_WIDE:
-            if getattr(other, name) != getattr(first, name):
-                values = [getattr(first, name), getattr(other, name)]
-                remedy = "all runs of a sweep are submitted together and need the same value"
-                raise ConfigError(f"launcher.{name}", values, remedy)
 
 
 def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot], bool]]:

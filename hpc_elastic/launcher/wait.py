@@ -153,18 +153,15 @@ class Waiter:
 
     def poll_runs(self) -> None:
         """Poll once: the scheduler if it is due, then the files of every run that continues."""
-        listed = self._list_tasks() if self._is_list_due() else None
+        now = self._clock()
+        pauses = [run.list_pause_s(self._listed_at, now, self._fresh_s) for run in self._runs]
+        pause_s = max(min(pauses, default=0.0), self._answer_s / ANSWER_SHARE)
+        listed = self._list_tasks() if now - self._listed_at >= pause_s else None
         for run in self._runs:
             if run.outcome is None:
                 self._poll_run(run, listed)
         self._report_unreadable()
         self._display.show_rows([run.row for run in self._runs])
-
-    def _is_list_due(self) -> bool:
-        now = self._clock()
-        pauses = [run.list_pause_s(self._listed_at, now, self._fresh_s) for run in self._runs]
-        pause_s = max(min(pauses, default=0.0), self._answer_s / ANSWER_SHARE)
-        return now - self._listed_at >= pause_s
 
     def _list_tasks(self) -> Mapping[str, TaskState] | None:
         """Return the scheduler's list; None while it does not answer, which is reported once."""

@@ -292,7 +292,19 @@ def make_spec(
     """
     settings = plan.runs[number].settings
     launcher = settings.launcher
-    preempt_grace_s, kill_wait_s = _grace_s(launcher.preempt_grace_s, preemption)
+    # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a task
+    # that is cancelled has no more time than one that is preempted.
+    preempt_grace_s = kill_wait_s = LOCAL_GRACE_S
+    if preemption is not None:
+        kill_wait_s = preemption.kill_wait_s
+        preempt_grace_s = preemption.grace_s + kill_wait_s
+    if launcher.preempt_grace_s is not None:
+        preempt_grace_s = launcher.preempt_grace_s
+        kill_wait_s = min(kill_wait_s, preempt_grace_s)
+    time_limit = None
+    is_by_hand = launcher.dry_run  # perhaps with another time
+    if isinstance(launcher, SlurmSettings) and not is_by_hand and "time-min" not in launcher.sbatch:
+        time_limit = launcher.sbatch.get("time", launcher.time)
     return RunSpec(
         run_id=run_id,
         min_nodes=settings.nodes.min,
@@ -316,34 +328,12 @@ def make_spec(
         coallocate_min=is_coallocated(settings),
         ft=settings.ft,
         partition=launcher.partition if isinstance(launcher, SlurmSettings) else None,
-        time_s=_time_s(launcher),
+        time_s=None if time_limit is None else time_limit_s(str(time_limit)),
         whole_nodes=batch_script.has_whole_nodes(launcher),
         env=dict(launcher.env),
         rendezvous=launcher.rendezvous,
         agent=launcher.agent,
     )
-
-
-def _grace_s(given_s: float | None, preemption: Preemption | None) -> tuple[float, float]:
-    """Return the seconds between SIGTERM and SIGKILL, of a preemption and of a cancellation (pure).
-
-    A given grace takes precedence over Slurm's. A task that is cancelled has no more time than one
-    that is preempted.
-    """
-    preempted_s = ended_s = LOCAL_GRACE_S
-    if preemption is not None:
-        ended_s = preemption.kill_wait_s
-        preempted_s = preemption.grace_s + ended_s
-    return (preempted_s, ended_s) if given_s is None else (given_s, min(given_s, ended_s))
-
-
-def _time_s(launcher: LauncherSettings) -> float | None:
-    """Return the wall time of a task; None if there is none, or it is not known exactly."""
-    is_by_hand = launcher.dry_run  # perhaps with another time
-    if not isinstance(launcher, SlurmSettings) or is_by_hand or "time-min" in launcher.sbatch:
-        return None
-    time_limit = launcher.sbatch.get("time", launcher.time)
-    return None if time_limit is None else time_limit_s(str(time_limit))
 
 
 def make_run_id(name: str) -> str:

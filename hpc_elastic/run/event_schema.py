@@ -262,12 +262,8 @@ def valid_events(events: Iterable[Event]) -> list[Event]:
 
     Fields and kinds that a newer version has added do not matter: readers ignore them.
     """
-    return [event for event in events if _is_valid(event)]
-
-
-def _is_valid(event: Event) -> bool:
-    kind = KINDS.get(str(event.get("kind")))
-    return kind is None or not any(_wrong(event, kind.fields))
+    kinds = [(event, KINDS.get(str(event.get("kind")))) for event in events]
+    return [event for event, kind in kinds if not (kind and any(_wrong(event, kind.fields)))]
 
 
 def problems(event: Mapping[str, Any]) -> list[str]:
@@ -277,7 +273,8 @@ def problems(event: Mapping[str, Any]) -> list[str]:
     if kind is None:
         return [f"{name!r} is no kind of event: describe it in hpc_elastic/run/event_schema.py"]
     fields = {field.name: field for field in (*COMMON, *kind.fields)}
-    found = [*_wrong(event, fields.values()), *_unknown(event, fields)]
+    found = list(_wrong(event, fields.values()))
+    found += [f"{key} is no field of it" for key in event if key not in fields]
     if event.get("v") not in (None, VERSION):
         found.append(f"v is {event['v']!r}, not {VERSION}")
     return [f"{name}: {problem}" for problem in found]
@@ -291,10 +288,6 @@ def _wrong(event: Mapping[str, Any], fields: Iterable[Field]) -> Iterator[str]:
                 yield f"{field.name} is missing"
         elif not _IS[field.type](value):
             yield f"{field.name} is {value!r}, which is no {field.type}"
-
-
-def _unknown(event: Mapping[str, Any], fields: Mapping[str, Field]) -> Iterator[str]:
-    return (f"{name} is no field of it" for name in event if name not in fields)
 
 
 def _is_integer(value: object) -> bool:

@@ -501,11 +501,10 @@ def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
         client: Runs Slurm's commands.
         task: A task of the user.
     """
-    site = SiteClient(client.timeout_s)
     problems: dict[str, str | None] = {}
-    for command, ask in (("squeue", lambda: client.tasks([task])), ("scontrol", site.config)):
+    for command, query in (("squeue", lambda: client.tasks([task])), ("scontrol", client.config)):
         try:
-            ask()
+            query()
             problems[command] = None
         except SlurmCommandError as e:
             problems[command] = e.stderr.strip()[:300]

@@ -91,8 +91,7 @@ def launch(
     """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import RunRequest
-    from hpc_elastic.launcher.prepare import require_writable
-    from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
+    from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, require_writable, submit
     from hpc_elastic.launcher.user_code import entry_of
     from hpc_elastic.launcher.wait import wait
 
@@ -103,8 +102,14 @@ def launch(
         "launcher": {**settings, "backend": launcher},
     }
     checked = resolve(config, overrides=["nodes="])
-    entry = entry_of(fn, "function", _json_arguments(args))
-    path = Path(run_dir).absolute() if run_dir else _new_run_dir(fn.__name__)
+    try:
+        arguments = json.loads(json.dumps(args, allow_nan=False))
+    except (TypeError, ValueError) as e:
+        why = f"arguments of the function must be JSON values: {e}"
+        raise ConfigError("args", args, why) from e
+    entry = entry_of(fn, "function", arguments)
+    stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
+    path = Path(run_dir or f"runs/{fn.__name__}_{stamp}").absolute()
     require_writable(path)
     with ended_by_interrupt():
         runs = submit([RunRequest(path, checked, entry)], sweep=path, name=fn.__name__)
@@ -114,19 +119,3 @@ def launch(
     if outcome.error is not None:
         raise outcome.error
     return LaunchResult(outcome.values, path, outcome.restarts)
-
-
-def _json_arguments(args: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments after a round trip through JSON."""
-    try:
-        back: list[Any] = json.loads(json.dumps(args, allow_nan=False))
-    except (TypeError, ValueError) as e:
-        raise ConfigError(
-            "args", args, f"arguments of the function must be JSON values: {e}"
-        ) from e
-    return back
-
-
-def _new_run_dir(name: str) -> Path:
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    return Path("runs", f"{name}_{stamp}_{secrets.token_hex(2)}").absolute()

@@ -71,7 +71,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState, queue_name
-from hpc_elastic.slurm.requeue import depart, foresee, give_back
+from hpc_elastic.slurm.requeue import predict_exit_action, requeue_after, requeue_or_exit
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.slurm.sweep_queue import SweepQueue
 from hpc_elastic.transport import interface
@@ -158,7 +158,7 @@ def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
         return None if state is None else state.time_left_s
 
     return TimeLimitSource(
-        foresee=lambda: foresee(task.name, combined, attempt=task.attempt),
+        foresee=lambda: predict_exit_action(task.name, combined, attempt=task.attempt),
         time_left_s=time_left_s,
         told_left_s=told_left_s,
         spread_s=spread_s(task.num_in_array),
@@ -174,14 +174,14 @@ def _combined_queue(task: Task) -> requeue.TaskQueue:
 def _go(task: Task, events: EventLog, reason: Reason) -> int:
     """Go back to the queue, if this task is to come back; return its exit code."""
     known: list[ExitFacts] = []
-    how = depart(
+    how = requeue_or_exit(
         task.name, _combined_queue(task), attempt=task.attempt, reason=reason, run=task.run,
         note=known.append,
     )  # fmt: skip
     node = None
     if task.spec.launcher == "slurm":
         node = task.slurm.node_name
-        requeue.leave(task.run, task.name, node, SlurmClient())
+        requeue.lift_own_quarantine(task.run, task.name, node, SlurmClient())
     means = _meaning(known[0], node) if known else {}
     events.write("task_exited", reason=reason.value, how=how.value, **means)
     return TAKEN
@@ -281,7 +281,9 @@ class NodeAgent:
         task, delay_s = self._task, sent_back.delay_s
         self._events.write("nodes_requeued", delay_s=round(delay_s, 1))
         try:
-            give_back(task.name, _combined_queue(task), delay_s, attempt=task.attempt, run=task.run)
+            requeue_after(
+                task.name, _combined_queue(task), delay_s, attempt=task.attempt, run=task.run
+            )
         except (HpcElasticError, OSError) as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)
             return 1

@@ -93,7 +93,8 @@ def of_departure(how: ExitAction | None, terms: PreemptionConfig, now: float) ->
     """Return what SIGTERM means once Slurm has said how the task goes.
 
     Args:
-        how: `slurm.requeue.foresee`; REQUEUE is a task that runs still. None: Slurm is silent.
+        how: `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm is
+            silent.
         terms: The run's.
         now: When the signal came.
     """

@@ -72,11 +72,12 @@ def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> 
     Returns:
         0 if no task of the run is left, else 1.
     """
-    from hpc_elastic.launcher import cancel
+    from hpc_elastic.launcher import control
     from hpc_elastic.launcher.run_handle import read_result_status
+    from hpc_elastic.launcher.run_view import end_limit_s
 
-    target = cancel.CancelTarget.read(run)
-    done = cancel.nothing_to_do(target)
+    target = control.CancelTarget.read(run)
+    done = control.nothing_to_do(target)
     if done is not None:
         print(json.dumps(target.to_json(None), indent=2) if as_json else done)
         return 0
@@ -86,10 +87,10 @@ def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> 
         if as_json:
             print(json.dumps(target.to_json(None), indent=2))
         return 1
-    bound = cancel.time_limit_s(target.spec) if wait_s is None else wait_s
+    bound = end_limit_s(target.spec) if wait_s is None else wait_s
     if not as_json:
         print(f"cancelling {target.spec.run_id}: {target}", flush=True)
-    left = cancel.cancel(target, wait_s=bound, warn=lambda text: click.echo(text, err=True))
+    left = control.cancel(target, wait_s=bound, warn=lambda text: click.echo(text, err=True))
     if as_json:
         print(json.dumps(target.to_json(left), indent=2))
         return 1 if left else 0
@@ -165,7 +166,7 @@ def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 
 def _in_slurm(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    from hpc_elastic.launcher.resume import resume
+    from hpc_elastic.launcher.control import resume
 
     resumption, handle = resume(run, overrides)
     return resumption.to_json(handle.jobs.job_ids, log=None)
@@ -176,7 +177,7 @@ def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     def work(report: Callable[[dict[str, Any]], None]) -> None:
         from hpc_elastic._util import sigterm_as_interrupt
-        from hpc_elastic.launcher.resume import resume
+        from hpc_elastic.launcher.control import resume
         from hpc_elastic.launcher.submit import released_on_failure
         from hpc_elastic.launcher.wait import wait
 

@@ -237,7 +237,7 @@ def _account(
     running, waiting = None, set[str]()
     if view.tasks is not None:
         phases = {name: view.tasks[name].phase for name in names if name in view.tasks}
-        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.LEAVING)}
+        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.COMPLETING)}
         waiting = {name for name, phase in phases.items() if phase is Phase.PENDING}
     until = view.now if view.ended is None else view.ended.time
     return account(
@@ -347,7 +347,7 @@ def _task(
             name, slot, None, ended_by, node=host, attempt=attempt, ranks=ranks,
             last_known=None if is_known else last_known,
         )  # fmt: skip
-    runs = state.phase in (Phase.RUNNING, Phase.LEAVING)
+    runs = state.phase in (Phase.RUNNING, Phase.COMPLETING)
     return RunTask(
         name, slot, state.state, state.reason or None,
         (state.node or host) if runs else None,

@@ -1,8 +1,8 @@
 """From the tree that Hydra composed to checked `RunSettings`, or to a `ConfigError`.
 
 - `schema`        the settings: dataclasses, types and defaults
-- `parse`         one dataclass from one mapping, near misses of unknown keys; nodes, time, nproc
-- `sbatch_flags`  sbatch and srun flags that a key owns, or that would break a run
+- `parse`         one dataclass from one mapping, near misses of unknown keys; nodes, time, nproc;
+                  sbatch and srun flags that a key owns, or that would break a run
 - `resolve`       the whole tree: the group, ranges, and contradictions between keys
 
 Pure, except for a check that ``launcher.template`` exists. Used on the login node only.

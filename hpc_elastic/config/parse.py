@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import math
 import re
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hpc_elastic.config.schema import NodeRange, Nproc
 from hpc_elastic.errors import ConfigError, near_miss
@@ -121,17 +120,10 @@ def convert(hint: object, given: Given, parser: Parser | None = None) -> object:
         return parser(given)
     if get_origin(hint) is Literal:
         return choice(given, get_args(hint))
-    if optional:
-        hint = _only(hint)
-        return convert(hint, given)
+    if optional:  # X of ``X | None``
+        (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
+        return convert(inner, given)
     return _CONVERTERS[hint](given)
-
-
-def _only(hint: object) -> object:
-    """Return X of ``X | None``."""
-    assert get_origin(hint) in (Union, types.UnionType)
-    (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
-    return inner
 
 
 def choice(given: Given, allowed: tuple[str, ...]) -> str:
@@ -221,27 +213,21 @@ def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRa
         ConfigError: Not such a form, a number below 1, min above max, or an ambiguous integer.
     """
     if from_yaml and isinstance(value, int) and value > BASE and value % BASE:
-        raise ConfigError(key, value, _ambiguous_nodes(key, value))
+        low, high = divmod(value, BASE)
+        why = f"write {key}: '{low}:{high}' for {low} to {high} nodes"
+        if low > high:
+            why = f"a range of nodes has the smaller number first; write {key}: '{high}:{low}'"
+            why += " for that"
+        yaml = f"unquoted in YAML, {low}:{high} is the base-60 number {value}"
+        exact = f"{key}: '{value}' for exactly {value} nodes"
+        raise ConfigError(key, value, f"{yaml}; {why}, or {exact}")
     m = re.fullmatch(r"(\d+)(?::(\d+))?", _text(value))
-    if m is None:
+    if m is None or int(m[1]) < 1:
         raise ConfigError(key, value, f"allowed is {NODES}")
     low, high = int(m[1]), int(m[2] or m[1])
-    if low < 1:
-        raise ConfigError(key, value, f"allowed is {NODES}")
     if low > high:
         raise ConfigError(key, value, f"min is above max; write {key}: '{high}:{low}'")
     return NodeRange(low, high)
-
-
-def _ambiguous_nodes(key: str, number: int) -> str:
-    """Return how YAML reads ``a:b``, and how to write both meanings."""
-    low, high = divmod(number, BASE)
-    exact = f"{key}: '{number}' for exactly {number} nodes"
-    if low > high:
-        why = f"a range of nodes has the smaller number first; write {key}: '{high}:{low}' for that"
-    else:
-        why = f"write {key}: '{low}:{high}' for {low} to {high} nodes"
-    return f"unquoted in YAML, {low}:{high} is the base-60 number {number}; {why}, or {exact}"
 
 
 def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") -> str:
@@ -256,26 +242,20 @@ def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") ->
         ConfigError: Not one of Slurm's forms, zero, or an ambiguous integer.
     """
     if from_yaml and isinstance(value, int) and value >= BASE:
-        raise ConfigError(key, value, _ambiguous_time(key, value))
+        minutes, seconds = divmod(value, BASE)
+        clock = f"{minutes}:{seconds:02}"
+        if minutes >= BASE:
+            clock = f"{minutes // BASE}:{minutes % BASE:02}:{seconds:02}"
+        name = key.rpartition(".")[2]
+        yaml = f"unquoted in YAML, {clock} is the base-60 number {value}"
+        both = f"write {name}: '{clock}' for that clock time, or {name}: '{value}' for {value}"
+        raise ConfigError(key, value, f"{yaml}; {both} minutes")
     text = _text(value)
     if text.upper() == "UNLIMITED":
         return "UNLIMITED"
     if not _TIME.fullmatch(text) or not text.strip("0:-"):
         raise ConfigError(key, value, f"allowed is {TIME}")
     return text
-
-
-def _ambiguous_time(key: str, number: int) -> str:
-    """Return how YAML reads a clock time, and how to write both meanings."""
-    minutes, seconds = divmod(number, BASE)
-    clock = f"{minutes}:{seconds:02}"
-    if minutes >= BASE:
-        clock = f"{minutes // BASE}:{minutes % BASE:02}:{seconds:02}"
-    name = key.rpartition(".")[2]
-    return (
-        f"unquoted in YAML, {clock} is the base-60 number {number}; write {name}: '{clock}' "
-        f"for that clock time, or {name}: '{number}' for {number} minutes"
-    )
 
 
 def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
@@ -298,3 +278,110 @@ def _text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | str):
         return ""
     return str(value).strip()
+
+
+# ---- flags of sbatch and srun that users may add, and those that are refused
+# A flag that a settings key owns would contradict it, and a few flags would break a run. sbatch
+# checks whether the others exist, since each release of Slurm has more of them.
+# Source: https://slurm.schedmd.com/sbatch.html
+
+_LOGS = "every attempt of every task has its own logs in the run directory"
+_SURVIVES = "the loss of one node or agent must not end the others"
+_REMEDIES = {
+    "use the key nodes, and launcher.array_parallelism for the limit": "array",
+    "use the key nodes; every array task is one node": "nodes",
+    "use the key nproc_per_node; every array task is one node with one agent": "ntasks"
+    " ntasks-per-node ntasks-per-core ntasks-per-socket ntasks-per-gpu",
+    _LOGS: "output error open-mode",
+    "tasks are always requeued by Slurm; the run ends when its training has ended": "requeue"
+    " no-requeue",
+    f"{_SURVIVES}; launcher.coallocate_min sets it": "no-kill",
+    "each one-node task would need all of them; use launcher.exclude or launcher.constraint": (
+        "nodelist nodefile"
+    ),
+    "use launcher.gpus_per_node": "gpus gpus-per-node gpus-per-task gpus-per-socket",
+    "use launcher.cpus_per_node": "cpus-per-task mincpus",
+    "use launcher.setup for shell lines before the task": "wrap",
+    "use launcher.dry_run": "test-only",
+    "the launcher reads what sbatch prints": "parsable quiet verbose help usage version",
+    "the launcher queries its own cluster; submit from a login node of the other one": "clusters"
+    " cluster-constraint",
+}
+_KEYS = "job-name partition account qos time mem constraint exclude exclusive container wait"
+OWNED = {
+    **{flag: remedy for remedy, flags in _REMEDIES.items() for flag in flags.split()},
+    **{flag: f"use launcher.{flag.replace('-', '_')}" for flag in _KEYS.split()},
+}
+"""Flags that cannot be given, each with the remedy."""
+TIMES = frozenset(["time-min", "begin", "deadline", "delay-boot"])
+"""Flags whose value may be a clock time, which YAML reads as a base-60 number."""
+
+SRUN_OWNED = {
+    **{name: OWNED[name] for name in ("nodes", "ntasks", "ntasks-per-node", "nodelist")},
+    **{name: _LOGS for name in ("output", "error", "open-mode")},
+    "label": _LOGS,
+    "multi-prog": "every task starts the same agent",
+    **{name: _SURVIVES for name in ("no-kill", "kill-on-bad-exit", "wait")},
+}
+_SHORT = {
+    **{"N": "nodes", "n": "ntasks", "w": "nodelist", "o": "output", "e": "error", "l": "label"},
+    **{"k": "no-kill", "K": "kill-on-bad-exit", "W": "wait"},
+}
+
+
+def sbatch_flags(given: Given) -> dict[str, str | int | bool | None]:
+    """Return further sbatch flags, each under its long name with dashes.
+
+    Raises:
+        ConfigError: Not a flag, given twice, owned by a key, or with a value that no flag has.
+    """
+    if not isinstance(given.value, Mapping):
+        raise given.refuse("allowed is a mapping of flags to values, such as {reservation: night}")
+    flags: dict[str, str | int | bool | None] = {}
+    for written, value in given.value.items():
+        entry = Given(f"{given.key}.{written}", value)
+        name = str(written).lstrip("-").replace("_", "-")
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or len(name) == 1:
+            raise entry.refuse("write the flag's long name, such as reservation or mail-type")
+        if name in OWNED:
+            raise entry.refuse(f"the flag --{name} cannot be given here: {OWNED[name]}")
+        if name in flags:
+            raise entry.refuse(f"the flag --{name} is given twice")
+        if name in TIMES and isinstance(value, int):
+            value = parse_time(value, from_yaml=True, key=entry.key)
+        is_text = isinstance(value, str) and value.isprintable()
+        if not is_text and not (value is None or isinstance(value, bool | int)):
+            allowed = "a text of one line, a whole number, true, or null for unset"
+            raise entry.refuse(f"allowed is {allowed}")
+        flags[name] = value
+    return flags
+
+
+def gpus_in_gres(gres: object) -> int | None:
+    """Return the number of GPUs of a node in a value of --gres; None if it names none.
+
+    GPUs of all types count together: ``lustre:1,gpu:a100:2,gpu:h100`` are three.
+    Source: https://slurm.schedmd.com/sbatch.html#OPT_gres
+    """
+    requests = str(gres).replace("gres/", "").split(",")
+    gpus = [request.split(":") for request in requests if re.match("gpu(:|$)", request)]
+    counts = [int(words[-1]) if words[-1].isdecimal() else 1 for words in gpus]
+    return sum(counts) if counts else None
+
+
+def srun_args(given: Given) -> list[str]:
+    """Return further arguments of srun.
+
+    Raises:
+        ConfigError: Not a list of texts, or a flag that contradicts how a task is started.
+    """
+    args = texts(given)
+    for arg in args:
+        name = ""  # of a value
+        if arg.startswith("--"):
+            name = arg[2:].partition("=")[0]
+        elif arg.startswith("-"):
+            name = _SHORT.get(arg[1:2], "")
+        if name in SRUN_OWNED:
+            raise given.refuse(f"{arg!r} cannot be given here: {SRUN_OWNED[name]}")
+    return args

@@ -8,52 +8,40 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.config.parse import (
-    UNSET,
-    Given,
-    GroupReader,
-    Parser,
-    boolean,
-    integer,
-    number,
-    parse_nodes,
-    parse_nproc,
-    parse_time,
-    text,
-    texts,
-    type_hints,
-)
-from hpc_elastic.config.sbatch_flags import gpus_in_gres, sbatch_flags, srun_args
-from hpc_elastic.config.schema import LocalSettings, NodeRange, Nproc, RunSettings, SlurmSettings
+from hpc_elastic.config import parse
+from hpc_elastic.config.parse import UNSET, Given, Parser, integer, number, text, texts
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, near_miss
 
 Backend = SlurmSettings | LocalSettings
 BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
 TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
+_NEW_NAMES = {
+    "gang": "coallocate_min",
+    "grow": "scale_up",
+    "grow_after_s": "scale_up_timeout_s",
+    "min_wait_s": "below_min_timeout_s",
+    "notice_s": "signal_delay_s",
+    "notice_signal": "preempt_signal",
+    "grace_s": "preempt_grace_s",
+    "max_attempts_without_progress": "max_failed_rounds",
+    "spread": "queue_order",
+    "poll_s": "poll_interval_s",
+    "snapshot": "code_snapshot",
+    "agent.spares": "agent.warm_workers",
+    "agent.preload": "agent.warm_imports",
+    "agent.hang_after_s": "agent.hang_timeout_s",
+    "rendezvous.start_timeout_s": "rendezvous.straggler_timeout_s",
+    "rendezvous.lost_after_s": "rendezvous.heartbeat_timeout_s",
+    "rendezvous.heartbeat_s": "rendezvous.heartbeat_interval_s",
+}
+_NEW_VALUES = {
+    "grow": {"boundary": "checkpoint", "now": "immediate", "never": "on_restart"},
+    "spread": {"runs": "breadth_first", "nodes": "depth_first"},
+}
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
-    "launcher.gang": ("launcher.coallocate_min", {}),
-    "launcher.grow": (
-        "launcher.scale_up",
-        {"boundary": "checkpoint", "now": "immediate", "never": "on_restart"},
-    ),
-    "launcher.grow_after_s": ("launcher.scale_up_timeout_s", {}),
-    "launcher.min_wait_s": ("launcher.below_min_timeout_s", {}),
-    "launcher.notice_s": ("launcher.signal_delay_s", {}),
-    "launcher.notice_signal": ("launcher.preempt_signal", {}),
-    "launcher.grace_s": ("launcher.preempt_grace_s", {}),
-    "launcher.max_attempts_without_progress": ("launcher.max_failed_rounds", {}),
-    "launcher.spread": (
-        "launcher.queue_order",
-        {"runs": "breadth_first", "nodes": "depth_first"},
-    ),
-    "launcher.poll_s": ("launcher.poll_interval_s", {}),
-    "launcher.snapshot": ("launcher.code_snapshot", {}),
-    "launcher.agent.spares": ("launcher.agent.warm_workers", {}),
-    "launcher.agent.preload": ("launcher.agent.warm_imports", {}),
-    "launcher.agent.hang_after_s": ("launcher.agent.hang_timeout_s", {}),
-    "launcher.rendezvous.start_timeout_s": ("launcher.rendezvous.straggler_timeout_s", {}),
-    "launcher.rendezvous.lost_after_s": ("launcher.rendezvous.heartbeat_timeout_s", {}),
-    "launcher.rendezvous.heartbeat_s": ("launcher.rendezvous.heartbeat_interval_s", {}),
+    f"launcher.{old}": (f"launcher.{new}", _NEW_VALUES.get(old, {}))
+    for old, new in _NEW_NAMES.items()
 }
 """Former names of settings: the present name, and the values renamed with it."""
 
@@ -81,16 +69,22 @@ def resolve(
     backend = _backend(launcher)
     keys = {key: value for key, value in dict(launcher or {}).items() if key != "backend"}
     typed = _typed(overrides, sweep_params or {})
-    reader = GroupReader(typed, PARSERS, elsewhere=lambda given: _elsewhere(given, backend))
+    reader = parse.GroupReader(typed, PARSERS, elsewhere=lambda given: _elsewhere(given, backend))
 
-    nodes = reader.attempt(lambda: _nodes(config.get("nodes"), typed="nodes" in typed))
-    nproc = reader.attempt(lambda: _nproc(config.get("nproc_per_node")))
-    ft = reader.attempt(lambda: _ft(config.get("ft")))
+    given = {"nodes": 1, "nproc_per_node": "auto", "ft": False}
+    given |= {key: config[key] for key in given if config.get(key) not in (None, UNSET)}
+    is_yaml = "nodes" not in typed
+    nodes = reader.attempt(lambda: parse.parse_nodes(given["nodes"], from_yaml=is_yaml))
+    nproc = reader.attempt(lambda: parse.parse_nproc(given["nproc_per_node"]))
+    ft = reader.attempt(lambda: parse.boolean(Given("ft", given["ft"])))
     settings = reader.group(BACKENDS[backend], keys, "launcher")
     if not reader.errors and nodes:
         reader.errors.extend(_contradictions(nodes, settings, ft=bool(ft)))
     if reader.errors or nodes is None or nproc is None or ft is None:
-        raise _joined(reader.errors)
+        first = reader.errors[0]
+        error = ConfigError(first.key, first.value, "")
+        error.args = ("\n".join(map(str, reader.errors)),)
+        raise error
     return RunSettings(nodes, nproc, settings, ft)
 
 
@@ -126,28 +120,10 @@ def _typed(overrides: Sequence[str], sweep_params: Mapping[str, Any]) -> frozens
     for override in overrides:
         key, _, value = override.partition("=")
         key = key.lstrip("+").partition("@")[0]
-        typed[key] = "${" not in value and not _is_param(key, value, sweep_params)
+        param = sweep_params.get(key)
+        is_param = isinstance(param, int) and str(param) == value  # a number that YAML has read
+        typed[key] = "${" not in value and not is_param
     return frozenset(key for key, literal in typed.items() if literal)
-
-
-def _is_param(key: str, value: str, sweep_params: Mapping[str, Any]) -> bool:
-    """Return whether an override is a parameter of the sweep, a number that YAML has read."""
-    param = sweep_params.get(key)
-    return isinstance(param, int) and str(param) == value
-
-
-def _nodes(value: object, *, typed: bool) -> NodeRange:
-    if value is None or value == UNSET:
-        return NodeRange(1, 1)
-    return parse_nodes(value, from_yaml=not typed)
-
-
-def _nproc(value: object) -> Nproc:
-    return "auto" if value is None or value == UNSET else parse_nproc(value)
-
-
-def _ft(value: object) -> bool:
-    return False if value is None or value == UNSET else boolean(Given("ft", value))
 
 
 def _elsewhere(given: Given, backend: str) -> str | None:
@@ -171,7 +147,7 @@ def _elsewhere(given: Given, backend: str) -> str | None:
 
 def _keys(cls: type[Any], path: str) -> Iterator[str]:
     """Yield the dotted key of every field, groups included."""
-    hints = type_hints(cls)
+    hints = parse.type_hints(cls)
     for field in fields(cls):
         yield f"{path}.{field.name}"
         if is_dataclass(inner := hints[field.name]) and isinstance(inner, type):
@@ -194,17 +170,15 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
         timeout_s = rendezvous.straggler_timeout_s
         remedy = f"must be below launcher.rendezvous.straggler_timeout_s ({timeout_s:g})"
         yield ConfigError("launcher.agent.stop_timeout_s", settings.agent.stop_timeout_s, remedy)
-    if isinstance(settings, LocalSettings):
-        yield from _too_few("launcher.max_agents", settings.max_agents, nodes)
-    else:
-        if not settings.coallocate_min:  # else the min part is no part of the array
-            yield from _too_few("launcher.array_parallelism", settings.array_parallelism, nodes)
-        yield from _slurm_contradictions(settings)
-
-
-def _too_few(key: str, limit: int | None, nodes: NodeRange) -> Iterator[ConfigError]:
+    key, limit = "launcher.max_agents", getattr(settings, "max_agents", None)
+    if isinstance(settings, SlurmSettings):
+        # with coallocate_min the min part is no part of the array
+        key = "launcher.array_parallelism"
+        limit = None if settings.coallocate_min else settings.array_parallelism
     if limit is not None and limit < nodes.min:
         yield ConfigError(key, limit, f"must be at least {nodes.min}, the min of the key nodes")
+    if isinstance(settings, SlurmSettings):
+        yield from _slurm_contradictions(settings)
 
 
 def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
@@ -227,16 +201,9 @@ def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
         remedy = "contradicts launcher.exclusive=true; give only one of them"
         yield ConfigError("launcher.sbatch.oversubscribe", True, remedy)
     gres = settings.sbatch.get("gres")
-    if gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
+    if parse.gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
         remedy = f"contradicts launcher.gpus_per_node={settings.gpus_per_node}; give only one"
         yield ConfigError("launcher.sbatch.gres", gres, remedy)
-
-
-def _joined(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return one error that lists all."""
-    first = ConfigError(errors[0].key, errors[0].value, "")
-    first.args = ("\n".join(map(str, errors)),)
-    return first
 
 
 # ---- the keys below ``launcher`` that have a form or a range of their own
@@ -278,11 +245,6 @@ def _matching(pattern: str, allowed: str) -> Callable[[Given], str]:
     return parse
 
 
-def _gpus(given: Given) -> int | str:
-    value = _GPUS(given)
-    return int(value) if value.isdigit() else value
-
-
 def _existing_file(given: Given) -> str:
     path = text(given)
     if not Path(path).is_file():
@@ -290,35 +252,22 @@ def _existing_file(given: Given) -> str:
     return path
 
 
-def _time(given: Given) -> str:
-    return parse_time(given.value, from_yaml=not given.typed, key=given.key)
-
-
 def _environment(given: Given) -> dict[str, str]:
     if not isinstance(given.value, Mapping):
         raise given.refuse("allowed is a mapping of variable names to texts")
-    return {
-        _variable(Given(f"{given.key}.{name}", value), name): _variable_value(
-            Given(f"{given.key}.{name}", value)
-        )
-        for name, value in given.value.items()
-    }
-
-
-def _variable(given: Given, name: object) -> str:
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise given.refuse("not a variable name: letters, digits and _, no digit first")
-    if name in WORKER_VARIABLES or name.startswith("TORCHELASTIC_"):
-        raise given.refuse("the agent sets this variable for each worker; leave it out")
-    return name
-
-
-def _variable_value(given: Given) -> str:
-    """Return a text or number as text; true and null have no single spelling in an environment."""
-    value = given.value
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or "\0" in str(value):
-        raise given.refuse("allowed is a text or a number; put it in quotes")
-    return str(value)
+    found: dict[str, str] = {}
+    for name, value in given.value.items():
+        entry = Given(f"{given.key}.{name}", value)
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise entry.refuse("not a variable name: letters, digits and _, no digit first")
+        if name in WORKER_VARIABLES or name.startswith("TORCHELASTIC_"):
+            raise entry.refuse("the agent sets this variable for each worker; leave it out")
+        # true and null have no single spelling in an environment
+        is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
+        if not is_text or "\0" in str(value):
+            raise entry.refuse("allowed is a text or a number; put it in quotes")
+        found[name] = str(value)
+    return found
 
 
 def _mounts(given: Given) -> list[str]:
@@ -364,10 +313,17 @@ def _name(given: Given) -> str:
     return _word(Given(given.key, text(given), given.typed))
 
 
-_GPUS = _matching(
+_gpu_text = _matching(
     r"[1-9]\d*|[A-Za-z][\w.-]*:[1-9]\d*(,[A-Za-z][\w.-]*:[1-9]\d*)*",
     "a count of at least 1 or 'TYPE:COUNT', such as 2 or 'a100:2'",
 )
+
+
+def _gpus(given: Given) -> int | str:
+    value = _gpu_text(given)
+    return int(value) if value.isdigit() else value
+
+
 _AT_LEAST_0, _AT_LEAST_1 = _bounded(integer, 0), _bounded(integer, 1)
 _WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
 
@@ -397,7 +353,9 @@ PARSERS: dict[str, Parser] = {
     "launcher.partition": _name,
     "launcher.account": _name,
     "launcher.qos": _name,
-    "launcher.time": _time,
+    "launcher.time": lambda given: parse.parse_time(
+        given.value, from_yaml=not given.typed, key=given.key
+    ),
     "launcher.gpus_per_node": _gpus,
     "launcher.cpus_per_node": _AT_LEAST_1,
     "launcher.mem": _matching(
@@ -406,8 +364,8 @@ PARSERS: dict[str, Parser] = {
     ),
     "launcher.array_parallelism": _AT_LEAST_1,
     "launcher.container.mounts": _mounts,
-    "launcher.sbatch": sbatch_flags,
-    "launcher.srun_args": srun_args,
+    "launcher.sbatch": parse.sbatch_flags,
+    "launcher.srun_args": parse.srun_args,
     "launcher.template": _existing_file,
     "launcher.max_agents": _AT_LEAST_1,
 }
@@ -428,7 +386,7 @@ def read_override(override: str) -> tuple[str, Any]:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as e:
-        why = f"an override is written KEY=VALUE, such as nodes=1:4; Hydra says: {e}"
+        why = f"an override is written KEY=VALUE, such as nodes=1:4; Hydra: {e}"
         raise ConfigError("override", override, why) from e
     key = str(parsed.key_or_group)
     if parsed.is_delete():

@@ -31,7 +31,7 @@ from hpc_elastic.doctor.probe_task import NodeFacts
 from hpc_elastic.doctor.signal_recorder import AGENT, ORPHANED, WORKER
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import batch_script
-from hpc_elastic.launcher.prepare import read_template
+from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, Submission
 from hpc_elastic.shared_files import is_there, refresh, write_atomic
 from hpc_elastic.slurm.client import SiteClient, time_limit_s

@@ -46,7 +46,7 @@ from hpc_elastic.run.directory import ArrayFiles, RunDir, Submission
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task, outside
 from hpc_elastic.slurm.exit_action import ExitAction
-from hpc_elastic.slurm.requeue import PARENT_REQUEUES, RETURN_DELAY_S, foresee
+from hpc_elastic.slurm.requeue import PARENT_REQUEUES, RETURN_DELAY_S, predict_exit_action
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,9 @@ class ElasticTask(Checkpointable):
             exit_action: ExitAction | None = ExitAction.REQUEUE
             if _in_slurm():
                 task = SlurmEnvironment.from_env(os.environ)
-                exit_action = foresee(task.task_name, SlurmClient(), attempt=task.restart_count)
+                exit_action = predict_exit_action(
+                    task.task_name, SlurmClient(), attempt=task.restart_count
+                )
             if exit_action is not ExitAction.EXIT:
                 # submitit calls `checkpoint`, requeues the job and ends this process.
                 signal.raise_signal(signal.Signals[f"SIG{submitit.JobEnvironment().USR_SIG}"])

@@ -5,14 +5,14 @@ submitted run). `submit.submit` and `wait.wait` are what `hpc_elastic.launch` an
 call.
 
 - `sweep`, `hydra_compose`  the jobs of a Hydra sweep, composed and frozen as requests
-- `submit`                  requests -> handles
+- `submit`                  requests -> files -> handles; nothing is submitted before all is written
 - `plan`                    runs as tasks of job arrays (pure)
 - `batch_script`            the batch script, and sbatch's refusals explained (pure)
-- `prepare`                 every file, written before anything is submitted
 - `user_code`               the user's function, its origin, and a copy of it
 - `slurm`                   queries before a submission, sbatch, and the submitted jobs
 - `local`                   launcher=local: the same plan as processes
 - `run_handle`              a submitted run: its files, how it ended
-- `wait`, `progress`        polling until all runs have ended; the table meanwhile
-- `cancel`, `resume`        of one run; `detach`: submission in the background
+- `run_view`                what a run is doing, for all commands that show one
+- `wait`                    polling until all runs have ended; the table meanwhile
+- `control`                 cancel and resume of a run; `detach`: submission in the background
 """

@@ -39,8 +39,8 @@ from pathlib import Path
 
 from hpc_elastic import _util
 from hpc_elastic._util import counted
-from hpc_elastic.config.sbatch_flags import gpus_in_gres
-from hpc_elastic.config.schema import ContainerSettings, LauncherSettings, SlurmSettings
+from hpc_elastic.config.parse import gpus_in_gres
+from hpc_elastic.config.schema import LauncherSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SubmissionError, near_miss
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm.parsing import NodeKind
@@ -123,17 +123,7 @@ def render(script: Script, template: str) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    variables = _variables(script)
-    try:
-        text = environment.from_string(template).render(**variables)
-    except jinja2.TemplateError as e:
-        remedy = f"the template cannot be rendered: {e}"
-        raise ConfigError("launcher.template", script.settings.template, remedy) from e
-    return text if text.endswith("\n") else text + "\n"
-
-
-def _variables(script: Script) -> dict[str, object]:
-    return {
+    variables = {
         "directives": directives(script),
         "setup": [_one_line("launcher.setup", line) for line in script.settings.setup],
         "exports": exports(script),
@@ -147,6 +137,12 @@ def _variables(script: Script) -> dict[str, object]:
         "task_argv": task_argv(script),
         "preempt_signal": script.settings.preempt_signal,
     }
+    try:
+        text = environment.from_string(template).render(**variables)
+    except jinja2.TemplateError as e:
+        remedy = f"the template cannot be rendered: {e}"
+        raise ConfigError("launcher.template", script.settings.template, remedy) from e
+    return text if text.endswith("\n") else text + "\n"
 
 
 def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -177,7 +173,32 @@ def exports(script: Script) -> dict[str, str]:
 def directives(script: Script) -> list[str]:
     """Return the sbatch flags, one per #SBATCH line, quoted as sbatch reads them."""
     settings = script.settings
-    flags = {**_array_flags(script), **_resource_flags(settings), **settings.sbatch}
+    num_nodes = script.num_tasks if script.coallocated else 1
+    limit = f"%{settings.array_parallelism}" if settings.array_parallelism else ""
+    whole_node = settings.exclusive is None and wants_whole_node(settings)
+    flags: dict[str, object] = {
+        "job-name": script.job_name,
+        "array": None if script.coallocated else f"0-{script.num_tasks - 1}{limit}",
+        "nodes": num_nodes,
+        "ntasks": num_nodes,
+        "ntasks-per-node": 1,
+        "no-kill": script.coallocated,
+        "requeue": True,
+        "open-mode": "append",
+        "output": f"{script.logs}/{'%j' if script.coallocated else '%A_%a'}.log",
+        "chdir": script.cwd,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "time": settings.time,
+        "gpus-per-node": settings.gpus_per_node,
+        "cpus-per-task": settings.cpus_per_node,
+        "constraint": settings.constraint,
+        "exclude": settings.exclude,
+        "mem": 0 if whole_node else settings.mem,
+        "exclusive": True if whole_node else settings.exclusive,
+        **settings.sbatch,
+    }
     return [directive(n, v) for n, v in flags.items() if v is not None and v is not False]
 
 
@@ -194,45 +215,6 @@ def directive(name: str, value: object) -> str:
         return f"--{name}={text}"
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"--{name}='{escaped}'"
-
-
-def _array_flags(script: Script) -> dict[str, object]:
-    num_nodes = script.num_tasks if script.coallocated else 1
-    limit = script.settings.array_parallelism
-    array = f"0-{script.num_tasks - 1}" + (f"%{limit}" if limit else "")
-    return {
-        "job-name": script.job_name,
-        "array": None if script.coallocated else array,
-        "nodes": num_nodes,
-        "ntasks": num_nodes,
-        "ntasks-per-node": 1,
-        "no-kill": script.coallocated,
-        "requeue": True,
-        "open-mode": "append",
-        "output": f"{script.logs}/{'%j' if script.coallocated else '%A_%a'}.log",
-        "chdir": script.cwd,
-    }
-
-
-def _resource_flags(settings: SlurmSettings) -> dict[str, object]:
-    return {
-        "partition": settings.partition,
-        "account": settings.account,
-        "qos": settings.qos,
-        "time": settings.time,
-        "gpus-per-node": settings.gpus_per_node,
-        "cpus-per-task": settings.cpus_per_node,
-        "constraint": settings.constraint,
-        "exclude": settings.exclude,
-        **_share_flags(settings),
-    }
-
-
-def _share_flags(settings: SlurmSettings) -> dict[str, object]:
-    """Return the share of a node that a task gets: what the settings name, or all of it."""
-    if settings.exclusive is None and wants_whole_node(settings):
-        return {"mem": 0, "exclusive": True}
-    return {"mem": settings.mem, "exclusive": settings.exclusive}
 
 
 def wants_whole_node(settings: SlurmSettings) -> bool:
@@ -262,23 +244,16 @@ def gpus_asked(settings: SlurmSettings) -> int | None:
 
 def command(script: Script) -> str:
     """Return the command of the task, srun and container included, quoted for bash."""
-    own = [_one_line("launcher.srun_args", arg) for arg in script.settings.srun_args]
-    inner = [*own, *_in_container(script, task_argv(script))]
-    return " ".join(["srun", *_srun_flags(script), shlex.join(inner)])
-
-
-def _srun_flags(script: Script) -> list[str]:
-    """Return the flags of srun that the launcher sets, quoted for bash."""
+    settings, log = script.settings, f"--output={script.logs}/%j.%n.log"
     num_nodes = script.num_tasks if script.coallocated else 1
-    cpus = script.settings.cpus_per_node or (
-        _CPUS_OF_SMALLEST_NODE if script.coallocated else _CPUS
-    )
+    on_nodes = _CPUS_OF_SMALLEST_NODE if script.coallocated else _CPUS
+    cpus = settings.cpus_per_node or on_nodes
     flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", f"--cpus-per-task={cpus}"]
-    if not script.coallocated:
-        return flags
-    log = _one_line("hydra.sweep.dir", f"--output={script.logs}/%j.%n.log")
-    lives = ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-    return [*flags, *lives, "--open-mode=append", shlex.quote(log)]
+    if script.coallocated:
+        flags += ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+        flags += ["--open-mode=append", shlex.quote(_one_line("hydra.sweep.dir", log))]
+    own = [_one_line("launcher.srun_args", arg) for arg in settings.srun_args]
+    return " ".join(["srun", *flags, shlex.join([*own, *_in_container(script)])])
 
 
 def task_argv(script: Script) -> list[str]:
@@ -289,38 +264,30 @@ def task_argv(script: Script) -> list[str]:
     return [python, "-u", "-m", script.module, file]
 
 
-def _in_container(script: Script, argv: Sequence[str]) -> list[str]:
-    container = script.settings.container
+def _in_container(script: Script) -> list[str]:
+    """Return the command line of the task, with the container that it runs in.
+
+    The folders that every task needs are mounted beside the user's.
+    """
+    container, argv = script.settings.container, task_argv(script)
     if container.runtime is None:
-        return list(argv)
-    image = _image(container)
-    args = [_one_line("launcher.container.args", arg) for arg in container.args]
-    mounts = ",".join(_mounts(script))
-    if container.runtime == "pyxis":
-        return [f"--container-image={image}", f"--container-mounts={mounts}", *args, *argv]
-    gpus = ["--nv"] if gpus_asked(script.settings) else []
-    return ["apptainer", "exec", *gpus, "--bind", mounts, *args, image, *argv]
-
-
-def _image(container: ContainerSettings) -> str:
+        return argv
     if not container.image:
         remedy = f"launcher.container.runtime={container.runtime} needs an image"
         raise ConfigError("launcher.container.image", container.image, remedy)
-    return _one_line("launcher.container.image", container.image)
-
-
-def _mounts(script: Script) -> list[str]:
-    """Return the user's mounts, and the folders that every task needs."""
-    needed = [str(script.submission.parent), str(script.cwd)]
-    needed += script.python_path
-    ours = [f"{path}:{path}" for path in dict.fromkeys(needed)]
+    image = _one_line("launcher.container.image", container.image)
+    args = [_one_line("launcher.container.args", arg) for arg in container.args]
+    needed = [str(script.submission.parent), str(script.cwd), *script.python_path]
     for path in needed:
         if "," in path or ":" in path:
             remedy = "a path that is mounted into a container must not hold ',' or ':'"
             raise ConfigError("hydra.sweep.dir", path, remedy)
-    given = script.settings.container.mounts
-    own = [_one_line("launcher.container.mounts", mount) for mount in given]
-    return list(dict.fromkeys([*own, *ours]))
+    own = [_one_line("launcher.container.mounts", mount) for mount in container.mounts]
+    mounts = ",".join(dict.fromkeys([*own, *(f"{path}:{path}" for path in needed)]))
+    if container.runtime == "pyxis":
+        return [f"--container-image={image}", f"--container-mounts={mounts}", *args, *argv]
+    gpus = ["--nv"] if gpus_asked(script.settings) else []
+    return ["apptainer", "exec", *gpus, "--bind", mounts, *args, image, *argv]
 
 
 def _one_line(key: str, value: str) -> str:
@@ -333,33 +300,26 @@ def _one_line(key: str, value: str) -> str:
 # Slurm 20.02, `slurm_strerror`) to the setting behind them.
 
 
-@dataclass(frozen=True)
-class _Rule:
-    words: str
-    key: str
-    remedy: str
-
-
 _RULES = (
-    _Rule("invalid partition", "partition", "no such partition"),
-    _Rule("no partition specified", "partition", "the cluster has no default partition: name one"),
-    _Rule("invalid account", "account", "not an account of yours, or not in this partition"),
-    _Rule("invalid qos", "qos", "not a QOS that you may use (`sacctmgr show qos`)"),
-    _Rule("time limit", "time", "above the partition's limit (`sinfo -o '%P %l'`), or missing"),
-    _Rule("invalid --time", "time", "not a time that Slurm understands"),
-    _Rule("invalid feature", "constraint", "no node has such features (`sinfo -o '%N %f'`)"),
-    _Rule("invalid generic resource", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
-    _Rule("gres", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
-    _Rule("memory specification", "mem", "no node has that much memory (`sinfo -o '%N %m'`)"),
-    _Rule("invalid node name", "exclude", "no such node (`sinfo -N`)"),
-    _Rule("cpu count", "cpus_per_node", "no node has that many CPUs (`sinfo -o '%N %c'`)"),
-    _Rule(
+    ("invalid partition", "partition", "no such partition"),
+    ("no partition specified", "partition", "the cluster has no default partition: name one"),
+    ("invalid account", "account", "not an account of yours, or not in this partition"),
+    ("invalid qos", "qos", "not a QOS that you may use (`sacctmgr show qos`)"),
+    ("time limit", "time", "above the partition's limit (`sinfo -o '%P %l'`), or missing"),
+    ("invalid --time", "time", "not a time that Slurm understands"),
+    ("invalid feature", "constraint", "no node has such features (`sinfo -o '%N %f'`)"),
+    ("invalid generic resource", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
+    ("gres", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
+    ("memory specification", "mem", "no node has that much memory (`sinfo -o '%N %m'`)"),
+    ("invalid node name", "exclude", "no such node (`sinfo -N`)"),
+    ("cpu count", "cpus_per_node", "no node has that many CPUs (`sinfo -o '%N %c'`)"),
+    (
         "reservation",
         "sbatch.reservation",
         "no such reservation, or not yours (`scontrol show res`)",
     ),
 )
-
+"""Words of sbatch, the key behind them, and the remedy."""
 _GENERAL = (
     ("job array", "array tasks are numbered up to MaxArraySize - 1 (`scontrol show config`)"),
     ("qos policy", "your account's or QOS' limits allow no further jobs; fewer nodes, or later"),
@@ -394,9 +354,14 @@ def explain(
         error = _too_much(settings, nodes, text)
         if error is not None:
             return error
-    for rule in _RULES:
-        if rule.words in text.lower():
-            return _config_error(rule, text, settings, list(partitions))
+    for words, key, remedy in _RULES:
+        if words in text.lower():
+            group, _, flag = key.partition(".")
+            value = settings.sbatch.get(flag) if flag else getattr(settings, group)
+            known = sorted(partitions) if key == "partition" else []
+            if known:
+                remedy += f"{near_miss(str(value), known)}; there are {', '.join(known)}"
+            return ConfigError(f"launcher.{key}", value, f"{remedy} [{text}]")
     for words, remedy in _GENERAL:
         if words in text.lower():
             return SubmissionError(f"sbatch refused the job: {text} ({remedy})")
@@ -439,14 +404,3 @@ def _compared(
     if m is not None:
         wanted = math.ceil(int(m[1]) * _MIB[m[2] or "M"])
         yield "mem", wanted, max(node.memory_mb for node in nodes), "MiB"
-
-
-def _config_error(
-    rule: _Rule, text: str, settings: SlurmSettings, partitions: list[str]
-) -> ConfigError:
-    group, _, flag = rule.key.partition(".")
-    value = settings.sbatch.get(flag) if flag else getattr(settings, group)
-    remedy = rule.remedy
-    if rule.key == "partition" and partitions:
-        remedy += f"{near_miss(str(value), partitions)}; there are {', '.join(sorted(partitions))}"
-    return ConfigError(f"launcher.{rule.key}", value, f"{remedy} [{text}]")

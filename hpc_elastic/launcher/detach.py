@@ -45,17 +45,14 @@ def report_submission(file: Path, prepared: Prepared, job_ids: Sequence[str]) ->
             return
         log = log_of(plan)
         leave_terminal(log)
-    runs = [
-        {"run_id": run_id, "run": str(run.dir)}
-        for run_id, run in zip(prepared.run_ids, plan.runs, strict=True)
-    ]
+    runs = zip(prepared.run_ids, plan.runs, strict=True)
     entry = {
         "launcher": plan.backend,
         "sweep": str(plan.submission.parent),
         "job_ids": list(job_ids),
         "log": None if log is None else str(log),
         "pid": os.getpid() if log is not None else None,
-        "runs": runs,
+        "runs": [{"run_id": run_id, "run": str(run.dir)} for run_id, run in runs],
     }
     append_report(file, entry)
 

@@ -67,22 +67,15 @@ class SweepComposer:
             config = self._composed(overrides, before)
             if len(self._given) < _REMEMBERED:
                 self._given[self._before] = config
-        elif self._is_short(config):
-            self._own(config, overrides)
-        return config
-
-    def _is_short(self, config: DictConfig) -> bool:
-        """Return whether a config shares nodes with others."""
+            return config
         hydra = config._get_node("hydra")
-        return any(s is not None and s._get_node("hydra") is hydra for s in self._shared.values())
-
-    def _own(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        """Make a config that was returned before the parent of its shared nodes again."""
-        for key in config:
-            node = config._get_node(key)
-            assert isinstance(node, Node)
-            node._set_parent(config)
-        self._name(config, overrides)
+        if any(s is not None and s._get_node("hydra") is hydra for s in self._shared.values()):
+            for key in config:  # it is the parent of the nodes that it shares again
+                node = config._get_node(key)
+                assert isinstance(node, Node)
+                node._set_parent(config)
+            self._name(config, overrides)
+        return config
 
     def _composed(self, overrides: Sequence[str], before: tuple[str, ...]) -> DictConfig:
         split = self._split(overrides)
@@ -98,8 +91,15 @@ class SweepComposer:
         shared = self._shared[groups]
         if shared is None:
             return self._in_full(overrides)
-        common, own = _divide(values, before)
-        return self._name(self._set(self._with_common(shared, common), own), overrides)
+        # in common with the job before, or its own; values below one top-level key stay together,
+        # since their order matters
+        new = {_top(value) for value in values if value.input_line not in before}
+        common = [value for value in values if _top(value) not in new]
+        own = [value for value in values if _top(value) in new]
+        lines = tuple(str(value.input_line) for value in common)
+        if self._common is None or self._common[0] is not shared or self._common[1] != lines:
+            self._common = (shared, lines, self._set(shared, common))
+        return self._name(self._set(self._common[2], own), overrides)
 
     def _in_full(self, overrides: Sequence[str]) -> DictConfig:
         config: DictConfig = self._loader.load_sweep_config(self._master, list(overrides))
@@ -116,16 +116,12 @@ class SweepComposer:
             same = False
         return shared if same else None
 
-    def _with_common(self, shared: DictConfig, common: list[Override]) -> DictConfig:
-        """Return the shared merge with these values; that of the last call if they are equal."""
-        lines = tuple(str(value.input_line) for value in common)
-        if self._common is None or self._common[0] is not shared or self._common[1] != lines:
-            self._common = (shared, lines, self._set(shared, common))
-        return self._common[2]
-
     def _set(self, shared: DictConfig, values: list[Override]) -> DictConfig:
         """Return a copy with these values; it shares the nodes that they do not touch."""
-        config = copy.deepcopy(shared, _untouched(shared, values))
+        touched = {_top(override) for override in values}
+        nodes = (shared._get_node(key) for key in shared if key not in touched)
+        kept: dict[int, Any] = {id(node): node for node in nodes if isinstance(node, DictConfig)}
+        config = copy.deepcopy(shared, kept)  # it becomes the parent of those that it keeps
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
         return config
 
@@ -148,7 +144,9 @@ class SweepComposer:
         """Return the overrides of groups and of values; None if they cannot be separated safely."""
         groups, values = [], []
         for line in overrides:
-            override = self._parse(line)
+            if line not in self._parsed:
+                self._parsed[line] = self._parser.parse_override(line)
+            override = self._parsed[line]
             is_group = self._is_group(override)
             if override.is_hydra_override() or override.is_sweep_override():
                 return None
@@ -162,28 +160,18 @@ class SweepComposer:
                 return None
         return tuple(groups), values
 
-    def _parse(self, line: str) -> Override:
-        if line not in self._parsed:
-            self._parsed[line] = self._parser.parse_override(line)
-        return self._parsed[line]
-
     def _is_group(self, override: Override) -> bool:
         key = override.key_or_group
         if key not in self._groups:
+            typed = OmegaConf.to_container(self._master.hydra.overrides.hydra, resolve=False)
             options = self._loader.get_group_options(
                 key,
                 results_filter=None,
                 config_name=self._master.hydra.job.config_name,
-                overrides=_unresolved(self._master.hydra.overrides.hydra),
+                overrides=[str(line) for line in typed or ()],
             )
             self._groups[key] = bool(options)
         return self._groups[key]
-
-
-def _unresolved(overrides: ListConfig) -> list[str]:
-    """Return overrides as they were given: ``${hydra.job.num}`` has no value yet."""
-    typed = OmegaConf.to_container(overrides, resolve=False)
-    return [str(line) for line in typed or ()]
 
 
 def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:
@@ -199,31 +187,8 @@ def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:
             node._set_value(line)
 
 
-def _divide(
-    values: Sequence[Override], before: Sequence[str]
-) -> tuple[list[Override], list[Override]]:
-    """Return the values that a job has in common with the one before, and the others (pure).
-
-    Values below one top-level key stay together, since their order matters.
-    """
-    new = {_top(value) for value in values if value.input_line not in before}
-    common = [value for value in values if _top(value) not in new]
-    return common, [value for value in values if _top(value) in new]
-
-
 def _top(override: Override) -> str:
     return override.key_or_group.partition(".")[0].partition("[")[0]
-
-
-def _untouched(shared: DictConfig, values: Sequence[Override]) -> dict[int, Any]:
-    """Return a memo for deepcopy with the top-level nodes that it need not copy.
-
-    These are the nodes that no override changes; and ``hydra``, the largest, in which only the
-    names of the job are set each time. The copy becomes the parent of all of them.
-    """
-    touched = {_top(override) for override in values}
-    nodes = (shared._get_node(key) for key in shared if key not in touched)
-    return {id(node): node for node in nodes if isinstance(node, DictConfig)}
 
 
 class SharingLoader:

@@ -47,7 +47,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -77,7 +76,6 @@ _MARGIN_S = 5.0
 _SHORT_LIFE_S = 20.0
 _MOST_SHORT_LIVES = 3
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-_NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 def submit(plan: Plan) -> LocalJobs:
@@ -184,7 +182,7 @@ class LocalTask:
     restarts: int = 0
     begin: float | None = None
     """Monotonic seconds before which it does not start."""
-    is_leaving: bool = False
+    is_ending: bool = False
     """Whether its process is to end: it is cancelled, or goes back to the queue."""
     comes_back: bool = False
     """Whether it goes back to the queue when its process has ended."""
@@ -212,21 +210,11 @@ class LocalTask:
         """Whether it may still start."""
         return self.process is None and not self.skipped
 
-    @property
-    def running_process(self) -> subprocess.Popen[bytes] | None:
-        """The process of an attempt that is not over."""
-        return self.process if self.is_running else None
-
-    def may_start(self, now: float) -> bool:
-        """Return whether it waits for nothing but a place."""
-        is_due = self.begin is None or now >= self.begin
-        return self.is_pending and not self.is_excluded and is_due
-
     def entry(self) -> LocalEntry:
         """Return its entry in the table."""
         process, launcher = self.process, os.getpid()
         state = "PENDING" if self.is_pending else "RUNNING" if self.is_running else "ENDED"
-        if process and self.is_running and (self.is_leaving or process.returncode is not None):
+        if process and self.is_running and (self.is_ending or process.returncode is not None):
             state = "COMPLETING"
         return LocalEntry(
             state,
@@ -251,7 +239,13 @@ class LocalTask:
         """
         path = python_path(environ)
         found = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
-        made_up = self._slurm_variables()
+        made_up = as_array_task(
+            self.job_id,
+            self.index,
+            node_name=self.node,
+            cpus=self.cpus,
+            restart_count=self.restarts,
+        )
         return {"GLOO_SOCKET_IFNAME": "lo", **outside(environ), **found, **self.gpus, **made_up}
 
     def requeue(self, now: float, stop_after_s: float) -> None:
@@ -259,14 +253,14 @@ class LocalTask:
         self.restarts += 1
         self.begin = None
         if self.is_running:
-            self.comes_back = self.is_leaving = True
+            self.comes_back = self.is_ending = True
             self.kill_at = now + stop_after_s
         else:
             self._reset()
 
     def on_end(self, code: int, now: float) -> None:
         """Record that its process has ended, and all processes that it left behind."""
-        killed = code < 0 and not self.is_leaving
+        killed = code < 0 and not self.is_ending
         is_short = killed and now - self.started_at < _SHORT_LIFE_S
         self.num_short_lives = self.num_short_lives + 1 if is_short else 0
         may_restart = self.max_requeues is None or self.restarts < self.max_requeues
@@ -284,26 +278,15 @@ class LocalTask:
 
         They are descendants of no process that is known, so they are found by their environment.
         """
-        names = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
-        return kill_by_environment({n: v for n, v in self._slurm_variables().items() if n in names})
-
-    def _slurm_variables(self) -> dict[str, str]:
-        return as_array_task(
-            self.job_id,
-            self.index,
-            node_name=self.node,
-            cpus=self.cpus,
-            restart_count=self.restarts,
-        )
+        own = {"SLURM_ARRAY_JOB_ID": str(self.job_id), "SLURM_ARRAY_TASK_ID": str(self.index)}
+        return kill_by_environment(own)
 
     def _reset(self) -> None:
         self.process, self.started, self.exit_code, self.kill_at = None, None, None, math.inf
-        self.is_leaving = self.comes_back = False
+        self.is_ending = self.comes_back = False
 
 
-@cache
-def _launcher_started(launcher: int) -> int | None:
-    return start_ticks(launcher)
+_launcher_started = cache(start_ticks)
 
 
 class LocalJobs:
@@ -364,7 +347,7 @@ class LocalJobs:
         self._stop_queue()
         for task in self._tasks:
             task.skipped = task.skipped or task.process is None
-            task.is_leaving, task.comes_back = True, False
+            task.is_ending, task.comes_back = True, False
         self.write_table()  # before SIGTERM: an agent reads there what its signal means
         end_processes(self._processes(), self._stop_after_s)
         deadline = time.monotonic() + _MARGIN_S
@@ -387,7 +370,7 @@ class LocalJobs:
         self.cancel()
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
-        return [process for task in self._tasks if (process := task.running_process)]
+        return [task.process for task in self._tasks if task.process and task.is_running]
 
     def _stop_queue(self) -> None:
         self._stop.set()
@@ -413,7 +396,13 @@ class LocalJobs:
         try:
             self._check_runs(is_full=num_running >= self._max_agents)
             now = time.monotonic()
-            waiting = [task for task in self._tasks if task.may_start(now)]
+            waiting = [
+                task
+                for task in self._tasks
+                if task.is_pending
+                and not task.is_excluded
+                and (task.begin is None or now >= task.begin)
+            ]
             for task in waiting[: max(0, self._max_agents - num_running)]:
                 task.process = self._spawn(task)
                 task.started, task.started_at = start_ticks(task.process.pid), now
@@ -426,8 +415,8 @@ class LocalJobs:
         """Record which attempts have ended, and kill the processes that they left."""
         now = time.monotonic()
         for task in self._tasks:
-            process = task.running_process
-            if process is None:
+            process = task.process
+            if process is None or not task.is_running:
                 continue
             if now >= task.kill_at:
                 for member in _family(process.pid):
@@ -447,9 +436,12 @@ class LocalJobs:
         mine, now = {task.name: task for task in self._tasks}, time.monotonic()
         done = []
         for file in files:
-            request = None if file.name.startswith(".") else _read_request(file)
-            task = None if request is None else mine.get(str(request.get("task")))
-            if task is None or request is None:
+            try:
+                request = (None if file.name.startswith(".") else read_json(file)) or {}
+            except (OSError, ValueError):
+                continue  # withdrawn, or malformed
+            task = mine.get(str(request.get("task")))
+            if task is None:
                 continue  # of another launcher, or withdrawn
             match request:
                 case {"do": "requeue", "restarts": task.restarts}:
@@ -507,14 +499,6 @@ class LocalJobs:
         self._written, self._warned_unwritten = now, False
 
 
-def _read_request(file: Path) -> dict[str, Any] | None:
-    """Return a request; None if it was withdrawn or is malformed."""
-    try:
-        return read_json(file)
-    except (OSError, ValueError):
-        return None
-
-
 # ---- the machine's GPUs
 
 
@@ -528,7 +512,7 @@ def machine_gpus(environ: Mapping[str, str]) -> list[str]:
 def _num_gpus() -> int:
     """Return the number of GPUs by the driver: torch takes seconds to import."""
     try:
-        done = _util.run(["nvidia-smi", "-L"], timeout_s=_NVIDIA_SMI_TIMEOUT_S)
+        done = _util.run(["nvidia-smi", "-L"], timeout_s=20.0)
     except (OSError, subprocess.TimeoutExpired):
         return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())

@@ -144,7 +144,16 @@ class Plan:
         num_jobs = sum(array.coallocated for array in self.arrays)
         head += [counted(num_jobs, "co-allocated job")] if num_jobs else []
         head.append(counted(len(self.arrays) - num_jobs, "array"))
-        return "\n".join([", ".join(head), *(_describe(array) for array in self.arrays)])
+        lines = [", ".join(head)]
+        for array in self.arrays:
+            if array.coallocated:
+                what = f"{counted(len(array.tasks), 'node')}, co-allocated"
+            else:
+                num_runs = len({task.run for task in array.tasks})
+                what = f"{counted(len(array.tasks), 'task')} of {counted(num_runs, 'run')}"
+                what += "" if array.after is None else f", once array {array.after} has started"
+            lines.append(f"  array {array.number}: {what}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,15 @@ def make_plan(
     Raises:
         ConfigError: A setting of the whole submission differs between runs.
     """
-    _require_one_submission(runs)
+    first_launcher = runs[0].settings.launcher
+    for other in (run.settings.launcher for run in runs[1:]):
+        if type(other) is not type(first_launcher):
+            raise ConfigError("launcher", "slurm,local", "a sweep has one launcher for all runs")
+        for name in SWEEP_WIDE:
+            values = [getattr(first_launcher, name), getattr(other, name)]
+            if values[0] != values[1]:
+                remedy = "all runs of a sweep are submitted together and need the same value"
+                raise ConfigError(f"launcher.{name}", values, remedy)
     arrays: list[PlannedArray] = []
     jobs: dict[int, int] = {}
     for tasks, coallocated in _pieces(runs, max_array_size):
@@ -193,36 +210,23 @@ def is_coallocated(settings: RunSettings) -> bool:
     return isinstance(settings.launcher, SlurmSettings) and settings.launcher.coallocate_min
 
 
-def _require_one_submission(runs: Sequence[RunRequest]) -> None:
-    first = runs[0].settings.launcher
-    for other in (run.settings.launcher for run in runs[1:]):
-        if type(other) is not type(first):
-            raise ConfigError("launcher", "slurm,local", "a sweep has one launcher for all runs")
-        for name in SWEEP_WIDE:
-            if getattr(other, name) != getattr(first, name):
-                values = [getattr(first, name), getattr(other, name)]
-                remedy = "all runs of a sweep are submitted together and need the same value"
-                raise ConfigError(f"launcher.{name}", values, remedy)
-
-
 def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot], bool]]:
     """Yield the tasks of each array or co-allocated job, and which of the two it is, in order."""
     jobs_first = runs[0].settings.launcher.queue_order == "breadth_first"
+    jobs = {
+        number: [Slot(number, slot) for slot in range(run.settings.nodes.min)]
+        for number, run in enumerate(runs)
+        if is_coallocated(run.settings)
+    }
     if jobs_first:
-        jobs = (number for number, run in enumerate(runs) if is_coallocated(run.settings))
-        yield from ((_min_slots(number, runs), True) for number in jobs)
+        yield from ((tasks, True) for tasks in jobs.values())
     for group in _same_resources(runs):
-        if not is_coallocated(runs[group[0]].settings):
-            yield from ((tasks, False) for tasks in _chunks(list(_in_order(group, runs)), size))
-            continue
-        for number in group:
-            if not jobs_first:
-                yield _min_slots(number, runs), True
-            yield from ((tasks, False) for tasks in _chunks(list(_in_order([number], runs)), size))
-
-
-def _min_slots(number: int, runs: Sequence[RunRequest]) -> list[Slot]:
-    return [Slot(number, slot) for slot in range(runs[number].settings.nodes.min)]
+        # a co-allocated job has an array of its own beside it
+        for part in [[number] for number in group] if group[0] in jobs else [group]:
+            if not jobs_first and part[0] in jobs:
+                yield jobs[part[0]], True
+            tasks = list(_in_order(part, runs))
+            yield from ((tasks[at : at + size], False) for at in range(0, len(tasks), size))
 
 
 def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[int]]:
@@ -236,29 +240,14 @@ def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[int]]:
 
 
 def _in_order(group: Sequence[int], runs: Sequence[RunRequest]) -> Iterator[Slot]:
-    """Return the array slots of some runs, in the queue's order."""
-    slots = {run: _array_slots(runs[run].settings) for run in group}
+    """Yield the array slots of some runs, in the queue's order."""
+    ranges = {run: runs[run].settings.nodes for run in group}
+    first = {run: ranges[run].min if is_coallocated(runs[run].settings) else 0 for run in group}
     if runs[group[0]].settings.launcher.queue_order == "depth_first":
-        yield from (Slot(run, slot) for run in group for slot in slots[run])
+        for run in group:
+            yield from (Slot(run, slot) for slot in range(first[run], ranges[run].max))
         return
-    least = {run: runs[run].settings.nodes.min for run in group}
-    yield from (Slot(run, slot) for run in group for slot in slots[run] if slot < least[run])
-    further = [[Slot(run, slot) for slot in slots[run] if slot >= least[run]] for run in group]
+    for run in group:
+        yield from (Slot(run, slot) for slot in range(first[run], ranges[run].min))
+    further = [[Slot(run, n) for n in range(ranges[run].min, ranges[run].max)] for run in group]
     yield from (slot for nth in zip_longest(*further) for slot in nth if slot is not None)
-
-
-def _array_slots(settings: RunSettings) -> range:
-    return range(settings.nodes.min if is_coallocated(settings) else 0, settings.nodes.max)
-
-
-def _chunks(tasks: list[Slot], size: int) -> Iterator[list[Slot]]:
-    return (tasks[start : start + size] for start in range(0, len(tasks), size))
-
-
-def _describe(array: PlannedArray) -> str:
-    runs = {task.run for task in array.tasks}
-    if array.coallocated:
-        return f"  array {array.number}: {counted(len(array.tasks), 'node')}, co-allocated"
-    tasks = counted(len(array.tasks), "task")
-    after = "" if array.after is None else f", once array {array.after} has started"
-    return f"  array {array.number}: {tasks} of {counted(len(runs), 'run')}{after}"

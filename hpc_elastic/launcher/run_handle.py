@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import RunDirectoryError, WorkerGroupError
-from hpc_elastic.run.directory import RunDir, Submission
+from hpc_elastic.run.directory import RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import is_there, read_json, write_atomic
@@ -26,9 +26,6 @@ from hpc_elastic.slurm.scheduler import states_of
 
 COMMANDS = "command"
 """Name in place of a task, in events that a command writes."""
-
-_TAIL_LINES = 20
-_TAIL_BYTES = 32_768
 
 
 class SubmittedJobs(Protocol):
@@ -156,12 +153,17 @@ class RunHandle:
                 return None
             restarts = int(result.get("restarts") or 0)
             if result.get("status") == "succeeded":
-                return Outcome(self, "succeeded", self._read_values(result), restarts, None)
+                folder = result.get("results")
+                files = (self.dir / str(folder)).glob("rank-*.json") if folder else ()
+                values = {
+                    int(f.stem.removeprefix("rank-")): json.loads(f.read_text())
+                    for f in sorted(files)
+                }
+                return Outcome(self, "succeeded", values, restarts, None)
             return Outcome(self, "failed", {}, restarts, self._failure(result))
         except (ValueError, TypeError, AttributeError) as e:
-            what = (
-                f"the run has ended, but {self.paths.result}, or a file it names, is damaged: {e}"
-            )
+            file = self.paths.result
+            what = f"the run has ended, but {file}, or a file it names, is damaged: {e}"
             see = f"what happened: hpc-elastic events {self.dir}"
             return Outcome(self, "failed", {}, 0, WorkerGroupError(f"{what}\n{see}"))
 
@@ -196,31 +198,29 @@ class RunHandle:
         except (OSError, ValueError):
             return None
 
-    def _read_values(self, result: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the return value of each worker of the last round, by global rank."""
-        if not result.get("results"):
-            return {}
-        files = sorted((self.dir / str(result["results"])).glob("rank-*.json"))
-        return {int(f.stem.removeprefix("rank-")): json.loads(f.read_text()) for f in files}
-
     def _failure(self, result: Mapping[str, Any]) -> WorkerGroupError:
-        first, victims = result.get("failure"), list(result.get("victims") or [])
+        first, later = result.get("failure"), list(result.get("victims") or [])
         lines = [f"the run failed: {self.dir}"]
         lines += [_in_full(first)] if first else ["no worker's failure was recorded"]
-        lines += [f"  {_place(v)}: {_cause(v)} ({_when(v, first)})" for v in victims]
+        for failed in later:
+            round_ = failed.get("round")
+            when = "died afterwards"
+            if first is not None and round_ not in (None, first.get("round")):
+                when = f"failed in a later attempt, round {round_}"
+            lines.append(f"  {_place(failed)}: {_cause(failed)} ({when})")
         lines += [f"logs: {self.dir / 'tasks'}", f"      {Submission(self.submission).logs}"]
-        return WorkerGroupError("\n".join(lines), first, victims)
+        return WorkerGroupError("\n".join(lines), first, later)
 
 
-def read_tail(path: Path, *, at_most_bytes: int = _TAIL_BYTES) -> str:
-    """Return the last lines of a file; empty if it cannot be read."""
+def read_tail(path: Path, *, at_most_bytes: int = 32_768) -> str:
+    """Return the last 20 lines of a file; empty if it cannot be read."""
     try:
         with path.open("rb") as f:
             f.seek(max(0, path.stat().st_size - at_most_bytes))
             text = f.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-_TAIL_LINES:]).strip()
+    return "\n".join(text.splitlines()[-20:]).strip()
 
 
 def _in_full(first: Mapping[str, Any]) -> str:
@@ -232,14 +232,6 @@ def _in_full(first: Mapping[str, Any]) -> str:
     if first.get("remedy"):
         lines.append(str(first["remedy"]))
     return "\n".join(lines)
-
-
-def _when(victim: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
-    """Return whether a failure is of the same attempt as the first one, or of a later one."""
-    round_ = victim.get("round")
-    if first is None or round_ in (None, first.get("round")):
-        return "died afterwards"
-    return f"failed in a later attempt, round {round_}"
 
 
 def _place(failed: Mapping[str, Any]) -> str:
@@ -288,7 +280,11 @@ def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
         write_atomic(run.cancelled, json.dumps(who) + "\n")
     except PermissionError as e:
         remedy = "only that user, or root, can cancel it"
-        raise RunDirectoryError(f"{run.path} belongs to {_owner(run.path)}: {remedy}") from e
+        try:
+            owner = run.path.owner()
+        except (KeyError, OSError):
+            owner = "another user"
+        raise RunDirectoryError(f"{run.path} belongs to {owner}: {remedy}") from e
     except OSError as e:
         what = f"{run.cancelled} cannot be written ({e.strerror})"
         warn(f"{what}: the tasks are cancelled nevertheless; check later that none comes back")
@@ -296,8 +292,8 @@ def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
     EventLog(run.events(COMMANDS), COMMANDS).write("cancel", user=who["user"], host=who["host"])
 
 
-def _owner(path: Path) -> str:
-    try:
-        return path.owner()
-    except (KeyError, OSError):
-        return "another user"
+def stop_s(spec: RunSpec) -> float:
+    """Return the seconds between SIGTERM and the end of a run's tasks, at most (pure)."""
+    if spec.launcher == "slurm":
+        return spec.kill_wait_s
+    return max(spec.kill_wait_s, spec.agent.stop_timeout_s)

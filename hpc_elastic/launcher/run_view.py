@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_elastic._util import counted, quoted
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.cancel import time_limit_s
+from hpc_elastic.launcher.run_handle import stop_s
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import is_there, read_json
@@ -89,7 +89,7 @@ class RunView:
         members: Task and number of workers of each member of that group, by group rank.
         restarts: Restarts that failures of workers have spent, and how many are allowed.
         stragglers: Ranks that are persistently slower than the others, as in status.json.
-        cancellation: Who cancelled it; None if nobody did.
+        cancellation: Who cancelled it; None if it was not.
         ended: How it ended; None if it goes on.
         notes: What cannot be found out, and why.
     """
@@ -122,8 +122,14 @@ class RunView:
 
     def describe(self) -> str:
         """Return what the run is doing: ``it waits: 2 tasks PENDING (Resources)``."""
-        if self.ended is not None:
-            return self._describe_end(self.ended)
+        if (end := self.ended) is not None:
+            if end.status in (LOST, CANCELLED):
+                what = f"it is lost: {end.why}" if end.status == LOST else str(end.why)
+                resume = f"hpc-elastic resume {quoted(self.run.path)}"
+                return f"{what}; to continue from its last checkpoint: {resume}"
+            if end.status == "unknown":
+                return f"it has ended, but {self.run.result} cannot be read"
+            return f"it has ended: {end.status}"
         if self.spec is None:
             return f"it is not known what it is doing: {'; '.join(self.notes)}"
         if self.tasks is None:
@@ -141,15 +147,6 @@ class RunView:
         """Return the view of this run if it has ended without a result."""
         end = _end_without_result(self.cancellation, self.tasks, self.updated or self.submitted)
         return replace(self, phase=end.status, ended=end)
-
-    def _describe_end(self, end: RunEnd) -> str:
-        if end.status in (LOST, CANCELLED):
-            what = f"it is lost: {end.why}" if end.status == LOST else str(end.why)
-            resume = f"hpc-elastic resume {quoted(self.run.path)}"
-            return f"{what}; to continue from its last checkpoint: {resume}"
-        if end.status == "unknown":
-            return f"it has ended, but {self.run.result} cannot be read"
-        return f"it has ended: {end.status}"
 
 
 # ---- reading
@@ -218,14 +215,25 @@ class _Files:
         )
         if spec is not None and not (is_submitted or status or result is not None):
             phase = NOT_SUBMITTED
+        spent = (result or {}).get("restarts") or status.get("restarts")
+        allowed = spec.max_restarts if spec else status.get("max_restarts")
+        listed = status.get("stragglers")
+        stragglers = listed if isinstance(listed, list) else []
         last_sign = updated or submitted
-        ended = None if result is None else _end_of(result, last_sign or 0.0)
+        ended = None
+        if result is not None:
+            found = result.get("failure")
+            failure = found if isinstance(found, Mapping) else None
+            at = number(result.get("ended")) or last_sign or 0.0
+            ended = RunEnd(str(result.get("status")), at, _first_failure(failure), failure)
         if ended is None and phase in (LOST, CANCELLED):
             ended = _end_without_result(self.cancellation, tasks, last_sign)
         return RunView(
             self.run, spec, now, phase, tasks, why_unknown, is_submitted,
             Point.of(status, updated or 0.0) if status else None, updated, members,
-            _restarts(spec, status, result), _stragglers(status), self.cancellation, ended, notes,
+            (int(number(spent) or 0), int(number(allowed) or 0)),
+            [each for each in stragglers if isinstance(each, Mapping)],
+            self.cancellation, ended, notes,
         )  # fmt: skip
 
 
@@ -272,7 +280,7 @@ def unescaped(override: str) -> str:
 
 def phase_of(
     tasks: Mapping[str, TaskState] | None,
-    told: str,
+    reported: str,
     members: Sequence[str],
     result: str | None,
     *,
@@ -283,7 +291,7 @@ def phase_of(
 
     Args:
         tasks: Its tasks as the scheduler lists them; None if unknown.
-        told: The phase in status.json; empty if there is none.
+        reported: The phase in status.json; empty if there is none.
         members: The tasks of the group in status.json.
         result: The status in result.json; None if there is none.
         age_s: Age of status.json; without one, time since the submission.
@@ -296,17 +304,18 @@ def phase_of(
     if result is not None:
         return result
     if tasks is None:
-        return told or "unknown"
+        return reported or "unknown"
     phases = {state.phase for state in tasks.values()}
-    if phases & {Phase.RUNNING, Phase.LEAVING}:
-        on_nodes = [tasks[m].phase in (Phase.RUNNING, Phase.LEAVING) for m in members if m in tasks]
-        group_exists = any(on_nodes) or not on_nodes
-        return told if told and group_exists else "starting"
+    on_nodes = {Phase.RUNNING, Phase.COMPLETING}
+    if phases & on_nodes:
+        present = [tasks[m].phase in on_nodes for m in members if m in tasks]
+        group_exists = any(present) or not present
+        return reported if reported and group_exists else "starting"
     if Phase.PENDING in phases:
         return "queued"
     if cancelled:
         return CANCELLED
-    return LOST if phases or age_s > STALE_S else told or "unknown"
+    return LOST if phases or age_s > STALE_S else reported or "unknown"
 
 
 def count_states(states: Iterable[TaskState]) -> str:
@@ -329,14 +338,6 @@ def _submitted(spec: RunSpec | None) -> float | None:
         return datetime.fromisoformat(spec.provenance["time"]).timestamp() if spec else None
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _end_of(result: Mapping[str, Any], last_sign: float) -> RunEnd:
-    """Return how a run ended that has a result."""
-    failure = result.get("failure")
-    failure = failure if isinstance(failure, Mapping) else None
-    ended = number(result.get("ended")) or last_sign
-    return RunEnd(str(result.get("status")), ended, _first_failure(failure), failure)
 
 
 def _end_without_result(
@@ -366,26 +367,12 @@ def _first_failure(failure: Mapping[str, Any] | None) -> str | None:
     return f"{where}: {how or f'exit code {code}'}"
 
 
-def _restarts(
-    spec: RunSpec | None, status: Mapping[str, Any], result: Mapping[str, Any] | None
-) -> tuple[int, int]:
-    spent = (result or {}).get("restarts") or status.get("restarts")
-    allowed = spec.max_restarts if spec else status.get("max_restarts")
-    return int(number(spent) or 0), int(number(allowed) or 0)
-
-
 def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return task and number of workers of each member in status.json; none if it is damaged."""
     try:
         return [(str(m["task"]), int(m["nproc"])) for m in status.get("members") or ()]
     except (TypeError, ValueError, KeyError):
         return []
-
-
-def _stragglers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    listed = status.get("stragglers")
-    found = listed if isinstance(listed, list) else []
-    return [straggler for straggler in found if isinstance(straggler, Mapping)]
 
 
 # ---- the end
@@ -455,7 +442,13 @@ class EndDetector:
         if now >= self._query_at:
             self._query_at = now + _QUERY_INTERVAL_S
             self._view = read_view(self._run.path, self._query)
-            self._note_silence(self._view.why_unknown)
+            why = self._view.why_unknown
+            if why is not None and not self._is_silent:
+                what = "it is not known whether the run goes on, but its files are read"
+                self._warn(f"{what}: {why}")
+            if why is None and self._is_silent:
+                self._warn("its tasks can be listed again")
+            self._is_silent = why is not None
             if self._view.tasks is None:
                 if must_have_ended(self._spec, self._view.cancellation, self._view.now):
                     self._gone.since = -math.inf
@@ -464,20 +457,18 @@ class EndDetector:
         is_over = self._view is not None and self._gone.is_over(now)
         return self._view.concluded() if is_over and self._view is not None else None
 
-    def _note_silence(self, why: str | None) -> None:
-        if why is not None and not self._is_silent:
-            self._warn(f"it is not known whether the run goes on, but its files are read: {why}")
-        if why is None and self._is_silent:
-            self._warn("its tasks can be listed again")
-        self._is_silent = why is not None
-
 
 def must_have_ended(spec: RunSpec, cancellation: Cancellation | None, now: float) -> bool:
     """Return whether a run was cancelled longer ago than its tasks can take to end (pure).
 
     Args:
         spec: The run.
-        cancellation: Who cancelled it; None: nobody.
+        cancellation: Who cancelled it; None if it was not.
         now: Unix seconds.
     """
-    return cancellation is not None and now - cancellation.time > time_limit_s(spec)
+    return cancellation is not None and now - cancellation.time > end_limit_s(spec)
+
+
+def end_limit_s(spec: RunSpec) -> float:
+    """Return the seconds that the tasks of a run may take to end once they are cancelled (pure)."""
+    return stop_s(spec) + 30.0

@@ -1,4 +1,4 @@
-"""launcher=slurm: what a submission needs to know of the cluster, sbatch, and the submitted jobs.
+"""launcher=slurm: queries of the cluster before a submission, sbatch, and the submitted jobs.
 
 Arrays are submitted by an executor of submitit (`ArrayExecutor`). submitit's own Slurm executor
 pickles a closure for each task, renders a script of its own, and sleeps between submissions. Here
@@ -47,7 +47,7 @@ class SlurmJobs:
     Attributes:
         job_ids: Job ids of the arrays and co-allocated jobs.
         sweep: The sweep directory.
-        client: The caller of Slurm's commands.
+        client: Runs Slurm's commands.
         is_own: Whether this user has submitted them.
     """
 
@@ -60,14 +60,13 @@ class SlurmJobs:
         """Return all tasks of all runs from one call of squeue; replacements count as the task."""
         if not self.job_ids:
             return {}
-        return requeue.list_followed(
-            self.client, self._submission, self.job_ids, is_own=self.is_own
-        )
+        submission = Submission(self.sweep / SUBMISSION)
+        return requeue.list_followed(self.client, submission, self.job_ids, is_own=self.is_own)
 
     def cancel(self) -> None:
         """Cancel the arrays, running tasks and replacements included."""
         if self.job_ids:
-            replacements = requeue.followed(self._submission).values()
+            replacements = requeue.followed(Submission(self.sweep / SUBMISSION)).values()
             self.client.cancel([*self.job_ids, *replacements])
 
     def release(self) -> str:
@@ -82,10 +81,6 @@ class SlurmJobs:
 
     def close(self) -> None:
         """Do nothing: tasks that are left cancel themselves when their run has ended."""
-
-    @property
-    def _submission(self) -> Submission:
-        return Submission(self.sweep / SUBMISSION)
 
 
 def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = None) -> SlurmJobs:
@@ -107,7 +102,12 @@ def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = Non
             ids[array.number] = submit_script(script, len(array.tasks), client, flags)
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt):
-                ids |= _withdraw(plan)
+                # The interrupted sbatch may have submitted its job, whose id is unknown. A task
+                # records its job id when it starts, and then exits because its run is marked.
+                for run in plan.runs:
+                    mark_cancelled(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
+                started = Submission(plan.submission).job_ids()
+                ids |= {a.number: started[a.number] for a in plan.arrays if a.number in started}
             SlurmJobs(list(ids.values()), sweep, client).cancel()
             if isinstance(e, KeyboardInterrupt):
                 what = f"no run was started, and {sweep} can be removed"
@@ -126,7 +126,7 @@ def submit_script(
     Args:
         script: ``array-<k>.sbatch``, as rendered.
         num_tasks: Number of its tasks.
-        client: The caller of Slurm's commands.
+        client: Runs Slurm's commands.
         flags: Flags of sbatch beside those in the script.
 
     Raises:
@@ -141,13 +141,7 @@ def submit_script(
 
 
 class ArrayExecutor(Executor):
-    """Executor of submitit that submits one batch script as one job array.
-
-    Args:
-        script: ``array-<k>.sbatch``, as rendered.
-        client: The caller of Slurm's commands.
-        flags: Flags of sbatch beside those in the script.
-    """
+    """Executor of submitit that submits one batch script as one job array (`submit_script`)."""
 
     job_class = submitit.SlurmJob
 
@@ -164,18 +158,6 @@ class ArrayExecutor(Executor):
         job_id = self._client.sbatch(self._script, self._flags)
         names = (f"{job_id}_{index}" for index in range(len(delayed_submissions)))
         return [submitit.SlurmJob(folder=self.folder, job_id=name) for name in names]
-
-
-def _withdraw(plan: Plan) -> dict[int, str]:
-    """Mark all runs as cancelled; return the job ids of the arrays that have started.
-
-    The interrupted sbatch may have submitted its job, whose id is unknown. A task records its job
-    id when it starts, and then exits because its run is marked.
-    """
-    for run in plan.runs:
-        mark_cancelled(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
-    started = Submission(plan.submission).job_ids()
-    return {a.number: started[a.number] for a in plan.arrays if a.number in started}
 
 
 def refusal(
@@ -200,7 +182,7 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
 
     Args:
         dry_run: Nothing will be submitted: without Slurm, its default is assumed.
-        client: The caller of Slurm's commands.
+        client: Runs Slurm's commands.
 
     Raises:
         SubmissionError: Slurm does not answer, so nothing can be submitted.

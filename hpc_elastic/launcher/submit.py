@@ -1,28 +1,57 @@
-"""Submission of runs: written, handed to Slurm or to this machine, and returned as handles.
+"""Submission of runs: planned, written, passed to Slurm or this machine, and returned as handles.
 
 `hpc_elastic.launch` and the Hydra launcher (`sweep`) both call `submit`, and `wait.wait` after it.
+Every file is written before anything is submitted: ``<sweep>/.hpc_elastic`` and the run directories
+are complete then, and a script that is rendered and not submitted can be given to sbatch by hand,
+with the same result.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
-from hpc_elastic._util import sigterm_as_interrupt
-from hpc_elastic.config.schema import LauncherSettings, LocalSettings
-from hpc_elastic.launcher import detach
-from hpc_elastic.launcher.plan import Plan, RunRequest
-from hpc_elastic.launcher.prepare import prepare
-from hpc_elastic.launcher.progress import location
+from hpc_elastic import _util
+from hpc_elastic.config.resolve import as_config
+from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.launcher import batch_script, detach
+from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, is_coallocated, make_plan
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.run_view import overrides_label
+from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
+from hpc_elastic.launcher.wait import location
 from hpc_elastic.run import registry
+from hpc_elastic.run.directory import SUBMISSION, Entry, RunDir, RunSpec, Submission
+from hpc_elastic.shared_files import create_atomic, is_there, read_json, write_atomic
+from hpc_elastic.slurm.client import time_limit_s
+from hpc_elastic.slurm.parsing import Preemption
 
 RENDERED = "rendered: "
 """First part of the line with the path of each script in a dry run; `hpc-elastic submit` reads
 it."""
+LOCAL_GRACE_S = 30.0
+"""Seconds between SIGTERM and SIGKILL of a process with ``launcher=local``."""
+
+T = TypeVar("T")
+_NUM_WRITERS = 16
+_SLOW_S = 0.01
+"""Seconds for the files of one run above which several runs are written at a time."""
+_NUM_TRIES = 20
+
+
+class ArrayTakenError(RunDirectoryError):
+    """The number of an array was taken since it was chosen: plan again (`with_free_numbers`)."""
 
 
 def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[RunHandle]:
@@ -46,19 +75,19 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
     """
     prepared = prepare(requests, sweep=sweep, name=name)
     plan = prepared.plan
+    folders = [run.dir for run in plan.runs]
+    where = location(folders, sweep, Path.cwd())
     if plan.launcher.dry_run:
-        rendered = [f"{RENDERED}{script}" for script in prepared.scripts]
-        print("\n".join([str(plan), *rendered, _location(plan)]))
+        print(plan, *(f"{RENDERED}{script}" for script in prepared.scripts), where, sep="\n")
         return []
     jobs = start(plan, prepared.scripts)
     with released_on_failure(jobs):
-        folders = [run.dir for run in plan.runs]
         registry.add(dict(zip(prepared.run_ids, folders, strict=True)))
         handles = handles_of(plan, jobs)
         if (report := detach.report_file()) is not None:
             detach.report_submission(report, prepared, jobs.job_ids)
         elif not is_awaited(plan.launcher):
-            print(plan, _location(plan), jobs.release(), sep="\n")
+            print(plan, where, jobs.release(), sep="\n")
     return handles
 
 
@@ -111,12 +140,388 @@ def ended_by_interrupt() -> Iterator[None]:
         SystemExit: It was interrupted.
     """
     try:
-        with sigterm_as_interrupt():
+        with _util.sigterm_as_interrupt():
             yield
     except KeyboardInterrupt as e:
         print(str(e) or "interrupted: nothing was submitted", file=sys.stderr)
         sys.exit(130)
 
 
-def _location(plan: Plan) -> str:
-    return location([run.dir for run in plan.runs], plan.submission.parent, Path.cwd())
+# ---- files
+
+
+def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepared:
+    """Plan the runs of one sweep directory, and write all their files.
+
+    Args:
+        requests: The runs.
+        sweep: Absolute path of the sweep directory.
+        name: Name of the user's script or function.
+
+    Raises:
+        ConfigError: See `lay_out` and `query_backend`, or a setting cannot be written.
+        RunDirectoryError: A run directory cannot be written, or holds another run.
+        SubmissionError: Slurm does not answer, or the snapshot of the code failed.
+    """
+    found = provenance(requests[0].entry)
+    remove_rendered([request.dir for request in requests], sweep / SUBMISSION)
+
+    def prepare_anew() -> Prepared:
+        plan = lay_out(requests, sweep / SUBMISSION)
+        return write(plan, name, provenance=found, preemptions=query_backend(plan))
+
+    return with_free_numbers(prepare_anew)
+
+
+def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
+    """Return the plan for runs in one sweep directory.
+
+    Raises:
+        ConfigError: Two runs would share a directory, settings of the sweep differ, or a run may
+            get more workers than its global batch has samples.
+        SubmissionError: Slurm does not answer.
+    """
+    shared = [folder for folder, num in Counter(r.dir for r in requests).items() if num > 1]
+    if shared:
+        remedy = "two runs have this directory; make it depend on the run: ${hydra.job.num}"
+        raise ConfigError("hydra.sweep.subdir", str(shared[0]), remedy)
+    for settings in (request.settings for request in requests):
+        batch, nproc = settings.launcher.global_batch, settings.nproc_per_node
+        if batch is not None:
+            from hpc_elastic.data.batch import check
+
+            wrong = check(batch, settings.nodes.max, nproc if isinstance(nproc, int) else None)
+            if wrong is not None:
+                raise ConfigError("launcher.global_batch", batch, wrong)
+    launcher, size = requests[0].settings.launcher, 1 << 30
+    if isinstance(launcher, SlurmSettings):
+        from hpc_elastic.launcher.slurm import max_array_size
+
+        size = max_array_size(dry_run=launcher.dry_run)
+    return make_plan(requests, submission, max_array_size=size, first_array=next_array(submission))
+
+
+def query_backend(plan: Plan) -> list[Preemption | None]:
+    """Return how tasks of each run are preempted, None with launcher=local; check that runs fit.
+
+    Raises:
+        ConfigError: The cluster or this machine cannot hold a run.
+    """
+    if plan.backend == "slurm":
+        from hpc_elastic.launcher.slurm import query_partitions
+
+        return list(query_partitions(plan.runs))
+    if not plan.launcher.dry_run:
+        from hpc_elastic.launcher.local import require_possible
+
+        require_possible(plan)
+    return [None] * len(plan.runs)
+
+
+def write(
+    plan: Plan,
+    name: str,
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    preemptions: Sequence[Preemption | None] | None = None,
+) -> Prepared:
+    """Write the run directories, the array files and the batch scripts of a plan.
+
+    Args:
+        plan: The plan.
+        name: Name of the user's script or function.
+        provenance: Origin of the runs, for run.json.
+        preemptions: How tasks of each run are preempted; None: as on this machine.
+
+    Raises:
+        ConfigError: A setting cannot be written into the batch script.
+        RunDirectoryError: A run directory cannot be written, or holds another run.
+        ArrayTakenError: See `with_free_numbers`; nothing was written.
+        SubmissionError: The snapshot of the code failed.
+    """
+    scripts = render_scripts(plan, name)  # refuses before anything is written
+    try:
+        Submission(plan.submission).logs.mkdir(parents=True, exist_ok=True)
+        _require_links(plan.submission)
+        for request in plan.runs:
+            if is_there(RunDir(request.dir).spec):
+                raise RunDir(request.dir).taken_error()
+        written = write_arrays(plan, scripts)
+        entry = plan.runs[0].entry
+        if plan.launcher.code_snapshot:
+            entry = take_snapshot(entry, plan.submission)
+        specs = [
+            make_spec(plan, number, entry=entry, run_id=make_run_id(name), preemption=preemption)
+            for number, preemption in enumerate(preemptions or [None] * len(plan.runs))
+        ]
+        for spec in specs:
+            spec.provenance.update(provenance or {})
+
+        def write_run(request: RunRequest, spec: RunSpec) -> None:
+            run = RunDir(request.dir)
+            run.create(spec)
+            write_settings(run, request.settings)
+            if request.hydra_files:
+                run.hydra.mkdir(exist_ok=True)
+            for name, text in request.hydra_files.items():
+                write_atomic(run.hydra / name, text, mode=0o600)  # launcher.env may hold tokens
+            if request.settings.launcher.code_snapshot:
+                link_snapshot(request.dir, plan.submission)
+
+        write_concurrently(write_run, plan.runs, specs)
+    except RunDirectoryError:
+        raise
+    except OSError as e:
+        remedy = "choose another folder with hydra.sweep.dir=..."
+        where = e.filename or plan.submission
+        raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
+    return Prepared(plan, written, tuple(spec.run_id for spec in specs))
+
+
+def make_spec(
+    plan: Plan, number: int, *, entry: Entry, run_id: str, preemption: Preemption | None
+) -> RunSpec:
+    """Return run.json of one run of the plan (pure), without its provenance.
+
+    Args:
+        plan: The plan.
+        number: Position of the run in the plan.
+        entry: The user's function, where the tasks find it.
+        run_id: Id of the run.
+        preemption: How its tasks are preempted; None: as on this machine.
+    """
+    settings = plan.runs[number].settings
+    launcher = settings.launcher
+    # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a task
+    # that is cancelled has no more time than one that is preempted.
+    preempt_grace_s = kill_wait_s = LOCAL_GRACE_S
+    if preemption is not None:
+        kill_wait_s = preemption.kill_wait_s
+        preempt_grace_s = preemption.grace_s + kill_wait_s
+    if launcher.preempt_grace_s is not None:
+        preempt_grace_s = launcher.preempt_grace_s
+        kill_wait_s = min(kill_wait_s, preempt_grace_s)
+    time_limit = None
+    is_by_hand = launcher.dry_run  # perhaps with another time
+    if isinstance(launcher, SlurmSettings) and not is_by_hand and "time-min" not in launcher.sbatch:
+        time_limit = launcher.sbatch.get("time", launcher.time)
+    return RunSpec(
+        run_id=run_id,
+        min_nodes=settings.nodes.min,
+        max_nodes=settings.nodes.max,
+        nproc_per_node=settings.nproc_per_node,
+        max_restarts=launcher.max_restarts,
+        entry=entry,
+        submission=str(plan.submission),
+        tasks=plan.tasks[number],
+        launcher=plan.backend,
+        scale_up=launcher.scale_up,
+        scale_up_timeout_s=launcher.scale_up_timeout_s,
+        below_min_timeout_s=launcher.below_min_timeout_s,
+        interface=launcher.interface,
+        max_failed_rounds=launcher.max_failed_rounds,
+        max_requeues=launcher.max_requeues,
+        signal_delay_s=launcher.signal_delay_s,
+        preempt_grace_s=preempt_grace_s,
+        kill_wait_s=kill_wait_s,
+        preempt_signal=launcher.preempt_signal,
+        coallocate_min=is_coallocated(settings),
+        ft=settings.ft,
+        partition=launcher.partition if isinstance(launcher, SlurmSettings) else None,
+        time_s=None if time_limit is None else time_limit_s(str(time_limit)),
+        whole_nodes=batch_script.has_whole_nodes(launcher),
+        env=dict(launcher.env),
+        rendezvous=launcher.rendezvous,
+        agent=launcher.agent,
+    )
+
+
+def make_run_id(name: str) -> str:
+    """Return a new run id: unique, and readable in logs."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+# ---- arrays
+
+
+def next_array(submission: Path) -> int:
+    """Return the first free array number: a sweep may be submitted in several batches."""
+    return max((array.number for array in Submission(submission).arrays()), default=-1) + 1
+
+
+def with_free_numbers(prepare_anew: Callable[[], T]) -> T:
+    """Plan and prepare a submission, again if another one takes its array numbers meanwhile.
+
+    Several runs of one sweep may be resumed at the same moment.
+
+    Args:
+        prepare_anew: Makes the plan, and writes its files.
+
+    Raises:
+        ArrayTakenError: The numbers were taken at every try.
+    """
+    for _ in range(_NUM_TRIES - 1):
+        try:
+            return prepare_anew()
+        except ArrayTakenError:
+            continue
+    return prepare_anew()
+
+
+def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> tuple[Path, ...]:
+    """Write the files of all arrays of a plan, which thereby owns their numbers.
+
+    Returns:
+        The batch scripts.
+
+    Raises:
+        ArrayTakenError: See `with_free_numbers`; nothing was written.
+        OSError: A file could not be written.
+    """
+    submission = Submission(plan.submission)
+    ours: list[Path] = []
+    for array in plan.arrays:
+        content = {**plan.array_file(array), "token": secrets.token_hex(8)}
+        file = submission.array(array.number).tasks
+        if not create_atomic(file, json.dumps(content, indent=1) + "\n"):
+            for mine in ours:
+                mine.unlink()
+            raise ArrayTakenError(f"{file} was made by another submission: submit again")
+        ours.append(file)
+    for number, text in scripts.items():
+        write_atomic(submission.array(number).script, text)
+    return tuple(submission.array(k).script for k in scripts)
+
+
+def render_scripts(
+    plan: Plan, name: str, *, python: str = sys.executable, cwd: Path | None = None
+) -> dict[int, str]:
+    """Return the text of the batch script of each array, by number; none with launcher=local.
+
+    Args:
+        plan: The plan.
+        name: Name of the jobs where ``launcher.job_name`` gives none.
+        python: Interpreter of the tasks.
+        cwd: Directory of the setup lines; None: the present one.
+
+    Raises:
+        ConfigError: A setting cannot be written into a batch script.
+    """
+    if plan.backend != "slurm":
+        return {}
+
+    texts: dict[int, str] = {}
+    for array in plan.arrays:
+        settings = array.launcher
+        assert isinstance(settings, SlurmSettings)
+        script = batch_script.Script(
+            settings=settings,
+            job_name=settings.job_name or name,
+            num_tasks=len(array.tasks),
+            submission=plan.submission,
+            array=array.number,
+            coallocated=array.coallocated,
+            python=python,
+            cwd=cwd or Path.cwd(),
+            python_path=batch_script.python_path(os.environ),
+        )
+        texts[array.number] = batch_script.render(script, read_template(settings.template))
+    return texts
+
+
+def read_template(path: str | None) -> str:
+    """Return the text of the packaged template, or of the user's own.
+
+    Raises:
+        ConfigError: The user's template cannot be read.
+    """
+    packaged = _util.folder("sbatch_templates") / "array.sbatch.j2"
+    try:
+        return (Path(path) if path else packaged).read_text()
+    except OSError as e:
+        raise ConfigError("launcher.template", path, f"cannot be read: {e.strerror}") from e
+
+
+# ---- run directories
+
+
+def write_settings(run: RunDir, settings: RunSettings) -> None:
+    """Write settings.json, from which a later `resume` starts."""
+    write_atomic(run.settings, json.dumps(as_config(settings), indent=1) + "\n", mode=0o600)
+
+
+def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
+    """Write the files of all runs, several runs at a time where a file system is slow.
+
+    On a fast file system threads would only wait for the interpreter's lock.
+
+    Args:
+        write_run: Writes the files of one run.
+        of_each_run: Its arguments, for each run.
+
+    Raises:
+        Exception: That of the first call that failed; later calls may not have been made.
+    """
+    remaining = zip(*of_each_run, strict=True)
+    started = time.monotonic()
+    for number, arguments in enumerate(remaining, 1):
+        write_run(*arguments)
+        if time.monotonic() - started > number * _SLOW_S:
+            break
+    with ThreadPoolExecutor(_NUM_WRITERS, "hpc_elastic-files") as pool:
+        for _ in pool.map(lambda arguments: write_run(*arguments), remaining):
+            pass
+
+
+def require_writable(folder: Path) -> None:
+    """Make the sweep directory.
+
+    Raises:
+        RunDirectoryError: It cannot be made or written to; choose another.
+    """
+    probe = folder / ".hpc_elastic-probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as e:
+        remedy = "choose a folder on the shared file system with hydra.sweep.dir=..."
+        what = f"cannot write to the sweep directory {folder}: {e}"
+        raise RunDirectoryError(f"{what}; {remedy}") from e
+
+
+def _require_links(folder: Path) -> None:
+    """Make a hard link: agents elect their leader by one, on any node."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".links-") as trial:
+        file = Path(trial, "file")
+        file.touch()
+        try:
+            file.with_name("link").hardlink_to(file)
+        except OSError as e:
+            remedy = "choose one on another file system with hydra.sweep.dir=... (launch: run_dir)"
+            why = f"{folder}: no hard links can be made in this directory ({e.strerror or e})"
+            raise RunDirectoryError(f"{why}, by which agents elect their leader; {remedy}") from e
+
+
+def remove_rendered(dirs: Sequence[Path], submission: Path) -> None:
+    """Remove the files of a dry run, of runs that are prepared again.
+
+    An array is removed if all its runs are among them, and no task of it has ever started: the
+    tasks of a script that is submitted by hand record its job id. A task of it that still waits in
+    the queue runs what is written now.
+
+    Args:
+        dirs: The run directories.
+        submission: The sweep's ``.hpc_elastic``.
+    """
+    for array in Submission(submission).arrays():
+        if array.job_id is not None or not array.tasks.exists():
+            continue
+        runs = {RunDir(path) for path in array.run_dirs()}
+        launchers = [(read_json(run.settings) or {}).get("launcher", {}) for run in runs]
+        was_dry_run = all(launcher.get("dry_run") for launcher in launchers)
+        if runs <= {RunDir(path) for path in dirs} and was_dry_run:
+            for run in runs:
+                run.spec.unlink(missing_ok=True)
+            array.script.unlink(missing_ok=True)
+            array.tasks.unlink()

@@ -87,9 +87,15 @@ def launch_sweep(
     """
     with ended_by_interrupt():
         entry = entry_of(sweep.task_function, "hydra")
-        jobs = _freeze(sweep, job_overrides, initial_job_idx, entry)
-        for job in jobs:
-            _on_job_start(sweep, job)
+        load, shared = sweep.context.config_loader.load_sweep_config, SharedSections()
+        with cached_grammar():
+            jobs = [
+                freeze_job(load(sweep.config, list(overrides)), number, entry, shared)
+                for number, overrides in enumerate(job_overrides, initial_job_idx)
+            ]
+        callbacks = sweep.context.callbacks
+        for job in jobs if callbacks.callbacks else ():
+            callbacks.on_job_start(config=job.config(), task_function=sweep.task_function)
         with suppress(OSError):  # Hydra's sweeper wrote it, and launcher.env may hold tokens
             (sweep.dir / "multirun.yaml").chmod(0o600)
         requests = [job.request for job in jobs]
@@ -135,12 +141,6 @@ def require_sweep_dir(config: DictConfig) -> None:
             remedy = "with a launcher, Hydra's runs are a sweep: use hydra.sweep.dir=..., and "
             remedy += "hydra.sweep.subdir=... for the folder of each run in it"
             raise ConfigError("hydra.run.dir", value, remedy)
-
-
-def _on_job_start(sweep: Sweep, job: FrozenJob) -> None:
-    callbacks = sweep.context.callbacks
-    if callbacks.callbacks:
-        callbacks.on_job_start(config=job.config(), task_function=sweep.task_function)
 
 
 def _on_job_end(sweep: Sweep, job: FrozenJob, outcome: Outcome) -> JobReturn:
@@ -198,42 +198,22 @@ class FrozenJob:
         return OmegaConf.create({**self.task, "hydra": self.hydra})
 
 
-def _freeze(
-    sweep: Sweep, job_overrides: Sequence[Sequence[str]], initial_job_idx: int, entry: Entry
-) -> list[FrozenJob]:
-    load = sweep.context.config_loader.load_sweep_config
-    shared = SharedSections()
-    with _paused_gc(), cached_grammar():
-        return [
-            freeze_job(load(sweep.config, list(overrides)), number, entry, shared)
-            for number, overrides in enumerate(job_overrides, initial_job_idx)
-        ]
-
-
-@contextmanager
-def _paused_gc() -> Iterator[None]:
-    """Pause the garbage collector: a third of the time goes to its passes over small objects."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @contextmanager
 def cached_grammar() -> Iterator[None]:
     """Let OmegaConf parse each text only once, while the jobs of a sweep are frozen.
 
-    Its parser takes a millisecond for ``${hydra.job.num}``; the tree depends on the text alone.
+    Its parser takes a millisecond for ``${hydra.job.num}``; the tree depends on the text alone. The
+    garbage collector is paused: a third of the time goes to its passes over small objects.
     """
-    parse = base.parse  # type: ignore[attr-defined]
+    parse, collects = base.parse, gc.isenabled()  # type: ignore[attr-defined]
     base.parse = lru_cache(maxsize=4096)(parse)  # type: ignore[attr-defined]
+    gc.disable()
     try:
         yield
     finally:
         base.parse = parse  # type: ignore[attr-defined]
+        if collects:
+            gc.enable()
 
 
 def freeze_job(
@@ -255,10 +235,21 @@ def freeze_job(
     before = HydraConfig.instance().cfg
     HydraConfig.instance().cfg = config  # type: ignore[assignment]  # for the ${hydra:} resolver
     try:
-        sweep = _enter_job(config, number)
-        overrides = tuple(config.hydra.overrides.task)
+        node = config.hydra
+        _set(node.job, "num", number)
+        _set(node.job, "id", str(number))
+        sweep = {"dir": str(node.sweep.dir), "subdir": str(node.sweep.subdir)}
+        _set(node.runtime, "output_dir", str(Path(sweep["dir"], sweep["subdir"]).absolute()))
+        overrides = tuple(node.overrides.task)
         task = {str(key): freeze(config, key) for key in config if key != "hydra"}
-        hydra = {**_freeze_hydra(config.hydra, shared), "sweep": sweep}
+        hydra = {
+            name: freeze(node, name, f"hydra.{name}")
+            if name in _OF_THE_JOB
+            else shared.plain(node, name)
+            for name in map(str, node)
+            if name not in _HELP
+        }
+        hydra["sweep"] = sweep
     finally:
         HydraConfig.instance().cfg = before
     params = OmegaConf.select(config, "hydra.sweeper.params")
@@ -274,16 +265,6 @@ def freeze_job(
     return FrozenJob(RunRequest(path, settings, entry, overrides, files), task, hydra)
 
 
-def _enter_job(config: DictConfig, number: int) -> dict[str, Any]:
-    """Set what Hydra's own launchers set for a job; return ``hydra.sweep``, resolved."""
-    hydra = config.hydra
-    _set(hydra.job, "num", number)
-    _set(hydra.job, "id", str(number))
-    sweep = {"dir": str(hydra.sweep.dir), "subdir": str(hydra.sweep.subdir)}
-    _set(hydra.runtime, "output_dir", str(Path(sweep["dir"], sweep["subdir"]).absolute()))
-    return sweep
-
-
 def _set(parent: DictConfig, name: str, value: object) -> None:
     """Set a value; making a config writable costs ten times as much as writing to it."""
     node = parent._get_node(name)
@@ -292,16 +273,6 @@ def _set(parent: DictConfig, name: str, value: object) -> None:
         return
     with read_write(parent), open_dict(parent):
         parent[name] = value
-
-
-def _freeze_hydra(hydra: DictConfig, shared: SharedSections) -> dict[str, Any]:
-    return {
-        name: freeze(hydra, name, f"hydra.{name}")
-        if name in _OF_THE_JOB
-        else shared.plain(hydra, name)
-        for name in map(str, hydra)
-        if name not in _HELP
-    }
 
 
 class SharedSections:
@@ -363,20 +334,17 @@ def freeze(parent: DictConfig | ListConfig, name: Any, key: str = "") -> Any:
     assert not isinstance(node, list) and node is not None
     raw = node._value()
     if isinstance(node, DictConfig | ListConfig) and not isinstance(raw, str | None):
-        return _freeze_container(node, key or str(name))
+        return _resolve(node, key or str(name))
     return _freeze_leaf(parent, name, raw, key or str(name))
 
 
-def _freeze_container(config: DictConfig | ListConfig, key: str) -> Any:
-    plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
-    return _resolve(config, plain, key)
-
-
-def _resolve(config: Any, plain: Any, key: str) -> Any:
-    """Replace, in place, each interpolation below ``plain`` by its value."""
+def _resolve(config: Any, key: str, plain: Any = None) -> Any:
+    """Return a container as plain values, each interpolation in it replaced by its value."""
+    if plain is None:
+        plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     for name, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
         if isinstance(value, dict | list):
-            _resolve(config._get_node(name), value, f"{key}.{name}")
+            _resolve(config._get_node(name), f"{key}.{name}", value)
         elif isinstance(value, str) and "${" in value:
             plain[name] = _freeze_leaf(config, name, value, f"{key}.{name}")
     return plain
@@ -396,7 +364,7 @@ def _freeze_leaf(parent: DictConfig | ListConfig, name: Any, raw: Any, key: str)
     except OmegaConfBaseException:
         return raw
     if isinstance(value, DictConfig | ListConfig):
-        return _freeze_container(value, key)
+        return _resolve(value, key)
     if isinstance(value, Enum):
         return value.name
     # a reader of the frozen file must not take a resolved text for an interpolation

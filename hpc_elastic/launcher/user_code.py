@@ -37,21 +37,10 @@ from hpc_elastic.run.directory import SUBMISSION, Entry
 from hpc_elastic.run.registry import user
 
 ENVIRONMENT = (
-    "CONDA_DEFAULT_ENV",
-    "CONDA_PREFIX",
-    "CUDA_HOME",
-    "LD_LIBRARY_PATH",
-    "LOADEDMODULES",
-    "OMP_NUM_THREADS",
-    "PATH",
-    "PYTHONPATH",
-    "SLURM_CONF",
-    "VIRTUAL_ENV",
+    *("CONDA_DEFAULT_ENV", "CONDA_PREFIX", "CUDA_HOME", "LD_LIBRARY_PATH", "LOADEDMODULES"),
+    *("OMP_NUM_THREADS", "PATH", "PYTHONPATH", "SLURM_CONF", "VIRTUAL_ENV"),
 )
 PACKAGES = ("hpc_elastic", "hydra-core", "numpy", "omegaconf", "submitit", "torch")
-
-_GIT_TIMEOUT_S = 10.0
-_SNAPSHOT_TIMEOUT_S = 60.0
 
 
 def entry_of(
@@ -70,7 +59,10 @@ def entry_of(
     Raises:
         ConfigError: Workers could not import the function; names the remedy.
     """
-    qualname = _qualname(function)
+    qualname = getattr(function, "__qualname__", None)
+    if qualname is None or "<" in qualname:
+        remedy = "workers import the function by name: define it with `def` at module level"
+        raise ConfigError("task function", qualname or repr(function), remedy)
     script, module = _source(function)
     return Entry(
         kind=kind,
@@ -83,19 +75,17 @@ def entry_of(
     )
 
 
-def _qualname(function: Callable[..., Any]) -> str:
-    qualname = getattr(function, "__qualname__", None)
-    if qualname is None or "<" in qualname:
-        remedy = "workers import the function by name: define it with `def` at module level"
-        raise ConfigError("task function", qualname or repr(function), remedy)
-    return str(qualname)
-
-
 def _source(function: Callable[..., Any]) -> tuple[str | None, str | None]:
     """Return (script, module) of the function; one of the two is None."""
     name = function.__module__
     if name != "__main__":
-        _require_importable(name)
+        try:
+            is_importable = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            is_importable = False
+        if not is_importable:
+            remedy = "its module cannot be imported by name, as workers have to"
+            raise ConfigError("task function", name, remedy)
         return None, name
     _require_guard()
     main = sys.modules["__main__"]
@@ -130,16 +120,6 @@ def _require_guard() -> None:
                 why = f"line {line} runs whenever the file is imported, and workers import it"
                 remedy = 'put it under `if __name__ == "__main__":`'
                 raise ConfigError("script", script, f"{why}: {remedy}")
-
-
-def _require_importable(name: str) -> None:
-    try:
-        found = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
-        remedy = "its module cannot be imported by name, as workers have to"
-        raise ConfigError("task function", name, remedy)
 
 
 def search_path() -> list[str]:
@@ -179,7 +159,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     argv = ["git", "-C", str(folder), "--no-optional-locks"]
     argv += ["status", "--porcelain=v2", "--branch"]
     try:
-        done = _util.run(argv, timeout_s=_GIT_TIMEOUT_S)
+        done = _util.run(argv, timeout_s=10.0)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return parse_git_status(done.stdout) if done.returncode == 0 else None
@@ -195,14 +175,13 @@ def parse_git_status(text: str) -> dict[str, Any]:
 
 def packages() -> dict[str, str | None]:
     """Return the versions of the packages of a run, without importing them; None if absent."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def take_snapshot(entry: Entry, submission: Path) -> Entry:
@@ -219,7 +198,8 @@ def take_snapshot(entry: Entry, submission: Path) -> Entry:
     code = submission / "code"
     try:
         for name in own_files(_listed(top)):
-            _copy(top / name, code / name)
+            (code / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(top / name, code / name, follow_symlinks=False)
     except OSError as e:
         raise SubmissionError(f"launcher.code_snapshot: cannot copy {top} to {code}: {e}") from e
     return remap(entry, top, code)
@@ -239,7 +219,7 @@ def own_files(listed: Iterable[str]) -> list[str]:
     would be copied into itself.
     """
     paths = [PurePosixPath(name) for name in listed]
-    sweeps = {p for path in paths for p in _sweeps_above(path)}
+    sweeps = {p.parent for path in paths for p in path.parents if p.name == SUBMISSION}
     return [str(path) for path in paths if sweeps.isdisjoint(path.parents)]
 
 
@@ -258,10 +238,6 @@ def remap(entry: Entry, top: Path, code: Path) -> Entry:
     )
 
 
-def _sweeps_above(path: PurePosixPath) -> list[PurePosixPath]:
-    return [p.parent for p in path.parents if p.name == SUBMISSION]
-
-
 def _listed(top: Path) -> list[str]:
     """Return the files of a checkout, including those of its submodules."""
     names = _git(top, "ls-files", "-co", "--exclude-standard", "-z").split("\0")
@@ -276,16 +252,11 @@ def _listed(top: Path) -> list[str]:
     return files
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(source, target, follow_symlinks=False)
-
-
 def _git(folder: Path, *args: str) -> str:
     argv = ["git", "-C", str(folder), *args]
     remedy = "`git init` there, or leave the setting off"
     try:
-        done = _util.run(argv, timeout_s=_SNAPSHOT_TIMEOUT_S, errors="surrogateescape")
+        done = _util.run(argv, timeout_s=60.0, errors="surrogateescape")
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SubmissionError(f"launcher.code_snapshot needs git: {e}") from e
     if done.returncode != 0:

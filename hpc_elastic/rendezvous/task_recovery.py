@@ -444,7 +444,7 @@ def has_ended(agent: Agent, state: TaskState) -> bool:
     A task that is being ended takes its leave itself, though Slurm counts its next attempt already:
     between a requeue and its signal the agent is as well as ever.
     """
-    if state.phase is Phase.LEAVING:
+    if state.phase is Phase.COMPLETING:
         return False
     if state.restarts is not None and state.restarts > agent.attempt:
         return True

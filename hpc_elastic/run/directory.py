@@ -201,74 +201,49 @@ class Cancellation:
         return "".join(f" {word} {value}" for word, value in [*parts, ("at", at)] if value)
 
 
+class _Below:
+    """A path below the folder of its owner: ``spec = _Below("run.json")``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: RunDir | Submission, cls: type[object] | None = None) -> Path:
+        return owner.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths below one run directory, and atomic reads and writes of its files."""
 
     path: Path
 
-    @property
-    def spec(self) -> Path:
-        """The frozen description, run.json."""
-        return self.path / "run.json"
-
-    @property
-    def hydra(self) -> Path:
-        """Folder of Hydra's frozen config."""
-        return self.path / ".hydra"
-
-    @property
-    def secret(self) -> Path:
-        """The key by which agents authenticate each other."""
-        return self.path / "secret"
-
-    @property
-    def first_term(self) -> Path:
-        """The term folder, as it is made with the run; see `rendezvous.term`."""
-        return self.rdzv / "term.0"
-
-    @property
-    def rdzv(self) -> Path:
-        """Folder of the leaders' files."""
-        return self.path / "rdzv"
-
-    @property
-    def results(self) -> Path:
-        """Folder of the workers' return values."""
-        return self.path / "results"
-
-    @property
-    def status(self) -> Path:
-        """The group, as the leader wrote it last."""
-        return self.path / "status.json"
-
-    @property
-    def progress(self) -> Path:
-        """The group over time, as its leaders wrote it."""
-        return self.path / "progress.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """How the run ended; it exists when the run has ended."""
-        return self.path / "result.json"
-
-    @property
-    def settings(self) -> Path:
-        """The settings of the last submission, in the form of `config.resolve.as_config`."""
-        return self.path / "settings.json"
-
-    @property
-    def departing(self) -> Path:
-        """Folder of combined requests of tasks that are requeued together (`combined_requests`)."""
-        return self.path / "departing"
-
-    @property
-    def cancelled(self) -> Path:
-        """Who cancelled the run, and when; written before the first task is cancelled."""
-        return self.path / "cancelled"
+    spec = _Below("run.json")
+    hydra = _Below(".hydra")
+    settings = _Below("settings.json")
+    secret = _Below("secret")
+    rdzv = _Below("rdzv")
+    first_term = _Below("rdzv/term.0")
+    """The term folder, as it is made with the run; see `rendezvous.term`."""
+    notices = _Below("notice")
+    """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
+    excluded = _Below("excluded.json")
+    avoided = _Below("avoided")
+    checkpoints = _Below("checkpoints")
+    """The default folder of checkpoints; the script may choose another."""
+    departing = _Below("departing")
+    saves_to = _Below("saves_to")
+    tasks = _Below("tasks")
+    event_logs = _Below("events")
+    results = _Below("results")
+    status = _Below("status.json")
+    progress = _Below("progress.jsonl")
+    cancelled = _Below("cancelled")
+    """Written before the first task is cancelled."""
+    result = _Below("result.json")
+    """It exists when the run has ended."""
 
     def cancellation(self) -> Cancellation | None:
-        """Return who cancelled the run; None if nobody did."""
+        """Return who cancelled the run; None if it was not cancelled."""
         try:
             if not is_there(self.cancelled):
                 return None
@@ -286,44 +261,9 @@ class RunDir:
         ends = (self.result.name, self.cancelled.name)
         return not names_in(self.path).isdisjoint(ends)
 
-    @property
-    def excluded(self) -> Path:
-        """Nodes that the run avoids, each with the reason."""
-        return self.path / "excluded.json"
-
-    @property
-    def avoided(self) -> Path:
-        """Folder of the quarantine: tasks that avoid their last node for now (`slurm.requeue`)."""
-        return self.path / "avoided"
-
-    @property
-    def notices(self) -> Path:
-        """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
-        return self.path / "notice"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The default folder of checkpoints; the script may choose another."""
-        return self.path / "checkpoints"
-
-    @property
-    def saves_to(self) -> Path:
-        """Folder of the other directories of checkpoints (`hpc_elastic.checkpoint.store`)."""
-        return self.path / "saves_to"
-
-    @property
-    def tasks(self) -> Path:
-        """Folder of the logs of all tasks, with one folder for each."""
-        return self.path / "tasks"
-
     def attempt(self, task: str, attempt: int) -> Path:
         """Return the log folder of one attempt of one task."""
         return self.tasks / task / f"attempt-{attempt}"
-
-    @property
-    def event_logs(self) -> Path:
-        """Folder of the event logs of all tasks."""
-        return self.path / "events"
 
     def events(self, task: str) -> Path:
         """Return the event log of one task."""
@@ -359,11 +299,11 @@ class RunDir:
         for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
             folder.mkdir(parents=True, exist_ok=True)
         if not create_atomic(self.spec, spec.to_json(), mode=0o600):
-            raise self.taken()
+            raise self.taken_error()
         self.first_term.mkdir(exist_ok=True)
         write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
 
-    def taken(self) -> RunDirectoryError:
+    def taken_error(self) -> RunDirectoryError:
         """Return the error for a directory that holds a run already."""
         remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
         return RunDirectoryError(f"{self.path} holds a run already: {remedy}")
@@ -442,24 +382,16 @@ class Submission:
 
     path: Path
 
-    @property
-    def logs(self) -> Path:
-        """Folder of the output of tasks that Slurm captures."""
-        return self.path / "logs"
+    logs = _Below("logs")
+    """Folder of the output of tasks that Slurm captures."""
+    local_tasks = _Below("local-tasks.json")
+    """The table of a local launcher's tasks (`hpc_elastic.slurm.local_queue`)."""
+    local_requests = _Below("local-requests")
+    """Folder of requests to a local launcher (`hpc_elastic.slurm.local_queue`)."""
 
     def log(self, task: str) -> Path:
         """Return what Slurm captures of a task; of a co-allocated job, by its id, the script's."""
         return self.logs / f"{task}.log"
-
-    @property
-    def local_tasks(self) -> Path:
-        """The table of a local launcher's tasks (`hpc_elastic.slurm.local_queue`)."""
-        return self.path / "local-tasks.json"
-
-    @property
-    def local_requests(self) -> Path:
-        """Folder of requests to a local launcher (`hpc_elastic.slurm.local_queue`)."""
-        return self.path / "local-requests"
 
     def array(self, number: int) -> ArrayFiles:
         """Return the files of one array."""

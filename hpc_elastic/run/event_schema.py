@@ -24,7 +24,7 @@ class Field:
         type: ``texts`` is a list of text; ``members`` a list of agents, as a round has them;
             ``ranks`` a list of objects about ranks.
         meaning: Its meaning, with the unit.
-        optional: Whether it may be absent or null; the meaning says what that means.
+        optional: Whether it may be absent or null; the meaning explains that.
     """
 
     name: str
@@ -172,7 +172,7 @@ _OF_THE_GROUP = (
          "It was weighed whether waiting nodes join a group that trains.",
          "when the decision differs from the one before", _LEADER,
          (Field("waiting", "texts", "their tasks, at most 20"),
-          Field("admit", "text", "`not now`; else when, as launcher.scale_up says: `checkpoint`, "
+          Field("admit", "text", "`not now`; else when, by launcher.scale_up: `checkpoint`, "
                 "`immediate` or `on_restart`"),
           Field("why", "text", "what was weighed"))),
     Kind("tasks_restarted", "Lost tasks may start again soon.",
@@ -262,12 +262,8 @@ def valid_events(events: Iterable[Event]) -> list[Event]:
 
     Fields and kinds that a newer version has added do not matter: readers ignore them.
     """
-    return [event for event in events if _is_valid(event)]
-
-
-def _is_valid(event: Event) -> bool:
-    kind = KINDS.get(str(event.get("kind")))
-    return kind is None or not any(_wrong(event, kind.fields))
+    kinds = [(event, KINDS.get(str(event.get("kind")))) for event in events]
+    return [event for event, kind in kinds if not (kind and any(_wrong(event, kind.fields)))]
 
 
 def problems(event: Mapping[str, Any]) -> list[str]:
@@ -277,7 +273,8 @@ def problems(event: Mapping[str, Any]) -> list[str]:
     if kind is None:
         return [f"{name!r} is no kind of event: describe it in hpc_elastic/run/event_schema.py"]
     fields = {field.name: field for field in (*COMMON, *kind.fields)}
-    found = [*_wrong(event, fields.values()), *_unknown(event, fields)]
+    found = list(_wrong(event, fields.values()))
+    found += [f"{key} is no field of it" for key in event if key not in fields]
     if event.get("v") not in (None, VERSION):
         found.append(f"v is {event['v']!r}, not {VERSION}")
     return [f"{name}: {problem}" for problem in found]
@@ -293,24 +290,8 @@ def _wrong(event: Mapping[str, Any], fields: Iterable[Field]) -> Iterator[str]:
             yield f"{field.name} is {value!r}, which is no {field.type}"
 
 
-def _unknown(event: Mapping[str, Any], fields: Mapping[str, Field]) -> Iterator[str]:
-    return (f"{name} is no field of it" for name in event if name not in fields)
-
-
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_members(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_member, value))
 
 
 def _is_member(value: object) -> bool:
@@ -321,18 +302,20 @@ def _is_member(value: object) -> bool:
     )
 
 
-def _is_ranks(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(m, dict) and _is_integer(m.get("rank")) for m in value
-    )
+def _is_rank(value: object) -> bool:
+    return isinstance(value, dict) and _is_integer(value.get("rank"))
+
+
+def _list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, value))
 
 
 _IS: dict[Type, Callable[[object], bool]] = {
     "text": lambda value: isinstance(value, str),
     "integer": _is_integer,
-    "number": _is_number,
+    "number": lambda value: isinstance(value, float) or _is_integer(value),
     "flag": lambda value: isinstance(value, bool),
-    "texts": _is_texts,
-    "members": _is_members,
-    "ranks": _is_ranks,
+    "texts": _list_of(lambda item: isinstance(item, str)),
+    "members": _list_of(_is_member),
+    "ranks": _list_of(_is_rank),
 }

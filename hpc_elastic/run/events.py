@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,25 +120,18 @@ class EventReader:
         Raises:
             OSError: The file system does not answer.
         """
-        events = [e for path in self._files() for e in self._new_in(path)]
-        return sorted(events, key=lambda e: float(e["time"]))
-
-    def _files(self) -> list[Path]:
         try:
             names = os.listdir(self.folder)  # noqa: PTH208 - glob is silent where it may not look
         except FileNotFoundError:
             return []
-        return [self.folder / name for name in sorted(names) if name.endswith(".jsonl")]
-
-    def _new_in(self, path: Path) -> Iterator[Event]:
-        with path.open("rb") as f:
-            f.seek(self._read.get(path, 0))
-            whole, newline, _ = f.read().rpartition(b"\n")
-        self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
-        for line in whole.splitlines():
-            event = _parsed(line)
-            if event is not None:
-                yield event
+        events: list[Event] = []
+        for path in (self.folder / name for name in sorted(names) if name.endswith(".jsonl")):
+            with path.open("rb") as f:
+                f.seek(self._read.get(path, 0))
+                whole, newline, _ = f.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
+            events += filter(None, map(_parsed, whole.splitlines()))
+        return sorted(events, key=lambda e: float(e["time"]))
 
 
 def read_events(folder: Path) -> list[Event]:

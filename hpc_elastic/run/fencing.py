@@ -20,7 +20,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic.errors import CheckpointFencedError
 from hpc_elastic.shared_files import names_listed
@@ -57,7 +56,10 @@ def check_fence() -> None:
             "another group or another leader has taken over"
         )
     task, attempt, _ = replica_.rsplit(":", 2)
-    if not _belongs(json.loads(record_path(mine.parent, newest).read_text()), task, int(attempt)):
+    record = json.loads(json.loads(record_path(mine.parent, newest).read_text())["record"])
+    names = [(member["task"], member["attempt"]) for member in record["members"]]
+    is_lost = int(record["lost"].get(task, -1)) >= int(attempt)
+    if (task, int(attempt)) not in names or record["ending"] or is_lost:
         raise CheckpointFencedError(
             f"this worker belongs to {task}, attempt {attempt}, which is no member in record "
             f"{newest} of {mine.parent}: it was lost, or the run has ended"
@@ -82,13 +84,6 @@ def fencing_token() -> str | None:
     if replica_ is None:
         return f"r{number(mine.name)}"
     return f"f{number(mine.name)}s{replica_.rpartition(':')[2]}"
-
-
-def _belongs(sealed: dict[str, Any], task: str, attempt: int) -> bool:
-    """Return whether a record has an attempt of a task as a member that is not lost."""
-    record = json.loads(sealed["record"])
-    member = any(m["task"] == task and m["attempt"] == attempt for m in record["members"])
-    return member and not record["ending"] and int(record["lost"].get(task, -1)) < attempt
 
 
 def own_record() -> Path | None:

@@ -87,7 +87,11 @@ class Index:
         Calls in ascending order read the file once in a thousand times.
         """
         if not self._sizes or not self._sizes[0] <= end <= self._sizes[-1]:
-            self._load(end)
+            records = self._query(
+                lambda f, num: _read(f, _first(f, num, lambda record: record[0] >= end), _BLOCK)
+            )
+            self._sizes = [size for size, _ in records]
+            self._times = [time_s for _, time_s in records]
         at = bisect_left(self._sizes, end)
         return self._times[at] if at < len(self._sizes) else None
 
@@ -112,16 +116,6 @@ class Index:
 
         found = self._query(last_before)
         return found[0][0] if found else 0
-
-    def _load(self, end: int) -> None:
-        """Load the records from the first one on that reaches a byte."""
-
-        def block(f: BinaryIO, num: int) -> list[Record]:
-            return _read(f, _first(f, num, lambda record: record[0] >= end), _BLOCK)
-
-        records = self._query(block)
-        self._sizes = [size for size, _ in records]
-        self._times = [time_s for _, time_s in records]
 
     def _query(self, what: Callable[[BinaryIO, int], list[Record]]) -> list[Record]:
         try:

@@ -73,21 +73,17 @@ def newest_first() -> Iterator[KnownRun]:
     except (OSError, RuntimeError):
         return
     for file in files:
-        yield from _read(file)
-
-
-def _read(file: Path) -> Iterator[KnownRun]:
-    try:
-        entry = read_json(file) or {}
-        found = [KnownRun(i, Path(p), float(entry["submitted"])) for i, p in entry["runs"].items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        _log.warning("%s is ignored: %s", file, e)
-        return
-    yield from (run for run in reversed(found) if _may_be_there(RunDir(run.path)))
-
-
-def _may_be_there(run: RunDir) -> bool:
-    try:
-        return run.spec.exists()
-    except OSError:  # no permission, a stale handle, or a server that is away
-        return True
+        try:
+            entry = read_json(file) or {}
+            at, runs = float(entry["submitted"]), entry["runs"].items()
+            found = [KnownRun(run_id, Path(path), at) for run_id, path in runs]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            _log.warning("%s is ignored: %s", file, e)
+            continue
+        for run in reversed(found):
+            try:
+                may_be_there = RunDir(run.path).spec.exists()
+            except OSError:  # no permission, a stale handle, or a server that is away
+                may_be_there = True
+            if may_be_there:
+                yield run

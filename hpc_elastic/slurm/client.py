@@ -23,51 +23,14 @@ from pathlib import Path
 
 from hpc_elastic import _util
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_process, outside
+from hpc_elastic.slurm import environment, parsing
 from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
 from hpc_elastic.slurm.nodelist import compress, compress_indices
-from hpc_elastic.slurm.parsing import (
-    EACH_NODE_FORMAT,
-    NODE_KINDS_FORMAT,
-    NODES_FORMAT,
-    SQUEUE_FORMAT,
-    JobRecord,
-    NodeKind,
-    Partition,
-    Preemption,
-    is_ended,
-    is_forgotten,
-    is_not_waiting,
-    is_refused,
-    is_requeued,
-    is_unknown_node,
-    last_busy_at,
-    lists_all,
-    parse_config,
-    parse_controllers,
-    parse_each_node,
-    parse_is_up,
-    parse_job_id,
-    parse_node_address,
-    parse_node_kinds,
-    parse_node_states,
-    parse_nodes,
-    parse_out_of_service,
-    parse_partition_names,
-    parse_partitions,
-    parse_preemption,
-    parse_records,
-    parse_squeue,
-    parse_start,
-    parse_version,
-)
 
 _log = logging.getLogger(__name__)
 
-_IDS_A_CALL = 100
 RELEASE_DELAY_S = 2
-_BEGIN_S = 600
-"""Seconds after which a task that was submitted again starts without a `release`."""
+_IDS_A_CALL = 100
 
 
 class SlurmClient:
@@ -83,7 +46,7 @@ class SlurmClient:
 
     def __init__(self, timeout_s: float = 10, *, env: Mapping[str, str] | None = None) -> None:
         self.timeout_s = timeout_s
-        self._env = for_commands(os.environ if env is None else env)
+        self._env = environment.for_commands(os.environ if env is None else env)
         self._given = env
 
     def tasks(self, job_ids: Iterable[str], *, once: bool = False) -> dict[str, TaskState]:
@@ -103,29 +66,26 @@ class SlurmClient:
         try:
             return self._squeue(ids)
         except SlurmCommandError as e:
-            if not is_forgotten(e):
+            if not parsing.is_forgotten(e):
                 raise
         alone = ids if len(ids) > 1 and not once else []
         return {name: task for job_id in alone for name, task in self.tasks([job_id]).items()}
 
     def _squeue(self, ids: Sequence[str]) -> dict[str, TaskState]:
         """List each element by itself; without -r too, if squeue may have lost one by it."""
-        tasks, output = self._listed(ids, "-r")
-        return tasks if lists_all(output) else {**self._listed(ids)[0], **tasks}
-
-    def _listed(self, ids: Sequence[str], *options: str) -> tuple[dict[str, TaskState], str]:
-        """Return the tasks of jobs, and the output of squeue.
-
-        For several jobs the controller sends all jobs of the user.
-        """
-        mine = ["--me"] if len(ids) > 1 else []
-        named = [*mine, "-O", SQUEUE_FORMAT, "-j", ",".join(ids)]
-        argv = ["squeue", "-h", *options, "-t", "all", *named]
-        output = self._run(argv)
-        try:
-            return parse_squeue(output, time.time()), output
-        except ValueError as e:
-            raise SlurmCommandError(argv, 0, str(e)) from e
+        found: dict[str, TaskState] = {}
+        for options in ["-r"], []:
+            mine = ["--me"] if len(ids) > 1 else []  # else the controller sends all users' jobs
+            named = [*mine, "-O", parsing.SQUEUE_FORMAT, "-j", ",".join(ids)]
+            argv = ["squeue", "-h", *options, "-t", "all", *named]
+            output = self._run(argv)
+            try:
+                found = {**parsing.parse_squeue(output, time.time()), **found}
+            except ValueError as e:
+                raise SlurmCommandError(argv, 0, str(e)) from e
+            if parsing.lists_all(output):
+                break
+        return found
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks; those that have ended are no error.
@@ -137,18 +97,15 @@ class SlurmClient:
                 (Slurm 22.05). A task that Slurm starts in between is cancelled nevertheless.
         """
         if pending_only:
-            states = self.tasks(map(job_of, tasks))
-            tasks = _pending(map(queue_name, tasks), states)
+            named = set(map(queue_name, tasks))
+            tasks = [
+                name
+                for name, state in self.tasks(map(job_of, tasks)).items()
+                if state.phase is Phase.PENDING and (name in named or job_of(name) in named)
+            ]
         ids = list(_compact(tasks))
         for at in range(0, len(ids), _IDS_A_CALL):
-            self._scancel(ids[at : at + _IDS_A_CALL])
-
-    def _scancel(self, ids: Sequence[str]) -> None:
-        try:
-            self._run(["scancel", *ids])
-        except SlurmCommandError as e:
-            if not is_ended(e):
-                raise
+            self._run_unless(parsing.ENDED, "scancel", *ids[at : at + _IDS_A_CALL])
 
     def kill_steps(self, task: str) -> None:
         """Send SIGKILL to the steps of a task; its batch script ends with the exit code of srun.
@@ -162,13 +119,17 @@ class SlurmClient:
 
     def max_array_size(self) -> int:
         """Return the cluster's MaxArraySize: the highest index of an array is one less."""
-        argv = ["scontrol", "show", "config"]
-        size = parse_config(self._run(argv)).get("MaxArraySize", "")
+        size = self.config().get("MaxArraySize", "")
         if not size.isdecimal():
+            argv = ["scontrol", "show", "config"]
             raise SlurmCommandError(argv, 0, "no MaxArraySize in its output")
         return int(size)
 
-    def preemption(self, partition: str | None) -> Preemption:
+    def config(self) -> dict[str, str]:
+        """Return the cluster's settings by name, as in slurm.conf."""
+        return parsing.parse_config(self._run(["scontrol", "show", "config"]))
+
+    def preemption(self, partition: str | None) -> parsing.Preemption:
         """Return how a task in these partitions is preempted (login node).
 
         If Slurm does not answer this is Slurm's default, with a warning in the log.
@@ -182,12 +143,12 @@ class SlurmClient:
         except SlurmCommandError as e:
             what = "how tasks are preempted is unknown (%s): no grace time is assumed"
             _log.warning(what, e)
-            return Preemption()
-        return parse_preemption(config, partitions, partition)
+            return parsing.Preemption()
+        return parsing.parse_preemption(config, partitions, partition)
 
     def partitions(self) -> list[str]:
         """Return the names of the cluster's partitions, those hidden from the user included."""
-        return parse_partition_names(self._run(["sinfo", "-h", "-a", "-o", "%R"]))
+        return list(dict.fromkeys(self._run(["sinfo", "-h", "-a", "-o", "%R"]).split()))
 
     def each_node(self, partition: str | None) -> dict[str, str]:
         """Return the state of each node of some partitions, in sinfo's words.
@@ -196,42 +157,42 @@ class SlurmClient:
             partition: A name or several with commas; None: of all partitions.
         """
         where = [] if partition is None else ["-p", partition]
-        return parse_each_node(self._run(["sinfo", "-h", "-N", *where, "-o", EACH_NODE_FORMAT]))
+        argv = ["sinfo", "-h", "-N", *where, "-o", parsing.EACH_NODE_FORMAT]
+        return parsing.parse_each_node(self._run(argv))
 
-    def node_kinds(self, partition: str | None) -> list[NodeKind]:
+    def node_kinds(self, partition: str | None) -> list[parsing.NodeKind]:
         """Return the kinds of nodes of some partitions (login node).
 
         Args:
             partition: As given to sbatch: a name or several with commas; None: all visible ones.
         """
         where = [] if partition is None else ["-p", partition]
-        return parse_node_kinds(self._run(["sinfo", "-h", "-e", *where, "-o", NODE_KINDS_FORMAT]))
+        argv = ["sinfo", "-h", "-e", *where, "-o", parsing.NODE_KINDS_FORMAT]
+        return parsing.parse_node_kinds(self._run(argv))
 
     def node_address(self, node: str) -> str | None:
         """Return the host name or address by which the controller reaches a node, as configured.
 
         None if Slurm has no such node, or no address of it.
         """
-        output = self._node(node)
-        return None if output is None else parse_node_address(output)
+        return parsing.parse_node_address(self._node(node))
 
     def is_up(self, node: str) -> bool:
         """Return whether a node is up, so that Slurm may start jobs there; False if unknown."""
         output = self._node(node)
-        return output is not None and parse_is_up(output)
+        return bool(output) and parsing.parse_is_up(output)
 
     def out_of_service(self, node: str) -> str:
         """Return Slurm's reason for which a node gets no new jobs; empty if it does, or unknown."""
-        output = self._node(node)
-        return "" if output is None else parse_out_of_service(output)
+        return parsing.parse_out_of_service(self._node(node))
 
-    def _node(self, node: str) -> str | None:
+    def _node(self, node: str) -> str:
         try:
             return self._run(["scontrol", "show", "node", node])
         except SlurmCommandError as e:
-            if not is_unknown_node(e):
+            if not parsing.is_unknown_node(e):
                 raise
-            return None
+            return ""
 
     def requeue(self, task: str) -> None:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.
@@ -244,26 +205,19 @@ class SlurmClient:
         """
         name = queue_name(task)
         try:
-            self._requeue(name)
+            self._run_unless(parsing.REQUEUED, "scontrol", "requeue", name)
         except SlurmCommandError as e:
-            if not is_refused(e):
+            if not parsing.is_refused(e):
                 raise
             self._run(["scontrol", "update", f"jobid={name}", "requeue=1"])
-            self._requeue(name)
+            self._run_unless(parsing.REQUEUED, "scontrol", "requeue", name)
 
     def requeue_all(self, tasks: Sequence[str]) -> None:
         """Send tasks back to the queue with one command; those being requeued are no error.
 
         After an error the others may be requeued or not: call `requeue` for each then.
         """
-        self._requeue(",".join(_compact(tasks)))
-
-    def _requeue(self, name: str) -> None:
-        try:
-            self._run(["scontrol", "requeue", name])
-        except SlurmCommandError as e:
-            if not is_requeued(e):
-                raise
+        self._run_unless(parsing.REQUEUED, "scontrol", "requeue", ",".join(_compact(tasks)))
 
     def release(self, task: str) -> None:
         """Let a requeued task start soon, without Slurm's delay of two minutes.
@@ -290,8 +244,8 @@ class SlurmClient:
         """
         for record in self._records(queue_name(task)):
             if queue_name(task) in record.tasks and record.submitted:
-                nodes = parse_nodes(self._run(["scontrol", "-o", "show", "node"]))
-                return last_busy_at(nodes, record)
+                nodes = parsing.parse_nodes(self._run(["scontrol", "-o", "show", "node"]))
+                return parsing.last_busy_at(nodes, record)
         return None
 
     def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
@@ -317,15 +271,17 @@ class SlurmClient:
             tasks: Names as in `scheduler`.
             hosts: The nodes.
         """
-        wanted = set(hosts)
-        if not wanted:
-            return
-        for avoided, names in self._by_excluded(tasks).items():
-            merged = sorted(wanted.union(avoided))
-            if merged == sorted(avoided):
-                continue
-            for task in _compact(names):
-                self._update_waiting(task, f"ExcNodeList={compress(merged)}")
+        added, named = set(hosts), set(map(queue_name, tasks))
+        waiting: dict[tuple[str, ...], list[str]] = {}
+        for job in dict.fromkeys(map(job_of, tasks)) if added else ():
+            for record in self._records(job):
+                names = [name for name in record.tasks if name in named and record.may_wait]
+                waiting.setdefault(record.excluded, []).extend(names)
+        for avoided, names in waiting.items():
+            if not added.issubset(avoided):
+                nodes = compress(sorted(added.union(avoided)))
+                for task in _compact(names):
+                    self._update_waiting(task, f"ExcNodeList={nodes}")
 
     def excluded(self, task: str) -> tuple[str, ...] | None:
         """Return the nodes that a pending task avoids; None if it does not wait."""
@@ -348,22 +304,12 @@ class SlurmClient:
             self._update_waiting(queue_name(task), f"ExcNodeList={compress(rest)}")
         return True
 
-    def _by_excluded(self, tasks: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-        """Return those tasks that wait, by the nodes that they avoid."""
-        wanted = set(map(queue_name, tasks))
-        found: dict[tuple[str, ...], list[str]] = {}
-        for job in dict.fromkeys(map(job_of, tasks)):
-            for record in self._records(job):
-                names = [name for name in record.tasks if name in wanted and record.may_wait]
-                found.setdefault(record.excluded, []).extend(names)
-        return {excluded: names for excluded, names in found.items() if names}
-
-    def _records(self, job: str) -> list[JobRecord]:
+    def _records(self, job: str) -> list[parsing.JobRecord]:
         argv = ["scontrol", "-o", "show", "job", job]
         try:
-            return parse_records(self._run(argv))
+            return parsing.parse_records(self._run(argv))
         except SlurmCommandError as e:
-            if not is_forgotten(e):
+            if not parsing.is_forgotten(e):
                 raise
             return []
         except ValueError as e:
@@ -388,9 +334,10 @@ class SlurmClient:
                 submitted its job.
         """
         if env is None:
-            env = outside(os.environ if self._given is None else self._given)
+            env = environment.outside(os.environ if self._given is None else self._given)
         argv = ["sbatch", "--parsable", *flags, str(script)]
-        return parse_job_id(call(argv, env=env, timeout_s=timeout_s))
+        output = call(argv, env=env, timeout_s=timeout_s)
+        return output.strip().partition(";")[0]  # then the name of the cluster
 
     def resubmit(self, script: Path, index: int | None, *, exclude: Iterable[str] = ()) -> str:
         """Submit a script once more, for one element of its array; return the new job id.
@@ -402,7 +349,7 @@ class SlurmClient:
             index: Index of the element; None for a co-allocated job.
             exclude: Nodes to avoid, beside those that the script names.
         """
-        flags = [f"--begin=now+{_BEGIN_S}"]
+        flags = ["--begin=now+600"]
         flags += [] if index is None else [f"--array={index}"]
         avoided = sorted(exclude)
         flags += [f"--exclude={compress(avoided)}"] if avoided else []
@@ -410,29 +357,24 @@ class SlurmClient:
 
     def _update_waiting(self, task: str, what: str) -> None:
         """Update waiting tasks; elements that no longer wait are no error."""
-        try:
-            self._run(["scontrol", "update", f"jobid={task}", what])
-        except SlurmCommandError as e:
-            if not is_not_waiting(e):
-                raise
+        self._run_unless(parsing.NOT_WAITING, "scontrol", "update", f"jobid={task}", what)
 
     def _outside(self) -> dict[str, str]:
         """Return the environment for a submission by a task: without that of its own job."""
-        return for_submission(of_this_process() if self._given is None else self._given)
+        given = environment.of_this_process() if self._given is None else self._given
+        return environment.for_submission(given)
 
     def _run(self, argv: Sequence[str]) -> str:
         """Return the standard output of a command."""
         return call(argv, env=self._env, timeout_s=self.timeout_s)
 
-
-def _pending(tasks: Iterable[str], states: Mapping[str, TaskState]) -> list[str]:
-    """Return the names of the tasks that wait for a node, whole arrays split into elements."""
-    asked = set(tasks)
-    return [
-        name
-        for name, state in states.items()
-        if state.phase is Phase.PENDING and (name in asked or name.partition("_")[0] in asked)
-    ]
+    def _run_unless(self, phrases: Sequence[str], *argv: str) -> None:
+        """Run a command whose failure is none if it prints only lines with these phrases."""
+        try:
+            self._run(argv)
+        except SlurmCommandError as e:
+            if not parsing.has_only_lines_with(phrases, e):
+                raise
 
 
 def _compact(tasks: Iterable[str]) -> Iterator[str]:
@@ -452,8 +394,7 @@ def _compact(tasks: Iterable[str]) -> Iterator[str]:
 
 
 _IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_NAMES = " ".join(number.name.removeprefix("SIG") for number in _IGNORED)
-_IGNORING = ["/bin/sh", "-c", f'trap "" {_NAMES}; exec "$@"', "sh"]
+_IGNORING = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh"]
 _TRIES = 3
 
 
@@ -470,60 +411,47 @@ def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None
     Raises:
         SlurmCommandError: It is not installed, failed, or did not answer in time.
     """
-    return answer(argv, env=env, timeout_s=timeout_s)[0]
+    return _call(argv, env, timeout_s).stdout
 
 
-def answer(
-    argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None
-) -> tuple[str, str]:
-    """Return standard output and standard error of a command; else as `call`."""
-    for _ in range(_TRIES):
-        done = _run(argv, env, timeout_s)
-        if -done.returncode not in _IGNORED:
-            break  # else the shell got the signal before its trap: the command has not started
-    if done.returncode != 0:
-        raise SlurmCommandError(argv, done.returncode, done.stderr.strip() or done.stdout)
-    return done.stdout, done.stderr
-
-
-def _run(
+def _call(
     argv: Sequence[str], env: Mapping[str, str], timeout_s: float | None
 ) -> subprocess.CompletedProcess[str]:
     try:
         if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
             raise FileNotFoundError(errno.ENOENT, "not found")
-        return _util.run([*_IGNORING, *argv], env=env, timeout_s=timeout_s)
+        for _ in range(_TRIES):
+            done = _util.run([*_IGNORING, *argv], env=env, timeout_s=timeout_s)
+            if -done.returncode not in _IGNORED:
+                break  # else the shell got the signal before its trap: the command did not start
     except subprocess.TimeoutExpired as e:
         raise SlurmCommandError(argv, None, f"no answer within {e.timeout:g} s") from e
     except OSError as e:
         why = f"{e.strerror or e}; is Slurm installed here, and on PATH?"
         raise SlurmCommandError(argv, None, why) from e
+    if done.returncode != 0:
+        raise SlurmCommandError(argv, done.returncode, done.stderr.strip() or done.stdout)
+    return done
 
 
 # ---- the cluster as a whole, for the doctor
 
 
-_SECONDS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
-
-
 class SiteClient(SlurmClient):
     """Queries about the cluster. Every method raises `SlurmCommandError`, as in `SlurmClient`."""
 
-    def config(self) -> dict[str, str]:
-        """Return the cluster's settings by name, as in slurm.conf."""
-        return parse_config(self._run(["scontrol", "show", "config"]))
-
     def version(self, command: str) -> str:
         """Return the version of one of Slurm's commands, such as ``22.05.8``."""
-        return parse_version(self._run([command, "--version"]))
+        return self._run([command, "--version"]).strip().rpartition(" ")[2]
 
     def ping(self) -> str:
-        """Return which controllers answer, as scontrol prints it."""
-        return parse_controllers(self._run(["scontrol", "ping"]))
+        """Return which controllers answer, in the words of scontrol, on one line."""
+        return " ".join(self._run(["scontrol", "ping"]).split())
 
-    def all_partitions(self) -> list[Partition]:
+    def all_partitions(self) -> list[parsing.Partition]:
         """Return the partitions, those hidden from the user included."""
-        return parse_partitions(self._run(["scontrol", "-a", "-o", "show", "partition"]))
+        argv = ["scontrol", "-a", "-o", "show", "partition"]
+        return parsing.parse_partitions(self._run(argv))
 
     def node_states(self, partition: str | None = None) -> dict[str, int]:
         """Return the number of nodes in each state, such as ``idle``; of all nodes by default.
@@ -532,21 +460,22 @@ class SiteClient(SlurmClient):
             partition: Name of a partition, or several with commas.
         """
         where = ["-p", partition] if partition else ["-a"]
-        return parse_node_states(self._run(["sinfo", "-h", *where, "-o", NODES_FORMAT]))
+        argv = ["sinfo", "-h", *where, "-o", parsing.NODES_FORMAT]
+        return parsing.parse_node_states(self._run(argv))
 
     def accounting_answers(self) -> None:
         """Call sacct for no jobs; it fails where there is no accounting."""
         self._run(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
 
     def test_only(self, script: str) -> str:
-        """Let sbatch validate a script; return when it would start, as sbatch prints it.
+        """Let sbatch validate a script; return when and where it would start, in sbatch's words.
 
         Raises:
             SlurmCommandError: sbatch would refuse it; its standard error has the reason.
         """
-        argv = ["sbatch", "--test-only", script]
-        output, errors = answer(argv, env=self._outside(), timeout_s=self.timeout_s)
-        return parse_start(errors.strip() or output)
+        done = _call(["sbatch", "--test-only", script], self._outside(), self.timeout_s)
+        words = done.stderr.strip() or done.stdout
+        return re.sub(r"\A(sbatch: )?(Job \d+ )?", "", words.strip())
 
     def signal(self, task: str, name: str) -> None:
         """Send a signal to every process of a task's steps.
@@ -562,11 +491,7 @@ class SiteClient(SlurmClient):
 
         Tasks that have ended are passed over.
         """
-        try:
-            self._run(["scancel", "--full", "--signal=KILL", *tasks])
-        except SlurmCommandError as e:
-            if not is_ended(e):
-                raise
+        self._run_unless(parsing.ENDED, "scancel", "--full", "--signal=KILL", *tasks)
 
 
 def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
@@ -576,11 +501,10 @@ def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
         client: Runs Slurm's commands.
         task: A task of the user.
     """
-    site = SiteClient(client.timeout_s)
     problems: dict[str, str | None] = {}
-    for command, ask in (("squeue", lambda: client.tasks([task])), ("scontrol", site.config)):
+    for command, query in (("squeue", lambda: client.tasks([task])), ("scontrol", client.config)):
         try:
-            ask()
+            query()
             problems[command] = None
         except SlurmCommandError as e:
             problems[command] = e.stderr.strip()[:300]
@@ -592,7 +516,7 @@ def time_limit_s(text: str) -> float | None:
 
     Minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
     """
-    m = _SECONDS.fullmatch(text.strip())
+    m = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
     if m is None:
         return None
     days, *rest = m.groups()

@@ -1,23 +1,23 @@
-"""Tasks of one run that want the same of Slurm at once ask together, through the run's folder.
+"""Combined requests to Slurm of a run's tasks that want the same at once, through its folder.
 
-A preemption of all nodes, or all nodes given back, would be several commands for each of them in
-one second. Here one command is for all that want the same just then:
+A preemption of all nodes, or the requeue of all nodes, would be several commands for each of them
+in one second. Here one command is for all that want the same just then:
 
-- A question is put by one task, and its answer read by all whose need is older than the question:
-  each counts the questions that were put before, and takes the next one's answer.
-- The wall time of all tasks is asked for by the first of them that wants to know.
-- A requeue is wished for, in a file, by each task that is ready to end. One of them, half a second
-  later, takes all wishes that nobody has taken yet, and carries them out; then the same for the
-  time at which they may start. Of wishes only those count whose attempt is the one that runs, by
-  Slurm's last answer: an agent that was killed over its wish is no reason to end the next one.
+- One task sends a query, and all whose need is older than the query read its answer: each counts
+  the earlier queries, and takes the next one's answer.
+- The wall time of all tasks is queried by the first of them that needs it.
+- Each task that is ready to end wishes for a requeue, in a file. One of them, half a second later,
+  takes all wishes that are not taken yet, and carries them out; then the same for the time at which
+  they may start. A wish counts only if its attempt is the one that runs, by Slurm's last answer: an
+  agent that was killed over its wish is no reason to end the next one.
 
-What does not come from others within `_PATIENCE_S`, or fails, each does for itself, as a task alone
-would. Everything here may be done twice; `create_atomic` decides who does it first.
+What does not come from others within `_TIMEOUT_S`, or fails, each task does by itself, as a task
+alone would. Everything here may be done twice; `create_atomic` decides which task does it first.
 
-    <run>/departing/list.<n>        who has put question n; list.<n>.done: the answer
+    <run>/departing/list.<n>        the task that sends query n; list.<n>.done: the answer
     <run>/departing/wish.<task>@<attempt>
     <run>/departing/limits.<n>      what was left of the time of each task that ran then
-    <run>/departing/batch.<n>       whose wishes are taken; .requeued, .postponed: it is done
+    <run>/departing/batch.<n>       the wishes that are taken; .requeued, .postponed: it is done
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,23 +48,22 @@ from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
 _log = logging.getLogger(__name__)
 
 FEWEST = 4
-"""Tasks of a run below which each asks for itself."""
+"""Tasks of a run below which each sends its own commands."""
 _GATHER_S = 0.5
-_LOOK_S = 0.1
-_PATIENCE_S = 3.0
-_LIMITS = "limits"
+_POLL_S = 0.1
+_TIMEOUT_S = 3.0
 _MOST = 1000
-"""Tasks of an answer that is written down for others."""
+"""Tasks of the largest answer that is written for others."""
 
 
 class CombinedRequests:
-    """The scheduler of a task that is not alone: a `requeue.TaskQueue`.
+    """The `requeue.TaskQueue` of a task that is not alone.
 
     Args:
-        folder: Of the run, for this.
-        client: The caller of Slurm's commands.
+        folder: The run's folder for these requests.
+        client: Runs Slurm's commands.
         task: The agent's task.
-        attempt: How often it was requeued; None: unknown, then it goes alone.
+        attempt: Number of its requeues; None if unknown: its requests are not combined then.
     """
 
     def __init__(self, folder: Path, client: SlurmClient, task: str, attempt: int | None) -> None:
@@ -75,26 +74,25 @@ class CombinedRequests:
         self._listed: dict[str, TaskState] = {}
         self._knows_limit = False
         self._batch: tuple[str, list[str]] | None = None
-        """The batch with this task, and those that it carries out; none: others do."""
+        """The batch with this task, and the tasks that it carries out; none: another task does."""
 
     def tasks(self, job_ids: Iterable[str]) -> dict[str, TaskState]:
         """Return the tasks of these jobs, as they are from now on."""
         ids = list(dict.fromkeys(job_ids))
         try:
             self._folder.mkdir(exist_ok=True)
-            content = self._answer("list-" + "+".join(ids), lambda: _plain(self._client.tasks(ids)))
-            found = [TaskState(**state) for state in content["tasks"]]
+            found = [TaskState(**state) for state in self._list_together(ids)["tasks"]]
         except (OSError, ValueError, KeyError, TypeError) as e:
-            _log.info("the queue is asked for this task alone: %s", e)
+            _log.info("the queue is queried for this task alone: %s", e)
             return self._client.tasks(ids)
         self._listed = {state.task: state for state in found}
         return dict(self._listed)
 
     def time_left_s(self) -> float | None:
-        """Return what is left of this task's wall time; None where it has no end.
+        """Return the seconds left of this task's wall time; None where it has no end.
 
-        The first call may go by what another task was told at any time since both run, by the
-        clocks of two nodes; later ones by what Slurm says from then on.
+        The first call may use an answer to another task at any time since both run, by the clocks
+        of two nodes; later ones query Slurm.
 
         Raises:
             SlurmCommandError: Slurm does not answer.
@@ -102,7 +100,7 @@ class CombinedRequests:
         name = queue_name(self._task)
         if not self._knows_limit:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                known = self._read(f"{_LIMITS}.{_last(_LIMITS, names_in(self._folder))}")
+                known = self._read(f"limits.{self._last('limits')}")
                 left_s = known["left_s"][f"{name}@{self._attempt}"]
                 self._knows_limit = True
                 return None if left_s is None else left_s - (time.time() - known["time"])
@@ -111,14 +109,14 @@ class CombinedRequests:
         if not self._knows_limit and len(runs) <= _MOST:
             left = {f"{state.task}@{state.restarts}": state.time_left_s for state in runs}
             with contextlib.suppress(OSError):
-                number = _last(_LIMITS, names_in(self._folder)) + 1
-                self._takes(f"{_LIMITS}.{number}", {"time": asked_at, "left_s": left})
-                self._remove_before(_LIMITS, number)
+                number = self._last("limits") + 1
+                self._create(f"limits.{number}", {"time": asked_at, "left_s": left})
+                self._remove_before("limits", number)
         self._knows_limit = True
         return listed[name].time_left_s if name in listed else None
 
     def requeue(self, task: str) -> None:
-        """Send this task back to the queue, with all that are to go there just then."""
+        """Send this task back to the queue, with all others that wish it just then."""
         if self._attempt is not None:
             try:
                 if self._requeue_together():
@@ -130,21 +128,21 @@ class CombinedRequests:
         self._client.requeue(task)
 
     def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
-        """Let this task, and those that were requeued with it, not start for so long."""
+        """Let this task, and those that were requeued with it, not start before `delay_s`."""
         batch, self._batch = self._batch, None
         if batch is None:
             self._client.postpone(tasks, delay_s)
             return
         name, carried = batch
         with contextlib.suppress(OSError):
-            told = None if carried else self._await(f"{name}.postponed")
-            if told is not None and told.get("delay_s") == delay_s:
+            done = None if carried else self._await(f"{name}.postponed")
+            if done is not None and done.get("delay_s") == delay_s:
                 return
         self._client.postpone(carried or tasks, delay_s)
         if carried:
-            with contextlib.suppress(OSError):  # then the others see to themselves
-                done = json.dumps({"delay_s": delay_s})
-                write_atomic(self._folder / f"{name}.postponed", done)
+            with contextlib.suppress(OSError):  # then the others do it themselves
+                content = json.dumps({"delay_s": delay_s})
+                write_atomic(self._folder / f"{name}.postponed", content)
 
     def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
         """Keep tasks that wait away from some nodes."""
@@ -156,15 +154,16 @@ class CombinedRequests:
 
     # ---- through the folder -------------------------------------------------------------
 
-    def _answer(self, kind: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return an answer to a question that is put from now on, by whomever."""
-        before = _last(kind, names_in(self._folder))
+    def _list_together(self, ids: Sequence[str]) -> dict[str, Any]:
+        """Return an answer to a query that is sent from now on, by any task."""
+        kind = "list-" + "+".join(ids)
+        before = self._last(kind)
         time.sleep(random.uniform(0.0, _GATHER_S))
-        number = _last(kind, names_in(self._folder))
+        number = self._last(kind)
         if number == before:
             number += 1
-            if self._takes(f"{kind}.{number}", {}):
-                content = ask()
+            if self._create(f"{kind}.{number}", {}):
+                content = {"tasks": [asdict(s) for s in self._client.tasks(ids).values()]}
                 self._remove_before(kind, number - 1)
                 if len(content["tasks"]) <= _MOST:
                     write_atomic(self._folder / f"{kind}.{number}.done", json.dumps(content))
@@ -176,18 +175,19 @@ class CombinedRequests:
         own = self._wish
         (self._folder / own).touch()
         time.sleep(_GATHER_S)
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             names = names_in(self._folder)
-            batches = {n: self._read(f"batch.{n}") for n in _numbers("batch", names)}
+            numbers = (name.removeprefix("batch.") for name in names)
+            batches = {int(n): self._read(f"batch.{n}") for n in numbers if n.isdecimal()}
             taken = {wish for batch in batches.values() for wish in batch.get("wishes", ())}
             mine = [n for n, batch in batches.items() if own in batch.get("wishes", ())]
             if mine:
-                self._batch = f"batch.{mine[0]}", []
-                return self._await(f"batch.{mine[0]}.requeued") is not None
+                self._batch = f"batch.{min(mine)}", []
+                return self._await(f"batch.{min(mine)}.requeued") is not None
             number = max(batches, default=0) + 1
             wishes = [own, *(w for w in sorted(names) if w not in taken and self._counts(w, own))]
-            if self._takes(f"batch.{number}", {"wishes": wishes}):
+            if self._create(f"batch.{number}", {"wishes": wishes}):
                 carried = list(dict.fromkeys(queue_name(_task_of(wish)) for wish in wishes))
                 self._client.requeue_all(carried)
                 self._batch = f"batch.{number}", carried
@@ -201,49 +201,40 @@ class CombinedRequests:
         return f"wish.{self._task}@{self._attempt}"
 
     def _remove_before(self, kind: str, number: int) -> None:
-        """Remove what nobody waits for any more; whoever does all the same sees to itself."""
+        """Remove earlier files; a task that still waits for one sends its own commands then."""
         for name in names_in(self._folder):
             of_kind = name.startswith(f"{kind}.")
             if of_kind and int(name.removeprefix(f"{kind}.").partition(".")[0]) < number:
                 remove_behind(self._folder / name)
 
     def _counts(self, name: str, own: str) -> bool:
-        """Tell whether a file is another task's wish for the attempt that runs."""
+        """Return whether a file is another task's wish for the attempt that runs."""
         if not name.startswith("wish.") or name == own:
             return False
         state = self._listed.get(queue_name(_task_of(name)))
         return state is not None and str(state.restarts) == name.rpartition("@")[2]
 
-    def _takes(self, name: str, content: dict[str, Any]) -> bool:
+    def _create(self, name: str, content: dict[str, Any]) -> bool:
         token = secrets.token_hex(8)
         return create_atomic(self._folder / name, json.dumps({**content, "token": token}))
 
     def _await(self, name: str) -> dict[str, Any] | None:
-        """Return what somebody writes there soon; None if nobody does."""
-        deadline = time.monotonic() + _PATIENCE_S
+        """Return the content of a file as soon as it is there; None after `_TIMEOUT_S`."""
+        deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             if name in names_in(self._folder):
                 return self._read(name)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return None
+
+    def _last(self, kind: str) -> int:
+        """Return the highest n of the files ``<kind>.<n>``; 0 if there is none."""
+        numbers = (name.removeprefix(f"{kind}.") for name in names_in(self._folder))
+        return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
     def _read(self, name: str) -> dict[str, Any]:
         return read_json(self._folder / name, read_undelegated) or {}
 
 
-def _plain(tasks: dict[str, TaskState]) -> dict[str, Any]:
-    return {"tasks": [asdict(state) for state in tasks.values()]}
-
-
 def _task_of(wish: str) -> str:
     return wish.removeprefix("wish.").rpartition("@")[0]
-
-
-def _numbers(kind: str, names: Iterable[str]) -> list[int]:
-    """Return the numbers of the files ``<kind>.<n>``, in order (pure)."""
-    found = (name.removeprefix(f"{kind}.") for name in names if name.startswith(f"{kind}."))
-    return sorted(int(number) for number in found if number.isdecimal())
-
-
-def _last(kind: str, names: Iterable[str]) -> int:
-    return max(_numbers(kind, names), default=0)

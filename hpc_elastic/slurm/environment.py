@@ -1,7 +1,7 @@
-"""What Slurm tells a task by variables, in one place: what is read, and what a local launch sets.
+"""Slurm's environment variables of a task: those that are read, and those a local launch sets.
 
-Pure, but for `of_this_process`: everything works on a mapping that the caller hands in. Reading is
-lazy, so that a variable that nobody needs may be missing.
+Pure except `of_this_process`: everything works on a mapping that the caller passes. Reading is
+lazy, so that a variable that is not needed may be missing.
 Source: https://slurm.schedmd.com/sbatch.html (output environment)
 """
 
@@ -18,21 +18,10 @@ from hpc_elastic.slurm import nodelist
 GPUS = "CUDA_VISIBLE_DEVICES"
 """Names the GPUs that are a task's own; Slurm sets it where GPUs are a gres of nodes."""
 
-_COMMAND_OPTIONS = ("SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_")
-_OUTPUT = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
-"""No translation, full dates, and index sets of arrays at their full length."""
-_OF_THE_STEP = (
-    *(GPUS, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
-    *("ZE_AFFINITY_MASK", "PMI_", "PMIX_", "PMI2_"),
-)
-"""What else Slurm tells a task, of this node only; names, and beginnings of names."""
-
-_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER")
-
 
 @dataclass(frozen=True)
 class SlurmEnvironment:
-    """What Slurm tells a task through its environment.
+    """What the environment of a task contains about it.
 
     Every property raises `SlurmEnvironmentError`, naming the variable, its value and what is
     expected, if the variable is malformed, or missing where it may not be.
@@ -87,28 +76,13 @@ class SlurmEnvironment:
         return self._text("SLURMD_NODENAME")
 
     @property
-    def nodelist(self) -> str:
-        """The nodes that work together, as a host list: the step's if there is one, else the job's.
-
-        An array task has one node, and may carry a step's variables over from where it was
-        submitted: they are not looked at.
-        """
-        return self._text(self._of_step_or_job("NODELIST"))
-
-    @property
     def hosts(self) -> list[str]:
-        """The nodes that work together."""
+        """The nodes that work together: the step's if there is one, else the job's."""
         name = self._of_step_or_job("NODELIST")
         try:
-            hosts = nodelist.expand(self._text(name))
+            return nodelist.expand(self._text(name))
         except ValueError as e:
             raise self._error(name, f"a host list such as n[1-3] ({e})") from e
-        return hosts
-
-    @property
-    def first_host(self) -> str:
-        """The node that all of a job step agree on without talking."""
-        return self.hosts[0]
 
     @property
     def node_id(self) -> int:
@@ -117,7 +91,7 @@ class SlurmEnvironment:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes work together."""
+        """Number of nodes that work together."""
         return self._number(self._of_step_or_job("NUM_NODES"))
 
     @property
@@ -153,14 +127,12 @@ class SlurmEnvironment:
         """When the wall time ends, in seconds since the epoch; None before Slurm 23 or so."""
         return self._optional("SLURM_JOB_END_TIME")
 
-    @property
-    def topology(self) -> tuple[str, ...]:
-        """The switches above this node, outermost first, then the node; empty if Slurm has none."""
-        address = self.variables.get("SLURM_TOPOLOGY_ADDR", "")
-        return tuple(address.split(".")) if address else ()
-
     def _of_step_or_job(self, what: str) -> str:
-        """Return the name of the variable of the step, or the job's where no step is."""
+        """Return the name of the variable of the step, or the job's where no step is.
+
+        An array task has one node, and may carry a step's variables over from where it was
+        submitted: they are ignored.
+        """
         step = f"SLURM_STEP_{what}"
         of_step = self.array_job_id is None and self.step_id is not None
         return step if of_step and step in self.variables else f"SLURM_JOB_{what}"
@@ -189,10 +161,10 @@ class SlurmEnvironment:
 
 
 def granted_gpus(env: Mapping[str, str]) -> list[str] | None:
-    """Return the GPUs that a task was given; None if nothing is said of any.
+    """Return the GPUs that a task was given; None if no variable names any.
 
-    They are called as CUDA calls them, and ``?`` where Slurm says only how many there are: not
-    every site has it set CUDA's variable.
+    They have CUDA's names, or ``?`` where only Slurm's variable has their number: not every site
+    lets Slurm set CUDA's variable.
     """
     if GPUS in env:
         return listed_gpus(env[GPUS])
@@ -211,17 +183,12 @@ def listed_gpus(text: str) -> list[str]:
 
 
 def as_array_task(
-    array_job_id: int,
-    index: int,
-    *,
-    node_name: str,
-    cpus: int,
-    restart_count: int = 0,
+    array_job_id: int, index: int, *, node_name: str, cpus: int, restart_count: int = 0
 ) -> dict[str, str]:
     """Return the variables that one task of a job array would find (local launch, per task).
 
-    To be laid over `outside` of the launching process's environment, so that nothing of a job
-    around it shows through.
+    They are added to `outside` of the launching process's environment, so that no variable of a job
+    around it remains.
     """
     return {
         "SLURM_JOB_ID": str(array_job_id + 1 + index),
@@ -243,25 +210,38 @@ def as_array_task(
 def outside(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the traces of a Slurm job around it (login node).
 
-    Whoever submits from within a job hands them on otherwise: sbatch exports all it sees, and
-    Slurm does not set, say, SLURM_RESTART_COUNT anew for a task's first attempt.
+    A submission from within a job would pass them on: sbatch exports all variables, and Slurm does
+    not set SLURM_RESTART_COUNT, for example, anew for a task's first attempt.
     """
+    of_cluster = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER")
     return {
         name: value
         for name, value in env.items()
-        if name in _OF_THE_CLUSTER or not name.startswith(("SLURM_", "SLURMD_"))
+        if name in of_cluster or not name.startswith(("SLURM_", "SLURMD_"))
     }
 
 
 def for_commands(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which Slurm's commands print what `SlurmClient` expects."""
-    kept = {name: value for name, value in env.items() if not name.startswith(_COMMAND_OPTIONS)}
-    return {**kept, **_OUTPUT}
+    """Return the environment in which Slurm's commands print what `SlurmClient` expects.
+
+    No options of the user, no translation, full dates, and index sets at their full length.
+    """
+    options = ("SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_")
+    kept = {name: value for name, value in env.items() if not name.startswith(options)}
+    output = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
+    return {**kept, **output}
 
 
 def for_submission(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which a task submits another one in its place."""
-    return {k: v for k, v in outside(env).items() if not k.startswith(_OF_THE_STEP)}
+    """Return the environment in which a task submits another one in its place.
+
+    Without what Slurm sets for the devices and the step of this node.
+    """
+    of_step = (
+        *(GPUS, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+        *("ZE_AFFINITY_MASK", "PMI_", "PMIX_", "PMI2_"),
+    )
+    return {k: v for k, v in outside(env).items() if not k.startswith(of_step)}
 
 
 def of_this_process() -> dict[str, str]:

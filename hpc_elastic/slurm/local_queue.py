@@ -37,10 +37,6 @@ from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, TaskState, job_of
 if TYPE_CHECKING:
     import psutil
 
-_START_TIME = 19
-"""Index of the start time in /proc/<pid>/stat, counted from the field after the process name;
-field 22 of proc(5)."""
-_ANSWER_POLL_S = 0.02
 _request_numbers = itertools.count()
 
 
@@ -97,12 +93,22 @@ class LocalEntry:
 
     def to_state(self, name: str) -> TaskState:
         """Return its state in Slurm's terms."""
-        orphaned = self.is_orphaned
+        code, orphaned = self.exit_code, self.is_orphaned
         match self.state:
             case "ENDED":
-                return self._ended(name)
+                if not code:
+                    word = "CANCELLED" if code is None else "COMPLETED"
+                    return TaskState(name, word, restarts=self.restarts)
+                why = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                return TaskState(name, "FAILED", why, restarts=self.restarts)
             case "PENDING" if not orphaned:
-                return self._pending(name)
+                known = self.begin is not None and self.is_here
+                in_s = (self.begin or 0.0) - time.monotonic() if known else 0.0
+                reason = "BeginTime" if in_s > 0 else self.reason or "Resources"
+                wait_s = in_s if in_s > 0 else None
+                return TaskState(
+                    name, "PENDING", reason, restarts=self.restarts, starts_in_s=wait_s
+                )
             case "RUNNING" | "COMPLETING" if not self.is_here or self.process is not None:
                 reason = LAUNCHER_ENDED if orphaned else ""
                 return TaskState(name, self.state, reason, self.node, self.restarts)
@@ -110,21 +116,6 @@ class LocalEntry:
                 return TaskState(name, "CANCELLED", LAUNCHER_ENDED, restarts=self.restarts)
         # the process has ended, and its launcher has not noticed yet
         return TaskState(name, "COMPLETING", node=self.node, restarts=self.restarts)
-
-    def _ended(self, name: str) -> TaskState:
-        if self.exit_code is None:
-            return TaskState(name, "CANCELLED", restarts=self.restarts)
-        if self.exit_code == 0:
-            return TaskState(name, "COMPLETED", restarts=self.restarts)
-        code = self.exit_code
-        why = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return TaskState(name, "FAILED", why, restarts=self.restarts)
-
-    def _pending(self, name: str) -> TaskState:
-        in_s = None if self.begin is None or not self.is_here else self.begin - time.monotonic()
-        if in_s is not None and in_s > 0:
-            return TaskState(name, "PENDING", "BeginTime", restarts=self.restarts, starts_in_s=in_s)
-        return TaskState(name, "PENDING", self.reason or "Resources", restarts=self.restarts)
 
 
 class LocalQueue:
@@ -226,17 +217,13 @@ class LocalQueue:
         deadline = time.monotonic() + self._timeout_s
         while any(map(is_there, files)):
             entry = self._entries().get(str(requests[0]["task"]))
-            if entry is not None and entry.is_orphaned:
-                self._withdraw(files, LAUNCHER_ENDED)
-            if time.monotonic() > deadline:
-                self._withdraw(files, f"the launcher has not answered for {self._timeout_s:g} s")
-            time.sleep(_ANSWER_POLL_S)
-
-    @staticmethod
-    def _withdraw(files: Iterable[Path], why: str) -> None:
-        for file in files:
-            file.unlink(missing_ok=True)
-        raise LocalQueueError(why)
+            is_orphaned = entry is not None and entry.is_orphaned
+            if is_orphaned or time.monotonic() > deadline:
+                for file in files:
+                    file.unlink(missing_ok=True)
+                silent = f"the launcher has not answered for {self._timeout_s:g} s"
+                raise LocalQueueError(LAUNCHER_ENDED if is_orphaned else silent)
+            time.sleep(0.02)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -245,7 +232,7 @@ def start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[_START_TIME])
+    return int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), 19 after the name
 
 
 def find_process(pid: int | None, started: int | None) -> psutil.Process | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 MAX_EXPANDED = 1 << 16
 """More names than Slurm itself allows in one range; a malformed list may not eat the memory."""
@@ -79,18 +79,14 @@ def compress(hosts: Iterable[str]) -> str:
         m = _NUMBERED.fullmatch(host)
         prefix, digits = (m[1], m[2]) if m else (host, "")
         grouped.setdefault(prefix, []).append(digits)
-    return ",".join(_bracketed(prefix, digits) for prefix, digits in grouped.items())
-
-
-def _bracketed(prefix: str, digits: Sequence[str]) -> str:
-    plain = [prefix] * ("" in digits)
-    runs = _runs(sorted((d for d in digits if d), key=lambda d: (len(d), int(d))))
-    ranges = [low if low == high else f"{low}-{high}" for low, high in runs]
-    if len(ranges) == 1 and "-" not in ranges[0]:
-        ranges_text = [prefix + ranges[0]]
-    else:
-        ranges_text = [f"{prefix}[{','.join(ranges)}]"] if ranges else []
-    return ",".join(plain + ranges_text)
+    parts: list[str] = []
+    for prefix, numbers in grouped.items():
+        parts += [prefix] * ("" in numbers)
+        runs = _runs(sorted(filter(None, numbers), key=lambda d: (len(d), int(d))))
+        ranges = ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
+        if ranges:
+            parts.append(prefix + ranges if ranges.isdecimal() else f"{prefix}[{ranges}]")
+    return ",".join(parts)
 
 
 def _runs(numbers: Iterable[str]) -> list[tuple[str, str]]:

@@ -1,10 +1,10 @@
-"""What Slurm's commands print, read: the only place where that is done. Pure.
+"""Parsers of what Slurm's commands print: the only place where that is done. Pure.
 
 squeue is asked for fields by name (``-O``), sinfo by ``-o``, and of scontrol only fields are read
 whose names have been the same from Slurm 20 to 26; ``--json`` changes its schema from release to
 release and is not used. Outputs that were recorded from three releases are the tests of this
-module. Of scontrol, values with blanks in them (a job's name, its comment) come cut off; none of
-those is used. Errors are told apart by their words, for exit codes tell nothing; what sbatch
+module. scontrol's values with blanks in them (a job's name, its comment) come cut off; none of
+those is used. Errors are distinguished by their words, since exit codes do not differ; what sbatch
 refuses has a table of its own (`hpc_elastic.launcher.batch_script`), from its words to our keys.
 """
 
@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 
@@ -27,41 +27,23 @@ FIELDS = (
     *("PreemptTime", "StartTime", "Reason"),
 )
 """The fields asked of squeue; the reason comes last, for it is free text."""
-
-NO_ARRAY = "N/A"
-"""squeue's index of a job that is no element of an array."""
-
 SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
 """For squeue -O: width 0 cuts nothing."""
-
 NODES_FORMAT = "%D|%T"
 """For sinfo -o: how many nodes are in which state."""
-
 NODE_KINDS_FORMAT = "%G|%c|%m"
 """For sinfo -e -o: what the nodes of each kind have."""
-
 EACH_NODE_FORMAT = "%N|%T"
 """For sinfo -N -o: each node and its state."""
 
-_FIELD = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)")
-_SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
+_NO_ARRAY = "N/A"
+_POWER_MARKS = "~#%+@!^-"
 _NOT_UP = {
     *("DOWN", "NOT_RESPONDING", "UNKNOWN", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"),
     *("POWERING_UP", "REBOOT_ISSUED"),
 }
 _NO_NEW_JOBS = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "REBOOT_REQUESTED"}
 _DEFAULT_KILL_WAIT_S = 30
-_DATE = "%Y-%m-%dT%H:%M:%S"
-_DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
-"""Days, hours, minutes and seconds."""
-
-_FORGOTTEN = "Invalid job id specified"
-_ENDED = (_FORGOTTEN, "already completing or completed")
-_NOT_WAITING = (_FORGOTTEN, "no longer pending execution", "already finished", "No error")
-"""What scontrol says of each element when one of several could not be updated."""
-
-_REQUEUED = ("Job is pending execution", "No error")
-_REFUSED = ("Requested operation is presently disabled", "already finished")
 
 
 @dataclass(frozen=True)
@@ -75,7 +57,7 @@ class Partition:
         max_time_s: Longest wall time of a job; None without a limit.
         grace_s: Seconds between a preemption's SIGTERM and the end.
         preempt_mode: ``OFF``, ``REQUEUE``, ``CANCEL``, ``SUSPEND``, or several with commas.
-        num_nodes: How many nodes it has.
+        num_nodes: Number of its nodes.
         max_nodes: The most nodes of one job; None without a limit.
     """
 
@@ -112,7 +94,7 @@ class JobRecord:
     Attributes:
         tasks: Their names, as squeue prints them.
         state: Slurm's word.
-        excluded: The nodes that they are kept away from.
+        excluded: The nodes that they avoid.
         partition: Where they run, or wait: a name, or several with commas.
         submitted: When they were submitted, or requeued last, as Slurm prints it.
     """
@@ -125,100 +107,8 @@ class JobRecord:
 
     @property
     def may_wait(self) -> bool:
-        """Whether it waits for nodes, or is on its way back to the queue perhaps."""
+        """Whether it waits for nodes, or may be on its way back to the queue."""
         return self.state in ("PENDING", "COMPLETING", "REQUEUED")
-
-
-def parse_config(output: str) -> dict[str, str]:
-    """Return the settings in what ``scontrol show config`` printed."""
-    return dict(_SETTING.findall(output))
-
-
-def parse_rows(output: str) -> list[dict[str, str]]:
-    """Return the fields of each line in what ``scontrol -o show ...`` printed."""
-    return [dict(_FIELD.findall(line)) for line in output.splitlines() if line.strip()]
-
-
-def parse_number(value: str) -> int | None:
-    """Return the number that a value begins with, such as ``30 sec``; None if with no number."""
-    m = re.match(r"\d+", value)
-    return int(m[0]) if m else None
-
-
-def is_nothing(value: str) -> bool:
-    """Tell whether a value is what Slurm prints where it has none."""
-    return value in ("", "(null)", "N/A", "None")
-
-
-def parse_partitions(output: str) -> list[Partition]:
-    """Return the partitions in what ``scontrol -o show partition`` printed."""
-    return [_partition(row) for row in parse_rows(output) if "PartitionName" in row]
-
-
-def _partition(row: dict[str, str]) -> Partition:
-    return Partition(
-        name=row["PartitionName"],
-        state=row.get("State", "UP"),
-        is_default=row.get("Default") == "YES",
-        max_time_s=parse_time_left(row.get("MaxTime", "")),
-        grace_s=parse_number(row.get("GraceTime", "")) or 0,
-        preempt_mode=row.get("PreemptMode", "OFF"),
-        num_nodes=parse_number(row.get("TotalNodes", "")) or 0,
-        max_nodes=parse_number(row.get("MaxNodes", "")),
-    )
-
-
-def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
-    """Return what a task gets when it is preempted.
-
-    Args:
-        config: What ``scontrol show config`` printed.
-        partitions: What ``scontrol -o show partition`` printed.
-        wanted: Names of partitions with commas; None is the default one. Of several, the one with
-            the least grace counts.
-    """
-    settings = parse_config(config)
-    names = set(wanted.split(",")) if wanted else set()
-    chosen = [
-        partition
-        for partition in parse_partitions(partitions)
-        if partition.name in names or (not names and partition.is_default)
-    ]
-    least = min(chosen, key=lambda partition: partition.grace_s, default=Partition(""))
-    kill_wait_s = parse_number(settings.get("KillWait", ""))
-    return Preemption(
-        grace_s=least.grace_s,
-        kill_wait_s=_DEFAULT_KILL_WAIT_S if kill_wait_s is None else kill_wait_s,
-        partitions=tuple(chosen),
-    )
-
-
-def parse_records(output: str) -> list[JobRecord]:
-    """Return the jobs in what ``scontrol -o show job`` printed.
-
-    Raises:
-        ValueError: a list of nodes or indices in it can not be read.
-    """
-    return [_record(fields) for fields in parse_rows(output) if "JobId" in fields]
-
-
-def _record(fields: dict[str, str]) -> JobRecord:
-    excluded = fields.get("ExcNodeList", "")
-    return JobRecord(
-        tuple(_names(fields)),
-        fields.get("JobState", ""),
-        () if is_nothing(excluded) else tuple(nodelist.expand(excluded)),
-        fields.get("Partition", ""),
-        fields.get("SubmitTime", ""),
-    )
-
-
-def _names(fields: dict[str, str]) -> Iterator[str]:
-    array, indices = fields.get("ArrayJobId"), fields.get("ArrayTaskId", "N/A")
-    if array is None:
-        yield fields["JobId"]
-    elif not is_nothing(indices):
-        yield from (f"{array}_{index}" for index in nodelist.expand_indices(indices)[0])
 
 
 @dataclass(frozen=True)
@@ -236,6 +126,113 @@ class NodeRecord:
     last_busy: str = ""
 
 
+@dataclass(frozen=True)
+class NodeKind:
+    """What nodes of one kind have.
+
+    Attributes:
+        gpus: GPUs by type; the type is empty where none is configured.
+        cpus: CPUs.
+        memory_mb: MiB of memory.
+    """
+
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    cpus: int = 0
+    memory_mb: int = 0
+
+
+# ---- scontrol
+
+
+def parse_config(output: str) -> dict[str, str]:
+    """Return the settings in what ``scontrol show config`` printed."""
+    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", output, re.MULTILINE))
+
+
+def parse_number(value: str) -> int | None:
+    """Return the number that a value begins with, such as ``30 sec``; None if with no number."""
+    m = re.match(r"\d+", value)
+    return int(m[0]) if m else None
+
+
+def is_nothing(value: str) -> bool:
+    """Return whether a value is what Slurm prints where it has none."""
+    return value in ("", "(null)", "N/A", "None")
+
+
+def _rows_with(key: str, output: str) -> list[dict[str, str]]:
+    """Return the fields of each line of ``scontrol -o show ...`` that has this one."""
+    found = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)").findall
+    return [row for row in map(dict, map(found, output.splitlines())) if key in row]
+
+
+def parse_partitions(output: str) -> list[Partition]:
+    """Return the partitions in what ``scontrol -o show partition`` printed."""
+    return [
+        Partition(
+            name=row["PartitionName"],
+            state=row.get("State", "UP"),
+            is_default=row.get("Default") == "YES",
+            max_time_s=parse_time_left(row.get("MaxTime", "")),
+            grace_s=parse_number(row.get("GraceTime", "")) or 0,
+            preempt_mode=row.get("PreemptMode", "OFF"),
+            num_nodes=parse_number(row.get("TotalNodes", "")) or 0,
+            max_nodes=parse_number(row.get("MaxNodes", "")),
+        )
+        for row in _rows_with("PartitionName", output)
+    ]
+
+
+def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
+    """Return what a task gets when it is preempted.
+
+    Args:
+        config: What ``scontrol show config`` printed.
+        partitions: What ``scontrol -o show partition`` printed.
+        wanted: Names of partitions with commas; None is the default one. Of several, the one with
+            the least grace counts.
+    """
+    names = set(wanted.split(",")) if wanted else set()
+    chosen = [
+        partition
+        for partition in parse_partitions(partitions)
+        if partition.name in names or (not names and partition.is_default)
+    ]
+    kill_wait_s = parse_number(parse_config(config).get("KillWait", ""))
+    return Preemption(
+        grace_s=min((partition.grace_s for partition in chosen), default=0),
+        kill_wait_s=_DEFAULT_KILL_WAIT_S if kill_wait_s is None else kill_wait_s,
+        partitions=tuple(chosen),
+    )
+
+
+def parse_records(output: str) -> list[JobRecord]:
+    """Return the jobs in what ``scontrol -o show job`` printed.
+
+    Raises:
+        ValueError: A list of nodes or indices in it is malformed.
+    """
+    records: list[JobRecord] = []
+    for row in _rows_with("JobId", output):
+        array, indices = row.get("ArrayJobId"), row.get("ArrayTaskId", "")
+        excluded = row.get("ExcNodeList", "")
+        if array is None:
+            names = [row["JobId"]]
+        else:
+            found = [] if is_nothing(indices) else nodelist.expand_indices(indices)[0]
+            names = [f"{array}_{index}" for index in found]
+        records.append(
+            JobRecord(
+                tuple(names),
+                row.get("JobState", ""),
+                () if is_nothing(excluded) else tuple(nodelist.expand(excluded)),
+                row.get("Partition", ""),
+                row.get("SubmitTime", ""),
+            )
+        )
+    return records
+
+
 def parse_nodes(output: str) -> list[NodeRecord]:
     """Return the nodes in what ``scontrol -o show node`` printed."""
     return [
@@ -244,8 +241,7 @@ def parse_nodes(output: str) -> list[NodeRecord]:
             tuple(row.get("Partitions", "").split(",")),
             row.get("LastBusyTime", ""),
         )
-        for row in parse_rows(output)
-        if "NodeName" in row
+        for row in _rows_with("NodeName", output)
     ]
 
 
@@ -269,22 +265,53 @@ def _seconds(stamp: str) -> float:
         return math.nan
 
 
-def parse_partition_names(output: str) -> list[str]:
-    """Return the names in what ``sinfo -o %R`` printed, each once."""
-    return list(dict.fromkeys(output.split()))
+def parse_node_address(output: str) -> str | None:
+    """Return the address in what ``scontrol show node`` printed; None if it has none."""
+    m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
+    return None if m is None or m[1] == "n/a" or is_nothing(m[1]) else m[1]
+
+
+def _node_state(output: str) -> tuple[str, set[str]]:
+    """Return the state in what ``scontrol show node`` printed, and its words; empty if none."""
+    m = re.search(r"(?<!\S)State=(\S+)", output)
+    return (m[1], set(m[1].replace("*", "+NOT_RESPONDING").split("+"))) if m else ("", set())
+
+
+def parse_is_up(output: str) -> bool:
+    """Return whether a node is up, by what ``scontrol show node`` printed.
+
+    A drained one is, and so is one of a state that a later Slurm may add.
+    """
+    return _node_state(output)[1].isdisjoint(_NOT_UP)
+
+
+def parse_out_of_service(output: str) -> str:
+    """Return why a node gets no new jobs, by what ``scontrol show node`` printed; empty: it does.
+
+    Returns:
+        Slurm's words, such as ``IDLE+DRAIN: maintenance [root@2030-01-31T12:00:00]``.
+    """
+    state, words = _node_state(output)
+    if words.isdisjoint(_NOT_UP | _NO_NEW_JOBS):
+        return ""
+    reason = re.search(r"(?<!\S)Reason=(.+)", output)
+    return state if reason is None else f"{state}: {reason[1].strip()}"
+
+
+# ---- sinfo
 
 
 def parse_node_states(output: str) -> dict[str, int]:
     """Return the number of nodes by state in what ``sinfo -h -o NODES_FORMAT`` printed.
 
-    A mark behind the state, such as ``*`` for a node that does not answer, makes it another one;
-    but for those that say how power is saved.
+    A mark behind the state, such as ``*`` for a node that does not answer, makes it another one,
+    except a mark of how power is saved.
     """
     counts: dict[str, int] = {}
     for line in output.splitlines():
         number, _, state = line.strip().partition("|")
         if number.isdecimal():
-            name = state.strip().rstrip("~#%+@!^-")
+            name = state.strip().rstrip(_POWER_MARKS)
             counts[name] = counts.get(name, 0) + int(number)
     return counts
 
@@ -296,21 +323,6 @@ def parse_each_node(output: str) -> dict[str, str]:
     """
     lines = (line.strip().partition("|") for line in output.splitlines() if line.strip())
     return {name: state.strip() for name, _, state in lines}
-
-
-@dataclass(frozen=True)
-class NodeKind:
-    """What nodes of one kind have.
-
-    Attributes:
-        gpus: GPUs by type; the type is empty where none is configured.
-        cpus: CPUs.
-        memory_mb: MiB of memory.
-    """
-
-    gpus: Mapping[str, int] = field(default_factory=dict)
-    cpus: int = 0
-    memory_mb: int = 0
 
 
 def parse_node_kinds(output: str) -> list[NodeKind]:
@@ -334,54 +346,7 @@ def _gpus(gres: str) -> dict[str, int]:
     return found
 
 
-def parse_version(output: str) -> str:
-    """Return the version in what a command printed for ``--version``, such as ``22.05.8``."""
-    return output.strip().rpartition(" ")[2]
-
-
-def parse_controllers(output: str) -> str:
-    """Return which controllers answer, in the words of ``scontrol ping``, on one line."""
-    return " ".join(output.split())
-
-
-def parse_node_address(output: str) -> str | None:
-    """Return the address in what ``scontrol show node`` printed; None if it has none."""
-    m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
-    return None if m is None or m[1] == "n/a" or is_nothing(m[1]) else m[1]
-
-
-def parse_is_up(output: str) -> bool:
-    """Tell whether a node is up, by what ``scontrol show node`` printed.
-
-    A drained one is, and so is one of a state that a later Slurm may add.
-    """
-    m = re.search(r"(?<!\S)State=(\S+)", output)
-    words = set() if m is None else set(m[1].replace("*", "+NOT_RESPONDING").split("+"))
-    return words.isdisjoint(_NOT_UP)
-
-
-def parse_out_of_service(output: str) -> str:
-    """Return why a node gets no new jobs, by what ``scontrol show node`` printed; empty: it does.
-
-    Returns:
-        Slurm's words, such as ``IDLE+DRAIN: maintenance [root@2030-01-31T12:00:00]``.
-    """
-    m = re.search(r"(?<!\S)State=(\S+)", output)
-    words = set() if m is None else set(m[1].replace("*", "+NOT_RESPONDING").split("+"))
-    if m is None or words.isdisjoint(_NOT_UP | _NO_NEW_JOBS):
-        return ""
-    reason = re.search(r"(?<!\S)Reason=(.+)", output)
-    return m[1] if reason is None else f"{m[1]}: {reason[1].strip()}"
-
-
-def parse_job_id(output: str) -> str:
-    """Return the job id in what ``sbatch --parsable`` printed, which may name the cluster too."""
-    return output.strip().partition(";")[0]
-
-
-def parse_start(output: str) -> str:
-    """Return when and where a job would start, in the words of ``sbatch --test-only``."""
-    return re.sub(r"\A(sbatch: )?(Job \d+ )?", "", output.strip())
+# ---- squeue
 
 
 def parse_time_left(text: str) -> float | None:
@@ -392,21 +357,17 @@ def parse_time_left(text: str) -> float | None:
     Returns:
         None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
     """
-    m = _DURATION.fullmatch(text.strip())
+    m = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip(), re.ASCII)
     if m is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in m.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def parse_date(text: str) -> float | None:
-    """Return a date of squeue's, which is local time, in seconds since the epoch.
-
-    Returns:
-        None for N/A, NONE, Unknown, and whatever else is no date.
-    """
+def _date(text: str) -> float | None:
+    """Return a date of squeue's, which is local time, in seconds since the epoch; else None."""
     try:
-        return time.mktime(time.strptime(text.strip(), _DATE))
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
         return None
 
@@ -414,109 +375,93 @@ def parse_date(text: str) -> float | None:
 def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
 
-    With ``-r``, that each element is a line of its own, as far as `lists_all`. Without it the
-    pending elements of an array are one line, which is taken apart here: one that was requeued, and
-    may not start yet, is in it with the restarts of the others and the reasons of both. An array
-    whose last pending elements were cancelled leaves a line without an index, which is no task.
+    With ``-r`` each element has a line of its own, as far as `lists_all`. Without it the pending
+    elements of an array are one line, which is taken apart here: one that was requeued, and may not
+    start yet, is in it with the restarts of the others and the reasons of both. An array whose last
+    pending elements were cancelled leaves a line without an index, which is no task.
 
     Args:
         output: What squeue printed.
-        now: Seconds since the epoch, to tell how far a start lies ahead; None leaves that open.
+        now: Seconds since the epoch, to compute how far a start lies ahead; None leaves that open.
 
     Raises:
-        ValueError: a line is not of that format.
+        ValueError: A line is not of that format.
     """
-    lines = [_fields(line) for line in output.splitlines() if line.strip()]
-    arrays = {array_job for array_job, index, *_ in lines if index != NO_ARRAY}
-    tasks = [
-        task
-        for line in lines
-        if line[1] != NO_ARRAY or line[0] not in arrays
-        for task in _tasks(now, *line)
-    ]
-    return {task.task: task for task in tasks}
+    lines = list(_lines(output))
+    arrays = {array_job for array_job, index, *_ in lines if index != _NO_ARRAY}
+    tasks: dict[str, TaskState] = {}
+    for array_job, indices, job, state, restarts, node, left, preempted, start, reason in lines:
+        if indices != _NO_ARRAY:
+            names = [f"{array_job}_{index}" for index in nodelist.expand_indices(indices)[0]]
+        else:
+            names = [] if array_job in arrays else [job]
+        starts_at = _date(start) if state == "PENDING" else None
+        for name in names:
+            tasks[name] = TaskState(
+                name,
+                state,
+                reason="" if reason == "None" else reason,
+                node=node,
+                restarts=int(restarts) if restarts.isdecimal() else None,
+                time_left_s=parse_time_left(left),
+                preempted=_date(preempted) is not None,
+                starts_in_s=None if starts_at is None or now is None else starts_at - now,
+            )
+    return tasks
 
 
 def lists_all(output: str) -> bool:
-    """Tell whether ``squeue -h -r -O SQUEUE_FORMAT`` can not have lost an element.
+    """Return whether ``squeue -h -r -O SQUEUE_FORMAT`` has certainly listed every element.
 
     It loses the last of those that wait in one record if their indices are a set such as
     ``0-20:4``, all of one step (22.05 to 26.05).
     """
     records: dict[str, list[int]] = {}
-    for line in filter(str.strip, output.splitlines()):
-        _, index, job, state, *_ = _fields(line)
+    for _, index, job, state, *_ in _lines(output):
         if state == "PENDING" and index.isdecimal():
             records.setdefault(job, []).append(int(index))
-    return not any(_has_steps(sorted(indices)) for indices in records.values())
+    steps = ({b - a for a, b in pairwise(sorted(indices))} for indices in records.values())
+    return not any(len(found) == 1 and found != {1} for found in steps)
 
 
-def _has_steps(indices: Sequence[int]) -> bool:
-    steps = {after - before for before, after in pairwise(indices)}
-    return len(steps) == 1 and steps != {1}
+def _lines(output: str) -> Iterator[list[str]]:
+    """Yield the fields of each line of squeue."""
+    for line in filter(str.strip, output.splitlines()):
+        fields = line.split("|", len(FIELDS) - 1)
+        if len(fields) != len(FIELDS) or not fields[0].strip().isdecimal():
+            raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
+        yield [part.strip() for part in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
 
 
-def _fields(line: str) -> list[str]:
-    fields = line.split("|", len(FIELDS) - 1)
-    if len(fields) != len(FIELDS) or not fields[0].strip().isdecimal():
-        raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
-    return [field.strip() for field in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
+# ---- errors, by Slurm's words
+
+_FORGOTTEN = "Invalid job id specified"
+ENDED = (_FORGOTTEN, "already completing or completed")
+"""Lines of scancel about a task that has ended."""
+NOT_WAITING = (_FORGOTTEN, "no longer pending execution", "already finished", "No error")
+"""Lines of ``scontrol update`` about each element when one of several does not wait any more."""
+REQUEUED = ("Job is pending execution", "No error")
+"""Lines of ``scontrol requeue`` about a task that goes to the queue already."""
 
 
-def _tasks(
-    now: float | None, array_job: str, indices: str, job: str, *rest: str
-) -> Iterator[TaskState]:
-    """Yield what one line stands for."""
-    state, restarts, node, left, preempted, start, reason = rest
-    names = [job]
-    if indices != NO_ARRAY:
-        names = [f"{array_job}_{index}" for index in nodelist.expand_indices(indices)[0]]
-    starts_at = parse_date(start) if state == "PENDING" and now is not None else None
-    known = TaskState(
-        "", state,
-        reason="" if reason == "None" else reason,
-        node=node,
-        restarts=int(restarts) if restarts.isdecimal() else None,
-        time_left_s=parse_time_left(left),
-        preempted=parse_date(preempted) is not None,
-        starts_in_s=None if starts_at is None or now is None else starts_at - now,
-    )  # fmt: skip
-    for name in names:
-        yield replace(known, task=name)
-
-
-def is_forgotten(error: SlurmCommandError) -> bool:
-    """Tell whether squeue or scontrol know no such job, or no longer."""
-    return _FORGOTTEN in error.stderr
-
-
-def is_unknown_node(error: SlurmCommandError) -> bool:
-    """Tell whether scontrol knows no such node."""
-    return re.search(r"Node \S+ not found", error.stderr) is not None
-
-
-def is_ended(error: SlurmCommandError) -> bool:
-    """Tell whether scancel has failed only at tasks that have ended."""
-    return _says_only(error, _ENDED)
-
-
-def is_not_waiting(error: SlurmCommandError) -> bool:
-    """Tell whether ``scontrol update`` has failed only at tasks that do not wait any more."""
-    return _says_only(error, _NOT_WAITING)
-
-
-def is_requeued(error: SlurmCommandError) -> bool:
-    """Tell whether a task that ``scontrol requeue`` was told of goes to the queue already."""
-    return _says_only(error, _REQUEUED)
-
-
-def is_refused(error: SlurmCommandError) -> bool:
-    """Tell whether Slurm will not requeue a task, however often it is asked."""
-    return any(words in error.stderr for words in _REFUSED)
-
-
-def _says_only(error: SlurmCommandError, phrases: Iterable[str]) -> bool:
-    """Tell whether a command that failed wrote no line without one of these phrases."""
+def has_only_lines_with(phrases: Sequence[str], error: SlurmCommandError) -> bool:
+    """Return whether a command failed and printed no line without one of these phrases."""
     lines = error.stderr.splitlines()
     harmless = all(any(phrase in line for phrase in phrases) for line in lines)
     return error.exit_code is not None and bool(lines) and harmless
+
+
+def is_forgotten(error: SlurmCommandError) -> bool:
+    """Return whether squeue or scontrol have no such job, or no longer."""
+    return _FORGOTTEN in error.stderr
+
+
+def is_refused(error: SlurmCommandError) -> bool:
+    """Return whether Slurm refuses to requeue a task, however often it is asked."""
+    words = ("Requested operation is presently disabled", "already finished")
+    return any(phrase in error.stderr for phrase in words)
+
+
+def is_unknown_node(error: SlurmCommandError) -> bool:
+    """Return whether scontrol has no such node."""
+    return re.search(r"Node \S+ not found", error.stderr) is not None

@@ -1,7 +1,7 @@
 """The tasks of a run in their queue: Slurm's, or that of ``launcher=local``.
 
-`Scheduler` is what leaders, agents, the launcher and the commands know of it. It lists the tasks of
-one run by the names of their agents, and cancels, kills, postpones, restarts and excludes. Which
+Leaders, agents, the launcher and the commands use `Scheduler`. It lists the tasks of one run by the
+names of their agents, and cancels, kills, postpones, restarts and excludes. Which
 task restarts is decided in `exit_action`. The queue below it is a `SlurmClient` or a
 `local_queue.LocalQueue`; both have the operations of `requeue.TaskQueue`. `take_snapshot` lists the
 tasks of many runs.
@@ -21,10 +21,10 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError, SlurmError
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission
@@ -41,8 +41,7 @@ from hpc_elastic.slurm.requeue import TaskQueue, current_names
 
 _log = logging.getLogger(__name__)
 
-_NO_NODES: Mapping[str, str] = MappingProxyType({})
-_NO_FAILURES: Mapping[str, Sequence[str]] = MappingProxyType({})
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def task_queue(
@@ -140,7 +139,7 @@ class Scheduler:
         Raises:
             RunDirectoryError: The processes belong to another user.
         """
-        self._queue.cancel([task.task for task in tasks if task.phase is not Phase.LEAVING])
+        self._queue.cancel([task.task for task in tasks if task.phase is not Phase.COMPLETING])
 
     def cancel_pending(self) -> None:
         """Remove the run's pending tasks from the queue; running tasks are left alone."""
@@ -162,16 +161,15 @@ class Scheduler:
 
     def postpone_pending(self, delay_s: float) -> None:
         """Let no pending task start before `delay_s` seconds from now."""
-        states = self.list_tasks()
-        pending = [name for name, state in states.items() if state.phase is Phase.PENDING]
-        if pending:
+        tasks = self.list_tasks().items()
+        if pending := [name for name, state in tasks if state.phase is Phase.PENDING]:
             self._queue.postpone(pending, delay_s)
 
     def restart_tasks(
         self,
         tasks: Iterable[str],
-        possibly_alive: Mapping[str, str] = _NO_NODES,
-        failed_on: Mapping[str, Sequence[str]] = _NO_FAILURES,
+        possibly_alive: Mapping[str, str] = _NONE,
+        failed_on: Mapping[str, Sequence[str]] = _NONE,
     ) -> None:
         """Let tasks that were lost or have left start again as soon as a node is free.
 
@@ -239,7 +237,7 @@ class Scheduler:
         """Let a task of Slurm's avoid nodes, and release it if a node could not start it."""
         was_unobserved = state.phase is Phase.PENDING or state.state == _NODE_FAIL
         for node in alive_on if was_unobserved else ():
-            requeue.avoid(self._run, name, node, self._slurm)
+            requeue.quarantine_node(self._run, name, node, self._slurm)
         self._slurm.exclude([name], failed_on)
         if state.is_launch_held:
             self._slurm.end_hold(name)
@@ -253,7 +251,7 @@ class Scheduler:
             tasks: Names as in `list_tasks`.
         """
         if self._local is None:
-            requeue.readmit(self._run, tasks, self._slurm, time.time())
+            requeue.lift_quarantine(self._run, tasks, self._slurm, time.time())
 
     def exclude_nodes(self, hosts: Iterable[str], why: str) -> None:
         """Let no task of the run start on these nodes.
@@ -265,9 +263,8 @@ class Scheduler:
             why: The reason, for people.
         """
         requeue.remember_excluded(self._run, hosts, why)
-        states = self.list_tasks()
-        waiting = [name for name, state in states.items() if state.phase is not Phase.ENDED]
-        if waiting:
+        tasks = self.list_tasks().items()
+        if waiting := [name for name, state in tasks if state.phase is not Phase.ENDED]:
             self._queue.exclude(waiting, hosts)
 
     @property
@@ -340,39 +337,32 @@ def take_snapshot(specs: Sequence[RunSpec], client: SlurmClient | None = None) -
     """
     from hpc_elastic.run.registry import user  # agents do without
 
+    me, client = user(), client or SlurmClient()
     listed: dict[str, TaskState] = {}
     unreadable: dict[str, str] = {}
-    for folder, runs in _by_submission(specs).items():
-        if not Path(folder).is_dir():
-            unreadable[folder] = moved(runs[0])
-        elif runs[0].launcher == "local":
+    own, others = dict[str, None](), dict[str, None]()
+    local: dict[str, list[str]] = {}
+    for spec in specs:
+        if not Path(spec.submission).is_dir():
+            unreadable[spec.submission] = moved(spec)
+        jobs = list(map(job_of, current_names(spec)))
+        if spec.launcher == "local":
+            local.setdefault(spec.submission, []).extend(jobs)
+        else:
+            is_own = spec.provenance.get("user", me) == me
+            (own if is_own else others).update(dict.fromkeys(jobs))
+    for folder, jobs in local.items():
+        if folder not in unreadable:
             try:
-                listed |= LocalQueue(Submission(Path(folder))).tasks(_jobs_of(runs))
+                listed |= LocalQueue(Submission(Path(folder))).tasks(jobs)
             except LocalQueueError as e:
                 unreadable[folder] = str(e)
-    me, client = user(), client or SlurmClient()
-    own, others = list[RunSpec](), list[RunSpec]()
-    for spec in specs:
-        if spec.launcher == "slurm":
-            (own if spec.provenance.get("user", me) == me else others).append(spec)
     try:
-        for jobs in filter(None, [_jobs_of(own), *([job] for job in _jobs_of(others))]):
-            listed |= client.tasks(jobs, once=True)
+        for group in filter(None, [list(own), *([job] for job in others)]):
+            listed |= client.tasks(group, once=True)
     except SlurmError as e:
         return QueueSnapshot(listed, str(e), unreadable)
     return QueueSnapshot(listed, None, unreadable)
-
-
-def _by_submission(specs: Iterable[RunSpec]) -> dict[str, list[RunSpec]]:
-    found: dict[str, list[RunSpec]] = {}
-    for spec in specs:
-        found.setdefault(spec.submission, []).append(spec)
-    return found
-
-
-def _jobs_of(specs: Iterable[RunSpec]) -> list[str]:
-    names = (name for spec in specs for name in current_names(spec))
-    return list(dict.fromkeys(map(job_of, names)))
 
 
 def moved(spec: RunSpec) -> str:
@@ -409,8 +399,7 @@ def record_job_nodes(files: ArrayFiles, slurm: SlurmEnvironment) -> None:
     """
     nodes = JobNodes(slurm.restart_count, tuple(slurm.hosts))
     if slurm.node_id < NUM_RECORDERS and read_job_nodes(files) != nodes:
-        text = json.dumps({"attempt": nodes.attempt, "hosts": nodes.hosts})
-        write_atomic(files.nodes, text + "\n")
+        write_atomic(files.nodes, json.dumps(asdict(nodes)) + "\n")
 
 
 def read_job_nodes(files: ArrayFiles) -> JobNodes | None:
@@ -476,10 +465,9 @@ def _by_node(job: TaskState, given: JobNodes | None) -> list[TaskState]:
         now = []
     if given is None or job.restarts not in (given.attempt, None) or not now:
         return [replace(job, node=node) for node in now]
-    runs = job.phase is Phase.RUNNING
-    kept = set(now)
+    lost = set(given.hosts).difference(now) if job.phase is Phase.RUNNING else ()
     return [
-        replace(job, node=host, state=_NODE_FAIL if runs and host not in kept else job.state)
+        replace(job, node=host, state=_NODE_FAIL if host in lost else job.state)
         for host in given.hosts
     ]
 

@@ -1,16 +1,18 @@
-"""Whose turn it is among the runs of a sweep, by what Slurm's queue shows (pure).
+"""Order of a sweep's runs at the nodes, by Slurm's queue.
 
-The runs of a sweep compete for the same nodes, and Slurm knows nothing of a run's minimum: it
-starts one task of a run wherever a node is free. Two rules keep nodes from being held in vain, and
-from being idle while a run could use them:
+The runs of a sweep compete for the same nodes, and Slurm does not consider a run's minimum: it
+starts one task of a run wherever a node is free. Two rules keep nodes from being held for nothing,
+and from being idle while a run could use them:
 
-- A run below its minimum gives its nodes back at once when it waits in vain (`waits_in_vain`): what
-  it lacks is held by runs of the sweep that train, or an earlier run can begin with its nodes.
+- A run below its minimum gives its nodes back at once if it cannot get the rest
+  (`waits_in_vain`): runs of the sweep that train hold it, or an earlier run can begin with its
+  nodes.
 - A run that trains, and one that ends, lets others start that stay away from the queue, as soon as
   there are idle nodes for their minimum (`let_start`).
 
 The runs have an order, that of the sweep. A run gives way to an earlier one only, so two runs do
-not take each other's nodes in turn.
+not take each other's nodes in turn. `QueuedRun`, `NodeSupply` and the two rules are pure;
+`SweepQueue` queries Slurm and carries them out.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission, task_name
+from hpc_elastic.run.directory import RunDir, RunSpec, Submission, task_name
 from hpc_elastic.run.fencing import last_record
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm import nodelist
@@ -35,7 +37,6 @@ from hpc_elastic.slurm.requeue import excluded, followed, list_followed
 AWAY_S = 12.0
 """A task whose start lies further ahead stays away; one that requeues itself is back sooner."""
 
-_IDLE = "idle"
 _LOST = {
     *("down", "drained", "draining", "drng", "drain", "fail", "failing", "error", "future"),
     *("inval", "maint", "unknown", "reboot", "perfctrs"),
@@ -48,15 +49,15 @@ class QueuedRun:
     """One run of a sweep, as the queue shows it.
 
     Attributes:
-        name: What to call it.
+        name: Its name in messages.
         min_nodes: Its minimum.
         tasks: Its tasks that Slurm lists, by slot; a co-allocated job is one of them.
         num_coallocated: Number of co-allocated nodes; 0 if none.
-        has_started: Whether a task of it has ever run. Before that, a start that lies ahead was
-            asked for by the user.
+        has_started: Whether a task of it has ever run. Before that, a start that lies ahead is
+            the user's.
         avoids: Nodes on which no task of it starts.
-        lost: Tasks whose attempt was lost, and which one: Slurm may call it running for minutes.
-            Its node may come to the run again, unless it does not answer.
+        lost: Tasks whose attempt was lost -> that attempt: Slurm may list it as running for
+            minutes. Its node may come to the run again, unless it does not answer.
     """
 
     name: str
@@ -73,16 +74,14 @@ class QueuedRun:
         return [
             node
             for name, state in self.tasks.items()
-            if state.phase is Phase.RUNNING and not self._is_lost(name, state)
+            if state.phase is Phase.RUNNING
+            and (name not in self.lost or (state.restarts or 0) > self.lost[name])
             for node in nodelist.expand(state.node)
         ]
 
-    def _is_lost(self, task: str, state: TaskState) -> bool:
-        return task in self.lost and (state.restarts or 0) <= self.lost[task]
-
     @property
     def lacks(self) -> int:
-        """How many nodes it lacks to its minimum."""
+        """Number of nodes that it lacks to its minimum."""
         return max(0, self.min_nodes - len(self.nodes))
 
     @property
@@ -106,15 +105,19 @@ class QueuedRun:
 
     @property
     def num_waiting(self) -> int:
-        """How many nodes its tasks wait for that may start as soon as a node is free.
+        """Number of nodes for its tasks that may start as soon as a node is free.
 
         Of a run with a co-allocated job, only that counts: its other tasks may not start before it.
         Tasks that a user holds, or that wait for something else that no free node brings, do not
         count.
         """
-        away = self.away
-        tasks = [n for n, s in self.tasks.items() if _waits_for_a_node(s) and n not in away]
-        return sum(self.size(n) for n in tasks if not self.num_coallocated or "_" not in n)
+        waiting = {
+            name
+            for name, state in self.tasks.items()
+            if state.phase is Phase.COMPLETING
+            or (state.phase is Phase.PENDING and remedy(state.reason) is None)
+        }.difference(self.away)
+        return sum(self.size(n) for n in waiting if not self.num_coallocated or "_" not in n)
 
     @property
     def is_limited(self) -> bool:
@@ -123,13 +126,8 @@ class QueuedRun:
         return any("Limit" in state.reason for state in waiting)
 
     def size(self, task: str) -> int:
-        """Return how many nodes one of its tasks has: one, or those of the co-allocated job."""
+        """Return the number of nodes of a task: one, or those of the co-allocated job."""
         return 1 if "_" in task else self.num_coallocated
-
-
-def _waits_for_a_node(state: TaskState) -> bool:
-    waits = state.phase is Phase.PENDING and remedy(state.reason) is None
-    return waits or state.phase is Phase.LEAVING
 
 
 @dataclass(frozen=True)
@@ -145,31 +143,27 @@ class NodeSupply:
     are_whole: bool
 
     def num_idle(self, run: QueuedRun) -> int:
-        """Return how many are idle on which a run's tasks may start."""
-        if run.is_limited:
-            return 0
-        idle = (name for name, state in self.states.items() if state == _IDLE)
-        return sum(name not in run.avoids for name in idle)
+        """Return the number of idle nodes on which a run's tasks may start."""
+        idle = {name for name, state in self.states.items() if state == "idle"}
+        return 0 if run.is_limited else len(idle - run.avoids)
 
     def num_coming(self, run: QueuedRun, held: Set[str]) -> int:
-        """Return how many may come to a run that waits, beside those that the sweep holds."""
-        if run.is_limited:
-            return 0
-        here = (name for name, state in self.states.items() if _may_come(state))
-        mine = (name for name in here if name not in run.avoids)
-        return sum(not self.are_whole or name not in held for name in mine)
-
-
-def _may_come(state: str) -> bool:
-    return "*" not in state and state.rstrip("~#%+@!^-$") not in _LOST
+        """Return the number that may come to a run, beside those that the sweep holds."""
+        coming = {
+            name
+            for name, state in self.states.items()
+            if "*" not in state and state.rstrip("~#%+@!^-$") not in _LOST
+        }
+        taken = run.avoids | held if self.are_whole else run.avoids
+        return 0 if run.is_limited else len(coming - taken)
 
 
 def waits_in_vain(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
-    """Return why a run waits in vain for its minimum; None if it may yet get it.
+    """Return why a run cannot get its minimum; None if it may yet get it.
 
     Args:
         runs: The runs of the sweep in their order.
-        own: The place of the run that asks.
+        own: The index of the run.
         nodes: The nodes that the run may get.
     """
     me = runs[own]
@@ -187,7 +181,7 @@ def waits_in_vain(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str
 
 
 def _give_way(runs: Sequence[QueuedRun], short: Sequence[int], nodes: NodeSupply) -> dict[int, int]:
-    """Return which of the runs that hold too few nodes give way, and to which earlier one each.
+    """Return the runs with too few nodes that give way, each with the earlier one it gives way to.
 
     The first run gets what it lacks from the last ones, then the second, and so on.
     """
@@ -213,16 +207,16 @@ def let_start(
     ends: bool = False,
     lost: Set[str] = frozenset(),
 ) -> list[str]:
-    """Return the tasks that stay away and are to start, for there are nodes for them.
+    """Return the tasks that stay away and are to start, since there are nodes for them.
 
-    The minimum of each run in turn; then the further nodes of the run that asks.
+    The minimum of each run in turn; then the further nodes of the run itself.
 
     Args:
         runs: The runs of the sweep in their order.
-        own: The place of the run that asks: it trains, or it ends.
+        own: The index of the run that calls this: it trains, or it ends.
         nodes: The nodes that they may get.
         ends: Whether it ends, so that its nodes are free soon.
-        lost: Its tasks that were lost: they are brought back by other rules.
+        lost: Its tasks that were lost: other rules restart them.
     """
     me = runs[own]
     freed = len(me.nodes) if ends else 0
@@ -233,7 +227,11 @@ def let_start(
         missing = run.lacks - run.num_waiting
         if missing > 0 and (run.lacks > free or not run.away):
             continue
-        started += _as_many(run, missing)
+        for task in run.away:
+            if missing <= 0:
+                break
+            started.append(task)
+            missing -= run.size(task)
         taken += min(free, run.lacks)
     if not ends and me.lacks == 0:
         away = [task for task in me.away if task not in lost]
@@ -241,42 +239,20 @@ def let_start(
     return started
 
 
-def _as_many(run: QueuedRun, num_nodes: int) -> list[str]:
-    """Return the first tasks of a run that stay away, for so many nodes."""
-    chosen: list[str] = []
-    for task in run.away:
-        if num_nodes <= 0:
-            break
-        chosen.append(task)
-        num_nodes -= run.size(task)
-    return chosen
-
-
-# ---- The runs of one sweep in Slurm's queue: what `sweep_queue` decides, asked and carried out
-
-
 _log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 10.0
-"""How often the first run that trains looks whether others may start that stay away; the n-th n
-times as seldom, so that any number of runs asks Slurm no more than a few do."""
-LOOK_SELDOM_S = 30.0
-"""The same, where at the last look none stayed away."""
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A run of the sweep: its directory, and its names in the queue in the order of its slots."""
-
-    run: RunDir
-    tasks: tuple[str, ...]
+POLL_S = 10.0
+"""Seconds between two checks of the first run that trains for others that stay away; the n-th run
+checks n times as seldom, so that any number of runs queries Slurm no more than a few do."""
+POLL_SELDOM_S = 30.0
+"""The same, if none stayed away at the last check."""
 
 
 class SweepQueue:
     """The queue as the leader of one run of a sweep sees it.
 
     Calls block for as long as Slurm does. They raise `SlurmError` where Slurm does not answer, and
-    `OSError` where the submission's files can not be read.
+    `OSError` where the submission's files cannot be read.
     """
 
     def __init__(
@@ -288,16 +264,16 @@ class SweepQueue:
         self._client = client
         self._submission = Submission(Path(spec.submission))
         self._specs: dict[Path, RunSpec] = {}
-        self._looking = threading.Lock()
-        self._next_look = 0.0
+        self._checking = threading.Lock()
+        self._next_check = 0.0
 
     @property
     def num_runs(self) -> int:
-        """How many runs were submitted together."""
+        """Number of runs that were submitted together."""
         return len(self._members())
 
     def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
-        """Return why this run waits in vain for its minimum; None if it may yet get it.
+        """Return why this run cannot get its minimum; None if it may yet get it.
 
         Args:
             lost: This run's tasks that were lost, each with its attempt.
@@ -314,97 +290,84 @@ class SweepQueue:
 
         Args:
             lost: This run's tasks that were lost.
-            ends: Whether this run has ended. If not, and it was asked too recently, nothing is
-                done.
+            ends: Whether this run has ended. If not, and the last check was too recent, nothing
+                is done.
         """
-        if not self._looking.acquire(blocking=ends):
+        if not self._checking.acquire(blocking=ends):
             return  # Slurm has not answered yet
         try:
-            if ends or time.monotonic() >= self._next_look:
-                self._let_others_start(frozenset(lost), ends=ends)
+            found = self._runs() if ends or time.monotonic() >= self._next_check else None
+            if found is None:
+                return
+            runs, own = found
+            earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
+            are_away = any(run.away for run in runs)
+            every_s = POLL_S if are_away else POLL_SELDOM_S
+            self._next_check = time.monotonic() + every_s * (1 + earlier)
+            if not are_away:
+                return
+            names = let_start(runs, own, self._nodes(), ends=ends, lost=frozenset(lost))
+            now = followed(self._submission)
+            names = [now.get(name, name) for name in names]
+            if names:
+                _log.info("there are nodes for tasks that stayed away: %s", ", ".join(names))
+                self._client.postpone(names, RELEASE_DELAY_S)
         finally:
-            self._looking.release()
-
-    def _let_others_start(self, lost: frozenset[str], *, ends: bool) -> None:
-        found = self._runs()
-        if found is None:
-            return
-        runs, own = found
-        earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
-        are_away = any(run.away for run in runs)
-        every_s = LOOK_EVERY_S if are_away else LOOK_SELDOM_S
-        self._next_look = time.monotonic() + every_s * (1 + earlier)
-        if not are_away:
-            return
-        names = let_start(runs, own, self._nodes(), ends=ends, lost=lost)
-        now = followed(self._submission)
-        names = [now.get(name, name) for name in names]
-        if names:
-            _log.info("there are nodes for tasks that stayed away: %s", ", ".join(names))
-            self._client.postpone(names, RELEASE_DELAY_S)
-
-    # ---- what there is ------------------------------------------------------------------
+            self._checking.release()
 
     def _runs(self) -> tuple[list[QueuedRun], int] | None:
-        """Return the runs of the sweep in their order, and this one's place among them."""
+        """Return the runs of the sweep in their order, and this one's index."""
         members = self._members()
-        own = next((i for i, m in enumerate(members) if m.run.path == self._run.path), None)
-        if own is None:
+        if self._run.path not in members:
             return None
         jobs = self._submission.job_ids()
         listed = list_followed(self._client, self._submission, jobs.values())
-        return [self._queued(member, listed) for member in members], own
+        runs = [self._queued(RunDir(path), names, listed) for path, names in members.items()]
+        return runs, list(members).index(self._run.path)
 
-    def _queued(self, member: _Member, listed: Mapping[str, TaskState]) -> QueuedRun:
-        """Return a run as the queue shows it; one whose directory was removed wants nothing."""
-        name = member.run.path.name
-        tasks = {task: listed[task] for task in member.tasks if task in listed}
+    def _queued(
+        self, run: RunDir, names: Iterable[str], listed: Mapping[str, TaskState]
+    ) -> QueuedRun:
+        """Return a run as the queue shows it; one whose directory was removed needs no node."""
+        tasks = {task: listed[task] for task in names if task in listed}
         waits = any(state.phase is Phase.PENDING for state in tasks.values())
         try:
-            spec = self._spec_of(member.run)
-            has_started = waits and last_record(member.run.rdzv) > 0
+            if run.path not in self._specs:
+                self._specs[run.path] = run.load()
+            spec = self._specs[run.path]
+            has_started = waits and last_record(run.rdzv) > 0
         except (RunDirectoryError, FileNotFoundError):
-            if is_there(member.run.spec):
+            if is_there(run.spec):
                 raise
-            return QueuedRun(name, 0, tasks)
+            return QueuedRun(run.path.name, 0, tasks)
         return QueuedRun(
-            name,
+            run.path.name,
             spec.min_nodes,
             tasks,
             spec.min_nodes if spec.coallocate_min else 0,
             has_started=has_started,
-            avoids=frozenset(excluded(member.run) if waits else ()),
+            avoids=frozenset(excluded(run) if waits else ()),
         )
 
-    def _members(self) -> list[_Member]:
-        """Read which runs were submitted together, and which tasks each has."""
+    def _members(self) -> dict[Path, list[str]]:
+        """Read the runs that were submitted together: directory -> queue names by slot."""
         found: dict[Path, dict[int, str]] = {}
         for array in self._submission.arrays():
             job = array.job_id
-            if job:
-                for run, slot, name in _tasks_of(array, job):
-                    found.setdefault(run, {})[slot] = name
-        return [
-            _Member(RunDir(run), tuple(dict.fromkeys(slots[n] for n in sorted(slots))))
+            if not job:
+                continue
+            try:
+                content = json.loads(array.tasks.read_text())
+                coallocated = bool(content.get("coallocated"))
+                for index, task in enumerate(content["runs"]):
+                    name = job if coallocated else task_name(job, index)
+                    found.setdefault(Path(task["dir"]), {})[int(task["slot"])] = name
+            except (ValueError, KeyError, TypeError) as e:
+                raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e
+        return {
+            run: list(dict.fromkeys(slots[n] for n in sorted(slots)))
             for run, slots in found.items()
-        ]
-
-    def _spec_of(self, run: RunDir) -> RunSpec:
-        if run.path not in self._specs:
-            self._specs[run.path] = run.load()
-        return self._specs[run.path]
+        }
 
     def _nodes(self) -> NodeSupply:
         return NodeSupply(self._client.each_node(self._partition), self._spec.whole_nodes)
-
-
-def _tasks_of(array: ArrayFiles, job: str) -> Iterable[tuple[Path, int, str]]:
-    """Yield the run, the slot and the name in the queue of each task of an array."""
-    try:
-        content = json.loads(array.tasks.read_text())
-        coallocated = bool(content.get("coallocated"))
-        for index, task in enumerate(content["runs"]):
-            name = job if coallocated else task_name(job, index)
-            yield Path(task["dir"]), int(task["slot"]), name
-    except (ValueError, KeyError, TypeError) as e:
-        raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e

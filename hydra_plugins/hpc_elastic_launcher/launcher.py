@@ -42,7 +42,7 @@ class ElasticLauncher(Launcher):
     ) -> None:
         """Keep Hydra's arguments, and check that the sweep directory is writable."""
         from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.launcher.prepare import require_writable
+        from hpc_elastic.launcher.submit import require_writable
         from hpc_elastic.launcher.sweep import (
             Sweep,
             hide_traceback,

@@ -33,7 +33,7 @@ FOLLOWING = (
 AS_NOBODY = f"""
 import os, sys
 import hpc_elastic.cli.control
-import hpc_elastic.checkpoint.store, hpc_elastic.launcher.cancel, hpc_elastic.launcher.resume
+import hpc_elastic.checkpoint.store, hpc_elastic.launcher.control
 import hpc_elastic.launcher.detach
 from hpc_elastic.cli.main import main
 os.setgid({NOBODY}); os.setuid({NOBODY})

@@ -338,7 +338,7 @@ class Slurm:
 
         def runs(view: dict[str, TaskState] | None) -> None:
             state = (view or {}).get(task)
-            answer(None if state is None else state.phase in (Phase.RUNNING, Phase.LEAVING))
+            answer(None if state is None else state.phase in (Phase.RUNNING, Phase.COMPLETING))
 
         self.ask(process, runs)
 

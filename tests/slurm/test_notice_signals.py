@@ -12,7 +12,7 @@ import pytest
 
 from hpc_elastic.config.schema import ContainerSettings, SlurmSettings
 from hpc_elastic.launcher.batch_script import Script, render
-from hpc_elastic.launcher.prepare import read_template
+from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase
@@ -128,5 +128,5 @@ def test_a_cancelled_task_gets_sigterm_and_its_time(slurm, submit, client, tmp_p
     wait_for(lambda: words(tmp_path, job))
     client.cancel([f"{job}_0"])
     wait_for(lambda: "SIGTERM" in words(tmp_path, job))
-    assert client.tasks([job])[f"{job}_0"].phase in (Phase.LEAVING, Phase.ENDED)
+    assert client.tasks([job])[f"{job}_0"].phase in (Phase.COMPLETING, Phase.ENDED)
     wait_for(lambda: "ends" in words(tmp_path, job))

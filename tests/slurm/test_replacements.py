@@ -13,7 +13,7 @@ from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide
 from hpc_elastic.slurm.job_state import Phase
-from hpc_elastic.slurm.requeue import current_names, depart
+from hpc_elastic.slurm.requeue import current_names, requeue_or_exit
 from hpc_elastic.slurm.scheduler import Scheduler
 
 DEADLINE_S = 60
@@ -130,7 +130,7 @@ def test_a_suspended_task_stays_where_it_is(slurm, run):
     wait_for(lambda: run.states() == {name: "SUSPENDED"})
     state = run.client.tasks([job])[name]
     assert decide(ExitFacts(Reason.SIGNAL, state, 0)) is ExitAction.STAY
-    assert depart(name, run.client, attempt=0, run=run.dir) is ExitAction.STAY
+    assert requeue_or_exit(name, run.client, attempt=0, run=run.dir) is ExitAction.STAY
     run.scheduler.restart_tasks([name])
     slurm.run(["scontrol", "resume", name])
     wait_for(lambda: run.states() == {name: "RUNNING"})
@@ -143,7 +143,7 @@ def test_a_node_is_avoided_from_the_moment_it_is_blamed(run):
     wait_for(lambda: list(run.states().values()).count("RUNNING") == 4)
     bad = run.client.tasks([job])[f"{job}_1"].node
     run.scheduler.exclude_nodes([bad], "CUDA error")
-    assert depart(f"{job}_1", run.client, attempt=0, run=run.dir) is ExitAction.REQUEUE
+    assert requeue_or_exit(f"{job}_1", run.client, attempt=0, run=run.dir) is ExitAction.REQUEUE
     run.client.cancel([f"{job}_0", f"{job}_2", f"{job}_3"])
     wait_for(lambda: [run.states()[f"{job}_{i}"] for i in (1, 4, 5)] == ["RUNNING"] * 3, run.states)
     assert bad not in {run.scheduler.poll_tasks()[f"{job}_{i}"].node for i in (1, 4, 5)}

@@ -29,7 +29,7 @@ signal.signal(signal.SIGTERM, lambda *_: taken.append(1))
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.slurm.environment import SlurmEnvironment
-from hpc_elastic.slurm.requeue import depart, give_back
+from hpc_elastic.slurm.requeue import requeue_or_exit, requeue_after
 
 task = SlurmEnvironment.from_env(os.environ)
 log = Path(sys.argv[2], f"{task.task_name}.{task.restart_count}")
@@ -39,11 +39,12 @@ while task.restart_count or (sys.argv[1] == "depart" and not taken):
     if task.restart_count and taken:
         sys.exit(1)
 if sys.argv[1] == "depart":
-    depart(task.task_name, SlurmClient(), attempt=task.restart_count)
+    requeue_or_exit(task.task_name, SlurmClient(), attempt=task.restart_count)
 elif sys.argv[1] == "time limit":
-    depart(task.task_name, SlurmClient(), attempt=task.restart_count, reason=Reason.TIME_LIMIT)
+    why, attempt = Reason.TIME_LIMIT, task.restart_count
+    requeue_or_exit(task.task_name, SlurmClient(), attempt=attempt, reason=why)
 else:
-    give_back(task.task_name, SlurmClient(), float(sys.argv[1]), attempt=task.restart_count)
+    requeue_after(task.task_name, SlurmClient(), float(sys.argv[1]), attempt=task.restart_count)
 """
 
 

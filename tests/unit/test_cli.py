@@ -19,7 +19,7 @@ from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
 from hpc_elastic.launcher import local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
-from hpc_elastic.launcher.prepare import write
+from hpc_elastic.launcher.submit import write
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 

@@ -302,7 +302,7 @@ def test_settings_are_those_of_a_script():
         ("partition", "KEY=VALUE"),
         ("partition=gpu,cpu", "a sweep is not possible"),
         ("time=soon", "launcher.time"),
-        ("sbatch={", "Hydra says"),
+        ("sbatch={", "Hydra: "),
     ],
 )
 def test_settings_that_cannot_work_are_refused(word, says):

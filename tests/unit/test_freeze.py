@@ -16,7 +16,7 @@ from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.launcher.hydra_compose import SharingLoader, SweepComposer
 from hpc_elastic.launcher.plan import make_plan
-from hpc_elastic.launcher.prepare import write
+from hpc_elastic.launcher.submit import write
 from hpc_elastic.launcher.sweep import (
     SharedSections,
     cached_grammar,

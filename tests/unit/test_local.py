@@ -17,7 +17,7 @@ import hpc_elastic
 from ended import is_gone
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.launcher import local, resume
+from hpc_elastic.launcher import control, local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
 from hpc_elastic.launcher.run_view import GoneTimer
@@ -233,9 +233,9 @@ def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, cap
     monkeypatch.setattr("hpc_elastic.run.registry.add", fail)
     with pytest.raises(RuntimeError, match="planted"):
         submitted(tmp_path, settings(1, env={"PLOT": "hang"}))
-    monkeypatch.setattr(resume, "_record", fail)
+    monkeypatch.setattr(control, "_record", fail)
     with pytest.raises(RuntimeError, match="planted"):
-        resume.resume(tmp_path / "0", [])
+        control.resume(tmp_path / "0", [])
     assert capsys.readouterr().err.count("the runs were ended") == 2
     assert [task["state"] for task in listed(tmp_path).values()] == ["ENDED"] * 2
     assert all(is_gone(task["pid"]) for task in listed(tmp_path).values())

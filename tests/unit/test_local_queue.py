@@ -18,7 +18,7 @@ from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.local_queue import LocalQueue, start_ticks
-from hpc_elastic.slurm.requeue import depart, give_back
+from hpc_elastic.slurm.requeue import requeue_after, requeue_or_exit
 from hpc_elastic.slurm.scheduler import Scheduler
 
 DEADLINE_S = 60.0
@@ -115,10 +115,13 @@ def test_a_task_that_goes_back_to_the_queue_starts_again(queue):
     q = queue()
     pid, child, node = q.attempt(0)
     assert node == "local-0" and q.state().node == node
-    assert depart("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run) is ExitAction.REQUEUE
+    assert (
+        requeue_or_exit("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run)
+        is ExitAction.REQUEUE
+    )
     state = q.state()
-    assert (state.phase, state.restarts) == (Phase.LEAVING, 1)
-    again = depart("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run)
+    assert (state.phase, state.restarts) == (Phase.COMPLETING, 1)
+    again = requeue_or_exit("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run)
     assert again is ExitAction.REQUEUED and q.state().restarts == 1
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().phase is Phase.PENDING)
@@ -133,7 +136,7 @@ def test_a_task_that_does_not_end_is_killed(queue):
     """It was to go back to the queue."""
     q = queue()
     pid, _, _ = q.attempt(0)
-    assert give_back("7_0", q.queue, 0.0, attempt=0, run=q.run) is ExitAction.REQUEUE
+    assert requeue_after("7_0", q.queue, 0.0, attempt=0, run=q.run) is ExitAction.REQUEUE
     q.queue.postpone(["7_0"], 0.0)
     q.attempt(1)
     assert is_gone(pid)
@@ -175,7 +178,7 @@ def test_a_task_comes_back_as_often_as_it_may(queue):
     q = queue(max_requeues=1)
     os.kill(q.attempt(0)[0], signal.SIGKILL)
     pid, _, _ = q.attempt(1)
-    assert depart("7_0", q.queue, attempt=1, run=q.run) is ExitAction.EXIT
+    assert requeue_or_exit("7_0", q.queue, attempt=1, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().state == "FAILED")
     q.scheduler.restart_tasks(["7_0"])
@@ -215,7 +218,7 @@ def test_no_task_of_a_cancelled_run_comes_back(queue):
     q = queue()
     pid, _, _ = q.attempt(0)
     q.run.cancelled.touch()
-    assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
+    assert requeue_or_exit("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().state == "CANCELLED")
 
@@ -228,9 +231,9 @@ def test_a_launcher_that_ends_its_runs_is_no_preemption(queue):
     q.handle._stop_after_s = 60
     q.handle._reap_tasks = lambda: None  # as long as its process has not ended
     (task,) = q.handle._tasks
-    task.is_leaving = True
+    task.is_ending = True
     q.handle.write_table()
-    assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
+    assert requeue_or_exit("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     del q.handle._reap_tasks
     ends.start()
     ends.join()
@@ -249,7 +252,7 @@ def test_without_its_launcher_a_task_does_not_come_back(tmp_path, queue, monkeyp
         **{"7_0": {"state": "RUNNING", "pid": pid, "started": made, **dead}},
     )
     assert q.state().reason == "its launcher has ended"
-    assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
+    assert requeue_or_exit("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     with pytest.raises(LocalQueueError, match="its launcher has ended"):
         q.queue.requeue("7_0")
     assert not list((tmp_path / ".hpc_elastic" / "local-requests").iterdir())

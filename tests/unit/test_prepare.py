@@ -14,7 +14,7 @@ import pytest
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher.plan import Prepared, RunRequest, make_plan
-from hpc_elastic.launcher.prepare import (
+from hpc_elastic.launcher.submit import (
     lay_out,
     make_run_id,
     next_array,
@@ -245,7 +245,7 @@ def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monke
             together.wait(60)  # or it raises: the others do not come
 
     for slow_s in (-1.0, 60.0):
-        monkeypatch.setattr("hpc_elastic.launcher.prepare._SLOW_S", slow_s)
+        monkeypatch.setattr("hpc_elastic.launcher.submit._SLOW_S", slow_s)
         writers.clear()
         write_concurrently(write_one, range(4))
         assert len(set(writers)) == (4 if slow_s < 0 else 1)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpc_elastic.launcher.progress import (
+from hpc_elastic.launcher.run_handle import Outcome, RunHandle
+from hpc_elastic.launcher.run_view import overrides_label
+from hpc_elastic.launcher.wait import (
     Progress,
     console_for,
     fitting,
@@ -17,8 +19,6 @@ from hpc_elastic.launcher.progress import (
     results_table,
     row_of,
 )
-from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import overrides_label
 from hpc_elastic.slurm.job_state import TaskState
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")

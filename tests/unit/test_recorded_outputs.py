@@ -1,13 +1,16 @@
 """What three releases of Slurm printed means the same to us (scripts/record_slurm_outputs.py)."""
 
 import json
+from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
 from hpc_elastic.launcher.batch_script import explain
+from hpc_elastic.slurm import client as slurm_client
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.job_state import Phase
 
@@ -47,6 +50,18 @@ def failures(release) -> dict[str, SlurmCommandError]:
     """Return all that were recorded, by the name of the file."""
     names = {path.stem for path in (DATA / release).glob("*.out")}
     return {name: failure(release, name) for name in names if answer(release, name)[0] != 0}
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """Return a function that makes a client whose commands print something."""
+
+    def make(output, errors=""):
+        done = CompletedProcess([], 0, output, errors)
+        monkeypatch.setattr(slurm_client, "_call", lambda *args: done)
+        return slurm_client.SiteClient()
+
+    return make
 
 
 def test_three_releases_were_recorded():
@@ -124,39 +139,39 @@ def test_the_configuration_tells_of_arrays_and_preemption(recorded):
         assert [p.name for p in told.partitions] == (name or "low").split(",")
 
 
-def test_partitions_are_as_the_sandbox_has_made_them(recorded):
+def test_partitions_are_as_the_sandbox_has_made_them(recorded, client):
     """Both commands name all; only scontrol tells more."""
     low, cancel, short, high = parsing.parse_partitions(recorded("scontrol-partitions"))
     assert low == parsing.Partition("low", "UP", True, None, 5, "REQUEUE", 4, None)
     assert (cancel.preempt_mode, short.max_time_s, high.preempt_mode) == ("CANCEL", 1800.0, "OFF")
     assert (cancel.is_default, high.grace_s) == (False, 0)
-    names = parsing.parse_partition_names(recorded("sinfo"))
+    names = client(recorded("sinfo")).partitions()
     assert set(names) == {"low", "cancel", "short", "high"} and len(names) == 4
 
 
-def test_nodes_are_counted_by_state_and_controllers_named(recorded):
+def test_nodes_are_counted_by_state_and_controllers_named(recorded, client):
     """While every node has a job of its own."""
     assert parsing.parse_node_states(recorded("sinfo-nodes")) == {"allocated": 4}
-    assert parsing.parse_controllers(recorded("ping")) == "Slurmctld(primary) at ctl is UP"
+    assert client(recorded("ping")).ping() == "Slurmctld(primary) at ctl is UP"
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_commands_tell_their_release(release):
+def test_commands_tell_their_release(release, client):
     """Debian's name of the package is before it."""
     _, output, _ = answer(release, "version")
-    assert parsing.parse_version(output).startswith(f"{release}.")
+    assert client(output).version("sinfo").startswith(f"{release}.")
 
 
-def test_a_submission_tells_its_job_and_nothing_else(recorded):
+def test_a_submission_tells_its_job_and_nothing_else(recorded, client):
     """There is one cluster."""
-    assert parsing.parse_job_id(recorded("sbatch-parsable")).isdecimal()
+    assert client(recorded("sbatch-parsable")).sbatch(Path("run.sbatch")).isdecimal()
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_test_of_a_submission_tells_when_it_would_start(release):
+def test_a_test_of_a_submission_tells_when_it_would_start(release, client):
     """On standard error, without the number of a job that there is not; or it names the key."""
     exit_code, output, errors = answer(release, "test-only")
-    words = parsing.parse_start(errors)
+    words = client(output, errors).test_only("run.sbatch")
     assert (exit_code, output) == (0, "")
     assert words.startswith("to start at 2") and words.endswith("on nodes node1 in partition low")
     error = explain(failure(release, "test-only-partition").stderr, SlurmSettings())
@@ -183,10 +198,13 @@ def test_a_node_is_up_or_not(recorded):
     ("judge", "names"),
     [
         (parsing.is_forgotten, FORGOTTEN),
-        (parsing.is_ended, FORGOTTEN),
+        (partial(parsing.has_only_lines_with, parsing.ENDED), FORGOTTEN),
         (parsing.is_unknown_node, {"scontrol-no-node"}),
-        (parsing.is_not_waiting, {*FORGOTTEN, "update-ended", "update-running", "update-elements"}),
-        (parsing.is_requeued, {"requeue-requeued"}),
+        (
+            partial(parsing.has_only_lines_with, parsing.NOT_WAITING),
+            {*FORGOTTEN, "update-ended", "update-running", "update-elements"},
+        ),
+        (partial(parsing.has_only_lines_with, parsing.REQUEUED), {"requeue-requeued"}),
         (parsing.is_refused, {"requeue-refused", "update-ended"}),
     ],
 )

@@ -16,9 +16,9 @@ from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.requeue import (
     PARENT_REQUEUES,
     RETURN_DELAY_S,
-    depart,
-    foresee,
-    give_back,
+    predict_exit_action,
+    requeue_after,
+    requeue_or_exit,
 )
 
 DOWN = SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
@@ -28,7 +28,7 @@ DISABLED = SlurmCommandError(["scontrol"], 1, "7_0: Requested operation is prese
 
 
 class Client:
-    """Stands for Slurm: says one state of the task, and keeps what it was told.
+    """Stands for Slurm: lists one task, and records the calls in `told`.
 
     What fails does so always; if it `recovers`, as often as it is named.
     """
@@ -42,30 +42,22 @@ class Client:
 
     def tasks(self, job_ids):
         """Return the one task."""
-        return {self._state.task: self._state} if self._tell("tasks", *job_ids) else {}
+        self._record("tasks", *job_ids)
+        return {self._state.task: self._state}
 
-    def requeue(self, task):
-        """Keep it."""
-        self._tell("requeue", task)
+    def __getattr__(self, what):
+        """Return a method that records its call."""
 
-    def postpone(self, tasks, delay_s):
-        """Keep it."""
-        self._tell("postpone", *tasks, delay_s)
+        def record(tasks, *about, exclude=()):
+            tasks = [Path(tasks).name] if what == "resubmit" else tasks
+            names = [tasks] if isinstance(tasks, str) else tasks
+            extra = sorted(about[0]) if what == "exclude" else about
+            self._record(what, *names, *extra, *exclude)
+            return "99"
 
-    def exclude(self, tasks, hosts):
-        """Keep it."""
-        self._tell("exclude", *tasks, *sorted(hosts))
+        return record
 
-    def resubmit(self, script, index, *, exclude):
-        """Keep it."""
-        self._tell("resubmit", Path(script).name, index, *exclude)
-        return "99"
-
-    def release(self, task):
-        """Keep it."""
-        self._tell("release", task)
-
-    def _tell(self, what, *about):
+    def _record(self, what, *about):
         if threading.current_thread() is threading.main_thread():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or what == "tasks"
         if what in self._fails:
@@ -73,7 +65,6 @@ class Client:
                 self._fails.remove(what)
             raise self._error
         self.told.append((what, *about))
-        return True
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +83,7 @@ def handler(monkeypatch):
 def test_a_task_that_is_taken_says_when_it_may_start_again():
     """After the requeue, and before it ends: Slurm would hold it for two minutes otherwise."""
     client = Client(TaskState("7_0", "RUNNING", restarts=2))
-    assert depart("7_0", client, attempt=2) is ExitAction.REQUEUE
+    assert requeue_or_exit("7_0", client, attempt=2) is ExitAction.REQUEUE
     assert client.told == [
         ("tasks", "7"), ("requeue", "7_0"), ("postpone", "7_0", RETURN_DELAY_S)
     ]  # fmt: skip
@@ -102,21 +93,21 @@ def test_a_task_that_is_taken_says_when_it_may_start_again():
 def test_a_node_of_a_larger_job_departs_as_the_job():
     """Its task name has the node's number; Slurm knows the job only."""
     client = Client(TaskState("8", "RUNNING"))
-    assert depart("8.1", client) is ExitAction.REQUEUE
+    assert requeue_or_exit("8.1", client) is ExitAction.REQUEUE
 
 
 def test_a_task_that_was_requeued_by_another_starts_soon_too():
     """Once is enough for the requeue, but the last to end says when."""
     client = Client(TaskState("8", "COMPLETING", restarts=1))
-    assert depart("8.1", client, attempt=0) is ExitAction.REQUEUED
+    assert requeue_or_exit("8.1", client, attempt=0) is ExitAction.REQUEUED
     assert client.told == [("tasks", "8"), ("postpone", "8.1", RETURN_DELAY_S)]
 
 
 def test_a_task_that_was_cancelled_is_left_alone():
     """scontrol requeue would bring it back to life."""
     client = Client(TaskState("7_0", "COMPLETING", restarts=0))
-    assert depart("7_0", client, attempt=0) is ExitAction.EXIT
-    assert give_back("7_0", client, 60, attempt=0) is ExitAction.EXIT
+    assert requeue_or_exit("7_0", client, attempt=0) is ExitAction.EXIT
+    assert requeue_after("7_0", client, 60, attempt=0) is ExitAction.EXIT
     assert {what for what, *_ in client.told} == {"tasks"}
 
 
@@ -124,9 +115,9 @@ def test_a_task_that_was_cancelled_is_left_alone():
 def test_what_fails_is_tried_again(fails):
     """The controller may be slow just when all tasks of a run ask it."""
     client = Client(TaskState("7_0", "RUNNING"), *[fails] * 3, recovers=True)
-    assert depart("7_0", client) is ExitAction.REQUEUE
+    assert requeue_or_exit("7_0", client) is ExitAction.REQUEUE
     client = Client(TaskState("7_0", "RUNNING"), *[fails] * 3, recovers=True)
-    assert give_back("7_0", client, 60) is ExitAction.REQUEUE
+    assert requeue_after("7_0", client, 60) is ExitAction.REQUEUE
 
 
 def test_a_run_directory_that_fails_is_looked_at_again(tmp_path, monkeypatch):
@@ -140,27 +131,29 @@ def test_a_run_directory_that_fails_is_looked_at_again(tmp_path, monkeypatch):
         return False
 
     monkeypatch.setattr(RunDir, "is_over", property(is_over))
-    assert depart("7_0", Client(TaskState("7_0", "RUNNING")), run=run) is ExitAction.REQUEUE
+    assert (
+        requeue_or_exit("7_0", Client(TaskState("7_0", "RUNNING")), run=run) is ExitAction.REQUEUE
+    )
 
 
 @pytest.mark.parametrize("fails", ["tasks", "requeue"])
 def test_a_task_that_can_not_requeue_itself_stays(fails):
     """Slurm requeues it, once it has killed it."""
-    assert depart("7_0", Client(TaskState("7_0", "RUNNING"), fails)) is ExitAction.STAY
+    assert requeue_or_exit("7_0", Client(TaskState("7_0", "RUNNING"), fails)) is ExitAction.STAY
 
 
 def test_a_task_that_can_not_say_when_comes_back_all_the_same():
     """Two minutes later."""
     client = Client(TaskState("7_0", "RUNNING"), "postpone")
-    assert depart("7_0", client) is ExitAction.REQUEUE
-    assert give_back("7_0", client, 60) is ExitAction.REQUEUE
+    assert requeue_or_exit("7_0", client) is ExitAction.REQUEUE
+    assert requeue_after("7_0", client, 60) is ExitAction.REQUEUE
 
 
 def test_a_node_is_given_back_for_as_long_as_asked():
     """But never for less than it takes to end."""
     client = Client(TaskState("7_0", "RUNNING"))
-    assert give_back("7_0", client, 600) is ExitAction.REQUEUE
-    assert give_back("7_0", client, 1) is ExitAction.REQUEUE
+    assert requeue_after("7_0", client, 600) is ExitAction.REQUEUE
+    assert requeue_after("7_0", client, 1) is ExitAction.REQUEUE
     assert client.told[2::3] == [("postpone", "7_0", 600), ("postpone", "7_0", RETURN_DELAY_S)]
 
 
@@ -168,7 +161,7 @@ def test_a_node_is_given_back_for_as_long_as_asked():
 def test_a_node_that_can_not_be_given_back_is_kept(fails, handler):
     """The process goes on, and can be terminated as before."""
     with pytest.raises(SlurmCommandError):
-        give_back("7_0", Client(TaskState("7_0", "RUNNING"), fails), 60)
+        requeue_after("7_0", Client(TaskState("7_0", "RUNNING"), fails), 60)
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -176,9 +169,9 @@ def test_a_notice_can_be_understood_before_anything_is_done():
     """A cancelled task need not save; where Slurm is silent, nobody knows."""
     taken = Client(TaskState("7_0", "RUNNING", preempted=True))
     cancelled = Client(TaskState("7_0", "COMPLETING", restarts=0))
-    assert foresee("7_0", taken, attempt=0) is ExitAction.REQUEUE
-    assert foresee("7_0", cancelled, attempt=0) is ExitAction.EXIT
-    assert foresee("7_0", Client(TaskState("7_0", "RUNNING"), "tasks")) is None
+    assert predict_exit_action("7_0", taken, attempt=0) is ExitAction.REQUEUE
+    assert predict_exit_action("7_0", cancelled, attempt=0) is ExitAction.EXIT
+    assert predict_exit_action("7_0", Client(TaskState("7_0", "RUNNING"), "tasks")) is None
     assert taken.told == [("tasks", "7")]
 
 
@@ -187,7 +180,7 @@ def test_a_task_comes_back_on_none_of_the_nodes_that_its_run_avoids(tmp_path):
     client = Client(TaskState("7_0", "RUNNING", node="n3"))
     run = run_of(tmp_path, "7", [(0, 0)])
     (run.path / "excluded.json").write_text('{"n5": "CUDA error", "n6": "silent"}')
-    assert depart("7_0", client, run=run) is ExitAction.REQUEUE
+    assert requeue_or_exit("7_0", client, run=run) is ExitAction.REQUEUE
     assert client.told[-1] == ("exclude", "7_0", "n5", "n6")
 
 
@@ -195,9 +188,9 @@ def test_a_task_that_slurm_will_not_requeue_is_replaced(tmp_path):
     """Another one is submitted for its slot; without a run to record it in, it just ends."""
     run = run_of(tmp_path, "7", [(0, 0)])
     client = Client(TaskState("7_0", "RUNNING"), "requeue", error=DISABLED)
-    assert depart("7_0", client, run=run) is ExitAction.REPLACE
+    assert requeue_or_exit("7_0", client, run=run) is ExitAction.REPLACE
     assert client.told == [("tasks", "7"), ("resubmit", "array-0.sbatch", 0), ("release", "99_0")]
-    assert depart("7_0", client) is ExitAction.EXIT
+    assert requeue_or_exit("7_0", client) is ExitAction.EXIT
 
 
 def test_nothing_comes_back_to_a_run_that_has_ended(tmp_path):
@@ -205,15 +198,15 @@ def test_nothing_comes_back_to_a_run_that_has_ended(tmp_path):
     run = run_of(tmp_path, "7", [(0, 0)])
     run.result.write_text("{}")
     client = Client(TaskState("7_0", "RUNNING"))
-    assert depart("7_0", client, run=run) is ExitAction.EXIT
-    assert give_back("7_0", client, 60, run=run) is ExitAction.EXIT
+    assert requeue_or_exit("7_0", client, run=run) is ExitAction.EXIT
+    assert requeue_after("7_0", client, 60, run=run) is ExitAction.EXIT
     assert {what for what, *_ in client.told} == {"tasks"}
 
 
 def test_a_task_can_be_given_back_from_any_thread(handler):
     """Signal handlers belong to the main thread, and are left alone."""
     client = Client(TaskState("7_0", "RUNNING"))
-    thread = threading.Thread(target=give_back, args=("7_0", client, 60))
+    thread = threading.Thread(target=requeue_after, args=("7_0", client, 60))
     thread.start()
     thread.join()
     assert client.told[-1] == ("postpone", "7_0", 60)
@@ -224,7 +217,7 @@ def test_a_task_whose_parent_requeues_it_leaves_that_to_it(monkeypatch):
     """As in a job of submitit's, which would fail at a second requeue."""
     monkeypatch.setenv(PARENT_REQUEUES, "1")
     client = Client(TaskState("7_0", "RUNNING"))
-    assert depart("7_0", client) is ExitAction.REQUEUE
+    assert requeue_or_exit("7_0", client) is ExitAction.REQUEUE
     assert client.told == [("tasks", "7")]
 
 
@@ -233,7 +226,7 @@ def test_a_task_comes_back_as_often_as_its_run_allows(tmp_path, attempt, how):
     """launcher.max_requeues, for each node's task."""
     run = run_of(tmp_path, "7", [(0, 0)], max_requeues=2)
     client = Client(TaskState("7_0", "RUNNING", restarts=attempt))
-    assert depart("7_0", client, attempt=attempt, run=run) is how
+    assert requeue_or_exit("7_0", client, attempt=attempt, run=run) is how
 
 
 def test_a_run_directory_that_can_not_be_read_keeps_no_task_from_coming_back(tmp_path):
@@ -241,4 +234,4 @@ def test_a_run_directory_that_can_not_be_read_keeps_no_task_from_coming_back(tmp
     run = run_of(tmp_path, "7", [(0, 0)], max_requeues=0)
     run.spec.unlink()
     client = Client(TaskState("7_0", "RUNNING", restarts=0))
-    assert depart("7_0", client, attempt=0, run=run) is ExitAction.REQUEUE
+    assert requeue_or_exit("7_0", client, attempt=0, run=run) is ExitAction.REQUEUE

@@ -11,9 +11,9 @@ from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.options import find_run
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
-from hpc_elastic.launcher import resume
+from hpc_elastic.launcher import control
 from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
-from hpc_elastic.launcher.prepare import write
+from hpc_elastic.launcher.submit import write
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import reopen
 from hpc_elastic.run import registry
@@ -91,22 +91,22 @@ def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monk
 
     plan = written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
-    resumption = resume.Resumption(run, run.load(), plan.runs[0].settings, plan, (), None)
+    resumption = control.Resumption(run, run.load(), plan.runs[0].settings, plan, (), None)
     monkeypatch.setattr(registry, "newest_first", fail)
-    assert resume._record(resumption, SimpleNamespace(job_ids=["7"])).tasks == ("7_0",)
+    assert control._record(resumption, SimpleNamespace(job_ids=["7"])).tasks == ("7_0",)
 
 
 def test_of_two_who_resume_a_run_at_once_the_later_one_is_refused(tmp_path, monkeypatch):
     """Its look at the tasks was before the other had submitted any."""
     written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
-    read = resume.read_settings
+    read = control.read_settings
 
     def another_resumes(files):
         DecisionLog(run.rdzv, run.secret.read_bytes()).create(reopen(1, None, 1))
         return read(files)
 
-    monkeypatch.setattr(resume, "read_settings", another_resumes)
-    monkeypatch.setattr(resume, "start", lambda *_: pytest.fail("it is submitted"))
+    monkeypatch.setattr(control, "read_settings", another_resumes)
+    monkeypatch.setattr(control.submit, "start", lambda *_: pytest.fail("it is submitted"))
     with pytest.raises(SubmissionError, match="is being resumed by another process"):
-        resume.resume(run.path, [])
+        control.resume(run.path, [])

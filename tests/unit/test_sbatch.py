@@ -20,7 +20,7 @@ from hpc_elastic.launcher.batch_script import (
     gpus_asked,
     render,
 )
-from hpc_elastic.launcher.prepare import read_template
+from hpc_elastic.launcher.submit import read_template
 
 GOLDEN = Path(__file__).parent / "golden"
 

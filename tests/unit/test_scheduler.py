@@ -28,15 +28,27 @@ def of_spec(run: RunSpec, client=None) -> Scheduler:
 
 
 class FakeClient:
-    """Answers what it is told to, and remembers what it was asked."""
+    """Answers what it is told to, and remembers what it was asked.
 
-    def __init__(self, states: list[TaskState] | None) -> None:
+    Args:
+        states: The tasks that it lists; None: it does not answer.
+        fails: Tasks for whose requeue it does not answer.
+        refuses: Tasks that it does not requeue.
+        mute: Tasks whose avoided nodes it does not list.
+    """
+
+    def __init__(self, states, *, fails=(), refuses=(), mute=()) -> None:
         self.states = states
+        self.fails, self.refuses, self.mute = fails, refuses, mute
+        self.avoided: dict[str, tuple[str, ...]] = {}
+        self.asked: list[list[str]] = []
         self.cancelled: list[str] = []
         self.postponed: list[tuple[list[str], float]] = []
-        self.asked: list[list[str]] = []
+        self.requeued: list[str] = []
+        self.excluded_nodes: list[tuple[list[str], list[str]]] = []
+        self.submitted: list[int | None] = []
 
-    def tasks(self, job_ids):
+    def tasks(self, job_ids, *, once=False):
         """The states of the tasks of these jobs."""
         self.asked.append(sorted(job_ids))
         if self.states is None:
@@ -44,13 +56,41 @@ class FakeClient:
         return {s.task: s for s in self.states}
 
     def cancel(self, tasks, *, pending_only=False):
-        """Take note of what is cancelled."""
+        """Record what is cancelled."""
         assert pending_only
         self.cancelled += tasks
 
     def postpone(self, tasks, delay_s):
-        """Take note of what is put off."""
+        """Record what is postponed."""
         self.postponed.append((list(tasks), delay_s))
+
+    def requeue(self, task):
+        """Requeue, or refuse to, or do not answer."""
+        if task in self.fails:
+            raise SlurmCommandError(["scontrol"], None, "no answer within 10 s")
+        if task in self.refuses:
+            disabled = "Requested operation is presently disabled"
+            raise SlurmCommandError(["scontrol"], 1, disabled)
+        self.requeued.append(task)
+
+    def excluded(self, task):
+        """The nodes that a task avoids, or no answer."""
+        if task in self.mute:
+            raise SlurmCommandError(["scontrol"], None, "no answer within 10 s")
+        return self.avoided.get(task, ())
+
+    def exclude(self, tasks, hosts):
+        """Record it."""
+        if list(hosts):
+            self.excluded_nodes.append((list(tasks), sorted(hosts)))
+
+    def resubmit(self, script, index, *, exclude):
+        """Record it."""
+        self.submitted.append(index)
+        return "99"
+
+    def release(self, task):
+        """Do nothing."""
 
 
 def words(view) -> dict[str, str]:
@@ -190,48 +230,6 @@ def test_without_the_launchers_table_nobody_knows(tmp_path):
     assert scheduler.poll_tasks() is None
 
 
-class LeadersClient(FakeClient):
-    """Takes what a leader tells Slurm about tasks that are to come back."""
-
-    def __init__(self, states, *, refuses=(), fails=(), mute=()):
-        super().__init__(states)
-        self._fails = fails
-        self.requeued: list[str] = []
-        self.excluded_nodes: list[tuple[list[str], list[str]]] = []
-        self.avoided: dict[str, tuple[str, ...]] = {}
-        self._mute = mute
-        self.submitted: list[int | None] = []
-        self._refuses = refuses
-
-    def requeue(self, task):
-        """Requeue, or refuse to, or do not answer."""
-        if task in self._fails:
-            raise SlurmCommandError(["scontrol"], None, "no answer within 10 s")
-        if task in self._refuses:
-            says = "Requested operation is presently disabled"
-            raise SlurmCommandError(["scontrol"], 1, says)
-        self.requeued.append(task)
-
-    def excluded(self, task):
-        """What a task avoids, or no answer."""
-        if task in self._mute:
-            raise SlurmCommandError(["scontrol"], None, "no answer within 10 s")
-        return self.avoided.get(task, ())
-
-    def exclude(self, tasks, hosts):
-        """Take note of it."""
-        if list(hosts):
-            self.excluded_nodes.append((list(tasks), sorted(hosts)))
-
-    def resubmit(self, script, index, *, exclude):
-        """Take note of it."""
-        self.submitted.append(index)
-        return "99"
-
-    def release(self, task):
-        """Do nothing."""
-
-
 def test_tasks_that_are_to_come_back_are_helped_as_each_needs(tmp_path):
     """The hold is ended, what Slurm has ended is requeued or replaced, others are left alone."""
     run = run_of(tmp_path, "70", [(0, i) for i in range(7)])
@@ -244,7 +242,7 @@ def test_tasks_that_are_to_come_back_are_helped_as_each_needs(tmp_path):
         TaskState("70_5", "RUNNING", preempted=True),
         TaskState("70_6", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0),
     ]
-    client = LeadersClient(states, refuses=["70_3"])
+    client = FakeClient(states, refuses=["70_3"])
     scheduler = Scheduler(run, run.load(), client)
     scheduler.restart_tasks([f"70_{i}" for i in range(6)] + ["70_99"])
     assert client.requeued == ["70_2"]
@@ -262,7 +260,7 @@ def test_a_task_whose_end_nobody_has_seen_does_not_start_where_it_may_run(tmp_pa
         TaskState("70_2", "PREEMPTED"),
         TaskState("70_3", "NODE_FAIL"),
     ]
-    client = LeadersClient(states)
+    client = FakeClient(states)
     client.avoided["70_3"] = ("n3",)
     scheduler = Scheduler(run, run.load(), client)
     scheduler.restart_tasks([f"70_{i}" for i in range(4)], {f"70_{i}": f"n{i}" for i in range(4)})
@@ -278,7 +276,7 @@ def test_a_task_that_can_not_be_kept_away_is_not_brought_back(tmp_path):
         TaskState(f"70_{i}", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0)
         for i in range(2)
     ]
-    client = LeadersClient(states, mute=["70_0"])
+    client = FakeClient(states, mute=["70_0"])
     with pytest.raises(SlurmCommandError, match="no answer"):
         Scheduler(run, run.load(), client).restart_tasks(["70_0", "70_1"], {"70_0": "n0"})
     assert client.postponed == [(["70_1"], 2)]
@@ -287,7 +285,7 @@ def test_a_task_that_can_not_be_kept_away_is_not_brought_back(tmp_path):
 def test_a_task_for_which_slurm_does_not_answer_costs_the_others_nothing(tmp_path):
     """They are requeued, and may start soon; the failure is told."""
     run = run_of(tmp_path, "70", [(0, i) for i in range(3)])
-    client = LeadersClient([TaskState(f"70_{i}", "NODE_FAIL") for i in range(3)], fails=["70_1"])
+    client = FakeClient([TaskState(f"70_{i}", "NODE_FAIL") for i in range(3)], fails=["70_1"])
     with pytest.raises(SlurmCommandError, match="no answer"):
         Scheduler(run, run.load(), client).restart_tasks(["70_0", "70_1", "70_2"])
     assert client.requeued == ["70_0", "70_2"]
@@ -298,7 +296,7 @@ def test_nothing_comes_back_to_a_run_that_has_its_result(tmp_path):
     """What Slurm has ended stays ended."""
     run = run_of(tmp_path, "70", [(0, 0)])
     run.result.write_text("{}")
-    client = LeadersClient([TaskState("70_0", "NODE_FAIL")])
+    client = FakeClient([TaskState("70_0", "NODE_FAIL")])
     Scheduler(run, run.load(), client).restart_tasks(["70_0"])
     assert (client.requeued, client.submitted, client.postponed) == ([], [], [])
 
@@ -308,7 +306,7 @@ def test_a_coallocated_job_is_not_requeued_because_it_has_lost_a_node(tmp_path):
     run = run_of(tmp_path, "70", [(0, 0), (0, 1)], coallocate_min=True)
     files = Submission(tmp_path / ".hpc_elastic").array(0)
     files.nodes.write_text('{"attempt": 0, "hosts": ["n1", "n2"]}')
-    client = LeadersClient([TaskState("70", "RUNNING", node="n2", restarts=0)])
+    client = FakeClient([TaskState("70", "RUNNING", node="n2", restarts=0)])
     scheduler = Scheduler(run, run.load(), client)
     assert words(scheduler.poll_tasks()) == {"70.0": "NODE_FAIL", "70.1": "RUNNING"}
     scheduler.restart_tasks(["70.0"])
@@ -322,7 +320,7 @@ def test_nodes_are_avoided_by_those_that_wait_and_by_those_that_come_back(tmp_pa
     """The first at once; the others find them in the run directory."""
     run = run_of(tmp_path, "70", [(0, 0), (0, 1)])
     held = TaskState("70_0", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0)
-    client = LeadersClient([held, TaskState("70_1", "COMPLETED")])
+    client = FakeClient([held, TaskState("70_1", "COMPLETED")])
     scheduler = Scheduler(run, run.load(), client)
     scheduler.exclude_nodes(["n3"], "CUDA error")
     scheduler.restart_tasks(["70_0"])
@@ -330,20 +328,6 @@ def test_nodes_are_avoided_by_those_that_wait_and_by_those_that_come_back(tmp_pa
 
 
 # ---- the tasks of many runs
-
-
-class QueryClient:
-    """Remembers what it is asked."""
-
-    def __init__(self, error: str | None = None) -> None:
-        self.error, self.asked = error, []
-
-    def tasks(self, jobs, *, once=False):
-        """Return nothing."""
-        self.asked.append(list(jobs))
-        if self.error:
-            raise SlurmCommandError(["squeue"], 1, self.error)
-        return {}
 
 
 def test_of_somebody_else_each_job_is_asked_for_by_itself(tmp_path):
@@ -354,12 +338,11 @@ def test_of_somebody_else_each_job_is_asked_for_by_itself(tmp_path):
     ]
     Submission(tmp_path / "1" / ".hpc_elastic").array(0).submitted_as("18")
     own = run_of(tmp_path / "own", "17", [(0, 0)]).load()
-    client = QueryClient()
+    client = FakeClient([])
     take_snapshot([*runs, own], client)
     assert client.asked == [["17"], ["17"], ["18"]]
-    assert (
-        take_snapshot([own], QueryClient("out of order")).why_unknown(own).endswith("out of order")
-    )
+    unknown = take_snapshot([own], FakeClient(None)).why_unknown(own)
+    assert unknown.endswith("Unable to contact slurm controller")
 
 
 def local_run(folder, **entry) -> RunDir:

@@ -56,11 +56,8 @@ def test_every_quoted_range_in_yaml_is_understood(low):
 @pytest.mark.parametrize(
     ("value", "from_yaml", "nodes"),
     [
-        (1, True, NodeRange(1, 1)),
-        (60, True, NodeRange(60, 60)),
-        (120, True, NodeRange(120, 120)),
-        ("4", True, NodeRange(4, 4)),
-        ("76", True, NodeRange(76, 76)),
+        *[(number, True, NodeRange(number, number)) for number in (1, 60, 120)],
+        *[(str(number), True, NodeRange(number, number)) for number in (4, 76)],
         (76, False, NodeRange(76, 76)),
         ("1:16", True, NodeRange(1, 16)),
         ("01:16", True, NodeRange(1, 16)),
@@ -75,23 +72,8 @@ def test_forms_of_nodes(value, from_yaml, nodes):
 @pytest.mark.parametrize(
     "value",
     [
-        0,
-        -1,
-        "0",
-        "0:4",
-        "-1",
-        "4:1",
-        "",
-        ":",
-        "1:",
-        ":4",
-        "1:2:3",
-        "1-4",
-        1.5,
-        True,
-        None,
-        [4],
-        "x",
+        *(0, -1, "0", "0:4", "-1", "4:1", "", ":", "1:", ":4", "1:2:3", "1-4"),
+        *(1.5, True, None, [4], "x"),
     ],
 )
 @pytest.mark.parametrize("from_yaml", [True, False])
@@ -132,14 +114,8 @@ def test_an_unquoted_clock_time_in_yaml_is_refused_with_both_readings(written, s
 @pytest.mark.parametrize(
     ("value", "time"),
     [
-        (30, "30"),
-        ("90", "90"),
-        ("01:30", "01:30"),
-        ("24:00:00", "24:00:00"),
-        ("1-12", "1-12"),
-        ("1-12:30", "1-12:30"),
-        ("0-00:00:30", "0-00:00:30"),
-        ("unlimited", "UNLIMITED"),
+        *[(30, "30"), ("unlimited", "UNLIMITED")],
+        *[(t, t) for t in ("90", "01:30", "24:00:00", "1-12", "1-12:30", "0-00:00:30")],
     ],
 )
 def test_forms_of_time(value, time):

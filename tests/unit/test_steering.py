@@ -25,8 +25,7 @@ from hpc_elastic.cli import main as main_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import detach
-from hpc_elastic.launcher.cancel import to_cancel
-from hpc_elastic.launcher.resume import change_settings
+from hpc_elastic.launcher.control import change_settings, to_cancel
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import Claim, PublishResult
@@ -191,7 +190,7 @@ def test_a_task_that_requeues_itself_while_its_run_is_cancelled_stays_away(
     monkeypatch.setattr(requeue, "_deaf_to_sigterm", lambda **_: contextlib.nullcontext())
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
     client = Client(run, moment)
-    assert requeue.depart("7_0", client, run=run) is ExitAction.EXIT
+    assert requeue.requeue_or_exit("7_0", client, run=run) is ExitAction.EXIT
     assert (client.requeued, client.cancelled) == (requeued, cancelled)
 
 
@@ -241,14 +240,14 @@ def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
     assert list(tasks.list_live_tasks()) == ["7_0"]
     (tmp_path / "other").mkdir()
     others = table(tmp_path / "other", state="RUNNING", pid=sleeper.pid, started=made - 60)
-    assert others.list_live_tasks()["7_0"].phase is Phase.LEAVING, "its launcher sees to it"
+    assert others.list_live_tasks()["7_0"].phase is Phase.COMPLETING, "its launcher sees to it"
     others.cancel_tasks([TaskState("7_0", "RUNNING")])
     others.kill_task("7_0")
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.5)
     tasks.cancel_tasks(tasks.list_live_tasks().values())
     sleeper.wait(20)
-    assert tasks.list_live_tasks()["7_0"].phase is Phase.LEAVING
+    assert tasks.list_live_tasks()["7_0"].phase is Phase.COMPLETING
 
 
 def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):

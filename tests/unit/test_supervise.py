@@ -33,9 +33,9 @@ def test_gpu_without_a_gpu_says_which_key_asks_for_one(monkeypatch):
         num_workers("gpu", cpus=16, is_local=True)
 
 
-def sent_back(tmp_path, monkeypatch, give_back) -> int:
+def sent_back(tmp_path, monkeypatch, requeue_after) -> int:
     """Let a node be sent back for half a minute; return its task's exit code."""
-    monkeypatch.setattr(module, "give_back", give_back)
+    monkeypatch.setattr(module, "requeue_after", requeue_after)
     spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     node = SimpleNamespace(
         _task=SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec),
@@ -71,15 +71,15 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
     """The local launcher is one, and knows when a node is rid of a task."""
     given, left = [], []
 
-    def depart(*args: object, **fields: object) -> ExitAction:
+    def requeue_or_exit(*args: object, **fields: object) -> ExitAction:
         given.append((args[0], fields))
         return ExitAction.REQUEUE
 
     def leave(*args: object) -> None:
         left.append(args[:3])
 
-    monkeypatch.setattr(module, "depart", depart)
-    monkeypatch.setattr(module.requeue, "leave", leave)
+    monkeypatch.setattr(module, "requeue_or_exit", requeue_or_exit)
+    monkeypatch.setattr(module.requeue, "lift_own_quarantine", leave)
     spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path), max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
@@ -122,13 +122,13 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
                 raise SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
             return str(node)
 
-    def depart(*_: object, note: Callable[[ExitFacts], None], **__: object) -> ExitAction:
+    def requeue_or_exit(*_: object, note: Callable[[ExitFacts], None], **__: object) -> ExitAction:
         note(ExitFacts(reason, TaskState("7_1", **{"state": "RUNNING", "restarts": 2, **state}), 2))
         return ExitAction.REQUEUED
 
     monkeypatch.setattr(module, "SlurmClient", Client)
-    monkeypatch.setattr(module, "depart", depart)
-    monkeypatch.setattr(module.requeue, "leave", lambda *_: None)
+    monkeypatch.setattr(module, "requeue_or_exit", requeue_or_exit)
+    monkeypatch.setattr(module.requeue, "lift_own_quarantine", lambda *_: None)
     spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run=None, spec=spec, slurm=slurm)

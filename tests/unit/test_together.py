@@ -10,7 +10,7 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.requeue import RETURN_DELAY_S, depart
+from hpc_elastic.slurm.requeue import RETURN_DELAY_S, requeue_or_exit
 
 NUM = 12
 
@@ -63,7 +63,9 @@ def leave_all(folder: Path, slurm: Slurm, num: int = NUM, attempt: int = 2) -> N
 
     def leave(number: int) -> ExitAction:
         name = f"7_{number}"
-        return depart(name, CombinedRequests(folder, slurm, name, attempt), attempt=attempt)
+        return requeue_or_exit(
+            name, CombinedRequests(folder, slurm, name, attempt), attempt=attempt
+        )
 
     with ThreadPoolExecutor(num) as pool:
         assert set(pool.map(leave, range(num))) == {ExitAction.REQUEUE}
@@ -89,7 +91,7 @@ def test_what_was_agreed_on_is_removed(tmp_path):
 @pytest.mark.parametrize("fails", ["requeue all"])
 def test_what_fails_for_all_each_does_for_itself(tmp_path, monkeypatch, fails):
     """As a task alone would."""
-    monkeypatch.setattr("hpc_elastic.slurm.combined_requests._PATIENCE_S", 1.0)
+    monkeypatch.setattr("hpc_elastic.slurm.combined_requests._TIMEOUT_S", 1.0)
     slurm = Slurm(fails)
     leave_all(tmp_path / "departing", slurm)
     assert set(slurm.restarts.values()) == {3} and slurm.count("requeue") == NUM

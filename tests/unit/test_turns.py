@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.launcher import cancel
+from hpc_elastic.launcher import control
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.sweep_queue import (
@@ -308,12 +308,12 @@ def test_a_slurm_that_does_not_answer_is_said(two_runs):
 def test_a_run_that_is_cancelled_lets_others_start(two_runs, monkeypatch):
     """Nobody of it is left to do so."""
     client = FakeClient()
-    monkeypatch.setattr(cancel, "SlurmClient", lambda: client)
+    monkeypatch.setattr(control, "SlurmClient", lambda: client)
 
     class NoTasks:
         def list_live_tasks(self):
             return {}
 
-    target = cancel.CancelTarget(two_runs[0], two_runs[0].load(), None, {})
-    assert cancel.cancel(target, wait_s=1.0, warn=print, scheduler=NoTasks()) == []
+    target = control.CancelTarget(two_runs[0], two_runs[0].load(), None, {})
+    assert control.cancel(target, wait_s=1.0, warn=print, scheduler=NoTasks()) == []
     assert client.started == ["7_2"]

@@ -1,6 +1,17 @@
-"""Resume a run that has stopped: the same run directory, another generation of tasks.
+"""Cancel and resume of a run.
 
-Where the run runs, and on how many nodes, may change; the run itself may not. The config that the
+**Cancel**: all of its tasks and nothing else; it does not come back. A task may be requeueing
+itself at this moment, and another may be submitting a replacement. So the mark ``<run>/cancelled``
+is written first. A process that restarts a task checks for the mark afterwards, and cancels the
+task again (`slurm.requeue`, `slurm.scheduler`); a task that starts although the mark exists ends at
+once. Tasks that appear in the queue again are cancelled again until none is left.
+
+The tasks get what ``scancel`` gives them: SIGTERM, and SIGKILL after Slurm's KillWait. Within that
+time the run saves a checkpoint, as before any other end of a node. Local processes get as long as
+their workers may take to stop.
+
+**Resume**, of a run that has stopped: the same run directory, another generation of tasks. Where
+the run runs, and on how many nodes, may change; the run itself may not. The config that the
 training reads, its code and its secret stay as they were at the submission, and so does the
 interpreter, if it still exists. The settings of the launcher are in ``settings.json``.
 
@@ -20,20 +31,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.config.resolve import as_config, put, read_override, resolve
 from hpc_elastic.config.schema import RunSettings
-from hpc_elastic.errors import ConfigError, RunDirectoryError, SubmissionError
-from hpc_elastic.launcher import prepare
+from hpc_elastic.errors import ConfigError, RunDirectoryError, SlurmError, SubmissionError
+from hpc_elastic.launcher import submit
 from hpc_elastic.launcher.plan import Plan, RunRequest
-from hpc_elastic.launcher.run_handle import COMMANDS, RunHandle, SubmittedJobs, read_result_status
-from hpc_elastic.launcher.submit import handles_of, released_on_failure, start
+from hpc_elastic.launcher.run_handle import (
+    COMMANDS,
+    RunHandle,
+    SubmittedJobs,
+    mark_cancelled,
+    read_result_status,
+    stop_s,
+)
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import LogEntry, reopen
 from hpc_elastic.rendezvous.term import make_term_folder
@@ -41,7 +60,173 @@ from hpc_elastic.run import registry
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.shared_files import write_atomic
-from hpc_elastic.slurm.scheduler import Scheduler
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.slurm.scheduler import Scheduler, moved
+from hpc_elastic.slurm.sweep_queue import SweepQueue
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_CANCEL_AGAIN_S = 5.0
+"""A task that still runs this long after it was cancelled is cancelled once more."""
+_KILL_S = 10.0
+
+
+@dataclass(frozen=True)
+class CancelTarget:
+    """A run to be cancelled.
+
+    Attributes:
+        run: The run.
+        spec: Its description.
+        result: How it ended, ``succeeded`` or ``failed``; None if it has left no result.
+        left: Its tasks that have not ended.
+    """
+
+    run: RunDir
+    spec: RunSpec
+    result: str | None
+    left: dict[str, TaskState]
+
+    @classmethod
+    def read(cls, path: Path) -> CancelTarget:
+        """Return the present state of a run.
+
+        Raises:
+            RunDirectoryError: The folder is no run directory, or is unreadable.
+            SlurmError: Slurm does not answer.
+        """
+        run = RunDir(path)
+        spec = run.load()
+        return cls(run, spec, read_result_status(run), Scheduler(run, spec).list_live_tasks())
+
+    def __str__(self) -> str:
+        """Return a summary of the tasks."""
+        waiting = [t for t in self.left.values() if t.phase is Phase.PENDING]
+        nodes = sorted({t.node for t in self.left.values() if t.phase is Phase.RUNNING})
+        running = len(self.left) - len(waiting)
+        where = f" (on {', '.join(filter(None, nodes))})" if any(nodes) else ""
+        what = {f"{running} running{where}": running, f"{len(waiting)} waiting": len(waiting)}
+        return ", ".join(text for text, count in what.items() if count) or "no task"
+
+    def to_json(self, left: Iterable[TaskState] | None) -> dict[str, Any]:
+        """Return what `hpc-elastic cancel --json` prints.
+
+        Args:
+            left: The tasks that are left now; None if there was nothing to do.
+        """
+        return {
+            "run_id": self.spec.run_id,
+            "run": str(self.run.path),
+            "result": self.result,
+            "cancelled": [] if left is None else sorted(self.left),
+            "left": sorted(task.task for task in left or ()),
+        }
+
+
+def nothing_to_do(target: CancelTarget) -> str | None:
+    """Return why a run need not be cancelled; None if it must be.
+
+    Raises:
+        RunDirectoryError: Its tasks are unknown, because their files are gone.
+    """
+    run, mark = target.run, target.run.cancellation()
+    if target.left:
+        return None
+    if target.result is not None:
+        return f"{run.path} has ended already: it {target.result}"
+    if mark is not None:
+        return f"{run.path} was cancelled already{mark.by_whom}"
+    if not Path(target.spec.submission).is_dir():
+        raise RunDirectoryError(f"the run's tasks are unknown: {moved(target.spec)}")
+    return f"{run.path} has no task that runs or waits; there is nothing to cancel"
+
+
+def cancel(
+    target: CancelTarget,
+    *,
+    wait_s: float,
+    warn: Callable[[str], None],
+    scheduler: Scheduler | None = None,
+) -> list[TaskState]:
+    """Cancel a run, and wait until its tasks are gone.
+
+    Args:
+        target: The run, as it was read.
+        wait_s: Most seconds to wait.
+        warn: Receives messages for the user.
+        scheduler: The scheduler of its tasks; None: that of its launcher.
+
+    Returns:
+        The tasks that are left; none if all have ended.
+
+    Raises:
+        RunDirectoryError: The run belongs to another user; nothing was done.
+        SlurmError: Slurm refuses. Tasks that were cancelled stay so.
+    """
+    run, spec = target.run, target.spec
+    mark_cancelled(run, warn)
+    left = _end_tasks(scheduler or Scheduler(run, spec), spec, wait_s, warn)
+    if spec.launcher == "slurm":  # other runs of the sweep may stay away until its nodes are free
+        try:
+            SweepQueue(run, spec, spec.partition, SlurmClient()).let_others_start(ends=True)
+        except (SlurmError, OSError, RunDirectoryError) as e:
+            _log.warning("other runs of the sweep may start minutes later: %s", e)
+    if read_result_status(run) is not None:
+        run.cancelled.unlink(missing_ok=True)  # it has ended by itself in the meantime
+    return left
+
+
+def _end_tasks(
+    scheduler: Scheduler, spec: RunSpec, wait_s: float, warn: Callable[[str], None]
+) -> list[TaskState]:
+    """Cancel tasks until there are none; return those that are left after the time."""
+    started = time.monotonic()
+    kill_at = started + stop_s(spec) + _KILL_S
+    cancelled_at: dict[str, float] = {}
+    while True:
+        now = time.monotonic()
+        try:
+            left = scheduler.list_live_tasks()
+        except SlurmError as e:
+            if now > started + wait_s:
+                what = "Slurm does not answer: whether all tasks have ended is unknown"
+                raise SlurmError(what) from e
+            warn(f"trying again: {e}")
+        else:
+            if not left:
+                return []
+            if now > started + wait_s:
+                return list(left.values())
+            due = to_cancel(left.values(), cancelled_at, now)
+            scheduler.cancel_tasks(due)
+            cancelled_at |= {task.task: now for task in due}
+            for name in left if spec.launcher == "local" and now > kill_at else ():
+                scheduler.kill_task(name)  # Slurm does so itself
+        time.sleep(_POLL_S)
+
+
+def to_cancel(
+    left: Iterable[TaskState], cancelled_at: dict[str, float], now: float
+) -> list[TaskState]:
+    """Return the tasks to cancel now: those that were not yet, and those that are back (pure).
+
+    Args:
+        left: Tasks that have not ended.
+        cancelled_at: When each was cancelled last.
+        now: On the same clock.
+    """
+
+    def is_due(task: TaskState) -> bool:
+        pause_s = _CANCEL_AGAIN_S if task.phase is Phase.RUNNING else 2 * _POLL_S
+        return task.task not in cancelled_at or now - cancelled_at[task.task] >= pause_s
+
+    return [task for task in left if task.phase in (Phase.PENDING, Phase.RUNNING) and is_due(task)]
+
+
+# ---- resume
+
 
 CHANGEABLE = ("nodes", "nproc_per_node")
 """Keys that may be changed, beside those of ``launcher``."""
@@ -121,7 +306,7 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
     spec = run.load()
     require_stopped(run, spec)
     settings = change_settings(read_settings(run), overrides)
-    resumption = prepare.with_free_numbers(lambda: _prepare(run, spec, settings, generation_before))
+    resumption = submit.with_free_numbers(lambda: _prepare(run, spec, settings, generation_before))
     try:
         _begin_generation(resumption)
     except OSError as e:
@@ -130,16 +315,18 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
         remedy = "nothing was submitted; resume it again once that is cured"
         raise RunDirectoryError(f"{e.filename or path}: {e.strerror or e}: {remedy}") from e
     try:
-        jobs = start(resumption.plan, resumption.scripts)
-    except BaseException:
-        _restore_endings(resumption)
+        jobs = submit.start(resumption.plan, resumption.scripts)
+    except BaseException:  # the generation has passed nevertheless
+        for file in _endings(run):
+            with contextlib.suppress(OSError):
+                (resumption.folder_before / file.name).rename(file)
         raise
-    with released_on_failure(jobs):
+    with submit.released_on_failure(jobs):
         return resumption, _record(resumption, jobs)
 
 
 def require_stopped(run: RunDir, spec: RunSpec) -> None:
-    """Refuse a run that has succeeded, or of which tasks are left.
+    """Refuse a run that has succeeded, or has tasks left.
 
     Raises:
         RunDirectoryError: It is one of these.
@@ -159,11 +346,7 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
 
 
 def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:
-    """Return the last index of the run's log, and the newest entry that verifies.
-
-    Raises:
-        RunDirectoryError: The log is unreadable.
-    """
+    """Return the last index of the run's log, and the newest entry that verifies."""
     try:
         return DecisionLog(run.rdzv, run.secret.read_bytes()).last()
     except OSError as e:
@@ -221,45 +404,34 @@ def _prepare(
 ) -> Resumption:
     """Write the files of the new array; the run is unchanged.
 
-    Args:
-        run: The run.
-        spec: Its description.
-        settings: Its new settings.
-        generation_before: Generation of the last log entry, from before it was checked that no task
-            is left. run.json may not have it yet.
-
-    Raises:
-        SubmissionError: The run has been resumed since.
+    `generation_before` is that of the last log entry, from before it was checked that no task is
+    left; run.json may not have it yet.
     """
-    plan = prepare.lay_out([RunRequest(run.path, settings, spec.entry)], Path(spec.submission))
-    (preemption,) = prepare.query_backend(plan)
-    name = spec.run_id.rsplit("-", 3)[0]  # see `prepare.make_run_id`
-    scripts = prepare.render_scripts(plan, name, python=_python(spec), cwd=_cwd(spec))
+    plan = submit.lay_out([RunRequest(run.path, settings, spec.entry)], Path(spec.submission))
+    (preemption,) = submit.query_backend(plan)
+    name = spec.run_id.rsplit("-", 3)[0]  # see `make_run_id`
+    python = str(spec.provenance.get("python") or "")
+    cwd = Path(str(spec.provenance.get("cwd") or spec.entry.cwd))
+    scripts = submit.render_scripts(
+        plan,
+        name,
+        python=python if python and Path(python).exists() else sys.executable,
+        cwd=cwd if cwd.is_dir() else Path(spec.entry.cwd),
+    )
     index, last = _last_entry(run)
     if (0 if last is None else last.generation) != generation_before:
         raise _resumed_by_another(run)
     try:
-        written = prepare.write_arrays(plan, scripts)
-    except prepare.ArrayTakenError:
+        written = submit.write_arrays(plan, scripts)
+    except submit.ArrayTakenError:
         raise
     except OSError as e:
         why = f"{e.filename or plan.submission}: {e.strerror or e}"
         raise RunDirectoryError(f"{why}; nothing was changed") from e
     generation = max(spec.generation, generation_before) + 1
-    made = prepare.make_spec(plan, 0, entry=spec.entry, run_id=spec.run_id, preemption=preemption)
+    made = submit.make_spec(plan, 0, entry=spec.entry, run_id=spec.run_id, preemption=preemption)
     next_spec = replace(made, provenance=spec.provenance, generation=generation)
     return Resumption(run, next_spec, settings, plan, written, reopen(index + 1, last, generation))
-
-
-def _python(spec: RunSpec) -> str:
-    """Return the interpreter that the run was submitted with, if it still exists."""
-    given = str(spec.provenance.get("python") or "")
-    return given if given and Path(given).exists() else sys.executable
-
-
-def _cwd(spec: RunSpec) -> Path:
-    given = Path(str(spec.provenance.get("cwd") or spec.entry.cwd))
-    return given if given.is_dir() else Path(spec.entry.cwd)
 
 
 def _begin_generation(resumption: Resumption) -> None:
@@ -276,14 +448,7 @@ def _begin_generation(resumption: Resumption) -> None:
     for request in (*run.notices.glob("*"), *claimed, *run.avoided.glob("*")):
         request.unlink(missing_ok=True)
     write_atomic(run.spec, resumption.spec.to_json(), mode=0o600)
-    prepare.write_settings(run, resumption.settings)
-
-
-def _restore_endings(resumption: Resumption) -> None:
-    """Restore the files of a run that was not submitted. Its generation has passed nevertheless."""
-    for file in _endings(resumption.run):
-        with contextlib.suppress(OSError):
-            (resumption.folder_before / file.name).rename(file)
+    submit.write_settings(run, resumption.settings)
 
 
 def _endings(run: RunDir) -> tuple[Path, ...]:
@@ -308,5 +473,5 @@ def _record(resumption: Resumption, jobs: SubmittedJobs) -> RunHandle:
     with contextlib.suppress(OSError):
         if run.path not in {known.path for known in registry.newest_first()}:
             registry.add({resumption.spec.run_id: run.path})
-    (handle,) = handles_of(resumption.plan, jobs)
+    (handle,) = submit.handles_of(resumption.plan, jobs)
     return handle

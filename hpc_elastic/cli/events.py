@@ -17,7 +17,7 @@ from hpc_elastic.run.events import Event, EventReader
 
 if TYPE_CHECKING:
     from hpc_elastic.launcher.run_view import RunView
-    from hpc_elastic.report.causes import TimelineEntry
+    from hpc_elastic.report.timeline import TimelineEntry
 
 _POLL_S = 0.5
 _SETTLED_S = 5.0

@@ -2,7 +2,7 @@
 
 - `attempts`      the events as attempts of tasks, rounds and leaders
 - `node_time`     what node time was spent on
-- `timeline`      the events as entries with causes and cost (`causes`)
+- `timeline`      the events as entries with causes and cost
 - `sentences`     the timeline as text
 - `progress_log`  the lines of progress.jsonl, and the pace of the training
 - `report`        all of it as values: the JSON form

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from hpc_elastic.run.events import Event
 
@@ -91,7 +90,7 @@ class TaskAttempt:
 
 
 def _rank(notice: Event) -> tuple[bool, bool]:
-    """Return a rank of notices: a signal says more than a request, an agent more than a leader."""
+    """Return the rank of a notice: a signal is above a request, an agent above a leader."""
     return notice.get("reason") == "signal", "host" not in notice
 
 
@@ -211,13 +210,18 @@ class EventIndex:
         return sorted(self.of("leader"), key=lambda e: int(e["epoch"]))
 
     @cached_property
+    def excluded(self) -> dict[str, Event]:
+        """The exclusions of nodes, by host."""
+        return {str(e["host"]): e for e in self.of("excluded")}
+
+    @cached_property
     def ends(self) -> dict[int, Event]:
         """The events that end the run, by generation: a failed run may be resumed."""
         by_generation = {self.generation_at(float(e["time"])): e for e in reversed(self.of("end"))}
         return dict(sorted(by_generation.items()))
 
     @property
-    def end(self) -> Event | None:
+    def end_event(self) -> Event | None:
         """The event that ends the run; None if it goes on."""
         return self.ends.get(len(self.of("resume")))
 
@@ -266,8 +270,3 @@ class EventIndex:
         for event in self.of("round_stopped"):
             found[int(event.get("round", 0))].append(event)
         return found
-
-
-def first_of(events: Iterable[Event], key: str) -> Any:
-    """Return the first value of a field that is not null; None if there is none."""
-    return next((e[key] for e in events if e.get(key) is not None), None)

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hpc_elastic.report.causes import TimelineEntry
 from hpc_elastic.report.node_time import Account, Interval, NodeTime, Size
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.sentences import sentence
+from hpc_elastic.report.timeline import TimelineEntry
 
 VERSION = 1
 """It changes when a key changes its meaning or is removed, not when one is added."""

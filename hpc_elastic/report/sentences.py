@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hpc_elastic._util import counted, duration
-from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
+from hpc_elastic.report.timeline import Cause, Cost, TimelineEntry
 
 
 def lines(entries: Iterable[TimelineEntry], day: str = "") -> Iterator[str]:

@@ -19,6 +19,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_view import EndDetector, RunView, read_view
 from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import (
+    Follower,
     Keep,
     LogLine,
     LogSource,
@@ -28,7 +29,6 @@ from hpc_elastic.report.log_files import (
     merge,
     require_there,
 )
-from hpc_elastic.report.log_follow import Follower
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices

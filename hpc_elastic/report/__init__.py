@@ -8,5 +8,5 @@
 - `report`        all of it as values: the JSON form
 - `charts`        the charts of a report in Vega-Lite
 - `page`          the report as HTML and PNG; needs the extra ``report``
-- `log_files`     the log files of a run as one stream of lines; `log_follow` as they grow
+- `log_files`     the log files of a run as one stream of lines, also as they grow
 """

@@ -10,26 +10,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from hpc_elastic._util import duration, node_time
+from hpc_elastic._util import node_time
 from hpc_elastic.report.node_time import KINDS
 
 Spec = dict[str, Any]
 Values = Mapping[str, Any]
 
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _COLUMNS = 800
 """Pixels of a wide chart: finer details are not drawn."""
 MOST_LANES = 150
 """Largest number of tasks that are drawn."""
 _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
 """Largest number of lanes -> height of a lane in pixels."""
-_UNSEEN_END = ("end",)
-"""Ends of attempts without a mark."""
 LOST = ("node_lost", "agent_failed", "silence")
 """Ends of attempts that had no time to save."""
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
@@ -68,18 +66,6 @@ def begin_of(report: Values) -> float | None:
     return min(begins, default=None)
 
 
-def with_legend(chart: Chart) -> Chart:
-    """Return a chart with a legend of its colours, for a picture."""
-    encoding = chart.spec.get("encoding") or chart.spec["layer"][0]["encoding"]
-    legend = {"orient": "bottom", "columns": len(SPENT_ON), "title": None}
-    colour = {**encoding["color"], "legend": legend}
-    if "encoding" in chart.spec:
-        return replace(chart, spec={**chart.spec, "encoding": {**encoding, "color": colour}})
-    first, *others = chart.spec["layer"]
-    first = {**first, "encoding": {**encoding, "color": colour}}
-    return replace(chart, spec={**chart.spec, "layer": [first, *others]})
-
-
 # ---- where the time went ------------------------------------------------------------------
 
 
@@ -89,10 +75,12 @@ def _bar(report: Values) -> Chart | None:
     if total <= 0:
         return None
     unit, unit_s = ("hours", 3600) if total >= 36_000 else ("minutes", 60)
+    parts = [(kind, spent["by_kind"][kind], "on nodes", spent["node_s"]) for kind in KINDS]
+    parts.append((QUEUE, spent["queue_s"], "in queue", spent["queue_s"]))
     rows = [
         {"kind": kind, "at": place, "row": row, "time": round(s / unit_s, 4),
          "said": f"{node_time(s)} ({s / (whole or 1):.1%} of {row})"}
-        for place, (kind, s, row, whole) in enumerate(_parts(spent)) if s > 0
+        for place, (kind, s, row, whole) in enumerate(parts) if s > 0
     ]  # fmt: skip
     encoding = {
         "y": {"field": "row", "type": "nominal", "title": " ", "sort": ["on nodes", "in queue"],
@@ -105,13 +93,6 @@ def _bar(report: Values) -> Chart | None:
     }  # fmt: skip
     spec = {"data": {"values": rows}, "mark": {"type": "bar"}, "encoding": encoding}
     return Chart("bar", spec, 28 * len({row["row"] for row in rows}))
-
-
-def _parts(spent: Values) -> Iterator[tuple[str, float, str, float]]:
-    """Yield each kind with its seconds, its bar, and the seconds of the bar."""
-    for kind in KINDS:
-        yield kind, spent["by_kind"][kind], "on nodes", spent["node_s"]
-    yield QUEUE, spent["queue_s"], "in queue", spent["queue_s"]
 
 
 def _kinds() -> Spec:
@@ -163,13 +144,13 @@ def _lanes(report: Values) -> Chart | None:
     time = {"data": _table(_rows(report, begin, shortest_s, labels)),
             "transform": [*moments, told],
             "mark": {"type": "bar", "height": {"band": 0.86}},
-            "encoding": {"y": y, "x": _time("begin_ms"), "x2": {"field": "drawn_ms"},
+            "encoding": {"y": y, "x": {**_TIME, "field": "begin_ms"}, "x2": {"field": "drawn_ms"},
                          "color": _kinds(),
                          "tooltip": [{"field": name} for name in ("task", "node", "kind", "when")],
                          }}  # fmt: skip
     ends = {"data": {"values": list(_ends(report, labels))},
             "mark": {"type": "point", "size": 3 * height},
-            "encoding": {"y": y, "x": _axis(report, begin, "time"),
+            "encoding": {"y": y, "x": _axis(report, begin),
                          "shape": {"field": "lost", "type": "nominal", "legend": None,
                                    "scale": {"domain": ["announced", "lost"],
                                              "range": ["triangle-down", _CROSS]}},
@@ -200,7 +181,7 @@ def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]
     """Yield the ends of attempts, except the end of the run."""
     for node in report["nodes"]:
         why = node["ended_by"]
-        if why is None or why in _UNSEEN_END or node["task"] not in labels:
+        if why in (None, "end") or node["task"] not in labels:
             continue
         yield {
             "task": labels[node["task"]], "time": clock_ms(node["end"]), "node": node["host"],
@@ -228,7 +209,7 @@ def _group(report: Values) -> Chart | None:
         "data": {"values": [{"time": clock_ms(t), "nodes": n} for t, n in drawn]},
         "mark": {"type": "area", "interpolate": "step-after"},
         "encoding": {
-            "x": _axis(report, begin, "time"),
+            "x": _axis(report, begin),
             "y": {"field": "nodes", "type": "quantitative", "title": "nodes in the group",
                   "scale": {"domain": [0, most]}, "axis": {"values": marks, "format": "d"}},
         },
@@ -275,7 +256,7 @@ def _line(
         ],
         "mark": {"type": "line", "tooltip": True},
         "encoding": {
-            "x": _axis(report, begin, "time"),
+            "x": _axis(report, begin),
             "y": {"field": name, "type": "quantitative", "title": title, "scale": scale,
                   "axis": {"format": ",d" if name == "step" else "~r", "tickCount": 5}},
             "tooltip": [{"field": name}, {"field": "when"}],
@@ -292,7 +273,7 @@ def _faults(report: Values) -> Spec:
         "data": {"values": values},
         "mark": {"type": "rule", "opacity": max(0.12, min(0.5, 15 / (len(values) or 1)))},
         "encoding": {
-            "x": _time("time"),
+            "x": _TIME,
             "tooltip": [{"field": "what"}, {"field": "cost"}],
         },
     }
@@ -307,7 +288,7 @@ def _checkpoints(report: Values) -> Spec:
         "data": {"values": values},
         "mark": {"type": "circle", "size": 8 if len(values) > 50 else 16},
         "encoding": {
-            "x": _time("time"),
+            "x": _TIME,
             "y": {"field": "step", "type": "quantitative"},
             "tooltip": [{"field": "checkpoint"}],
         },
@@ -317,29 +298,23 @@ def _checkpoints(report: Values) -> Spec:
 # ---- shared -------------------------------------------------------------------------------
 
 
-def _axis(report: Values, begin: float, name: str) -> Spec:
+def _axis(report: Values, begin: float) -> Spec:
     """Return the time axis, in the local time of the cluster; one layer of a chart has it."""
     until = max(report["about"]["until"], begin + 1.0)
     # Vega-Lite makes dates of plain numbers, which its interpreter does not find
     domain = [{"expr": str(clock_ms(moment))} for moment in (begin, until)]
+    length_s = until - begin
+    clock = "%H:%M" if length_s > 20 * 60 else "%H:%M:%S"
     return {
-        "field": name, "type": "temporal", "title": None,
+        "field": "time", "type": "temporal", "title": None,
         "scale": {"type": "utc", "domain": domain, "nice": False},
         "axis": {"labelOverlap": "greedy", "tickCount": {"expr": "max(3, width / 110)"},
-                 "labelFlush": True, "format": _clock_format(until - begin)},
+                 "labelFlush": True, "format": "%b %d %H:%M" if length_s > 18 * 3600 else clock},
     }  # fmt: skip
 
 
-def _clock_format(length_s: float) -> str:
-    """Return the format of times on the axis."""
-    if length_s > 18 * 3600:
-        return "%b %d %H:%M"
-    return "%H:%M" if length_s > 20 * 60 else "%H:%M:%S"
-
-
-def _time(name: str) -> Spec:
-    """Return the time encoding of another layer."""
-    return {"field": name, "type": "temporal", "scale": {"type": "utc"}}
+_TIME = {"field": "time", "type": "temporal", "scale": {"type": "utc"}}
+"""The time encoding of another layer."""
 
 
 def _table(
@@ -360,19 +335,6 @@ def expanded(spec: Any) -> Any:
         names, rows = spec["table"]["names"], spec["table"]["rows"]
         return {"values": [dict(zip(names, row, strict=True)) for row in rows]}
     return {key: expanded(part) for key, part in spec.items()}
-
-
-def described(report: Values) -> str:
-    """Return the run in one line."""
-    about = report["about"]
-    begin = begin_of(report)
-    took = duration(about["until"] - begin) if begin is not None else "not started"
-    return f"{about['phase']}, {took}"
-
-
-def schema() -> str:
-    """Return the URL of the Vega-Lite schema."""
-    return _SCHEMA
 
 
 # ---- colours of the page and its charts, light and dark
@@ -516,11 +478,6 @@ def clock_ms(seconds: float) -> int:
     """
     offset = datetime.fromtimestamp(seconds).astimezone().utcoffset()
     return round(1000 * (seconds + (offset.total_seconds() if offset else 0.0)))
-
-
-def zone() -> str:
-    """Return the name of the local time zone."""
-    return time.strftime("%Z") or "local time"
 
 
 def moment(seconds: float | None) -> str:

@@ -11,6 +11,7 @@ by the order of their sources.
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import re
 import time
@@ -119,14 +120,14 @@ class Selection:
 
     def selects(self, source: LogSource) -> bool:
         """Return whether a source is selected."""
+        if self.attempt is not None and source.attempt not in (None, self.attempt):
+            return False
+        if self.nodes and source.host not in self.nodes:
+            return False
         if not source.is_worker:
-            return self.agents and self._has_place(source)
+            return self.agents
         by_rank = not self.ranks or source.rank in self.ranks
-        return by_rank and self.round in (None, source.round) and self._has_place(source)
-
-    def _has_place(self, source: LogSource) -> bool:
-        by_attempt = self.attempt is None or source.attempt in (None, self.attempt)
-        return by_attempt and (not self.nodes or source.host in self.nodes)
+        return by_rank and self.round in (None, source.round)
 
 
 class NothingSelectedError(HpcElasticError, LookupError):
@@ -154,30 +155,25 @@ def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
     if selection.round is not None:
         _require("round", {selection.round}, {s.round for s in workers if s.round is not None})
     if not any(map(selection.selects, found)):
-        raise NothingSelectedError(_not_together(selection, workers))
+        hosts = {s.host for s in workers if not selection.ranks or s.rank in selection.ranks}
+        where = f"; these ranks were on {', '.join(sorted(hosts))}" if selection.ranks else ""
+        raise NothingSelectedError(
+            f"the run has no output that meets all options{where}: leave one out"
+        )
 
 
 def _require(option: str, wanted: Iterable[int | str], there: Iterable[int | str]) -> None:
     there = set(there)
     missing = sorted(w for w in wanted if w not in there)
-    if missing:
-        raise NothingSelectedError(
-            f"--{option} {missing[0]}: the run has no such {option}; {_listed(option, there)}"
-        )
-
-
-def _listed(option: str, there: set[int | str]) -> str:
+    if not missing:
+        return
     numbers = [t for t in there if isinstance(t, int)]
-    if not there:
-        return "it has none so far"
     names = compress_indices(numbers) if numbers else ", ".join(sorted(map(str, there)))
-    return f"it has {option if len(there) == 1 else option + 's'} {names}"
-
-
-def _not_together(selection: Selection, workers: Sequence[LogSource]) -> str:
-    places = {s.host for s in workers if not selection.ranks or s.rank in selection.ranks}
-    where = f"; these ranks were on {', '.join(sorted(places))}" if selection.ranks else ""
-    return f"the run has no output that meets all options{where}: leave one out"
+    listed = f"it has {option if len(there) == 1 else option + 's'} {names}"
+    raise NothingSelectedError(
+        f"--{option} {missing[0]}: the run has no such {option}; "
+        f"{listed if there else 'it has none so far'}"
+    )
 
 
 def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLine]:
@@ -234,19 +230,17 @@ class Discovery:
     def sources(self) -> list[LogSource]:
         """Return all present sources, sorted."""
         tasks = self._names(self._run.tasks)
-        found = [source for task in tasks for source in self._of_task(task)]
-        return sorted([*found, *self._captured(tasks)], key=lambda source: source.order)
+        found: list[LogSource] = []
+        for task in tasks:
+            for name in self._names(self._run.tasks / task):
+                number = name.removeprefix("attempt-")
+                if number.isdecimal():
+                    found += self._of_attempt(self._run.tasks / task / name, task, int(number))
+        found += self._captured(tasks)
+        return sorted(found, key=lambda source: source.order)
 
-    def _of_task(self, task: str) -> Iterator[LogSource]:
-        folder = self._run.tasks / task
-        for name in self._names(folder):
-            number = name.removeprefix("attempt-")
-            if number.isdecimal():
-                host = self._host_of(task, int(number))
-                yield from self._of_attempt(folder / name, task, int(number), host)
-
-    def _of_attempt(self, folder: Path, task: str, attempt: int, host: str) -> list[LogSource]:
-        names = self._names(folder)
+    def _of_attempt(self, folder: Path, task: str, attempt: int) -> list[LogSource]:
+        names, host = self._names(folder), self._host_of(task, attempt)
         known = self._attempts.get(folder)
         if known is None or known[0] is not names or known[1] != host:
             found = [source_of(file, folder, task, attempt, host) for file in names]
@@ -295,8 +289,6 @@ class Discovery:
 
 
 def _hosts_in(events: Path) -> dict[int, str]:
-    import json
-
     hosts = {}
     with events.open(errors="replace") as f:
         for line in f:
@@ -325,10 +317,6 @@ class LogReader:
         self.index = Index(source.path)
         self._splitter = Splitter(offset)
         self._last = 0.0
-
-    def size(self) -> int:
-        """Return the size of the file."""
-        return size_of(self.source.path)
 
     def read(self, until: int | None = None) -> list[LogLine] | None:
         """Return the lines that end in the next block; None at the end of the file.
@@ -541,14 +529,14 @@ class Follower:
             The byte up to which the caller reads each file. A line that is being written is left to
             the follower.
         """
-        return {source.path: self._skip(source) for source in sources}
-
-    def _skip(self, source: LogSource) -> int:
-        size = size_of(source.path)
-        grows = time.time() - changed(source.path) < _OVER_AFTER_S
-        end = line_start(source.path, size) if grows else size
-        self._files[source.path] = _Followed(source, end)
-        return end
+        ends = {}
+        for source in sources:
+            end = size_of(source.path)
+            if time.time() - changed(source.path) < _OVER_AFTER_S:
+                end = line_start(source.path, end)
+            self._files[source.path] = _Followed(source, end)
+            ends[source.path] = end
+        return ends
 
     def poll(self) -> list[LogLine]:
         """Return the lines that are complete and ordered by now."""
@@ -558,8 +546,8 @@ class Follower:
             took_s = time.monotonic() - now
             self._find_at = now + max(_FIND_S, _SHARE * took_s)
         if now >= self._read_at:
-            in_vain_s = sum(self._read(file, now) for file in self._files.values())
-            self._read_at = now + _SHARE * in_vain_s
+            without_news_s = sum(self._read(file, now) for file in self._files.values())
+            self._read_at = now + _SHARE * without_news_s
         return self._settling.take_due(now)
 
     def finish(self) -> list[LogLine]:
@@ -586,17 +574,16 @@ class Follower:
             return 0.0
         began = time.monotonic()
         found = file.read(now)
-        in_vain_s = 0.0 if found else time.monotonic() - began
+        without_news_s = 0.0 if found else time.monotonic() - began
         source = file.reader.source
         if found is not None:
             self.last_news = now
-        elif file.idle_s(now) > _OVER_AFTER_S and self._is_over(source):
-            found = file.drain()
+        elif now - file.grew_at > _OVER_AFTER_S:
+            newest = self._newest.get(source.task)
+            if newest is not None and is_over(source, newest):
+                found = file.drain()
         self._settling.add(filter(self._keep, [*(found or ()), *file.bar(now)]), now)
-        return in_vain_s
-
-    def _is_over(self, source: LogSource) -> bool:
-        return source.task in self._newest and is_over(source, self._newest[source.task])
+        return without_news_s
 
 
 class _Followed:
@@ -607,7 +594,7 @@ class _Followed:
         self.is_closed = False
         self.read_at = 0.0
         """Time of the next read, in monotonic seconds."""
-        self._grew_at = time.monotonic()
+        self.grew_at = time.monotonic()
         self._waits_since: float | None = None
         self._bar, self._bar_at = "", time.monotonic()
 
@@ -622,17 +609,13 @@ class _Followed:
         self._bar = line.text
         return [line]
 
-    def idle_s(self, now: float) -> float:
-        """Return the seconds since the file last grew."""
-        return now - self._grew_at
-
     def read(self, now: float) -> list[LogLine] | None:
         """Return the lines that are complete; None if the file has not grown."""
         reader = self.reader
-        size = reader.size()
+        size = size_of(reader.source.path)
         if size <= reader.offset:
             self._waits_since = None
-            self.read_at = now + min(self.idle_s(now) / 4, _IDLE_S)
+            self.read_at = now + min((now - self.grew_at) / 4, _IDLE_S)
             return None
         self._waits_since = now if self._waits_since is None else self._waits_since
         waited_s = now - self._waits_since
@@ -640,7 +623,7 @@ class _Followed:
         until = readable_until(size=size, read=reader.offset, covered=covered, waited_s=waited_s)
         if until <= reader.offset:
             return []
-        self._waits_since, self._grew_at = None, now
+        self._waits_since, self.grew_at = None, now
         found: list[LogLine] = []
         while len(found) < _LINES_A_POLL and (lines := reader.read(until)) is not None:
             found += lines
@@ -722,10 +705,8 @@ def is_over(source: LogSource, newest: LogSource) -> bool:
 
 def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
     """Return the newest source of each task, by attempt and round."""
-    newest: dict[str, LogSource] = {}
-    for source in sorted(sources, key=lambda s: (s.attempt or 0, s.round or 0)):
-        newest[source.task] = source
-    return newest
+    in_order = sorted(sources, key=lambda s: (s.attempt or 0, s.round or 0))
+    return {source.task: source for source in in_order}
 
 
 # ---- from bytes to text for a terminal (pure)
@@ -738,15 +719,13 @@ def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
 MAX_LINE = 1 << 16
 """Bytes of a line; a longer line is split."""
 
-_ESCAPES = (
+_ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
     r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # strings: the window's title, links
     r"|\x1b[ -/]*[0-~]"
     r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
 )
-_UNSHOWABLE = re.compile(_ESCAPES)
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-_PLAIN_AGAIN = "\x1b[0m"
 
 
 def cleaned(text: str, *, colours: bool) -> str:
@@ -762,8 +741,8 @@ def cleaned(text: str, *, colours: bool) -> str:
     def shown(m: re.Match[str]) -> str:
         return m[0] if colours and _COLOUR.fullmatch(m[0]) else ""
 
-    found = _UNSHOWABLE.sub(shown, text)
-    return found + _PLAIN_AGAIN if "\x1b" in found else found
+    found = _ESCAPES.sub(shown, text)
+    return found + "\x1b[0m" if "\x1b" in found else found
 
 
 class Splitter:

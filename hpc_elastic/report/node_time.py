@@ -13,7 +13,7 @@ An attempt of a task has its node from its start to its end. Each moment of that
 
 Time in the queue, before and between attempts, is counted apart: no node is held. *Goodput* is the
 share of ``useful`` in all node-seconds. A lost step counts twice: as useful when it is first made,
-as replayed when it is made again. So what was once said of a moment does not change.
+as replayed when it is made again. So the kind of a past moment does not change.
 
 The times are those of the events: ``task`` (a node starts), ``joined``, ``round`` and
 ``round_stopped`` or a new ``leader`` (members of a group, from when to when), ``first_step``,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def examine_login_node(
         *cluster_checks.check_folder(shared, launcher.rendezvous),
     ]
     facts = {
-        "host": here.to_json(),
-        "folder": shared.to_json(),
+        "host": asdict(here),
+        "folder": asdict(shared),
         "slurm": cluster.cluster_json(slurm),
     }
     known = {**probe_task.versions(), "slurm": slurm.setting("SLURM_VERSION") or None}
@@ -98,7 +98,13 @@ def examine_nodes(
             settings, num_nodes, path, client, longest_s=max(limits, default=None)
         )
     except (HpcElasticError, OSError) as e:
-        return _add_findings(before, [_refusal_finding(e)], {})
+        refusal = fail(
+            "nodes.start",
+            f"the probe could not be submitted: {e}",
+            "a run would not be, either",
+            "see the findings on Slurm and the directory; then run the doctor again",
+        )
+        return _add_findings(before, [refusal], {})
     run = probe_job.ProbeRun(
         job, notice=launcher.preempt_signal, kill_wait_s=kill_wait_s, report=report
     )
@@ -112,25 +118,17 @@ def examine_nodes(
     return _add_findings(before, findings, _facts(evidence))
 
 
-def _refusal_finding(error: Exception) -> Finding:
-    return fail(
-        "nodes.start",
-        f"the probe could not be submitted: {error}",
-        "a run would not be, either",
-        "see the findings on Slurm and the directory; then run the doctor again",
-    )
-
-
 def _add_findings(
     before: Examination, findings: list[Finding], facts: dict[str, Any]
 ) -> Examination:
     """Add findings of the probe; they replace warnings of the login node that they settle."""
-    shown = {f.check for f in findings if f.verdict is Verdict.OK}
+    good = {f.check for f in findings if f.verdict is Verdict.OK}
     reported = {(f.group, f.found) for f in findings}
     kept = [
         f
         for f in before.findings
-        if not _is_settled(f, shown) and (f.group, f.found) not in reported
+        if not (f.verdict is Verdict.WARN and _SETTLES.get(f.check) in good)
+        and (f.group, f.found) not in reported
     ]
     together = {**before.facts, **({"probe": facts} if facts else {})}
     return Examination([*kept, *findings], before.versions, together, before.cluster)
@@ -146,17 +144,13 @@ _SETTLES = {
 """Warnings of the login node, and the check of the probe that settles each."""
 
 
-def _is_settled(finding: Finding, shown: set[str]) -> bool:
-    return finding.verdict is Verdict.WARN and _SETTLES.get(finding.check) in shown
-
-
 def _facts(evidence: Evidence) -> dict[str, Any]:
     return {
         "nodes_asked": evidence.num_asked,
         "waiting": {str(i): why for i, why in evidence.waiting.items()},
         "silent": {str(i): what for i, what in evidence.silent.items()},
         "blind": {str(i): node for i, node in evidence.blind.items()},
-        "nodes": [report.to_json() for report in evidence.reports.values()],
+        "nodes": [asdict(report) for report in evidence.reports.values()],
         "notices": {str(i): times for i, times in evidence.notices.items()},
         "endings": [vars(ending) for ending in evidence.endings],
         "leftovers": evidence.leftovers,

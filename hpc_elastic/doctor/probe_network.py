@@ -20,7 +20,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,9 @@ class MeetingResult:
     race: LinkRace | None = None
     problem: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> MeetingResult:
-        """Return it from `to_json`."""
+        """Return it from its JSON object."""
         peers = [PeerResult(**sight) for sight in raw["peers"]]
         seen = None if raw["seen"] is None else Visibility(**raw["seen"])
         race = None if raw["race"] is None else LinkRace(**raw["race"])

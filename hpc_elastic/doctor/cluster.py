@@ -48,7 +48,8 @@ def parse_settings(words: Sequence[str]) -> RunSettings:
     overrides = []
     for word in words:
         short, value = read_override(word)
-        key = _full_key(short)
+        is_full = short in (*_TOP_LEVEL, "launcher") or short.startswith("launcher.")
+        key = short if is_full else f"launcher.{short}"
         overrides.append(f"{key}={word.partition('=')[2]}")
         if key != "launcher":
             put(config, key, value)
@@ -67,21 +68,13 @@ def slurm_settings(settings: RunSettings) -> SlurmSettings:
 def settings_json(settings: RunSettings) -> dict[str, Any]:
     """Return the settings for a bug report, without those that may hold a secret."""
     launcher = slurm_settings(settings)
-    asked = {name: getattr(launcher, name) for name in _SHOWN}
-    container = asdict(launcher.container)
+    container = launcher.container
     return {
         "nodes": asdict(settings.nodes),
         "nproc_per_node": settings.nproc_per_node,
-        **asked,
-        "container": {name: container[name] for name in ("runtime", "image")},
+        **{name: getattr(launcher, name) for name in _SHOWN},
+        "container": {"runtime": container.runtime, "image": container.image},
     }
-
-
-def _full_key(key: str) -> str:
-    """Return the full key: below ``launcher`` unless it is a top-level key."""
-    if key in (*_TOP_LEVEL, "launcher") or key.startswith("launcher."):
-        return key
-    return f"launcher.{key}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -63,13 +63,7 @@ class Finding:
 
     def to_json(self) -> dict[str, str]:
         """Return it with the keys of ``--json``."""
-        return {
-            "check": self.check,
-            "verdict": self.verdict.value,
-            "found": self.found,
-            "why": self.why,
-            "remedy": self.remedy,
-        }
+        return {**asdict(self), "verdict": self.verdict.value}
 
 
 _ORDER = list(Verdict)
@@ -176,8 +170,7 @@ def _table(rows: Sequence[Finding]) -> Table:
     for finding in rows:
         mark, style = _MARKS[finding.verdict]
         name = finding.check.partition(".")[2].replace("_", " ")
-        quiet = finding.verdict is Verdict.OK
-        found = Text(finding.found, style="" if quiet else style)
+        found = Text(finding.found, style="" if finding.verdict is Verdict.OK else style)
         table.add_row(Text(mark, style=style), name, found)
     return table
 

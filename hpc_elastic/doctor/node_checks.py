@@ -10,7 +10,7 @@ from hpc_elastic.doctor import cluster_checks
 from hpc_elastic.doctor.cluster_checks import CHOOSE
 from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
 from hpc_elastic.doctor.probe_job import Evidence, NodeEnding
-from hpc_elastic.doctor.probe_network import CHANGES, PATH, PeerResult, Visibility
+from hpc_elastic.doctor.probe_network import CHANGES, PATH, Visibility
 from hpc_elastic.doctor.probe_task import MUST_AGREE, HostFacts, NodeFacts
 from hpc_elastic.doctor.signal_recorder import AGENT, WORKER
 from hpc_elastic.launcher.batch_script import gpus_asked
@@ -32,35 +32,28 @@ def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]
         own_python: Whether the nodes use the interpreter of this process: no container's, and no
             ``launcher.python``.
     """
-    yield _commands(host)
+    if host.missing_commands:
+        yield fail(
+            "host.commands",
+            f"not on PATH: {', '.join(host.missing_commands)}",
+            "runs are submitted, watched and cancelled by them",
+            "run the doctor on a login node, or `module load slurm`",
+        )
+    else:
+        yield ok("host.commands", "Slurm's commands are installed")
     if own_python:
-        yield _python(host)
-    yield from check_limits("host", [host])
-    yield check_clock("host", [host])
-
-
-def _commands(host: HostFacts) -> Finding:
-    check = "host.commands"
-    if not host.missing_commands:
-        return ok(check, "Slurm's commands are installed")
-    return fail(
-        check,
-        f"not on PATH: {', '.join(host.missing_commands)}",
-        "runs are submitted, watched and cancelled by them",
-        "run the doctor on a login node, or `module load slurm`",
-    )
-
-
-def _python(host: HostFacts) -> Finding:
-    check, why = "host.python", "the nodes start this very interpreter, by its path"
-    found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
-    if host.python_fs in LOCAL:
+        check, why = "host.python", "the nodes start this very interpreter, by its path"
+        found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
         remedy = (
             "harmless if the nodes have the same Python at the same path (--probe tests it); else "
             "create the environment on the shared file system, or set launcher.python"
         )
-        return warn(check, f"{found}, which is this machine's own", why, remedy)
-    return ok(check, found, why)
+        if host.python_fs in LOCAL:
+            yield warn(check, f"{found}, which is this machine's own", why, remedy)
+        else:
+            yield ok(check, found, why)
+    yield from check_limits("host", [host])
+    yield check_clock("host", [host])
 
 
 def check_limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
@@ -82,7 +75,12 @@ def check_limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
         "have the admin set it to unlimited (LimitMEMLOCK of slurmd; limits.conf)",
         matters=group != "host" and any(h.has_infiniband for h in hosts),
     )  # fmt: skip
-    yield from _address_space(group, hosts)
+    limited = [h for h in hosts if h.limits.get("as", (None, None))[0] is not None]
+    if limited:
+        sizes = by_value({h.name: _size("as", h.limits["as"][0]) for h in limited})
+        why = "CUDA and torch reserve far more addresses than they use memory"
+        remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
+        yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
 
 
 def _limit(
@@ -121,16 +119,6 @@ def _size(name: str, number: int | None) -> str:
     return f"{number:,}"
 
 
-def _address_space(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
-    """Yield a finding if the address space is limited: CUDA reserves more than there is."""
-    limited = [h for h in hosts if h.limits.get("as", (None, None))[0] is not None]
-    if limited:
-        sizes = by_value({h.name: _size("as", h.limits["as"][0]) for h in limited})
-        why = "CUDA and torch reserve far more addresses than they use memory"
-        remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
-        yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
-
-
 def check_clock(group: str, hosts: list[HostFacts]) -> Finding:
     """Check whether time services keep the clocks."""
     check = f"{group}.clock"
@@ -157,7 +145,7 @@ _MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.job_state`
     ("Resources", "all nodes are busy: wait longer (--wait), or try another partition"),
     ("Priority", "others are before you in the queue: wait longer (--wait), or another partition"),
     ("ReqNodeNotAvail", "nodes are reserved or out of service (`sinfo -R`, `scontrol show res`)"),
-    ("DOWN", "nodes are out of service: `sinfo -R` says why"),
+    ("DOWN", "nodes are out of service: `sinfo -R` lists why"),
     ("QOS", "a limit of the QOS: another launcher.qos, or wait (`sacctmgr show qos`)"),
     ("Assoc", "a limit of your account: another launcher.account, or wait"),
     ("Account", "the account may not run here: launcher.account"),
@@ -202,14 +190,6 @@ def _start(evidence: Evidence) -> Iterator[Finding]:
         found = f"{counted(num, 'task')} of {evidence.num_asked} did not start: {reason}"
         verdict = warn if evidence.reports else fail
         yield verdict(check, found, why, _remedy_of(reason))
-    yield from _silent(evidence)
-    if evidence.reports:
-        names = sorted({r.facts.name for r in evidence.reports.values()})
-        yield ok("nodes.ran", f"the probe ran on {compress(names)}")
-
-
-def _silent(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding for each of the first few tasks that have measured nothing."""
     left_out = len(evidence.silent) - _MOST_SILENT
     more = f" (and {counted(left_out, 'more task')} like it)" if left_out > 0 else ""
     for index, what in list(evidence.silent.items())[:_MOST_SILENT]:
@@ -220,6 +200,9 @@ def _silent(evidence: Evidence) -> Iterator[Finding]:
             "see its last output; is the directory on all nodes, and Python at the same path? "
             "launcher.setup, launcher.python",
         )
+    if evidence.reports:
+        names = sorted({r.facts.name for r in evidence.reports.values()})
+        yield ok("nodes.ran", f"the probe ran on {compress(names)}")
 
 
 def _remedy_of(reason: str) -> str:
@@ -227,10 +210,9 @@ def _remedy_of(reason: str) -> str:
     lasting = job_state.remedy(reason)
     if lasting is not None:
         return lasting
-    for part, remedy in _MAY_PASS:
-        if part.lower() in reason.lower():
-            return remedy
-    return "see squeue(1), JOB REASON CODES; wait longer with --wait"
+    otherwise = "see squeue(1), JOB REASON CODES; wait longer with --wait"
+    passing = (remedy for part, remedy in _MAY_PASS if part.lower() in reason.lower())
+    return next(passing, otherwise)
 
 
 def _versions(evidence: Evidence, own: Mapping[str, str | None]) -> Finding:
@@ -316,7 +298,8 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
         return ok(check, "no GPUs are asked for, and there are none", why)
     if wrong:
         found = "; ".join(
-            f"{f.name}: Slurm gives {_told(f.gpus_given)}, the driver shows {_told(f.gpus_seen)}"
+            f"{f.name}: Slurm gives {f.gpus_given or 'none'}, "
+            f"the driver shows {f.gpus_seen or 'none'}"
             for f in wrong
         )
         if unmet:
@@ -329,13 +312,7 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
             return warn(check, found, why, remedy)
         remedy = "`nvidia-smi` on that node; in a container: --nv, or the NVIDIA runtime"
         return fail(check, found, why, remedy)
-    return _torch_gpus(evidence, facts)
-
-
-def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:
-    """Check whether torch sees the GPUs that the driver shows."""
-    check, why = "nodes.gpus", "one worker runs on each GPU"
-    blind = [
+    blind = [  # torch does not see the GPUs that the driver shows
         r.facts.name
         for r in evidence.reports.values()
         if r.allreduce
@@ -349,24 +326,20 @@ def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:
     return ok(check, f"{' to '.join(map(str, given))} on each node, seen by driver and torch", why)
 
 
-def _told(number: int | None) -> str:
-    return "none" if not number else str(number)
-
-
 def _cpus(facts: list[NodeFacts]) -> Finding:
     check, why = "nodes.cpus", "workers and their loaders share them"
     bound = [f for f in facts if f.host.cpus == 1 and f.cpus_given > 1]
-    sizes = by_value({f.name: _share(f) for f in facts})
+    shares = {}
+    for f in facts:
+        usable, given = f.host.cpus, f.cpus_given
+        cpus = f"{usable} CPUs usable of {given} given"
+        cpus = counted(usable, "CPU") if usable == given else cpus
+        shares[f.name] = f"{cpus}, {f.host.memory_bytes >> 30} GiB in the machine,"
+    sizes = by_value(shares)
     if bound:
         remedy = "set launcher.cpus_per_node; look for --cpu-bind in launcher.srun_args"
         return warn(check, f"bound to a single CPU. {sizes}", why, remedy)
     return ok(check, sizes, why)
-
-
-def _share(facts: NodeFacts) -> str:
-    usable, given = facts.host.cpus, facts.cpus_given
-    cpus = counted(usable, "CPU") if usable == given else f"{usable} CPUs usable of {given} given"
-    return f"{cpus}, {facts.host.memory_bytes >> 30} GiB in the machine,"
 
 
 _SKEW_S = 1.0
@@ -383,17 +356,15 @@ def check_network(evidence: Evidence) -> Iterator[Finding]:
     yield _interface(evidence)
     machines = {r.facts.host.name for r in evidence.reports.values()}
     if len(machines) < 2:
-        yield _one_machine(machines.pop(), len(evidence.reports))
+        found = f"only {machines.pop()} was tried, and nothing between nodes"
+        remedy = "--probe --nodes 2" + (
+            ", with exclusive=true" if len(evidence.reports) > 1 else ""
+        )
+        yield unknown("network.reach", found, "a run of several nodes depends on it", remedy)
     else:
         yield _reach(evidence)
         yield _skew(evidence)
     yield from _allreduce(evidence)
-
-
-def _one_machine(name: str, num_tasks: int) -> Finding:
-    found = f"only {name} was tried, and nothing between nodes"
-    remedy = "--probe --nodes 2" + (", with exclusive=true" if num_tasks > 1 else "")
-    return unknown("network.reach", found, "a run of several nodes depends on it", remedy)
 
 
 def _interface(evidence: Evidence) -> Finding:
@@ -427,7 +398,12 @@ def _reach(evidence: Evidence) -> Finding:
     for report in evidence.reports.values():
         for sight in report.meeting.peers:
             if sight.problem:
-                lines.append(f"{report.facts.name} cannot reach {_problem(sight)}")
+                where = f" at {sight.address}" if sight.address else ""
+                others = [address for address, reached in sight.others.items() if reached]
+                detour = f" (but at {', '.join(others)})" if others else ""
+                lines.append(
+                    f"{report.facts.name} cannot reach {sight.host}{where}: {sight.problem}{detour}"
+                )
             elif sight.round_trip_s is not None:
                 trips.append(sight.round_trip_s)
         for number in report.meeting.absent:
@@ -446,16 +422,6 @@ def _reach(evidence: Evidence) -> Finding:
         remedy = "nothing if the nodes were busy; else another launcher.interface"
         return warn(check, found, why, remedy)
     return ok(check, found, why)
-
-
-def _problem(sight: PeerResult) -> str:
-    where = f" at {sight.address}" if sight.address else ""
-    return f"{sight.host}{where}: {sight.problem}{_detour(sight.others)}"
-
-
-def _detour(others: dict[str, bool]) -> str:
-    open_ones = [address for address, reached in others.items() if reached]
-    return f" (but at {', '.join(open_ones)})" if open_ones else ""
 
 
 def _skew(evidence: Evidence) -> Finding:
@@ -480,22 +446,18 @@ def _allreduce(evidence: Evidence) -> Iterator[Finding]:
         {b for h in results.values() for b in (*h.bandwidths, *h.problems)} - {"torch"}
     )
     for backend in backends:
-        problems = {n: h.problems[backend] for n, h in results.items() if backend in h.problems}
-        yield _of_backend(
-            backend,
-            problems,
-            [h.bandwidths[backend] for h in results.values() if backend in h.bandwidths],
-        )
-
-
-def _of_backend(backend: str, problems: dict[str, str], bandwidths: list[float]) -> Finding:
-    check, why = f"network.{backend}", "gradients are reduced over it"
-    if problems:
-        found = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        remedy = "see network.reach first; then launcher.interface, and NCCL_DEBUG=INFO"
-        return fail(check, f"an all_reduce across the nodes failed: {found}", why, remedy)
-    speed = min(bandwidths) / 1e6
-    return ok(check, f"an all_reduce of 4 MiB across the nodes came back, {speed:,.0f} MB/s", why)
+        check, why = f"network.{backend}", "gradients are reduced over it"
+        problems = [
+            f"{n}: {h.problems[backend]}" for n, h in results.items() if backend in h.problems
+        ]
+        if problems:
+            found = f"an all_reduce across the nodes failed: {'; '.join(problems)}"
+            remedy = "see network.reach first; then launcher.interface, and NCCL_DEBUG=INFO"
+            yield fail(check, found, why, remedy)
+            continue
+        speed = min(h.bandwidths[backend] for h in results.values() if backend in h.bandwidths)
+        found = f"an all_reduce of 4 MiB across the nodes came back, {speed / 1e6:,.0f} MB/s"
+        yield ok(check, found, why)
 
 
 _SHORT = 0.7
@@ -515,7 +477,7 @@ def check_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
     for ending in evidence.endings:
         if not ending.refused:
             yield _grace(ending, kill_wait_s)
-            yield _end(ending)
+            yield _leftover(ending)
         if ending.how == "requeue":
             yield _requeue(ending)
     if evidence.leftovers:
@@ -561,7 +523,7 @@ def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
     return ok(check, found, why)
 
 
-def _end(ending: NodeEnding) -> Finding:
+def _leftover(ending: NodeEnding) -> Finding:
     check = f"signals.{ending.how}_end"
     why = "a worker that is left behind keeps its GPU, and may write into the run"
     if ending.capped:
@@ -621,7 +583,9 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
         rendezvous: ``launcher.rendezvous`` of a run.
     """
     if evidence.blind:
-        yield _blind(evidence)
+        names = ", ".join(sorted(evidence.blind.values()))
+        found = f"what is written here does not appear on {names}"
+        yield fail("directory.delay", found, _DELAY_WHY, _DELAY_REMEDY)
     if not evidence.reports:
         return
     yield from _nodes(evidence)
@@ -631,11 +595,6 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
     yield _election(evidence, why_not)
     yield _delay(evidence, why_not)
     yield _content(evidence, why_not)
-
-
-def _blind(evidence: Evidence) -> Finding:
-    found = f"what is written here does not appear on {', '.join(sorted(evidence.blind.values()))}"
-    return fail("directory.delay", found, _DELAY_WHY, _DELAY_REMEDY)
 
 
 def _nodes(evidence: Evidence) -> Iterator[Finding]:
@@ -691,7 +650,13 @@ def _delay(evidence: Evidence, why_not: str) -> Finding:
     if why_not:
         return unknown(check, f"not measured: {why_not}", why)
     seen = {r.facts.name: r.meeting.seen for r in evidence.reports.values() if r.meeting.seen}
-    late = [f"on {name} {shown}" for name, one in seen.items() if (shown := _unseen(one))]
+    late = []
+    for name, one in seen.items():
+        missing = [what for change, what in CHANGES.items() if one.times_s[change] is None]
+        if missing:
+            unseen = "nothing" if len(missing) == len(CHANGES) else ", ".join(missing)
+            not_seen = f"{unseen} was {'' if unseen == 'nothing' else 'not '}seen"
+            late.append(f"on {name} {not_seen} within {duration(one.waited_s)}")
     if late:
         return fail(check, f"of what another node did, {'; '.join(late)}", why, _DELAY_REMEDY)
     worst = {name: max(one.times_s[name] or 0.0 for one in seen.values()) for name in CHANGES}
@@ -702,14 +667,6 @@ def _delay(evidence: Evidence, why_not: str) -> Finding:
         remedy += f"NFS, mount without nocto. Or {CHOOSE}"
         return warn(check, found, why, remedy)
     return ok(check, found, why)
-
-
-def _unseen(seen: Visibility) -> str:
-    """Return the changes that an observer has not seen; empty if it has seen all."""
-    missing = [what for name, what in CHANGES.items() if seen.times_s[name] is None]
-    if len(missing) == len(CHANGES):
-        return f"nothing was seen within {duration(seen.waited_s)}"
-    return f"{', '.join(missing)} was not seen within {duration(seen.waited_s)}" if missing else ""
 
 
 def _by_path(evidence: Evidence, seen: Collection[Visibility]) -> str:

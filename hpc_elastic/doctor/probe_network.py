@@ -77,7 +77,7 @@ class LinkRace:
 
     Attributes:
         rounds: Number of rounds.
-        both: Rounds in which both were told that they had won.
+        both: Rounds in which both found that they had won.
         neither: Rounds in which neither was.
         differ: Rounds after which they read different winners.
     """
@@ -253,8 +253,8 @@ def _query_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
     """Return the round trip, and how far the other's clock is ahead."""
     sent, before = time.time(), time.monotonic()
     answer = float(send_request(connection, "time", asker)["time"])
-    took = time.monotonic() - before
-    return took, answer - (sent + took / 2)
+    took_s = time.monotonic() - before
+    return took_s, answer - (sent + took_s / 2)
 
 
 def send_request(connection: SignedSocket, what: str, asker: int, **details: int) -> dict[str, Any]:
@@ -279,7 +279,6 @@ def _try_folder(
 ) -> tuple[LinkRace, Visibility]:
     """Race with another node, and watch it change the folder."""
     trial = FolderTrial(place.path / f"trial-{index}")
-    timeout_s = _SIGHT_S + place.staleness_s
     with connect_to_peer(peer, token) as connection:
         send_request(connection, "prepare", index)
         race = _race(trial, connection, index)
@@ -288,7 +287,7 @@ def _try_folder(
         with connect_to_peer(peer, token) as connection:
             send_request(connection, "change", index)
 
-    return race, trial.watch_changes(change, timeout_s)
+    return race, trial.watch_changes(change, _SIGHT_S + place.staleness_s)
 
 
 def connect_to_peer(
@@ -441,7 +440,7 @@ def count_race(won: Sequence[tuple[bool, bool]], winners: Sequence[Sequence[str]
     """Return the result of a race (pure).
 
     Args:
-        won: For each round whether the one and the other were told that they had won.
+        won: For each round whether the one and the other found that they had won.
         winners: For both nodes, the holder of each round's name.
     """
     return LinkRace(

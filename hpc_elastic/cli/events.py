@@ -39,7 +39,7 @@ _SETTLED_S = 5.0
 def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
     """Show what happened to a run, one line for each change, its cause first.
 
-    The lines say how the group formed, grew and shrank, and why; which node was preempted, died or
+    The lines show how the group formed, grew and shrank, and why; which node was preempted, died or
     failed; which step was saved, how many steps were lost, and after how many seconds training
     continued. Times are local. The command reads the run directory only: the run may have ended.
 
@@ -111,9 +111,10 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
     """Show the events until the run has ended; return its last view."""
     from hpc_elastic.launcher.run_view import EndDetector
 
-    reader, detector = EventReader(RunDir(run).event_logs), EndDetector(RunDir(run), warn=_say)
+    reader = EventReader(RunDir(run).event_logs)
+    detector = EndDetector(RunDir(run), warn=_print_message)
     while True:
-        ended = detector.poll()  # before the events, none of which is missed
+        ended = detector.poll()  # before the events, so that none is missed
         show(reader.new())
         if ended is not None:
             return ended
@@ -122,11 +123,11 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
 
 def _print_end(view: RunView) -> int:
     """Print how a run ended on standard error; return the exit code."""
-    _say(view.describe())
+    _print_message(view.describe())
     return view.ended.exit_code if view.ended is not None else 1
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     click.echo(f"hpc-elastic: {text}", err=True)
 
 
@@ -149,24 +150,20 @@ class TimelinePrinter:
     def print(self, events: list[Event], now: float) -> None:
         """Print the new entries that will not change any more."""
         from hpc_elastic.report.attempts import EventIndex
+        from hpc_elastic.report.sentences import day_of, lines, sentence
         from hpc_elastic.report.timeline import build_timeline
 
         found = build_timeline(EventIndex(events))
         settled = list(takewhile(lambda entry: now - _over_at(entry) >= _SETTLED_S, found))
         self.has_unprinted = len(settled) < len(found)
         for entry in settled:
-            self._print(entry)
-
-    def _print(self, entry: TimelineEntry) -> None:
-        from hpc_elastic.report.sentences import day_of, lines, sentence
-
-        key = (entry.time, sentence(entry))
-        if key in self._sentences:
-            return
-        self._sentences.add(key)
-        if self._as_json:
-            print(json.dumps(_as_json(entry)), flush=True)
-            return
-        for text in lines([entry], self._day):
-            print(text, flush=True)
-        self._day = day_of(entry)
+            key = (entry.time, sentence(entry))
+            if key in self._sentences:
+                continue
+            self._sentences.add(key)
+            if self._as_json:
+                print(json.dumps(_as_json(entry)), flush=True)
+                continue
+            for text in lines([entry], self._day):
+                print(text, flush=True)
+            self._day = day_of(entry)

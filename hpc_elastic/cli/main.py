@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    _replace_unprintable()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a question mark for what LC_ALL=C cannot encode
+            stream.reconfigure(errors="replace")
     try:
         code = program.main(argv, prog_name="hpc-elastic", standalone_mode=False)
     except HpcElasticError as e:
@@ -112,13 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not isinstance(code, int):
         return 0
     return code if code >= 0 else _SIGNALLED - code
-
-
-def _replace_unprintable() -> None:
-    """Print a question mark for a character that the encoding lacks (``LC_ALL=C``)."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _message(error: OSError) -> str:

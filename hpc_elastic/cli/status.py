@@ -90,7 +90,7 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     query = CachedQuery()
 
     def read() -> RunDetails:
-        return query.note(read_details(run, query))
+        return query.observe(read_details(run, query))
 
     details = read()
     if watch:
@@ -125,8 +125,8 @@ class CachedQuery:
             self._asked_at, self._answer = time.monotonic(), take_snapshot(specs)
         return self._answer
 
-    def note(self, details: RunDetails) -> RunDetails:
-        """Note the group, and return the details. The files show changes of a training group."""
+    def observe(self, details: RunDetails) -> RunDetails:
+        """Record the group, and return the details. The files show changes of a training group."""
         view, status = details.view, details.status
         fresh = view.now - (view.updated or 0.0) < _QUERY_INTERVAL_S
         trains = view.phase == "training" and status is not None and fresh

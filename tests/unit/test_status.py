@@ -347,7 +347,7 @@ def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
             now[0] += 1.0
             query([spec])
             view = SimpleNamespace(phase=phase, now=now[0], updated=now[0] - silent_s)
-            query.note(SimpleNamespace(view=view, round=1, status=SimpleNamespace(nodes=nodes)))
+            query.observe(SimpleNamespace(view=view, round=1, status=SimpleNamespace(nodes=nodes)))
         return len(asked) - before
 
     assert asked_in(60, "waiting", 0) == 6

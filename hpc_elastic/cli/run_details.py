@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,10 +177,24 @@ def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
     points = read_points(view.run.progress)
     if view.updated is not None and view.status is not None:
         points.append(view.status)
-    view = _with_last_sign(view, history, points)
+    if view.ended is not None and view.ended.status in (LOST, CANCELLED):
+        # a run without a result ended with its last event or point
+        signs = [*(float(e["time"]) for e in history.events), *(p.time for p in points)]
+        if view.cancellation is not None:
+            signs.append(view.cancellation.time)
+        ended_at = max(signs, default=view.submitted or 0.0)
+        view = replace(view, ended=replace(view.ended, time=ended_at))
     lives = _trains(view)
     names = current_names(view.spec) if view.spec is not None else []
-    spent = _account(view, history, points, names)
+    running, waiting = None, set[str]()
+    if view.tasks is not None:
+        phases = {name: view.tasks[name].phase for name in names if name in view.tasks}
+        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.LEAVING)}
+        waiting = {name for name, phase in phases.items() if phase is Phase.PENDING}
+    spent = account(
+        history, points, now=view.now if view.ended is None else view.ended.time,
+        running=running, waiting=waiting, submitted=view.submitted,
+    )  # fmt: skip
     stale_s = 0.0 if view.updated is None else view.now - view.updated
     if stale_s > STALE_S and view.ended is None and view.phase in ("training", "waiting"):
         notes.append(f"no leader has written status.json for {stale_s:.0f} s")
@@ -220,31 +235,6 @@ def _read_events(run: RunDir, notes: list[str]) -> list[Event]:
         return []
 
 
-def _with_last_sign(view: RunView, history: EventIndex, points: Sequence[Point]) -> RunView:
-    """Return a view in which a run without a result ended with its last event or point."""
-    if view.ended is None or view.ended.status not in (LOST, CANCELLED):
-        return view
-    signs = [*(float(e["time"]) for e in history.events), *(p.time for p in points)]
-    if view.cancellation is not None:
-        signs.append(view.cancellation.time)
-    ended = max(signs, default=view.submitted or 0.0)
-    return replace(view, ended=replace(view.ended, time=ended))
-
-
-def _account(
-    view: RunView, history: EventIndex, points: Sequence[Point], names: Sequence[str]
-) -> Account:
-    running, waiting = None, set[str]()
-    if view.tasks is not None:
-        phases = {name: view.tasks[name].phase for name in names if name in view.tasks}
-        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.LEAVING)}
-        waiting = {name for name, phase in phases.items() if phase is Phase.PENDING}
-    until = view.now if view.ended is None else view.ended.time
-    return account(
-        history, points, now=until, running=running, waiting=waiting, submitted=view.submitted
-    )
-
-
 def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:
     """Return the last point, with the last known values of those before it.
 
@@ -266,7 +256,12 @@ def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:
 
 def _newest_checkpoint(run: RunDir, points: Sequence[Point]) -> NewestCheckpoint | None:
     """Return the newest checkpoint: on disk, or announced by a framework that keeps its own."""
-    there = _on_disk(run)
+    there = None
+    with suppress(OSError):  # removed meanwhile, or the server is away
+        stores = [Store(directory) for directory in directories(run)]
+        if found := [(step, store.folder(step)) for store in stores for step in store.steps()]:
+            step, folder = max(found)
+            there = NewestCheckpoint(step, folder.stat().st_mtime, len(found))
     announced = _announced(points)
     if announced is None or (there is not None and there.step >= announced[0]):
         return there
@@ -294,18 +289,6 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
     return max(known.items(), default=None)
 
 
-def _on_disk(run: RunDir) -> NewestCheckpoint | None:
-    try:
-        stores = [Store(directory) for directory in directories(run)]
-        found = [(step, store.folder(step)) for store in stores for step in store.steps()]
-        if not found:
-            return None
-        step, folder = max(found)
-        return NewestCheckpoint(step, folder.stat().st_mtime, len(found))
-    except OSError:  # removed meanwhile, or the server is away
-        return None
-
-
 # ---- tasks
 
 
@@ -317,7 +300,12 @@ def _tasks(
 ) -> list[RunTask]:
     """Return the run's tasks by slot; by their events if nothing else is known."""
     started = {event["task"]: event for event in history.of("task")}
-    ranks = _ranks(view)
+    ranks, first = dict[str, tuple[int, int]](), 0
+    has_no_result = view.ended is None or view.ended.status in (LOST, CANCELLED)
+    if view.status is not None and view.status.phase == "training" and has_no_result:
+        for task, num in view.members:
+            ranks[task] = (first, first + num - 1)
+            first += num
     states = view.tasks or {}
     is_known = view.tasks is not None or view.ended is not None
     return [
@@ -356,18 +344,3 @@ def _task(
         state.time_left_s if runs else None,
         state.starts_in_s,
     )  # fmt: skip
-
-
-def _ranks(view: RunView) -> dict[str, tuple[int, int]]:
-    """Return the ranks of the workers of each member of the present group."""
-    if view.status is None or view.status.phase != "training" or not _has_no_result(view):
-        return {}
-    ranks, first = {}, 0
-    for task, num in view.members:
-        ranks[task] = (first, first + num - 1)
-        first += num
-    return ranks
-
-
-def _has_no_result(view: RunView) -> bool:
-    return view.ended is None or view.ended.status in (LOST, CANCELLED)

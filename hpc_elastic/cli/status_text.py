@@ -37,13 +37,12 @@ _DEPARTURES = {
     "agent_failed": ("agent failed", "agents failed"),
     "signal": ("task terminated", "tasks terminated"),
 }  # fmt: skip
-_NOT_LISTED = "not in the queue"
 _LAST = {"end": "until the end", "node_lost": "lost", "silence": "lost without a report"}
 """How the last attempt ended of a task that the scheduler does not list any more."""
 _MOST_TASKS = 40
 _MOST_SLOW = 4
 _FILE_WIDTH = 160
-_WORTH_TELLING_S = 1.0
+_WORTH_SHOWING_S = 1.0
 _WORTH_NAMING = 0.0005
 _WORTH_WAITING_S = 7 * 86_400.0
 """Without time limits Slurm expects a start in a year."""
@@ -166,25 +165,23 @@ def _nodes(details: RunDetails, width: int) -> RenderableType | None:
             text.append(f", {counted(details.status.world_size, 'worker')}, round {details.round}")
     else:
         text.append(f"{wanted}, {counted(details.round, 'round')}")
-    spark = _spark(details, min(60, width - len(text) - 4))
-    return text.append("  ").append(spark, style="cyan") if spark else text
-
-
-def _spark(details: RunDetails, width: int) -> str:
-    sizes = details.account.sizes
-    if not sizes or details.nodes is None or width < 8:
-        return ""
-    changes = [(size.time, float(size.nodes)) for size in sizes]
+    changes = [(size.time, float(size.nodes)) for size in details.account.sizes]
+    room = min(60, width - len(text) - 4)
+    if not changes or room < 8:
+        return text
     end = details.view.now if details.view.ended is None else details.view.ended.time
-    return sparkline(changes, changes[0][0], end, width, details.nodes[2])
+    spark = sparkline(changes, changes[0][0], end, room, most)
+    return text.append("  ").append(spark, style="cyan") if spark else text
 
 
 def _slow(details: RunDetails, width: int) -> RenderableType | None:
     """Return the persistently slow ranks."""
-    named = [f"rank {s.get('rank')} on {s.get('host')}" for s in details.stragglers]
-    ratios = [f" ({s.get('ratio')} times the median)" for s in details.stragglers]
-    shown = [name + ratio for name, ratio in zip(named, ratios, strict=True)][:_MOST_SLOW]
-    more = len(named) - len(shown)
+    slow = details.stragglers
+    shown = [
+        f"rank {s.get('rank')} on {s.get('host')} ({s.get('ratio')} times the median)"
+        for s in slow[:_MOST_SLOW]
+    ]
+    more = len(slow) - len(shown)
     shown += [f"and {more} more"] if more else []
     return Text(", ".join(shown), style="yellow") if shown else None
 
@@ -207,7 +204,7 @@ def _goodput(details: RunDetails, width: int) -> RenderableType | None:
     text = Text().append(f"{spent.goodput:.1%}", style="bold")
     text.append(f" of {node_time(spent.node_s)}")
     waited = spent.queue_s
-    if waited >= _WORTH_TELLING_S:
+    if waited >= _WORTH_SHOWING_S:
         text.append(f"; {node_time(waited)} in the queue besides", style="dim")
     return text
 
@@ -217,33 +214,19 @@ def _time(details: RunDetails, width: int) -> RenderableType | None:
     spent, total = details.account.seconds, details.account.node_s
     if not total:
         return None
-    bar = Text(no_wrap=True)
-    for kind, num in _shares(spent, total, min(60, width)):
-        bar.append("█" * num, style=_COLOURS[kind])
-    kinds = [kind for kind in KINDS if spent[kind] / total >= _WORTH_NAMING]
-    shares = {kind: f"{kind} {spent[kind] / total:.1%}" for kind in kinds}
-    return Group(bar, _legend(shares, width))
-
-
-def _legend(texts: dict[str, str], width: int) -> Text:
-    """Return the colour and the text of each kind, in lines of at most `width` characters."""
-    legend, used = Text(), 0
-    for kind, text in texts.items():
+    bar, legend, at, used = Text(no_wrap=True), Text(), 0.0, 0
+    for kind in KINDS:
+        at += spent[kind]
+        end = round(at / total * min(60, width))
+        bar.append("█" * (end - len(bar)), style=_COLOURS[kind])
+        if spent[kind] / total < _WORTH_NAMING:
+            continue
+        text = f"{kind} {spent[kind] / total:.1%}"
         needed = len(text) + len("■   ")
         gap = "" if not used else "\n" if used + needed > width else "  "
         used = needed + (0 if gap != "  " else used)
         legend.append(gap).append("■ ", style=_COLOURS[kind]).append(text)
-    return legend
-
-
-def _shares(spent: dict[str, float], total: float, width: int) -> Iterator[tuple[str, int]]:
-    """Yield the share of each kind in `width` characters; the shares add up to `width`."""
-    at, drawn = 0.0, 0
-    for kind in KINDS:
-        at += spent[kind]
-        upto = round(at / total * width)
-        yield kind, upto - drawn
-        drawn = upto
+    return Group(bar, legend)
 
 
 # ---- tasks ---------------------------------------------------------------------------------
@@ -258,7 +241,14 @@ def _tasks(details: RunDetails, most: int) -> RenderableType:
         right = name in ("attempt", "ranks", "time left")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "state")
     for task, num in rows[:most]:
-        table.add_row(*_cells(task, num)[: len(names)])
+        ranks = task.ranks
+        shown = "" if ranks is None else str(ranks[0])
+        if ranks is not None and ranks[1] > ranks[0]:
+            shown = f"{ranks[0]} to {ranks[1]}"
+        left = "" if task.time_left_s is None else duration(task.time_left_s)
+        attempt = "" if task.attempt is None else str(task.attempt)
+        cells = (task.task, _state(task, num), Text(task.node or ""), attempt, shown, left)
+        table.add_row(*cells[: len(names)])
     if len(rows) > most:
         table.caption = f"and {len(rows) - most} more: --json has all of them"
         table.caption_justify = "left"
@@ -267,7 +257,12 @@ def _tasks(details: RunDetails, most: int) -> RenderableType:
 
 def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
     """Yield tasks, each with the number of tasks it stands for: similar pending ones are one."""
-    for waits, group in groupby(tasks, key=_alike):
+
+    def similarity(task: RunTask) -> tuple[object, ...] | None:
+        waits = task.state == "PENDING" and not task.node
+        return (task.state, task.reason, task.attempt) if waits else None
+
+    for waits, group in groupby(tasks, key=similarity):
         alike = list(group)
         if waits is None or len(alike) < 3:
             yield from ((task, 1) for task in alike)
@@ -276,27 +271,12 @@ def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
             yield replace(alike[0], task=f"{alike[0].task} to {last}"), len(alike)
 
 
-def _alike(task: RunTask) -> tuple[object, ...] | None:
-    waits = task.state == "PENDING" and not task.node
-    return (task.state, task.reason, task.attempt) if waits else None
-
-
-def _cells(task: RunTask, num: int) -> tuple[RenderableType, ...]:
-    ranks = task.ranks
-    shown = "" if ranks is None else str(ranks[0])
-    if ranks is not None and ranks[1] > ranks[0]:
-        shown = f"{ranks[0]} to {ranks[1]}"
-    left = "" if task.time_left_s is None else duration(task.time_left_s)
-    attempt = "" if task.attempt is None else str(task.attempt)
-    return task.task, _state(task, num), Text(task.node or ""), attempt, shown, left
-
-
 def _state(task: RunTask, num: int) -> Text:
     if task.last_known is not None:
         text = Text("unknown", style="yellow")
         return text.append(f" (last known: {_LAST.get(task.last_known, task.last_known)})", "dim")
     if task.state is None:
-        return Text(_LAST.get(task.reason or "", task.reason or _NOT_LISTED), style="dim")
+        return Text(_LAST.get(task.reason or "", task.reason or "not in the queue"), style="dim")
     colour = {"RUNNING": "green", "PENDING": "cyan", "COMPLETED": "green"}.get(task.state, "yellow")
     text = Text(f"{num} {task.state}" if num > 1 else task.state, style=colour)
     if task.reason:
@@ -374,20 +354,13 @@ def sparkline(
     """
     if end <= begin or top <= 0:
         return ""
-    step = (end - begin) / width
-    edges = [(begin + i * step, begin + (i + 1) * step) for i in range(width)]
-    return "".join(_block(_mean(changes, a, b) / top) for a, b in edges)
-
-
-def _mean(changes: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    total = 0.0
-    ends = [at for at, _ in changes[1:]] + [end]
-    for (at, value), until in zip(changes, ends, strict=True):
-        total += value * max(0.0, min(end, until) - max(begin, at))
-    return total / (end - begin)
-
-
-def _block(share: float) -> str:
-    if share <= 0.01:
-        return " "
-    return BLOCKS[min(len(BLOCKS) - 1, max(0, round(share * len(BLOCKS)) - 1))]
+    step, blocks = (end - begin) / width, ""
+    for i in range(width):
+        left, right, total = begin + i * step, begin + (i + 1) * step, 0.0
+        ends = [at for at, _ in changes[1:]] + [right]
+        for (at, value), until in zip(changes, ends, strict=True):
+            total += value * max(0.0, min(right, until) - max(left, at))
+        share = total / step / top
+        block = BLOCKS[min(len(BLOCKS) - 1, max(0, round(share * len(BLOCKS)) - 1))]
+        blocks += block if share > 0.01 else " "
+    return blocks

@@ -172,7 +172,7 @@ _OF_THE_GROUP = (
          "It was weighed whether waiting nodes join a group that trains.",
          "when the decision differs from the one before", _LEADER,
          (Field("waiting", "texts", "their tasks, at most 20"),
-          Field("admit", "text", "`not now`; else when, as launcher.scale_up says: `checkpoint`, "
+          Field("admit", "text", "`not now`; else when, by launcher.scale_up: `checkpoint`, "
                 "`immediate` or `on_restart`"),
           Field("why", "text", "what was weighed"))),
     Kind("tasks_restarted", "Lost tasks may start again soon.",

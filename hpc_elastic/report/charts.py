@@ -105,21 +105,13 @@ def _kinds() -> Spec:
 def lanes_of(report: Values) -> list[str]:
     """Return the tasks that are drawn, in order of their names."""
     names = {node["task"] for node in report["nodes"]} | {w["task"] for w in report["queue"]}
-    return sorted(names, key=_naturally)[:MOST_LANES]
 
+    def order(name: str) -> tuple[Any, ...]:
+        """Sort 7_2 before 7_10."""
+        job, _, tail = name.rpartition("_")
+        return (job, 0, int(tail)) if tail.isdecimal() else (name, 1, 0)
 
-def _labels(lanes: Sequence[str]) -> dict[str, str]:
-    """Return the label of each lane: without the job id if all have the same."""
-    parts = {name: name.rpartition("_") for name in lanes}
-    if len({head for head, _, _ in parts.values()}) > 1:
-        return {name: name for name in lanes}
-    return {name: f"task {tail}" for name, (_, _, tail) in parts.items()}
-
-
-def _naturally(name: str) -> tuple[Any, ...]:
-    """Sort 7_2 before 7_10."""
-    head, _, tail = name.rpartition("_")
-    return (head, 0, int(tail)) if tail.isdecimal() else (name, 1, 0)
+    return sorted(names, key=order)[:MOST_LANES]
 
 
 def _lanes(report: Values) -> Chart | None:
@@ -128,7 +120,9 @@ def _lanes(report: Values) -> Chart | None:
         return None
     shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
     height = next(high for most, high in _LANE if len(lanes) <= most)
-    labels = _labels(lanes)
+    parts = {name: name.rpartition("_") for name in lanes}
+    one_job = len({job for job, _, _ in parts.values()}) == 1  # then its id is left out
+    labels = {name: f"task {tail}" if one_job else name for name, (_, _, tail) in parts.items()}
     y = {"field": "task", "type": "nominal", "title": " ",
          "scale": {"domain": list(labels.values())},
          "axis": {"labelOverlap": True, "labelLimit": 90, "ticks": False}}  # fmt: skip
@@ -406,38 +400,35 @@ def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[S
         shortest_s: Length of the shortest visible interval in seconds.
     """
     found: list[Stretch] = []
-    for stretch in _visible(intervals, shortest_s):
+    short: list[Stretch] = []
+
+    def add(stretch: Stretch) -> None:
         if found and found[-1]["kind"] == stretch["kind"]:
             found[-1] = {**found[-1], "end": stretch["end"]}
         else:
             found.append(stretch)
-    return found
 
+    def join_short() -> None:
+        if not short:
+            return
+        filled: dict[str, float] = {}
+        for interval in short:
+            length_s = interval["end"] - interval["begin"]
+            filled[interval["kind"]] = filled.get(interval["kind"], 0.0) + length_s
+        kind = max(filled, key=filled.__getitem__)
+        add({"begin": short[0]["begin"], "end": short[-1]["end"], "kind": kind})
+        short.clear()
 
-def _visible(intervals: Iterable[Stretch], shortest_s: float) -> Iterator[Stretch]:
-    short: list[Stretch] = []
     for interval in intervals:
         if interval["end"] - interval["begin"] >= shortest_s:
-            yield from _as_one(short)
-            short = []
-            yield interval
+            join_short()
+            add(interval)
             continue
         short.append(interval)
         if short[-1]["end"] - short[0]["begin"] >= shortest_s:
-            yield from _as_one(short)
-            short = []
-    yield from _as_one(short)
-
-
-def _as_one(short: Sequence[Stretch]) -> Iterator[Stretch]:
-    if not short:
-        return
-    filled: dict[str, float] = {}
-    for interval in short:
-        length_s = interval["end"] - interval["begin"]
-        filled[interval["kind"]] = filled.get(interval["kind"], 0.0) + length_s
-    kind = max(filled, key=filled.__getitem__)
-    yield {"begin": short[0]["begin"], "end": short[-1]["end"], "kind": kind}
+            join_short()
+    join_short()
+    return found
 
 
 def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:

@@ -339,15 +339,13 @@ class Writer:
         """Yield the rows of lines, without ends of lines."""
         for line in lines:
             if int(line.time) != self._second:
-                self._set_time(line.time)
+                at = datetime.fromtimestamp(line.time)
+                self._second = int(line.time)
+                self._date, self._clock = f"{at:%Y-%m-%d}", f"{at:%H:%M:%S}"
                 if self._on_terminal and self._date != self._day:
                     self._day = self._date
                     yield click.style(f"-- {self._date} --", dim=True)
             yield self._row(line)
-
-    def _set_time(self, time_s: float) -> None:
-        at = datetime.fromtimestamp(time_s)
-        self._second, self._date, self._clock = int(time_s), f"{at:%Y-%m-%d}", f"{at:%H:%M:%S}"
 
     def _row(self, line: LogLine) -> str:
         source = line.source

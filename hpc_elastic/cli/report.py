@@ -74,7 +74,8 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
     The command reads the run directory, and queries Slurm once. The run may be running, have ended,
     or never have started. The exit code does not depend on how the run ended.
     """
-    form = form or _by_name(output)
+    suffix = "" if output is None else output.suffix.lower().lstrip(".")
+    form = form or (suffix if suffix in _FORMATS else "html")
     to_file = output is not None and str(output) != _STANDARD_OUTPUT
     if (output is None and form != "json") or (as_json and not to_file):
         raise click.UsageError(f"-o FILE is missing, such as -o report.{form}")
@@ -94,13 +95,6 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
     else:
         print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
     return 0
-
-
-def _by_name(output: Path | None) -> str:
-    if output is None:
-        return "html"
-    suffix = output.suffix.lower().lstrip(".")
-    return suffix if suffix in _FORMATS else "html"
 
 
 def render(report: Report, form: str) -> bytes:

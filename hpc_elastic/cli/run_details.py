@@ -170,7 +170,15 @@ def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
     """
     view = read_view(run, query)
     notes: list[str] = []
-    history = EventIndex(_read_events(view.run, notes))
+    events: list[Event] = []
+    try:
+        found = read_events(view.run.event_logs)
+        events = valid_events(found)
+        if len(events) < len(found):
+            notes.append(f"damaged events are left out: {len(found) - len(events)}")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        notes.append(f"the events cannot be read: {e}")
+    history = EventIndex(events)
     if view.spec is None and view.status is None and view.ended is None and not history.events:
         remedy = "give a run directory, or an id of `hpc-elastic list`"
         raise RunDirectoryError(f"{run} is no run directory, nor what is left of one: {remedy}")
@@ -221,18 +229,6 @@ def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
 
 def _trains(view: RunView) -> bool:
     return view.phase == "training" and view.ended is None
-
-
-def _read_events(run: RunDir, notes: list[str]) -> list[Event]:
-    try:
-        found = read_events(run.event_logs)
-        valid = valid_events(found)
-        if len(valid) < len(found):
-            notes.append(f"damaged events are left out: {len(found) - len(valid)}")
-        return valid
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        notes.append(f"the events cannot be read: {e}")
-        return []
 
 
 def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:

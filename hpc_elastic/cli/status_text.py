@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -90,73 +90,72 @@ def _head(details: RunDetails) -> RenderableType:
 
 def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType]]:
     """Yield a label and a text for each known property."""
-    makers = (
-        ("ended", _ended), ("step", _step), ("pace", _pace), ("checkpoint", _checkpoint),
-        ("nodes", _nodes), ("slow", _slow), ("so far", _history), ("goodput", _goodput),
-        ("node time", _time),
-    )  # fmt: skip
-    for label, maker in makers:
-        text = maker(details, width)
-        if text is not None:
-            yield label, text
+    view, status, pace = details.view, details.status, details.pace
+    saved, spent = details.saved, details.account
+    now, ended = view.now, view.ended
+    if ended is not None:
+        took = ended.time - view.submitted if view.submitted is not None else 0.0
+        text = Text(f"{clock(ended.time, now)}, {duration(now - ended.time)} ago")
+        text.append(f", {duration(took)} after it was submitted" if took > 0 else "")
+        if ended.why:
+            text.append(f"\n{ended.why}", style="red")
+        if log := (ended.failure or {}).get("log"):
+            text.append(f"\n{log}", style="dim")
+        yield "ended", text
+    if status is not None and status.step is not None:
+        text = Text().append(f"{status.step:,}", style="bold")
+        if status.total_steps:
+            share = min(1.0, status.step / status.total_steps)
+            done = round(share * 24)
+            text.append(f" of {status.total_steps:,}  ")
+            text.append("━" * done, style="green").append("╌" * (24 - done), style="dim")
+            text.append(f" {share:.0%}")
+        if status.loss is not None:
+            text.append(f"   loss {status.loss:.4g}")
+        yield "step", text
+    if pace.steps_per_s is not None:
+        parts = [f"{number(pace.steps_per_s)} steps/s"]
+        if pace.samples_per_s is not None:
+            parts.append(f"{number(pace.samples_per_s)} samples/s")
+        if pace.remaining_s is not None:
+            at = clock(now + pace.remaining_s, now)
+            parts.append(f"done in about {duration(pace.remaining_s)} ({at})")
+        yield "pace", Text(" · ".join(parts))
+    if saved is not None:
+        kept = f" ({saved.kept} kept)" if saved.kept else ""
+        yield "checkpoint", Text(f"step {saved.step:,}, {duration(now - saved.time)} ago{kept}")
+    elif status is not None and status.step is not None:
+        yield "checkpoint", Text("none yet")
+    if details.nodes is not None:
+        yield "nodes", _nodes(details, details.nodes, width)
+    if slow := details.stragglers:
+        shown = [
+            f"rank {s.get('rank')} on {s.get('host')} ({s.get('ratio')} times the median)"
+            for s in slow[:_MOST_SLOW]
+        ]
+        more = len(slow) - len(shown)
+        yield "slow", Text(", ".join([*shown, *([f"and {more} more"] if more else [])]), "yellow")
+    restarts, allowed = view.restarts
+    parts = [f"{restarts} of {counted(allowed, 'restart')} spent"]
+    for why, (one, many) in _DEPARTURES.items():
+        if details.departures.get(why):
+            parts.append(counted(details.departures[why], one, many))
+    if len(parts) > 1 or restarts or status is not None:
+        yield "so far", Text(" · ".join(parts))
+    if spent.goodput is not None:
+        text = Text().append(f"{spent.goodput:.1%}", style="bold")
+        text.append(f" of {node_time(spent.node_s)}")
+        if spent.queue_s >= _WORTH_SHOWING_S:
+            text.append(f"; {node_time(spent.queue_s)} in the queue besides", style="dim")
+        yield "goodput", text
+    elif spent.node_s:
+        yield "goodput", Text("unknown: no step was reported yet", style="dim")
+    if spent.node_s:
+        yield "node time", _node_time_bar(spent.seconds, spent.node_s, width)
 
 
-def _ended(details: RunDetails, width: int) -> RenderableType | None:
-    view, ended = details.view, details.view.ended
-    if ended is None:
-        return None
-    took = ended.time - view.submitted if view.submitted is not None else 0.0
-    ago = duration(view.now - ended.time)
-    text = Text(f"{clock(ended.time, view.now)}, {ago} ago")
-    text.append(f", {duration(took)} after it was submitted" if took > 0 else "")
-    if ended.why:
-        text.append(f"\n{ended.why}", style="red")
-    log = (ended.failure or {}).get("log")
-    return text.append(f"\n{log}", style="dim") if log else text
-
-
-def _step(details: RunDetails, width: int) -> RenderableType | None:
-    status = details.status
-    if status is None or status.step is None:
-        return None
-    text = Text().append(f"{status.step:,}", style="bold")
-    if status.total_steps:
-        share = min(1.0, status.step / status.total_steps)
-        done = round(share * 24)
-        text.append(f" of {status.total_steps:,}  ")
-        text.append("━" * done, style="green").append("╌" * (24 - done), style="dim")
-        text.append(f" {share:.0%}")
-    if status.loss is not None:
-        text.append(f"   loss {status.loss:.4g}")
-    return text
-
-
-def _pace(details: RunDetails, width: int) -> RenderableType | None:
-    pace = details.pace
-    if pace.steps_per_s is None:
-        return None
-    parts = [f"{number(pace.steps_per_s)} steps/s"]
-    if pace.samples_per_s is not None:
-        parts.append(f"{number(pace.samples_per_s)} samples/s")
-    if pace.remaining_s is not None:
-        now = details.view.now
-        at = clock(now + pace.remaining_s, now)
-        parts.append(f"done in about {duration(pace.remaining_s)} ({at})")
-    return Text(" · ".join(parts))
-
-
-def _checkpoint(details: RunDetails, width: int) -> RenderableType | None:
-    saved = details.saved
-    if saved is None:
-        return None if details.status is None or details.status.step is None else Text("none yet")
-    kept = f" ({saved.kept} kept)" if saved.kept else ""
-    return Text(f"step {saved.step:,}, {duration(details.view.now - saved.time)} ago{kept}")
-
-
-def _nodes(details: RunDetails, width: int) -> RenderableType | None:
-    if details.nodes is None:
-        return None
-    now, fewest, most = details.nodes
+def _nodes(details: RunDetails, nodes: tuple[int, int, int], width: int) -> Text:
+    now, fewest, most = nodes
     wanted = counted(most, "node") if fewest == most else f"{fewest}–{most} nodes"
     text = Text()
     if details.view.ended is None:
@@ -174,46 +173,8 @@ def _nodes(details: RunDetails, width: int) -> RenderableType | None:
     return text.append("  ").append(spark, style="cyan") if spark else text
 
 
-def _slow(details: RunDetails, width: int) -> RenderableType | None:
-    """Return the persistently slow ranks."""
-    slow = details.stragglers
-    shown = [
-        f"rank {s.get('rank')} on {s.get('host')} ({s.get('ratio')} times the median)"
-        for s in slow[:_MOST_SLOW]
-    ]
-    more = len(slow) - len(shown)
-    shown += [f"and {more} more"] if more else []
-    return Text(", ".join(shown), style="yellow") if shown else None
-
-
-def _history(details: RunDetails, width: int) -> RenderableType | None:
-    spent, allowed = details.view.restarts
-    parts = [f"{spent} of {counted(allowed, 'restart')} spent"]
-    for why, (one, many) in _DEPARTURES.items():
-        if details.departures.get(why):
-            parts.append(counted(details.departures[why], one, many))
-    if len(parts) == 1 and not spent and details.status is None:
-        return None
-    return Text(" · ".join(parts))
-
-
-def _goodput(details: RunDetails, width: int) -> RenderableType | None:
-    spent = details.account
-    if spent.goodput is None:
-        return Text("unknown: no step was reported yet", style="dim") if spent.node_s else None
-    text = Text().append(f"{spent.goodput:.1%}", style="bold")
-    text.append(f" of {node_time(spent.node_s)}")
-    waited = spent.queue_s
-    if waited >= _WORTH_SHOWING_S:
-        text.append(f"; {node_time(waited)} in the queue besides", style="dim")
-    return text
-
-
-def _time(details: RunDetails, width: int) -> RenderableType | None:
+def _node_time_bar(spent: Mapping[str, float], total: float, width: int) -> RenderableType:
     """Return what node time was spent on, as a bar and in numbers."""
-    spent, total = details.account.seconds, details.account.node_s
-    if not total:
-        return None
     bar, legend, at, used = Text(no_wrap=True), Text(), 0.0, 0
     for kind in KINDS:
         at += spent[kind]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -28,10 +28,6 @@ from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
-
-if TYPE_CHECKING:
-    from hpc_elastic.launcher.run_handle import Outcome
-
 
 _SUBMIT_EXAMPLES = """
 \b
@@ -166,8 +162,15 @@ def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_js
         raise SubmissionError(f"{script} made no batch script; {remedy}")
     files = scripts if output is None else _copy_scripts(scripts, output)
     if as_json:
-        listed = [_script_as_json(*pair) for pair in zip(scripts, files, strict=True)]
-        print(json.dumps(listed, indent=2))
+        printed = []
+        for rendered, file in zip(scripts, files, strict=True):
+            dirs = ArrayFiles.of(rendered).run_dirs()
+            runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(dirs)]
+            printed.append({
+                "script": str(file.absolute()), "sweep": str(rendered.parent.parent),
+                "tasks": len(dirs), "runs": runs,
+            })  # fmt: skip
+        print(json.dumps(printed, indent=2))
     elif output is None and len(scripts) > 1:
         why = "different resources, launcher.coallocate_min, or MaxArraySize"
         what = f"{script} makes {len(scripts)} batch scripts ({why})"
@@ -175,14 +178,6 @@ def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_js
     elif output is None:
         sys.stdout.write(scripts[0].read_text())
     return 0
-
-
-def _script_as_json(script: Path, file: Path) -> dict[str, Any]:
-    """Return what a batch script submits; ``file`` is the script, or its copy."""
-    tasks = ArrayFiles.of(script).run_dirs()
-    runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(tasks)]
-    sweep = str(script.parent.parent)
-    return {"script": str(file.absolute()), "sweep": sweep, "tasks": len(tasks), "runs": runs}
 
 
 def _copy_scripts(scripts: Sequence[Path], output: Path) -> list[Path]:
@@ -239,17 +234,17 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
     for error in failed:
         print(f"\n{error}", file=out)
     if as_json:
-        print(json.dumps([_outcome_as_json(outcome) for outcome in outcomes], indent=2))
+        printed = [
+            {
+                "run_id": outcome.run.paths.load().run_id, "run": str(outcome.run.dir),
+                "status": outcome.status, "restarts": outcome.restarts,
+                "values": json.loads(json.dumps(outcome.values), parse_constant=lambda _: None),
+                "error": None if outcome.error is None else str(outcome.error),
+            }
+            for outcome in outcomes
+        ]  # fmt: skip
+        print(json.dumps(printed, indent=2))
     return 1 if failed else 0
-
-
-def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
-    values = json.loads(json.dumps(outcome.values), parse_constant=lambda _: None)
-    return {
-        "run_id": outcome.run.paths.load().run_id, "run": str(outcome.run.dir),
-        "status": outcome.status, "values": values, "restarts": outcome.restarts,
-        "error": None if outcome.error is None else str(outcome.error),
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)

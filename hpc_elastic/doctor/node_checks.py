@@ -217,14 +217,12 @@ def _remedy_of(reason: str) -> str:
 
 def _versions(evidence: Evidence, own: Mapping[str, str | None]) -> Finding:
     check, why = "nodes.versions", "all processes of a run have to run the same code"
-    others = []
-    for report in evidence.reports.values():
-        there = report.facts.versions
-        others += [
-            f"{name} {there.get(name) or 'missing'} on {report.facts.name}, {own.get(name)} here"
-            for name in MUST_AGREE
-            if there.get(name) != own.get(name)
-        ]
+    others = [
+        f"{name} {facts.versions.get(name) or 'missing'} on {facts.name}, {own.get(name)} here"
+        for facts in (report.facts for report in evidence.reports.values())
+        for name in MUST_AGREE
+        if facts.versions.get(name) != own.get(name)
+    ]
     if others:
         remedy = "one environment on the shared file system; launcher.python, launcher.setup"
         return fail(check, "; ".join(others), why, remedy)
@@ -236,12 +234,11 @@ def _torch(evidence: Evidence) -> Finding:
     check, why = "nodes.torch", "each worker imports torch when it starts"
     times, broken = {}, {}
     for report in evidence.reports.values():
-        if report.allreduce is None or report.allreduce.import_s is None:
-            broken[report.facts.name] = (
-                report.allreduce and report.allreduce.problems.get("torch")
-            ) or "?"
+        name, tried = report.facts.name, report.allreduce
+        if tried is None or tried.import_s is None:
+            broken[name] = (tried and tried.problems.get("torch")) or "?"
         else:
-            times[report.facts.name] = report.allreduce.import_s
+            times[name] = tried.import_s
     if broken:
         found = "; ".join(f"{name}: {why_not}" for name, why_not in broken.items())
         remedy = "try `srun -p PARTITION python -c 'import torch'`; see launcher.setup"

@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hpc_elastic.cli import options
+from hpc_elastic.launcher.run_view import EndDetector, RunView
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.sentences import day_of, lines, sentence
+from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
-
-if TYPE_CHECKING:
-    from hpc_elastic.launcher.run_view import RunView
-    from hpc_elastic.report.timeline import TimelineEntry
 
 _POLL_S = 0.5
 _SETTLED_S = 5.0
@@ -56,11 +56,6 @@ def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
 
 
 def _print_all(run: Path, *, as_json: bool) -> int:
-    from hpc_elastic.report.attempts import EventIndex
-    from hpc_elastic.report.sentences import lines
-    from hpc_elastic.report.timeline import build_timeline
-    from hpc_elastic.run.event_schema import valid_events
-
     found = build_timeline(EventIndex(valid_events(EventReader(RunDir(run).event_logs).new())))
     if as_json:
         print(json.dumps([_as_json(entry) for entry in found], indent=2))
@@ -72,8 +67,6 @@ def _print_all(run: Path, *, as_json: bool) -> int:
 
 
 def _as_json(entry: TimelineEntry) -> dict[str, object]:
-    from hpc_elastic.report.sentences import sentence
-
     return {"sentence": sentence(entry), **entry.to_json()}
 
 
@@ -96,8 +89,6 @@ def _follow(run: Path, *, as_json: bool) -> int:
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
-        from hpc_elastic.run.event_schema import valid_events
-
         events.extend(valid_events(new))
         if new or printer.has_unprinted:
             printer.print(events, time.time())
@@ -109,8 +100,6 @@ def _follow(run: Path, *, as_json: bool) -> int:
 
 def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
     """Show the events until the run has ended; return its last view."""
-    from hpc_elastic.launcher.run_view import EndDetector
-
     reader = EventReader(RunDir(run).event_logs)
     detector = EndDetector(RunDir(run), warn=_print_message)
     while True:
@@ -149,10 +138,6 @@ class TimelinePrinter:
 
     def print(self, events: list[Event], now: float) -> None:
         """Print the new entries that will not change any more."""
-        from hpc_elastic.report.attempts import EventIndex
-        from hpc_elastic.report.sentences import day_of, lines, sentence
-        from hpc_elastic.report.timeline import build_timeline
-
         found = build_timeline(EventIndex(events))
         settled = list(takewhile(lambda entry: now - _over_at(entry) >= _SETTLED_S, found))
         self.has_unprinted = len(settled) < len(found)

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
+from hpc_elastic._util import duration
 from hpc_elastic.cli import options
+from hpc_elastic.cli.status_text import PHASES, console
+from hpc_elastic.launcher.run_view import Query, label_of, read_views
 from hpc_elastic.run import registry
 from hpc_elastic.run.registry import KnownRun
-
-if TYPE_CHECKING:
-    from hpc_elastic.launcher.run_view import Query
+from hpc_elastic.slurm.scheduler import take_snapshot
 
 _WIDE = 130
 """Columns from which a run fits on one line; otherwise its overrides are below it."""
@@ -91,9 +94,6 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
         known: The runs.
         query: Queries the scheduler; None for Slurm and the local launchers.
     """
-    from hpc_elastic.launcher.run_view import label_of, read_views
-    from hpc_elastic.slurm.scheduler import take_snapshot
-
     views = read_views([run.path for run in known], query or take_snapshot)
     found = []
     for run, view in zip(known, views, strict=True):
@@ -119,13 +119,6 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
 
 
 def _print(runs: Sequence[Listed], *, cut: bool) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    from hpc_elastic._util import duration
-    from hpc_elastic.cli.status_text import PHASES, console
-
     out = console()
     if not runs:
         out.print("no runs yet: hpc-elastic submit, or python your_script.py -m launcher=slurm ...")

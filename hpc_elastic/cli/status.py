@@ -7,19 +7,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+from rich.live import Live
 
+from hpc_elastic._util import sigterm_as_interrupt
 from hpc_elastic.cli import options
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hpc_elastic.cli.run_details import RunDetails
-    from hpc_elastic.launcher.run_view import RunEnd, RunView
-    from hpc_elastic.run.directory import RunSpec
-    from hpc_elastic.slurm.scheduler import QueueSnapshot
+from hpc_elastic.cli.run_details import RunDetails, read_details
+from hpc_elastic.cli.status_text import calm, console, line, page
+from hpc_elastic.launcher.run_view import CANCELLED, LOST, GoneTimer, RunEnd, RunView
+from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 _QUERY_INTERVAL_S, _SETTLED_QUERY_INTERVAL_S = 10.0, 60.0
 """Seconds between two queries of Slurm by a watch; the longer while the run trains and its group
@@ -85,8 +84,6 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     directory, also after the end of the run. The exit code is 1 if RUN is no run; with --watch also
     if the run has not succeeded.
     """
-    from hpc_elastic.cli.run_details import read_details
-
     query = CachedQuery()
 
     def read() -> RunDetails:
@@ -98,8 +95,6 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     if as_json:
         print(json.dumps(details.to_json(), indent=2))
     else:
-        from hpc_elastic.cli.status_text import console, page
-
         out = console()
         out.print(page(details, out.width))
     return 0
@@ -116,8 +111,6 @@ class CachedQuery:
 
     def __call__(self, specs: Sequence[RunSpec]) -> QueueSnapshot:
         """Return the tasks of these runs as of the last query."""
-        from hpc_elastic.slurm.scheduler import take_snapshot
-
         settled = self._group is not None and self._changed_at < self._asked_at
         every_s = _SETTLED_QUERY_INTERVAL_S if settled else _QUERY_INTERVAL_S
         local = all(spec.launcher == "local" for spec in specs)
@@ -140,8 +133,6 @@ def _watch(
     read: Callable[[], RunDetails], details: RunDetails, every_s: float, *, as_json: bool
 ) -> int:
     """Show the run until it has ended."""
-    from hpc_elastic.cli.status_text import calm, console, line
-
     out, has_ended = console(), EndCheck()
     if out.is_terminal and not as_json:
         return _watch_page(out, read, details, every_s)
@@ -164,14 +155,10 @@ class EndCheck:
     """Detects the end of a run that is watched: without a result, when no task is left for long."""
 
     def __init__(self) -> None:
-        from hpc_elastic.launcher.run_view import GoneTimer
-
         self._gone = GoneTimer(_GONE_S)
 
     def __call__(self, view: RunView) -> RunEnd | None:
         """Return how the run ended; None if it goes on, or its result may be on its way."""
-        from hpc_elastic.launcher.run_view import CANCELLED, LOST
-
         if view.ended is None:
             self._gone.since = None
             return None
@@ -185,11 +172,6 @@ class EndCheck:
 def _watch_page(
     console: Console, read: Callable[[], RunDetails], details: RunDetails, every_s: float
 ) -> int:
-    from rich.live import Live
-
-    from hpc_elastic._util import sigterm_as_interrupt
-    from hpc_elastic.cli.status_text import page
-
     has_ended = EndCheck()
     with sigterm_as_interrupt(), Live(console=console, auto_refresh=False) as live:
         while True:

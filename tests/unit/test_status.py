@@ -336,7 +336,7 @@ def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
     spec = SimpleNamespace(launcher="slurm")
     monkeypatch.setattr("hpc_elastic.cli.status.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(
-        "hpc_elastic.slurm.scheduler.take_snapshot",
+        "hpc_elastic.cli.status.take_snapshot",
         lambda specs: asked.append(now[0]) or QueueSnapshot(),
     )
     query = CachedQuery()

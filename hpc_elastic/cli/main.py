@@ -50,9 +50,7 @@ Standard output is empty then.
 """
 
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
-    "Submit": {
-        "submit": ("submit", "Submit the runs of a script, or print their batch script."),
-    },
+    "Submit": {"submit": ("submit", "Submit the runs of a script, or print their batch script.")},
     "Observe": {
         "status": ("status", "Show a run: group, tasks, step, pace, and where its time went."),
         "list": ("list", "List your runs, the newest first."),
@@ -76,7 +74,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("verify", "Write a checkpoint as one file for torch.load."),
     },
     "Serve": {
-        "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without this launcher."),
+        "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without this launcher.")
     },
 }
 """Section -> command -> module of this package with `<command>_command`, and the summary."""

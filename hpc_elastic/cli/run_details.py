@@ -289,10 +289,7 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
 
 
 def _tasks(
-    view: RunView,
-    history: EventIndex,
-    names: Sequence[str],
-    ended_by: Mapping[str, str | None],
+    view: RunView, history: EventIndex, names: Sequence[str], ended_by: Mapping[str, str | None]
 ) -> list[RunTask]:
     """Return the run's tasks by slot; by their events if nothing else is known."""
     started = {event["task"]: event for event in history.of("task")}

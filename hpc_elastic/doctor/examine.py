@@ -59,11 +59,7 @@ def examine_login_node(
         *cluster_checks.check_cluster(slurm, settings),
         *cluster_checks.check_folder(shared, launcher.rendezvous),
     ]
-    facts = {
-        "host": asdict(here),
-        "folder": asdict(shared),
-        "slurm": cluster.cluster_json(slurm),
-    }
+    facts = {"host": asdict(here), "folder": asdict(shared), "slurm": cluster.cluster_json(slurm)}
     known = {**probe_task.versions(), "slurm": slurm.setting("SLURM_VERSION") or None}
     return Examination(findings, known, facts, slurm)
 

@@ -266,10 +266,7 @@ def _faults(report: Values) -> Spec:
     return {
         "data": {"values": values},
         "mark": {"type": "rule", "opacity": max(0.12, min(0.5, 15 / (len(values) or 1)))},
-        "encoding": {
-            "x": _TIME,
-            "tooltip": [{"field": "what"}, {"field": "cost"}],
-        },
+        "encoding": {"x": _TIME, "tooltip": [{"field": "what"}, {"field": "cost"}]},
     }
 
 

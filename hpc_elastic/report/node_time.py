@@ -186,11 +186,7 @@ class _Held:
 
 
 def _attempts(
-    history: EventIndex,
-    points: Sequence[Point],
-    *,
-    now: float,
-    running: Collection[str] | None,
+    history: EventIndex, points: Sequence[Point], *, now: float, running: Collection[str] | None
 ) -> list[_Held]:
     """Return the attempts whose start is known, in order of time."""
     signs = sorted([float(e["time"]) for e in history.events] + [point.time for point in points])

@@ -209,10 +209,7 @@ def test_a_connection_without_the_token_is_refused(place):
     """It creates no files, and gets no answer."""
     server = probe_network.ProbeServer(place, TOKEN)
     address = {"address": "127.0.0.1", "port": server.port}
-    with (
-        pytest.raises(OSError),
-        probe_network.connect_to_peer(address, "wrong") as connection,
-    ):
+    with pytest.raises(OSError), probe_network.connect_to_peer(address, "wrong") as connection:
         probe_network.send_request(connection, "prepare", 5)
     assert not (place.path / "trial-5").exists()
 

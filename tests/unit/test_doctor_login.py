@@ -6,12 +6,7 @@ import pytest
 
 from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.doctor import cluster_checks, node_checks
-from hpc_elastic.doctor.cluster import (
-    ClusterFacts,
-    parse_settings,
-    settings_json,
-    slurm_settings,
-)
+from hpc_elastic.doctor.cluster import ClusterFacts, parse_settings, settings_json, slurm_settings
 from hpc_elastic.doctor.findings import Verdict, worst_verdict
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, collect_folder_facts
 from hpc_elastic.errors import ConfigError

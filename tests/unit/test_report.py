@@ -355,8 +355,7 @@ def test_a_missing_library_is_named(run, tmp_path, monkeypatch, capsys, form):
 
 
 @pytest.mark.parametrize(
-    ("length_s", "expected"),
-    [(40.0, "%H:%M:%S"), (3600.0, "%H:%M"), (20 * 3600.0, "%b %d %H:%M")],
+    ("length_s", "expected"), [(40.0, "%H:%M:%S"), (3600.0, "%H:%M"), (20 * 3600.0, "%b %d %H:%M")]
 )
 def test_the_axis_of_time_has_a_clock_of_24_hours(length_s, expected):
     """As the sentences beside it: without a format Vega writes 10:37 for 22:37."""

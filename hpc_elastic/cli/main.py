@@ -197,9 +197,6 @@ def program() -> None:
 # ---- ``hpc-elastic completion``
 
 
-_VARIABLE = "_HPC_ELASTIC_COMPLETE"
-"""The environment variable by which click recognizes a call for completion."""
-
 _COMPLETION_EXAMPLES = """
 \b
 To install it, once:
@@ -216,16 +213,12 @@ def completion_command(shell: str) -> int:
 
     RUN is completed with the ids of your runs, newest first, and with directories.
     """
-    print(source(shell))
-    return 0
-
-
-def source(shell: str) -> str:
-    """Return the completion script of a shell."""
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)
     assert kind is not None
-    complete = kind(program, {}, "hpc-elastic", _VARIABLE)
+    # the variable by which click recognizes a call for completion
+    complete = kind(program, {}, "hpc-elastic", "_HPC_ELASTIC_COMPLETE")
     # not .source(): it checks the version of the first bash on PATH, and warns
-    return complete.source_template % complete.source_vars()
+    print(complete.source_template % complete.source_vars())
+    return 0

@@ -211,6 +211,7 @@ _NOTICE_S = 10.0
 _LONGEST_KILL_WAIT_S = 60.0
 _COME_BACK_S = 60.0
 _REST_S = 60.0
+"""Longest wait for the other tasks after the first."""
 _RELEASE_S = 5.0
 _SLACK_S = 20.0
 """How much longer than KillWait Slurm may take to end a task."""
@@ -231,7 +232,8 @@ class ProbeRun:
         self._job = job
         self._kill_wait_s = min(kill_wait_s, _LONGEST_KILL_WAIT_S)
         self._report = report
-        self._watch = TaskWatch(job, report)
+        self._states: dict[int, TaskState] = {}
+        """The last known states; they count while Slurm does not answer."""
         self.evidence = Evidence(job.num_nodes, notice_name=notice)
 
     def run(self, timeout_s: float) -> Evidence:
@@ -241,8 +243,11 @@ class ProbeRun:
             timeout_s: Longest wait for the start of the first task.
         """
         try:
-            running = self._watch.wait_for_start(timeout_s, _REST_S)
-            self._add_facts(waiting=self._watch.pending_reasons())
+            running = self._wait_for_start(timeout_s)
+            pending = self._in_phase(Phase.PENDING)
+            self._add_facts(
+                waiting={i: self._states[i].reason or "no reason given" for i in pending}
+            )
             self._measure(running)
             if self.evidence.reports:
                 self._send_notice()
@@ -260,6 +265,36 @@ class ProbeRun:
     def _add_facts(self, **facts: object) -> None:
         self.evidence = replace(self.evidence, **facts)  # type: ignore[arg-type]
 
+    def _refresh(self) -> dict[int, TaskState]:
+        """Query squeue."""
+        try:
+            self._states = self._job.query_tasks()
+        except SlurmCommandError as e:
+            self._report(f"Slurm does not answer: {e.stderr.strip()[:100]}")
+        return self._states
+
+    def _in_phase(self, phase: Phase) -> list[int]:
+        """Return the tasks in a phase, as of the last `_refresh`."""
+        return [i for i, state in self._states.items() if state.phase is phase]
+
+    def _wait_for_start(self, timeout_s: float) -> list[int]:
+        """Wait until all tasks run, for the first one up to the time-out; return those that do."""
+        deadline, first_seen = time.monotonic() + timeout_s, False
+        num_nodes = self._job.num_nodes
+        while time.monotonic() < deadline:
+            self._refresh()
+            running = self._in_phase(Phase.RUNNING)
+            if len(running) + len(self._in_phase(Phase.ENDED)) == num_nodes:
+                return running
+            if running and not first_seen:
+                first_seen, deadline = True, time.monotonic() + _REST_S
+            pending = (self._states[i].reason for i in self._in_phase(Phase.PENDING))
+            reasons = ", ".join(sorted({reason for reason in pending if reason})) or "starting"
+            ran = f"{len(running)} of {num_nodes} nodes run ({reasons})"
+            self._report(f"job {self._job.job_id}: {ran}")
+            time.sleep(POLL_S)
+        return self._in_phase(Phase.RUNNING)
+
     def _measure(self, running: list[int]) -> None:
         """Let the running tasks measure everything, and read their reports."""
         place, took_part = self._job.place, sorted(running)
@@ -267,15 +302,16 @@ class ProbeRun:
         place.write_json(place.members_file, took_part)
 
         def done() -> bool:
-            ended = [i for i in self._watch.refresh() if i in self._watch.in_phase(Phase.ENDED)]
+            self._refresh()
+            ended = self._in_phase(Phase.ENDED)
             return all(i in ended or is_there(place.report_file(i)) for i in took_part)
 
         wait_until(done, _MEASURE_S + _WAITS * place.staleness_s)
         reports, unreadable = read_reports(place, took_part)
-        states, silent = self._watch.refresh(), dict[int, str]()
+        states, silent = self._refresh(), dict[int, str]()
         blind = {
             i: states[i].node or f"task {i}"
-            for i in self._watch.in_phase(Phase.RUNNING)
+            for i in self._in_phase(Phase.RUNNING)
             if i in took_part and i not in reports and is_there(place.peer_file(i))
         }
         for i in range(self._job.num_nodes):
@@ -335,7 +371,7 @@ class ProbeRun:
         place = self._job.place
 
         def have_ended() -> bool:
-            states = self._watch.refresh()
+            states = self._refresh()
             over = (Phase.ENDED, Phase.PENDING)
             return all(i not in states or states[i].phase in over for i in under_way)
 
@@ -366,7 +402,7 @@ class ProbeRun:
 
         def is_back() -> bool:
             nonlocal released
-            state, now = self._watch.refresh().get(index), time.monotonic()
+            state, now = self._refresh().get(index), time.monotonic()
             if state is not None and state.is_held and now - released > _RELEASE_S:
                 self._run_on_task(self._job.client.release, index)
                 released = now
@@ -375,7 +411,7 @@ class ProbeRun:
         if wait_until(is_back, _COME_BACK_S + self._job.place.staleness_s):
             node = json.loads(file.read_text())["node"]
             return replace(ending, back_on=node, back_s=time.monotonic() - start)
-        state = self._watch.refresh().get(index)
+        state = self._refresh().get(index)
         waits = state is not None and state.phase is Phase.PENDING and (state.restarts or 0) > 0
         return replace(ending, waits=(state.reason or "starting") if state and waits else "")
 
@@ -393,56 +429,6 @@ def wait_until(condition: Callable[[], _T | None], timeout_s: float) -> _T | Non
         if found or time.monotonic() > deadline:
             return found
         time.sleep(POLL_S)
-
-
-class TaskWatch:
-    """The states of a probe's tasks; the last ones count while Slurm does not answer."""
-
-    def __init__(self, job: ProbeJob, report: Report) -> None:
-        self._job = job
-        self._report = report
-        self._states: dict[int, TaskState] = {}
-
-    def refresh(self) -> dict[int, TaskState]:
-        """Query squeue."""
-        try:
-            self._states = self._job.query_tasks()
-        except SlurmCommandError as e:
-            self._report(f"Slurm does not answer: {e.stderr.strip()[:100]}")
-        return self._states
-
-    def in_phase(self, *phases: Phase) -> list[int]:
-        """Return the tasks in some phases, as of the last `refresh`."""
-        return [i for i, state in self._states.items() if state.phase in phases]
-
-    def wait_for_start(self, timeout_s: float, rest_s: float) -> list[int]:
-        """Wait until all tasks run; return those that do.
-
-        Args:
-            timeout_s: Longest wait for the first.
-            rest_s: Longest wait for the others after the first.
-        """
-        deadline = time.monotonic() + timeout_s
-        first_seen = False
-        while time.monotonic() < deadline:
-            self.refresh()
-            running = self.in_phase(Phase.RUNNING)
-            ended = self.in_phase(Phase.ENDED)
-            if len(running) + len(ended) == self._job.num_nodes:
-                return running
-            if running and not first_seen:
-                first_seen, deadline = True, time.monotonic() + rest_s
-            pending = (self._states[i].reason for i in self.in_phase(Phase.PENDING))
-            reasons = ", ".join(sorted({reason for reason in pending if reason})) or "starting"
-            ran = f"{len(running)} of {self._job.num_nodes} nodes run ({reasons})"
-            self._report(f"job {self._job.job_id}: {ran}")
-            time.sleep(POLL_S)
-        return self.in_phase(Phase.RUNNING)
-
-    def pending_reasons(self) -> dict[int, str]:
-        """Return Slurm's pending reasons, by task."""
-        pending = self.in_phase(Phase.PENDING)
-        return {i: self._states[i].reason or "no reason given" for i in pending}
 
 
 PROCESSES = (AGENT, WORKER)

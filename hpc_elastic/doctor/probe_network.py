@@ -142,36 +142,30 @@ class ProbeServer:
     """Serves the other tasks, in threads of its own, as long as the process lives."""
 
     def __init__(self, place: ProbeFolder, token: str, *, v6: bool = False) -> None:
-        handler = _handler(place.path, token)
+        class _Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    connection = SignedSocket.accept(
+                        self.request, token.encode(), _CONTEXT, timeout_s=_CONNECT_S
+                    )
+                    while True:
+                        request = connection.receive()
+                        try:
+                            answer = _handle_request(place.path, request)
+                        except OSError as e:
+                            answer = {"error": str(e)}
+                        connection.send(answer)
 
         class _Listener(socketserver.ThreadingTCPServer):
             address_family = socket.AF_INET6 if v6 else socket.AF_INET
             daemon_threads = True
 
-        self._server = _Listener(("::" if v6 else "0.0.0.0", 0), handler)
+        self._server = _Listener(("::" if v6 else "0.0.0.0", 0), _Handler)
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
 
-def _handler(folder: Path, token: str) -> type[socketserver.BaseRequestHandler]:
-    class _Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection = SignedSocket.accept(
-                    self.request, token.encode(), _CONTEXT, timeout_s=_CONNECT_S
-                )
-                while True:
-                    request = connection.receive()
-                    try:
-                        answer = handle_request(folder, request)
-                    except OSError as e:
-                        answer = {"error": str(e)}
-                    connection.send(answer)
-
-    return _Handler
-
-
-def handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def _handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out the request of another task, and return the answer.
 
     Raises:
@@ -223,12 +217,14 @@ def meet_peers(
 
 def _try_peer(number: int, peer: Mapping[str, Any], asker: int, token: str) -> PeerResult:
     address, port, host = peer["address"], peer["port"], peer["host"]
-    others = {
-        other: _reaches(other, port)
-        for found in peer["addresses"].values()
-        for other in found
-        if other != address and (":" in other) == (":" in address)
-    }
+    others = {}
+    for other in (a for found in peer["addresses"].values() for a in found):
+        if other != address and (":" in other) == (":" in address):
+            try:
+                socket.create_connection((other, port), _OTHER_CONNECT_S).close()
+                others[other] = True
+            except OSError:
+                others[other] = False
     if not address:
         return PeerResult(
             number, host, "", "it has no address that others could reach", others=others
@@ -239,14 +235,6 @@ def _try_peer(number: int, peer: Mapping[str, Any], asker: int, token: str) -> P
     except (OSError, ValueError) as e:
         return PeerResult(number, host, address, str(e) or type(e).__name__, others=others)
     return PeerResult(number, host, address, "", best[0], best[1], others)
-
-
-def _reaches(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _OTHER_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _query_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
@@ -278,10 +266,18 @@ def _try_folder(
     place: ProbeFolder, index: int, token: str, peer: Mapping[str, Any]
 ) -> tuple[LinkRace, Visibility]:
     """Race with another node, and watch it change the folder."""
-    trial = FolderTrial(place.path / f"trial-{index}")
+    trial, won = FolderTrial(place.path / f"trial-{index}"), []
     with connect_to_peer(peer, token) as connection:
         send_request(connection, "prepare", index)
-        race = _race(trial, connection, index)
+        trial.stage_links(_OBSERVER)
+        trip_s, _ = _query_time(connection, index)
+        for number in range(NUM_ROUNDS):
+            connection.send({"do": "link", "asker": index, "round": number})
+            time.sleep(number % 4 * trip_s / 2)  # who is first differs
+            mine = trial.try_link(number, _OBSERVER)
+            won.append((mine, bool(_receive_answer(connection)["won"])))
+        theirs = send_request(connection, "winners", index)["winners"]
+    race = count_race(won, [trial.read_winners(), theirs])
 
     def change() -> None:
         with connect_to_peer(peer, token) as connection:
@@ -297,19 +293,6 @@ def connect_to_peer(
     address = peer["address"], peer["port"]
     connection = SignedSocket.connect(address, token.encode(), _CONTEXT, timeout_s=timeout_s)
     return contextlib.closing(connection)
-
-
-def _race(trial: FolderTrial, connection: SignedSocket, index: int) -> LinkRace:
-    trial.stage_links(_OBSERVER)
-    won = []
-    trip_s, _ = _query_time(connection, index)
-    for number in range(NUM_ROUNDS):
-        connection.send({"do": "link", "asker": index, "round": number})
-        time.sleep(number % 4 * trip_s / 2)  # who is first differs
-        mine = trial.try_link(number, _OBSERVER)
-        won.append((mine, bool(_receive_answer(connection)["won"])))
-    theirs = send_request(connection, "winners", index)["winners"]
-    return count_race(won, [trial.read_winners(), theirs])
 
 
 def free_port() -> int:
@@ -366,28 +349,12 @@ class FolderTrial:
             timeout_s: Longest wait in seconds.
         """
         start = time.monotonic()
-        while not self._is_prepared():
+        files = [self._file(name) for name in ("removed", "replaced", "appended")]
+        while self._names("renamed") != {"old"} or any(_read(file) != _OLD for file in files):
             if time.monotonic() - start > timeout_s:
                 return Visibility(dict.fromkeys((*CHANGES, PATH)), timeout_s)
             time.sleep(_LONGEST_PAUSE_S)
-        unseen = self._detectors()
-        for look in unseen.values():
-            look()
-        change()
-        start, waited_s, new, times = time.monotonic(), 0.0, "", dict[str, float | None]()
-        while unseen and waited_s < timeout_s and (waited_s < _PATH_S or unseen.keys() - {PATH}):
-            for name, look in list(unseen.items()):
-                if found := look():
-                    times[name] = time.monotonic() - start
-                    new = str(found) if name == "replaced" else new
-                    del unseen[name]
-            time.sleep(min(_LONGEST_PAUSE_S, max(_PAUSE_S, waited_s / 20)))
-            waited_s = time.monotonic() - start
-        return Visibility({**times, **dict.fromkeys(unseen)}, waited_s, torn=new not in ("", _NEW))
-
-    def _detectors(self) -> dict[str, Callable[[], object]]:
-        """Return how each change is detected: as a run does, and `PATH` as a run never does."""
-        return {
+        unseen: dict[str, Callable[[], object]] = {  # as a run looks, and `PATH` as it never does
             "created": lambda: self._names("created") == {"new"},
             "renamed": lambda: self._names("renamed") == {"new"},
             "removed": lambda: self._names("removed") == set(),
@@ -395,11 +362,19 @@ class FolderTrial:
             "appended": lambda: _read(self._file("appended")) == _OLD + _MORE,
             PATH: (self.path / PATH / "new").exists,
         }
-
-    def _is_prepared(self) -> bool:
-        """Return whether the observer sees the files of the doer."""
-        files = (self._file(name) for name in ("removed", "replaced", "appended"))
-        return self._names("renamed") == {"old"} and all(_read(file) == _OLD for file in files)
+        for detect in unseen.values():
+            detect()
+        change()
+        start, waited_s, new, times = time.monotonic(), 0.0, "", dict[str, float | None]()
+        while unseen and waited_s < timeout_s and (waited_s < _PATH_S or unseen.keys() - {PATH}):
+            for name, detect in list(unseen.items()):
+                if found := detect():
+                    times[name] = time.monotonic() - start
+                    new = str(found) if name == "replaced" else new
+                    del unseen[name]
+            time.sleep(min(_LONGEST_PAUSE_S, max(_PAUSE_S, waited_s / 20)))
+            waited_s = time.monotonic() - start
+        return Visibility({**times, **dict.fromkeys(unseen)}, waited_s, torn=new not in ("", _NEW))
 
     def stage_links(self, who: str) -> None:
         """Create the files whose links will race (both)."""

@@ -39,7 +39,6 @@ remedy), facts. A verdict is ok, warn, fail or unknown. Environment variables ar
 
 
 def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the settings that begin with `incomplete`."""
     from dataclasses import fields
 
     from hpc_elastic.config.schema import SlurmSettings

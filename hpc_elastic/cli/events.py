@@ -111,7 +111,6 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
 
 
 def _print_end(view: RunView) -> int:
-    """Print how a run ended on standard error; return the exit code."""
     _print_message(view.describe())
     return view.ended.exit_code if view.ended is not None else 1
 

@@ -296,7 +296,6 @@ def _is_complete(ended_at: float, last_news: float) -> bool:
 
 
 def _print_message(text: str) -> None:
-    """Print a message of this command."""
     click.echo(f"hpc-elastic: {text}", err=True)
 
 
@@ -360,7 +359,6 @@ class Writer:
         return f"{self._date} {clock} {known[1]} {text}"
 
     def _label(self, source: LogSource) -> str:
-        """Return the node, the rank and the mark of a source."""
         host = _host(source).ljust(self._host_width)
         origin = _origin(source).rjust(self._origin_width)
         mark = _MARKS.get(source.stream, ":")

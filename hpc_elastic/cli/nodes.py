@@ -367,5 +367,4 @@ def preempt_command(
 
 
 def _stops(node: NamedNode) -> list[dict[str, Any]]:
-    """Return the events of the rounds that were stopped."""
     return [e for e in read_events(node.run.event_logs) if e["kind"] == "round_stopped"]

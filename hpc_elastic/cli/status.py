@@ -15,7 +15,7 @@ from rich.live import Live
 from hpc_elastic._util import sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, read_details
-from hpc_elastic.cli.status_text import calm, console, line, page
+from hpc_elastic.cli.status_text import console, line, page, slow_values
 from hpc_elastic.launcher.run_view import CANCELLED, LOST, GoneTimer, RunEnd, RunView
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
@@ -132,15 +132,14 @@ class CachedQuery:
 def _watch(
     read: Callable[[], RunDetails], details: RunDetails, every_s: float, *, as_json: bool
 ) -> int:
-    """Show the run until it has ended."""
     out, has_ended = console(), EndCheck()
     if out.is_terminal and not as_json:
         return _watch_page(out, read, details, every_s)
     shown: tuple[object, float] = (None, 0.0)
     while True:
-        changed = calm(details) != shown[0]
+        changed = slow_values(details) != shown[0]
         if changed or time.monotonic() - shown[1] >= _LINE_EVERY_S:
-            shown = (calm(details), time.monotonic())
+            shown = (slow_values(details), time.monotonic())
             text = json.dumps(details.to_json()) if as_json else line(details)
             stamp = "" if as_json else time.strftime("%H:%M:%S ")
             print(f"{stamp}{text}", flush=True)

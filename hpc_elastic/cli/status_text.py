@@ -89,7 +89,6 @@ def _head(details: RunDetails) -> RenderableType:
 
 
 def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType]]:
-    """Yield a label and a text for each known property."""
     view, status, pace = details.view, details.status, details.pace
     saved, spent = details.saved, details.account
     now, ended = view.now, view.ended
@@ -174,7 +173,6 @@ def _nodes(details: RunDetails, nodes: tuple[int, int, int], width: int) -> Text
 
 
 def _node_time_bar(spent: Mapping[str, float], total: float, width: int) -> RenderableType:
-    """Return what node time was spent on, as a bar and in numbers."""
     bar, legend, at, used = Text(no_wrap=True), Text(), 0.0, 0
     for kind in KINDS:
         at += spent[kind]
@@ -272,7 +270,7 @@ def line(details: RunDetails) -> str:
     return ", ".join(parts)
 
 
-def calm(details: RunDetails) -> tuple[object, ...]:
+def slow_values(details: RunDetails) -> tuple[object, ...]:
     """Return the values whose change is printed at once; not steps, pace and loss."""
     view = details.view
     return view.phase, details.nodes, view.restarts, tuple(sorted(details.departures.items()))

@@ -206,7 +206,6 @@ def _start(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _remedy_of(reason: str) -> str:
-    """Return what to do about a pending reason of Slurm."""
     lasting = job_state.remedy(reason)
     if lasting is not None:
         return lasting
@@ -389,7 +388,6 @@ def _interface(evidence: Evidence) -> Finding:
 
 
 def _reach(evidence: Evidence) -> Finding:
-    """Check whether each task reaches a free port of every other."""
     check, why = "network.reach", "every agent connects to the leader, every worker to every other"
     lines, trips = [], []
     for report in evidence.reports.values():
@@ -435,7 +433,6 @@ def _skew(evidence: Evidence) -> Finding:
 
 
 def _allreduce(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding for each backend that was tried."""
     results = {
         r.facts.name: r.allreduce for r in evidence.reports.values() if r.allreduce is not None
     }

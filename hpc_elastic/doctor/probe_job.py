@@ -97,7 +97,6 @@ class ProbeJob:
         return left
 
     def _await_end(self, timeout_s: float) -> list[str]:
-        """Wait for the end of all tasks; return those that do not end."""
         deadline = time.monotonic() + timeout_s
         while True:
             states = self.client.tasks([self.job_id]).values()
@@ -151,7 +150,6 @@ def time_limit(settings: RunSettings, longest_s: float | None) -> str:
 
 
 def _lay_out(launcher: SlurmSettings, submission: Path, num_nodes: int) -> Path:
-    """Write the probe's files; return its batch script."""
     Submission(submission).logs.mkdir(parents=True)
     limit_s = 60.0 * int(launcher.time or _MINUTES)
     plan = ProbePlan(
@@ -266,7 +264,6 @@ class ProbeRun:
         self.evidence = replace(self.evidence, **facts)  # type: ignore[arg-type]
 
     def _refresh(self) -> dict[int, TaskState]:
-        """Query squeue."""
         try:
             self._states = self._job.query_tasks()
         except SlurmCommandError as e:

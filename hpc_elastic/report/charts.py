@@ -172,7 +172,6 @@ def _rows(
 
 
 def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the ends of attempts, except the end of the run."""
     for node in report["nodes"]:
         why = node["ended_by"]
         if why in (None, "end") or node["task"] not in labels:

@@ -334,7 +334,7 @@ class LogReader:
     def redrawn(self) -> LogLine | None:
         """Return the present state of a progress bar; None if the last line is complete."""
         state = self._splitter.state()
-        self._last = max(self._last, changed(self.source.path)) if state else self._last
+        self._last = max(self._last, modified_at(self.source.path)) if state else self._last
         return LogLine(self._last, self.source, state, timed=False) if state else None
 
     def rest(self) -> list[LogLine]:
@@ -347,7 +347,7 @@ class LogReader:
         for end, text in pieces:
             known = self.index.time_at(end) if otherwise is None else None
             if known is None and otherwise is None:  # later lines are not in the index either
-                otherwise = changed(self.source.path)
+                otherwise = modified_at(self.source.path)
             self._last = max(self._last, known or otherwise or 0.0)
             found.append(LogLine(self._last, self.source, text, timed=known is not None))
         return found
@@ -370,7 +370,7 @@ def begin_of(source: LogSource, since: float | None) -> float | None:
     """
     if not size_of(source.path):
         return None
-    last = changed(source.path)
+    last = modified_at(source.path)
     if since is not None and last < since - _LATE_S:
         return None
     begin = Index(source.path).first_time
@@ -404,11 +404,11 @@ def tail(
         until: End of a file to read to; for other files their end.
     """
     order = {source.path: number for number, source in enumerate(sources)}
-    newest = sorted(sources, key=lambda source: -changed(source.path))
+    newest = sorted(sources, key=lambda source: -modified_at(source.path))
     found: list[LogLine] = []
     for source in newest if num_lines else ():
         full = len(found) == num_lines
-        if full and changed(source.path) + _LATE_S < found[0].time:
+        if full and modified_at(source.path) + _LATE_S < found[0].time:
             break
         end = (until or {}).get(source.path)
         found += _last_lines(source, num_lines, keep, start_of(source, since), end)
@@ -461,7 +461,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def changed(path: Path) -> float:
+def modified_at(path: Path) -> float:
     """Return when a file was last written to; 0 if it cannot be read."""
     try:
         return status_of(path).st_mtime
@@ -532,7 +532,7 @@ class Follower:
         ends = {}
         for source in sources:
             end = size_of(source.path)
-            if time.time() - changed(source.path) < _OVER_AFTER_S:
+            if time.time() - modified_at(source.path) < _OVER_AFTER_S:
                 end = line_start(source.path, end)
             self._files[source.path] = _Followed(source, end)
             ends[source.path] = end

@@ -295,7 +295,6 @@ def changes(
 
 
 def _doubts(points: Sequence[Point]) -> Iterator[str]:
-    """Yield notes on odd or missing progress."""
     odd = next((p for p in points if p.loss is not None and not math.isfinite(p.loss)), None)
     if odd is not None:
         where = "" if odd.step is None else f" at step {odd.step}"

@@ -185,7 +185,6 @@ def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
 
 
 def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield the ends of attempts that have not been in a group."""
     members = {member for round_ in run.rounds for member in round_.members}
     for attempt in run.attempts:
         started = attempt.started or 0.0
@@ -238,7 +237,6 @@ def _stop_of(run: EventIndex, round_: Round, until: float = math.inf) -> Event |
 
 
 def _leader_of(run: EventIndex, round_: Round) -> Event | None:
-    """Return the event of the leader that closed a round."""
     return next((e for e in run.leaders if int(e["epoch"]) == round_.epoch), None)
 
 
@@ -453,7 +451,6 @@ def _placement(run: EventIndex, round_: Round) -> TimelineEntry:
 
 
 def _kind_of(departed: Sequence[object], arrived: Sequence[object]) -> str:
-    """Return the kind of a change by the members that left and that joined."""
     if departed:
         return "changed" if arrived else "shrank"
     return "grew" if arrived else "restarted"

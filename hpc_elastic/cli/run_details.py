@@ -26,7 +26,7 @@ from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, read_events
-from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import current_names
 from hpc_elastic.slurm.scheduler import take_snapshot
 
@@ -301,39 +301,23 @@ def _tasks(
             first += num
     states = view.tasks or {}
     is_known = view.tasks is not None or view.ended is not None
-    return [
-        _task(
-            name, slot, states.get(name), started.get(name), ranks.get(name), ended_by.get(name),
-            is_known=is_known,
-        )
-        for slot, name in enumerate(names or started)
-    ]  # fmt: skip
-
-
-def _task(
-    name: str,
-    slot: int,
-    state: TaskState | None,
-    started: Event | None,
-    ranks: tuple[int, int] | None,
-    ended_by: str | None,
-    *,
-    is_known: bool,
-) -> RunTask:
-    host = str(started["host"]) if started is not None else None
-    attempt = int(started["attempt"]) if started is not None else None
-    if state is None:
-        last_known = "never started" if started is None else ended_by or "running"
-        return RunTask(
-            name, slot, None, ended_by, node=host, attempt=attempt, ranks=ranks,
-            last_known=None if is_known else last_known,
-        )  # fmt: skip
-    runs = state.phase in (Phase.RUNNING, Phase.LEAVING)
-    return RunTask(
-        name, slot, state.state, state.reason or None,
-        (state.node or host) if runs else None,
-        attempt if state.restarts is None or started is None else state.restarts,
-        ranks if runs else None,
-        state.time_left_s if runs else None,
-        state.starts_in_s,
-    )  # fmt: skip
+    found = []
+    for slot, name in enumerate(names or started):
+        event, state, ended = started.get(name), states.get(name), ended_by.get(name)
+        host = str(event["host"]) if event is not None else None
+        attempt = int(event["attempt"]) if event is not None else None
+        if state is None:
+            last_known = "never started" if event is None else ended or "running"
+            found.append(RunTask(
+                name, slot, None, ended, node=host, attempt=attempt, ranks=ranks.get(name),
+                last_known=None if is_known else last_known,
+            ))  # fmt: skip
+            continue
+        runs = state.phase in (Phase.RUNNING, Phase.LEAVING)
+        found.append(RunTask(
+            name, slot, state.state, state.reason or None, (state.node or host) if runs else None,
+            attempt if state.restarts is None or event is None else state.restarts,
+            ranks.get(name) if runs else None, state.time_left_s if runs else None,
+            state.starts_in_s,
+        ))  # fmt: skip
+    return found

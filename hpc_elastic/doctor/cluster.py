@@ -143,47 +143,36 @@ def query_cluster(
     config = query("config", client.config, nothing)
     if not config:
         return ClusterFacts(problems=problems)
-    test, refusal = _validate(settings, render_script, client)
+    from hpc_elastic.launcher.slurm import refusal
+
+    accounting, test, refused = None, "", ""
+    if shutil.which("sacct") is None:
+        accounting = "sacct is not installed here"
+    else:
+        try:
+            client.accounting_answers()
+        except SlurmCommandError as e:
+            accounting = e.stderr.strip()[:300]
+    try:
+        with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
+            script = Path(place, "run.sbatch")
+            script.write_text(render_script())
+            test = client.test_only(str(script))
+    except SlurmCommandError as e:
+        refused = str(e if e.exit_code is None else refusal(e, settings, client))
+    except HpcElasticError as e:
+        refused = str(e)
     return ClusterFacts(
         config={name: config[name] for name in SETTINGS if name in config},
         partitions=tuple(query("partitions", client.all_partitions, [])),
         version=query("version", lambda: client.version("sbatch"), ""),
         controllers=query("ping", client.ping, ""),
         nodes=query("nodes", lambda: client.node_states(settings.partition), {}),
-        accounting=_accounting(client),
+        accounting=accounting,
         test=test,
-        refusal=refusal,
+        refusal=refused,
         problems=problems,
     )
-
-
-def _accounting(client: SiteClient) -> str | None:
-    if shutil.which("sacct") is None:
-        return "sacct is not installed here"
-    try:
-        client.accounting_answers()
-    except SlurmCommandError as e:
-        return e.stderr.strip()[:300]
-    return None
-
-
-def _validate(
-    settings: SlurmSettings, render_script: Callable[[], str], client: SiteClient
-) -> tuple[str, str]:
-    """Test the script of a run with sbatch; return its output, and why it would refuse it."""
-    from hpc_elastic.launcher.slurm import refusal
-
-    try:
-        with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
-            script = Path(place, "run.sbatch")
-            script.write_text(render_script())
-            return client.test_only(str(script)), ""
-    except SlurmCommandError as e:
-        if e.exit_code is None:
-            return "", str(e)
-        return "", str(refusal(e, settings, client))
-    except HpcElasticError as e:
-        return "", str(e)
 
 
 def cluster_json(cluster: ClusterFacts) -> dict[str, Any]:

@@ -27,17 +27,7 @@ from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_view import EndDetector, RunView, read_view
 from hpc_elastic.report import log_files
-from hpc_elastic.report.log_files import (
-    Follower,
-    Keep,
-    LogLine,
-    LogSource,
-    NothingSelectedError,
-    Selection,
-    cleaned,
-    merge,
-    require_there,
-)
+from hpc_elastic.report.log_files import LogLine, LogSource
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices
@@ -76,8 +66,8 @@ class Query:
         follow: Whether to go on until the run has ended.
     """
 
-    selection: Selection
-    keep: Keep
+    selection: log_files.Selection
+    keep: log_files.Keep
     since: float | None
     tail: int | None
     follow: bool
@@ -176,14 +166,14 @@ def logs_command(
 
     The exit code is 1 if there is no output; with --follow, if the run has not succeeded.
     """
-    selection = Selection(ranks, nodes, attempt, round_, agents)
+    selection = log_files.Selection(ranks, nodes, attempt, round_, agents)
     if follow and tail is None and since is None:
         tail = _FIRST_LINES
 
     def is_wanted(line: LogLine) -> bool:
         if since is not None and line.time < since:
             return False
-        return pattern is None or bool(pattern.search(cleaned(line.text, colours=False)))
+        return pattern is None or bool(pattern.search(log_files.cleaned(line.text, colours=False)))
 
     query = Query(selection, is_wanted, since, tail, follow)
     return _print_output(RunDir(run), query, _Output(as_json=as_json))
@@ -225,7 +215,7 @@ def _print_output(run: RunDir, query: Query, out: _Output) -> int:
 
     Raises:
         RunDirectoryError: `run` is no run directory, or its workers have written nothing.
-        NothingSelectedError: The selection matches no output.
+        log_files.NothingSelectedError: The selection matches no output.
     """
     discovery = log_files.Discovery(run)
     if query.follow:
@@ -235,7 +225,7 @@ def _print_output(run: RunDir, query: Query, out: _Output) -> int:
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
     if any(source.is_worker for source in sources):
-        require_there(query.selection, sources)
+        log_files.require_there(query.selection, sources)
     elif not chosen:
         remedy = "; --agent shows the logs of the agents" if sources else ""
         doing = read_view(run.path).describe()
@@ -259,14 +249,14 @@ def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -
         for begin, source in begins
         if begin is not None
     )
-    yield from filter(query.keep, merge(streams))
+    yield from filter(query.keep, log_files.merge(streams))
 
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
     """Print the present output and what is added, until the run has ended; return its view."""
     detector, ended_at = EndDetector(run, warn=_print_message), 0.0
     ended: RunView | None = None
-    follower = Follower(discovery, query.selection, query.keep)
+    follower = log_files.Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
     until = follower.skip(chosen)
@@ -275,10 +265,10 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     if not is_there(run.result):  # print which selected output does not exist yet
         try:
             if any(source.is_worker for source in sources):
-                require_there(query.selection, sources)
+                log_files.require_there(query.selection, sources)
             else:
                 _print_message(f"waiting for output; {read_view(run.path).describe()}")
-        except NothingSelectedError as e:
+        except log_files.NothingSelectedError as e:
             _print_message(f"{e}; waiting")
     while ended is None or not _is_complete(ended_at, follower.last_news):
         out.write(follower.poll())
@@ -352,7 +342,7 @@ class Writer:
         if known is None or known[0] is not source:
             self._widen(source)
             known = self._labels[id(source)] = (source, self._label(source))
-        text = cleaned(line.text, colours=self._on_terminal)
+        text = log_files.cleaned(line.text, colours=self._on_terminal)
         clock = f"{self._clock}.{int(line.time * 10) % 10}"
         if self._on_terminal:
             return f"{click.style(clock, dim=True)} {known[1]} {text}"
@@ -377,7 +367,7 @@ def json_of(line: LogLine) -> str:
         "time": round(line.time, 3), "timed": line.timed, "host": source.host or None,
         "task": source.task, "attempt": source.attempt, "round": source.round,
         "rank": source.rank, "stream": source.stream,
-        "text": cleaned(line.text, colours=False),
+        "text": log_files.cleaned(line.text, colours=False),
     }  # fmt: skip
     return json.dumps(fields)
 

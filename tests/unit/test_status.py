@@ -89,12 +89,8 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     told = json.loads(json.dumps(details.to_json()))
     entries = (told, told["tasks"][0], told["group"][0])
     assert not set().union(*(not_in_help("status", entry) for entry in entries))
-    assert (told["phase"], told["nodes"], told["world_size"], told["round"]) == (
-        "training",
-        1,
-        4,
-        3,
-    )
+    group = [told[key] for key in ("phase", "nodes", "world_size", "round")]
+    assert group == ["training", 1, 4, 3]
     assert told["steps_per_s"] == pytest.approx(1.0, rel=0.05)
     assert told["remaining_s"] == pytest.approx(600, rel=0.05)
     assert told["goodput"] == pytest.approx(120 / 130, abs=0.02)

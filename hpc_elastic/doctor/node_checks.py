@@ -18,11 +18,6 @@ from hpc_elastic.shared_files import LOCAL
 from hpc_elastic.slurm import job_state
 from hpc_elastic.slurm.nodelist import compress
 
-_MIN_FILES = 4096
-"""An agent that leads holds a connection for each node, a worker's loaders several for each CPU."""
-_MIN_PROCESSES = 4096
-_MIN_LOCKED_BYTES = 1 << 30
-
 
 def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]:
     """Yield the findings on the login node.
@@ -56,59 +51,45 @@ def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]
     yield check_clock("host", [host])
 
 
+_LIMITS = {
+    "nofile": (
+        4096, "open files: the leading agent holds a connection for each node, loaders several "
+        "each", "raise the hard limit (limits.conf; PropagateResourceLimits in slurm.conf)",
+    ),
+    "nproc": (
+        4096, "processes and threads: each worker has many, and as many loaders as it is set to",
+        "raise it (`ulimit -u`, limits.conf), or use fewer loaders",
+    ),
+    "memlock": (
+        1 << 30, "locked memory: NCCL over InfiniBand fails without it; TCP does not need it",
+        "have the admin set it to unlimited (LimitMEMLOCK of slurmd; limits.conf)",
+    ),
+}  # fmt: skip
+"""Name of a limit -> the smallest sufficient value, why it matters, and what to do."""
+
+
 def check_limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
     """Yield one finding for each kind of limit, over all hosts."""
-    yield _limit(
-        f"{group}.nofile", hosts, "nofile", _MIN_FILES,
-        "open files: the leading agent holds a connection for each node, loaders several each",
-        "raise the hard limit (limits.conf; PropagateResourceLimits in slurm.conf)",
-        hard=True,
-    )  # fmt: skip
-    yield _limit(
-        f"{group}.nproc", hosts, "nproc", _MIN_PROCESSES,
-        "processes and threads: each worker has many, and as many loaders as it is set to",
-        "raise it (`ulimit -u`, limits.conf), or use fewer loaders",
-    )  # fmt: skip
-    yield _limit(
-        f"{group}.memlock", hosts, "memlock", _MIN_LOCKED_BYTES,
-        "locked memory: NCCL over InfiniBand fails without it; TCP does not need it",
-        "have the admin set it to unlimited (LimitMEMLOCK of slurmd; limits.conf)",
-        matters=group != "host" and any(h.has_infiniband for h in hosts),
-    )  # fmt: skip
+    matters = group != "host" and any(h.has_infiniband for h in hosts)
+    for name, (least, why, remedy) in _LIMITS.items():
+        is_hard = name == "nofile"  # the agent raises the soft one
+        values = {h.name: h.limits.get(name, (None, None))[is_hard] for h in hosts}
+        known = {host: n for host, n in values.items() if n is not None}
+        low = {host: _size(name, n) for host, n in known.items() if n < least}
+        check, what = f"{group}.{name}", f"{'hard ' if is_hard else ''}limit of {name}"
+        if not low:
+            yield ok(check, f"{what}: {_size(name, min(known.values(), default=None))}", why)
+        elif name == "memlock" and not matters:
+            found = f"{what}: {by_value(low)}; it matters only on nodes with InfiniBand"
+            yield ok(check, found, why)
+        else:
+            yield warn(check, f"{what}: {by_value(low)}", why, remedy)
     limited = [h for h in hosts if h.limits.get("as", (None, None))[0] is not None]
     if limited:
         sizes = by_value({h.name: _size("as", h.limits["as"][0]) for h in limited})
         why = "CUDA and torch reserve far more addresses than they use memory"
         remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
         yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
-
-
-def _limit(
-    check: str, hosts: list[HostFacts], name: str, least: int, why: str, remedy: str,
-    *, hard: bool = False, matters: bool = True,
-) -> Finding:  # fmt: skip
-    """Check one limit.
-
-    Args:
-        check: Name of the check.
-        hosts: The hosts.
-        name: The limit's name.
-        least: The smallest sufficient value.
-        why: Why it matters.
-        remedy: What to do.
-        hard: Whether the hard limit counts, because the agent raises the soft one.
-        matters: Whether a low limit has any effect here.
-    """
-    values = {h.name: h.limits.get(name, (None, None))[hard] for h in hosts}
-    low = {host: n for host, n in values.items() if n is not None and n < least}
-    what = f"{'hard ' if hard else ''}limit of {name}"
-    if not low:
-        smallest = min((n for n in values.values() if n is not None), default=None)
-        return ok(check, f"{what}: {_size(name, smallest)}", why)
-    found = by_value({host: _size(name, n) for host, n in low.items()})
-    if not matters:
-        return ok(check, f"{what}: {found}; it matters only on nodes with InfiniBand", why)
-    return warn(check, f"{what}: {found}", why, remedy)
 
 
 def _size(name: str, number: int | None) -> str:

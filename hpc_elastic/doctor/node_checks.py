@@ -147,14 +147,20 @@ def check_nodes(
         own: Versions on the login node.
     """
     yield from _start(evidence)
-    facts = [report.facts for report in evidence.reports.values()]
-    if not facts:
+    if not evidence.reports:
         return
+    facts = evidence.facts
     yield _versions(evidence, own)
     yield _torch(evidence)
     yield _slurm(facts, in_container=asked.container.runtime is not None)
     if evidence.outside:
-        yield _outside(evidence)
+        why = "what also fails here is not caused by the container"
+        problems = [f"{name}: {what}" for name, what in evidence.outside.items() if what]
+        if problems:
+            yield warn("nodes.slurm_outside", "; ".join(problems), why, _for_admin(problems))
+        else:
+            found = "squeue and scontrol answer outside of the container"
+            yield ok("nodes.slurm_outside", found, why)
     yield _gpus(evidence, facts, asked)
     yield _cpus(facts)
     yield from check_limits("nodes", [f.host for f in facts])
@@ -182,7 +188,7 @@ def _start(evidence: Evidence) -> Iterator[Finding]:
             "launcher.setup, launcher.python",
         )
     if evidence.reports:
-        names = sorted({r.facts.name for r in evidence.reports.values()})
+        names = sorted({f.name for f in evidence.facts})
         yield ok("nodes.ran", f"the probe ran on {compress(names)}")
 
 
@@ -199,7 +205,7 @@ def _versions(evidence: Evidence, own: Mapping[str, str | None]) -> Finding:
     check, why = "nodes.versions", "all processes of a run have to run the same code"
     others = [
         f"{name} {facts.versions.get(name) or 'missing'} on {facts.name}, {own.get(name)} here"
-        for facts in (report.facts for report in evidence.reports.values())
+        for facts in evidence.facts
         for name in MUST_AGREE
         if facts.versions.get(name) != own.get(name)
     ]
@@ -256,14 +262,6 @@ def _for_admin(problems: list[str]) -> str:
     if any("not found" in problem.lower() for problem in problems):
         return "have the admin install Slurm's commands on the nodes; or PATH in launcher.setup"
     return "does the node reach slurmctld? Its network, SLURM_CONF, munge: see network.reach"
-
-
-def _outside(evidence: Evidence) -> Finding:
-    check, why = "nodes.slurm_outside", "what also fails here is not caused by the container"
-    problems = [f"{name}: {what}" for name, what in evidence.outside.items() if what is not None]
-    if problems:
-        return warn(check, "; ".join(problems), why, _for_admin(problems))
-    return ok(check, "squeue and scontrol answer outside of the container", why)
 
 
 def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> Finding:
@@ -331,7 +329,7 @@ def check_network(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.reports:
         return
     yield _interface(evidence)
-    machines = {r.facts.host.name for r in evidence.reports.values()}
+    machines = {f.host.name for f in evidence.facts}
     if len(machines) < 2:
         found = f"only {machines.pop()} was tried, and nothing between nodes"
         remedy = "--probe --nodes 2" + (
@@ -346,21 +344,16 @@ def check_network(evidence: Evidence) -> Iterator[Finding]:
 
 def _interface(evidence: Evidence) -> Finding:
     check, why = "network.interface", "agents and process groups use it"
-    bad = [
-        f"{r.facts.name}: {r.facts.problem}" for r in evidence.reports.values() if r.facts.problem
-    ]
+    bad = [f"{f.name}: {f.problem}" for f in evidence.facts if f.problem]
     if bad:
         remedy = "name it: launcher.interface=ib0, one of `ip -br address` on the nodes"
         return fail(check, "; ".join(bad), why, remedy)
     few = len(evidence.reports) <= _FEW
-    chosen = by_value(
-        {
-            r.facts.name: f"{r.facts.interface} {r.facts.address}" if few else r.facts.interface
-            for r in evidence.reports.values()
-        }
-    )
-    names = {r.facts.interface for r in evidence.reports.values()}
-    rest = {i for r in evidence.reports.values() for i in r.facts.addresses} - names
+    chosen = by_value({
+        f.name: f"{f.interface} {f.address}" if few else f.interface for f in evidence.facts
+    })  # fmt: skip
+    names = {f.interface for f in evidence.facts}
+    rest = {i for f in evidence.facts for i in f.addresses} - names
     more = f"; others there: {', '.join(sorted(rest))}" if rest else ""
     if len(names) > 1:
         remedy = "name one that all have: launcher.interface"
@@ -564,7 +557,7 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
     if not evidence.reports:
         return
     yield from _nodes(evidence)
-    mounts = {r.facts.name: r.facts.folder.mount for r in evidence.reports.values()}
+    mounts = {f.name: f.folder.mount for f in evidence.facts}
     yield cluster_checks.check_mounts("directory.node_mounts", mounts, rendezvous)
     why_not = _not_tried(evidence)
     yield _election(evidence, why_not)
@@ -575,15 +568,15 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
 def _nodes(evidence: Evidence) -> Iterator[Finding]:
     """Yield what is wrong with the directory on each node, or one OK."""
     bad: dict[tuple[str, str], list[str]] = {}
-    for report in evidence.reports.values():
-        for finding in cluster_checks.check_operations(report.facts.folder):
+    for facts in evidence.facts:
+        for finding in cluster_checks.check_operations(facts.folder):
             if finding.verdict is Verdict.FAIL:
-                bad.setdefault((finding.check, finding.found), []).append(report.facts.name)
+                bad.setdefault((finding.check, finding.found), []).append(facts.name)
     why = "all nodes of a run meet in its directory"
     for (_, found), names in bad.items():
         yield fail("directory.nodes", f"on {', '.join(names)}: {found}", why, _REMEDY)
     if not bad:
-        kinds = sorted({r.facts.folder.fs or "unknown" for r in evidence.reports.values()})
+        kinds = sorted({f.folder.fs or "unknown" for f in evidence.facts})
         found = f"seen by all nodes, as {' and '.join(kinds)}; hard links and renames work there"
         yield ok("directory.nodes", found, why)
 
@@ -592,7 +585,7 @@ def _not_tried(evidence: Evidence) -> str:
     """Return why nothing was tested between two nodes; empty if it was."""
     if any(report.meeting.seen for report in evidence.reports.values()):
         return ""
-    names = {report.facts.name for report in evidence.reports.values()}
+    names = {f.name for f in evidence.facts}
     if len(names) == 1:
         return f"all tasks were on {names.pop()}"
     problems = {r.facts.name: r.meeting.problem for r in evidence.reports.values()}
@@ -650,7 +643,7 @@ def _by_path(evidence: Evidence, seen: Collection[Visibility]) -> str:
     if None not in times:
         return f"; by its path alone a new file after {short(max(t for t in times if t))}"
     waited_s = min(one.waited_s for one in seen if one.times_s[PATH] is None)
-    up_to_s = max(r.facts.folder.mount.path_stale_s for r in evidence.reports.values())
+    up_to_s = max(f.folder.mount.path_stale_s for f in evidence.facts)
     return (
         f"; by its path alone a new file was not seen within {duration(waited_s)}"
         f" (names are kept for up to {duration(up_to_s)}), so runs list folders"

@@ -511,6 +511,11 @@ class Evidence:
     leftovers: list[str] = field(default_factory=list)
     problem: str = ""
 
+    @property
+    def facts(self) -> list[NodeFacts]:
+        """The facts of the nodes that have reported."""
+        return [report.facts for report in self.reports.values()]
+
     def name(self, index: int) -> str:
         """Return the node of a task, or its number if unknown."""
         report = self.reports.get(index)

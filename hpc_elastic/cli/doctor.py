@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,7 @@ def doctor_command(
 
     from hpc_elastic._util import sigterm_as_interrupt
     from hpc_elastic.doctor import cluster, examine
-    from hpc_elastic.doctor.findings import Verdict, print_findings, report_json, worst_verdict
+    from hpc_elastic.doctor.findings import Verdict, print_findings, worst_verdict
     from hpc_elastic.errors import ConfigError
 
     try:
@@ -95,10 +96,11 @@ def doctor_command(
                 found, wanted, folder, num_nodes=nodes, timeout_s=wait_s, report=show_step
             )
     if as_json:
-        report = report_json(
-            found.findings, versions=found.versions, asked=cluster.settings_json(wanted),
-            facts=found.facts,
-        )  # fmt: skip
+        report = {
+            "schema": 1, "verdict": worst_verdict(found.findings).value, "time": time.time(),
+            "versions": found.versions, "asked": cluster.settings_json(wanted),
+            "findings": [finding.to_json() for finding in found.findings], "facts": found.facts,
+        }  # fmt: skip
         print(json.dumps(report, indent=2))
     else:
         print_findings(found.findings, Console(highlight=False), probed=probe)

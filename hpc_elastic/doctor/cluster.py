@@ -173,15 +173,3 @@ def query_cluster(
         refusal=refused,
         problems=problems,
     )
-
-
-def cluster_json(cluster: ClusterFacts) -> dict[str, Any]:
-    """Return the part for a bug report."""
-    return {
-        "config": cluster.config,
-        "commands_version": cluster.version,
-        "controllers": cluster.controllers,
-        "partitions": [vars(p) for p in cluster.partitions],
-        "nodes": cluster.nodes,
-        "problems": cluster.problems,
-    }

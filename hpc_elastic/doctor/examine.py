@@ -11,7 +11,7 @@ from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.doctor import cluster, cluster_checks, node_checks, probe_job, probe_task
 from hpc_elastic.doctor.cluster import ClusterFacts
 from hpc_elastic.doctor.findings import Finding, Verdict, fail
-from hpc_elastic.doctor.probe_job import Evidence, Report
+from hpc_elastic.doctor.probe_job import Report
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.slurm.client import SiteClient
 
@@ -59,7 +59,12 @@ def examine_login_node(
         *cluster_checks.check_cluster(slurm, settings),
         *cluster_checks.check_folder(shared, launcher.rendezvous),
     ]
-    facts = {"host": asdict(here), "folder": asdict(shared), "slurm": cluster.cluster_json(slurm)}
+    reported = {
+        "config": slurm.config, "commands_version": slurm.version,
+        "controllers": slurm.controllers, "partitions": [vars(p) for p in slurm.partitions],
+        "nodes": slurm.nodes, "problems": slurm.problems,
+    }  # fmt: skip
+    facts = {"host": asdict(here), "folder": asdict(shared), "slurm": reported}
     known = {**probe_task.versions(), "slurm": slurm.setting("SLURM_VERSION") or None}
     return Examination(findings, known, facts, slurm)
 
@@ -111,7 +116,17 @@ def examine_nodes(
         *node_checks.check_network(evidence),
         *node_checks.check_signals(evidence, kill_wait_s),
     ]
-    return _add_findings(before, findings, _facts(evidence))
+    facts = {
+        "nodes_asked": evidence.num_asked,
+        "waiting": {str(i): why for i, why in evidence.waiting.items()},
+        "silent": {str(i): what for i, what in evidence.silent.items()},
+        "blind": {str(i): node for i, node in evidence.blind.items()},
+        "nodes": [asdict(report) for report in evidence.reports.values()],
+        "notices": {str(i): times for i, times in evidence.notices.items()},
+        "endings": [vars(ending) for ending in evidence.endings],
+        "leftovers": evidence.leftovers,
+    }
+    return _add_findings(before, findings, facts)
 
 
 def _add_findings(
@@ -138,16 +153,3 @@ _SETTLES = {
     "slurm.requeue": "signals.requeue",
 }
 """Warnings of the login node, and the check of the probe that settles each."""
-
-
-def _facts(evidence: Evidence) -> dict[str, Any]:
-    return {
-        "nodes_asked": evidence.num_asked,
-        "waiting": {str(i): why for i, why in evidence.waiting.items()},
-        "silent": {str(i): what for i, what in evidence.silent.items()},
-        "blind": {str(i): node for i, node in evidence.blind.items()},
-        "nodes": [asdict(report) for report in evidence.reports.values()],
-        "notices": {str(i): times for i, times in evidence.notices.items()},
-        "endings": [vars(ending) for ending in evidence.endings],
-        "leftovers": evidence.leftovers,
-    }

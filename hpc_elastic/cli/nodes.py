@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from hpc_elastic.launcher.run_handle import COMMANDS, read_result_status
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import Event, EventLog, read_events
 from hpc_elastic.run.registry import user
-from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, Phase, TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, require_killable, take_snapshot
 
@@ -105,8 +105,18 @@ def find_node(run: Path, name: str) -> NamedNode:
         if state.phase is Phase.RUNNING
     }
     found = [task for task, host in hosts.items() if name in (task, host, host.partition(".")[0])]
-    if len(found) != 1:
-        raise RunDirectoryError(_refusal(name, found, hosts, states))
+    if len(found) > 1:
+        several = ", ".join(found)
+        raise RunDirectoryError(f"{name} has several tasks of the run; give one of them: {several}")
+    if not found and name in states:
+        raise RunDirectoryError(f"task {name} has no node: it is {states[name].state}")
+    if not hosts:
+        waiting = sum(state.phase is Phase.PENDING for state in states.values())
+        raise RunDirectoryError(f"{name}: the run has no node now; pending tasks: {waiting}")
+    if not found:
+        named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
+        near = near_miss(name, hosts.values())
+        raise RunDirectoryError(f"{name} is not a node of the run{near}; its nodes: {named}")
     (task,) = found
     attempt = states[task].restarts
     attempt = int(begun.get(task, {}).get("attempt", 0)) if attempt is None else attempt
@@ -120,23 +130,6 @@ def _states(spec: RunSpec) -> dict[str, TaskState]:
     if states is None:
         raise SlurmError(f"the nodes of the run are unknown: {queue.why_unknown(spec)}")
     return states
-
-
-def _refusal(
-    name: str, found: Iterable[str], hosts: Mapping[str, str], states: Mapping[str, TaskState]
-) -> str:
-    """Return why a name is not that of one node, and which names are (pure)."""
-    several = ", ".join(found)
-    if several:
-        return f"{name} has several tasks of the run; give one of them: {several}"
-    if name in states:
-        return f"task {name} has no node: it is {states[name].state}"
-    if not hosts:
-        waiting = sum(state.phase is Phase.PENDING for state in states.values())
-        return f"{name}: the run has no node now; pending tasks: {waiting}"
-    named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
-    near = near_miss(name, hosts.values())
-    return f"{name} is not a node of the run{near}; its nodes: {named}"
 
 
 def wait_until(node: NamedNode, is_gone: Callable[[], bool], wait_s: float) -> float | None:
@@ -161,26 +154,6 @@ def state_now(node: NamedNode) -> TaskState | None:
         return None
 
 
-def left_alone(node: NamedNode) -> list[str]:
-    """Return the ended tasks of a run without any node, which has no leader to restart them.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    states = _states(node.spec)
-    if any(state.phase is Phase.RUNNING for state in states.values()):
-        return []
-    ended = (task for task, state in states.items() if state.phase is Phase.ENDED)
-    return list(dict.fromkeys([node.task, *ended]))
-
-
-def is_lost(node: NamedNode, state: TaskState | None) -> bool:
-    """Whether the attempt that had the node has ended (pure)."""
-    if state is None:
-        return False
-    return (state.restarts or 0) > node.attempt or state.phase in (Phase.ENDED, Phase.PENDING)
-
-
 class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
     """A node of the run; completed with the members of its last group."""
 
@@ -192,11 +165,8 @@ class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         """Return the nodes of the group that begin with `incomplete`."""
         from click.shell_completion import CompletionItem
 
-        from hpc_elastic.cli.options import find_run
-        from hpc_elastic.shared_files import read_json
-
         try:
-            status = read_json(RunDir(find_run(str(ctx.params["run"]))).status) or {}
+            status = read_json(RunDir(options.find_run(str(ctx.params["run"]))).status) or {}
             hosts = [str(member["host"]) for member in status.get("members") or ()]
         except (HpcElasticError, OSError, ValueError, KeyError, TypeError):
             return []
@@ -259,9 +229,21 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
         print(f"killing {node}: nothing is saved", flush=True)
     node.write_event("kill")
     Scheduler(node.run, node.spec).kill_task(node.task)
-    after_s = wait_until(node, lambda: is_lost(node, state_now(node)), wait_s)
-    if after_s is not None and (ended := left_alone(node)):
-        Scheduler(node.run, node.spec).restart_tasks(ended)  # the run has lost its last node
+
+    def has_ended() -> bool:
+        """Whether the attempt that had the node has ended."""
+        state = state_now(node)
+        return state is not None and (
+            (state.restarts or 0) > node.attempt or state.phase in (Phase.ENDED, Phase.PENDING)
+        )
+
+    after_s = wait_until(node, has_ended, wait_s)
+    if after_s is not None:
+        states = _states(node.spec)
+        if not any(state.phase is Phase.RUNNING for state in states.values()):
+            # the run has lost its last node, and has no leader to restart its tasks
+            ended = (task for task, state in states.items() if state.phase is Phase.ENDED)
+            Scheduler(node.run, node.spec).restart_tasks(list(dict.fromkeys([node.task, *ended])))
     if as_json:
         printed = {**node.json, "gone": after_s is not None, "after_s": after_s}
         print(json.dumps(printed, indent=2))

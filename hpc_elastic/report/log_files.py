@@ -410,24 +410,16 @@ def tail(
         full = len(found) == num_lines
         if full and modified_at(source.path) + _LATE_S < found[0].time:
             break
-        end = (until or {}).get(source.path)
-        found += _last_lines(source, num_lines, keep, start_of(source, since), end)
+        end, floor = (until or {}).get(source.path), start_of(source, since)
+        count, start, last = num_lines, floor + 1, deque[LogLine]()
+        while len(last) < num_lines and start > floor:  # four times as many while these are few
+            start = max(floor, _start_of_last(source.path, count, end))
+            last = deque((line for line in lines(source, start, end) if keep(line)), num_lines)
+            count *= 4
+        found += last
         found.sort(key=lambda line: (line.time, order[line.source.path]))
         found = found[-num_lines:]
     return found
-
-
-def _last_lines(
-    source: LogSource, num_lines: int, keep: Keep, floor: int, until: int | None
-) -> list[LogLine]:
-    """Return the last lines that `keep` accepts; read four times as many while they are too few."""
-    count = num_lines
-    while True:
-        start = max(floor, _start_of_last(source.path, count, until))
-        kept = deque((line for line in lines(source, start, until) if keep(line)), num_lines)
-        if len(kept) == num_lines or start == floor:
-            return list(kept)
-        count *= 4
 
 
 def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:

@@ -250,8 +250,9 @@ class _Change:
     def __init__(self, run: EventIndex, before: Round, after: Round) -> None:
         self._run, self._before, self._after = run, before, after
         self._was, self._is = before.members, after.members
-        self._departed = [member for member in self._was if member not in set(self._is)]
-        self._arrived = [member for member in self._is if member not in set(self._was)]
+        was, is_ = set(self._was), set(self._is)
+        self._departed = [member for member in self._was if member not in is_]
+        self._arrived = [member for member in self._is if member not in was]
         self._old_leader, self._leader = _leader_of(run, before), _leader_of(run, after)
         self._new_leader: str | None = None
         """The host that leads now, if another task led before."""

@@ -237,8 +237,9 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
         printed = [
             {
                 "run_id": outcome.run.paths.load().run_id, "run": str(outcome.run.dir),
-                "status": outcome.status, "restarts": outcome.restarts,
+                "status": outcome.status,
                 "values": json.loads(json.dumps(outcome.values), parse_constant=lambda _: None),
+                "restarts": outcome.restarts,
                 "error": None if outcome.error is None else str(outcome.error),
             }
             for outcome in outcomes

@@ -21,11 +21,11 @@ import click
 
 from hpc_elastic.cli.main import program
 from hpc_elastic.config import schema
-from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 from hpc_elastic.report.node_time import Interval, NodeTime, Size
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import VERSION as REPORT_VERSION
 from hpc_elastic.report.report import About, Change, Configuration, Report, SavedCheckpoints, Spent
+from hpc_elastic.report.timeline import Cause, Cost, TimelineEntry
 from hpc_elastic.run.event_schema import COMMON, KINDS, Field, Kind
 from hpc_elastic.run.events import VERSION as EVENTS_VERSION
 

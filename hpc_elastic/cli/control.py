@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,10 +21,6 @@ from hpc_elastic.errors import (
 )
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import is_there
-
-if TYPE_CHECKING:
-    from hpc_elastic.checkpoint.store import Cleaning, Item
-
 
 _CANCEL_EXAMPLES = """
 \b
@@ -62,15 +58,6 @@ def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) ->
 
     The exit code is 1 if tasks are left after --wait-s, or the command was not confirmed. A run
     that has ended already is not changed, and the exit code is 0.
-    """
-    return cancel_run(run, yes=yes, wait_s=wait_s, as_json=as_json)
-
-
-def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> int:
-    """Cancel a run and print the outcome.
-
-    Returns:
-        0 if no task of the run is left, else 1.
     """
     from hpc_elastic.launcher import control
     from hpc_elastic.launcher.run_handle import read_result_status
@@ -143,19 +130,15 @@ def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     A run that still has tasks, or has succeeded, is refused. If this command is interrupted, the
     run can be resumed again.
     """
-    return resume_run(run, overrides, as_json=as_json)
-
-
-def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Resume a run, and print the commands that watch it.
-
-    Raises:
-        HpcElasticError: It was not resumed.
-    """
     from hpc_elastic.cli.submit import print_run
+    from hpc_elastic.launcher.control import resume
 
     local = RunDir(run).load().launcher == "local"
-    resumed = _locally(run, overrides) if local else _in_slurm(run, overrides)
+    if local:
+        resumed = _resume_locally(run, overrides)
+    else:
+        resumption, handle = resume(run, overrides)
+        resumed = resumption.to_json(handle.jobs.job_ids, log=None)
     if as_json:
         print(json.dumps(resumed, indent=2))
         return 0
@@ -165,14 +148,7 @@ def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
-def _in_slurm(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    from hpc_elastic.launcher.control import resume
-
-    resumption, handle = resume(run, overrides)
-    return resumption.to_json(handle.jobs.job_ids, log=None)
-
-
-def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def _resume_locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from hpc_elastic.launcher import detach
 
     def work(report: Callable[[dict[str, Any]], None]) -> None:
@@ -246,48 +222,46 @@ def prune_command(
 
     The exit code is 1 if something could not be removed.
     """
-    _require_meant(run, keep_last, yes=yes or dry_run)
-    cleaning, left = prune(run, directory, keep_last=keep_last, dry_run=dry_run)
-    if as_json:
-        print(json.dumps(_pruned_as_json(cleaning, left, dry_run=dry_run), indent=2))
-    else:
-        _print_pruned(cleaning, left, dry_run=dry_run)
-    return 1 if left else 0
+    from hpc_elastic.checkpoint import store
+    from hpc_elastic.run import fencing
 
-
-def _require_meant(run: Path, keep_last: int, *, yes: bool) -> None:
-    if keep_last == 0 and not yes:
+    files = RunDir(run)
+    if keep_last == 0 and not (yes or dry_run):
         what = "removes every checkpoint: the run could not be resumed"
         raise click.UsageError(f"--keep-last 0 {what}. Add --yes to confirm")
     if keep_last == 0 and _goes_on(run):
         remedy = "keep at least one, or cancel the run first"
         raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
-
-
-def prune(
-    run: Path, directory: Path | None, *, keep_last: int, dry_run: bool
-) -> tuple[Cleaning, list[Item]]:
-    """Remove the checkpoints that are not kept, and the remains of aborted saves.
-
-    Returns:
-        The plan, and the items of it that could not be removed.
-
-    Raises:
-        CheckpointNotFoundError: The run has no directory of checkpoints.
-        CheckpointError: The directory cannot be read.
-    """
-    from hpc_elastic.checkpoint import store
-    from hpc_elastic.run import fencing
-
-    RunDir(run).load()
-    folder = directory or _only_directory(RunDir(run))
+    files.load()
+    folder = directory or _only_directory(files)
     try:
-        last = fencing.last_record(RunDir(run).rdzv)
+        last = fencing.last_record(files.rdzv)
     except OSError as e:
-        raise RunDirectoryError(f"{RunDir(run).rdzv}: {e.strerror}") from e
+        raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
     is_over = store.fenced_by(last, run_goes_on=_goes_on(run))
-    found = store.plan(folder, keep_last=keep_last, is_over=is_over)
-    return found, [] if dry_run else store.remove(found)
+    cleaning = store.plan(folder, keep_last=keep_last, is_over=is_over)
+    left = [] if dry_run else store.remove(cleaning)
+    freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
+    if as_json:
+        removed = [{"folder": str(i.folder), "num_bytes": i.num_bytes} for i in cleaning.going]
+        printed = {
+            "directory": str(cleaning.directory), "kept": cleaning.kept,
+            "damaged": {str(step): problem for step, problem in cleaning.damaged.items()},
+            "removed": removed, "left": [str(item.folder) for item in left],
+            "freed_bytes": freed_bytes, "dry_run": dry_run,
+        }  # fmt: skip
+        print(json.dumps(printed, indent=2))
+        return 1 if left else 0
+    verb, would = ("would remove", "would be freed") if dry_run else ("removed", "freed")
+    for item in cleaning.going:
+        print(f"{verb} {item.folder.name} ({item.num_bytes / 1e6:,.1f} MB)")
+    for step, problem in cleaning.damaged.items():
+        print(f"damaged: step {step}: {problem}")
+    kept = ", ".join(map(str, cleaning.kept)) or "none"
+    print(f"kept as good: {kept}; {freed_bytes / 1e6:,.1f} MB {would}")
+    for item in left:
+        click.echo(f"could not be removed: {item.folder}", err=True)
+    return 1 if left else 0
 
 
 def _only_directory(run: RunDir) -> Path:
@@ -319,32 +293,3 @@ def _goes_on(run: Path) -> bool:
             raise
         click.echo(f"assuming that the run goes on: {e}", err=True)
         return True
-
-
-def _pruned_as_json(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "directory": str(cleaning.directory),
-        "kept": cleaning.kept,
-        "damaged": {str(step): problem for step, problem in cleaning.damaged.items()},
-        "removed": [{"folder": str(i.folder), "num_bytes": i.num_bytes} for i in cleaning.going],
-        "left": [str(item.folder) for item in left],
-        "freed_bytes": _freed(cleaning, left),
-        "dry_run": dry_run,
-    }
-
-
-def _freed(cleaning: Cleaning, left: list[Item]) -> int:
-    return sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
-
-
-def _print_pruned(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> None:
-    verb = "would remove" if dry_run else "removed"
-    for item in cleaning.going:
-        print(f"{verb} {item.folder.name} ({item.num_bytes / 1e6:,.1f} MB)")
-    for step, problem in cleaning.damaged.items():
-        print(f"damaged: step {step}: {problem}")
-    kept = ", ".join(map(str, cleaning.kept)) or "none"
-    would = "would be freed" if dry_run else "freed"
-    print(f"kept as good: {kept}; {_freed(cleaning, left) / 1e6:,.1f} MB {would}")
-    for item in left:
-        click.echo(f"could not be removed: {item.folder}", err=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,6 @@ import click
 from hpc_elastic.cli import options
 
 if TYPE_CHECKING:
-    from hpc_elastic.doctor.examine import Examination
     from hpc_elastic.doctor.probe_job import Report
 
 _EPILOG = """
@@ -40,7 +40,6 @@ remedy), facts. A verdict is ok, warn, fail or unknown. Environment variables ar
 
 
 def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the settings that begin with `incomplete`."""
     from dataclasses import fields
 
     from hpc_elastic.config.schema import SlurmSettings
@@ -78,9 +77,11 @@ def doctor_command(
     A failed check means that runs fail, or are not requeued; a warning is a loss that can be
     avoided.
     """
+    from rich.console import Console
+
     from hpc_elastic._util import sigterm_as_interrupt
     from hpc_elastic.doctor import cluster, examine
-    from hpc_elastic.doctor.findings import Verdict, worst_verdict
+    from hpc_elastic.doctor.findings import Verdict, print_findings, worst_verdict
     from hpc_elastic.errors import ConfigError
 
     try:
@@ -90,30 +91,20 @@ def doctor_command(
     found = examine.examine_login_node(wanted, folder)
     if probe:
         ends = sigterm_as_interrupt(signal.SIGHUP)  # as Ctrl-C does: the job is cancelled
-        with ends, _progress(quiet=as_json) as report:
+        with ends, _progress(quiet=as_json) as show_step:
             found = examine.examine_nodes(
-                found, wanted, folder, num_nodes=nodes, timeout_s=wait_s, report=report
+                found, wanted, folder, num_nodes=nodes, timeout_s=wait_s, report=show_step
             )
     if as_json:
-        print(_json(found, cluster.settings_json(wanted)))
+        report = {
+            "schema": 1, "verdict": worst_verdict(found.findings).value, "time": time.time(),
+            "versions": found.versions, "asked": cluster.settings_json(wanted),
+            "findings": [finding.to_json() for finding in found.findings], "facts": found.facts,
+        }  # fmt: skip
+        print(json.dumps(report, indent=2))
     else:
-        _show(found, probed=probe)
+        print_findings(found.findings, Console(highlight=False), probed=probe)
     return 1 if worst_verdict(found.findings) is Verdict.FAIL else 0
-
-
-def _json(found: Examination, wanted: dict[str, object]) -> str:
-    from hpc_elastic.doctor.findings import report_json
-
-    report = report_json(found.findings, versions=found.versions, asked=wanted, facts=found.facts)
-    return json.dumps(report, indent=2)
-
-
-def _show(found: Examination, *, probed: bool) -> None:
-    from rich.console import Console
-
-    from hpc_elastic.doctor.findings import print_findings
-
-    print_findings(found.findings, Console(highlight=False), probed=probed)
 
 
 @contextmanager

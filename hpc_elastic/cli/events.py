@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hpc_elastic.cli import options
+from hpc_elastic.launcher.run_view import EndDetector, RunView
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.sentences import day_of, lines, sentence
+from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
-
-if TYPE_CHECKING:
-    from hpc_elastic.launcher.run_view import RunView
-    from hpc_elastic.report.causes import TimelineEntry
 
 _POLL_S = 0.5
 _SETTLED_S = 5.0
@@ -39,7 +39,7 @@ _SETTLED_S = 5.0
 def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
     """Show what happened to a run, one line for each change, its cause first.
 
-    The lines say how the group formed, grew and shrank, and why; which node was preempted, died or
+    The lines show how the group formed, grew and shrank, and why; which node was preempted, died or
     failed; which step was saved, how many steps were lost, and after how many seconds training
     continued. Times are local. The command reads the run directory only: the run may have ended.
 
@@ -56,11 +56,6 @@ def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
 
 
 def _print_all(run: Path, *, as_json: bool) -> int:
-    from hpc_elastic.report.attempts import EventIndex
-    from hpc_elastic.report.sentences import lines
-    from hpc_elastic.report.timeline import build_timeline
-    from hpc_elastic.run.event_schema import valid_events
-
     found = build_timeline(EventIndex(valid_events(EventReader(RunDir(run).event_logs).new())))
     if as_json:
         print(json.dumps([_as_json(entry) for entry in found], indent=2))
@@ -72,8 +67,6 @@ def _print_all(run: Path, *, as_json: bool) -> int:
 
 
 def _as_json(entry: TimelineEntry) -> dict[str, object]:
-    from hpc_elastic.report.sentences import sentence
-
     return {"sentence": sentence(entry), **entry.to_json()}
 
 
@@ -96,8 +89,6 @@ def _follow(run: Path, *, as_json: bool) -> int:
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
-        from hpc_elastic.run.event_schema import valid_events
-
         events.extend(valid_events(new))
         if new or printer.has_unprinted:
             printer.print(events, time.time())
@@ -109,11 +100,10 @@ def _follow(run: Path, *, as_json: bool) -> int:
 
 def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
     """Show the events until the run has ended; return its last view."""
-    from hpc_elastic.launcher.run_view import EndDetector
-
-    reader, detector = EventReader(RunDir(run).event_logs), EndDetector(RunDir(run), warn=_say)
+    reader = EventReader(RunDir(run).event_logs)
+    detector = EndDetector(RunDir(run), warn=_print_message)
     while True:
-        ended = detector.poll()  # before the events, none of which is missed
+        ended = detector.poll()  # before the events, so that none is missed
         show(reader.new())
         if ended is not None:
             return ended
@@ -121,12 +111,11 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
 
 
 def _print_end(view: RunView) -> int:
-    """Print how a run ended on standard error; return the exit code."""
-    _say(view.describe())
+    _print_message(view.describe())
     return view.ended.exit_code if view.ended is not None else 1
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     click.echo(f"hpc-elastic: {text}", err=True)
 
 
@@ -148,25 +137,17 @@ class TimelinePrinter:
 
     def print(self, events: list[Event], now: float) -> None:
         """Print the new entries that will not change any more."""
-        from hpc_elastic.report.attempts import EventIndex
-        from hpc_elastic.report.timeline import build_timeline
-
         found = build_timeline(EventIndex(events))
         settled = list(takewhile(lambda entry: now - _over_at(entry) >= _SETTLED_S, found))
         self.has_unprinted = len(settled) < len(found)
         for entry in settled:
-            self._print(entry)
-
-    def _print(self, entry: TimelineEntry) -> None:
-        from hpc_elastic.report.sentences import day_of, lines, sentence
-
-        key = (entry.time, sentence(entry))
-        if key in self._sentences:
-            return
-        self._sentences.add(key)
-        if self._as_json:
-            print(json.dumps(_as_json(entry)), flush=True)
-            return
-        for text in lines([entry], self._day):
-            print(text, flush=True)
-        self._day = day_of(entry)
+            key = (entry.time, sentence(entry))
+            if key in self._sentences:
+                continue
+            self._sentences.add(key)
+            if self._as_json:
+                print(json.dumps(_as_json(entry)), flush=True)
+                continue
+            for text in lines([entry], self._day):
+                print(text, flush=True)
+            self._day = day_of(entry)

@@ -34,18 +34,8 @@ def lighthouse_command(bind: str, **options: int) -> int:
 
     They find its address in TORCHFT_LIGHTHOUSE. It can be killed and started again at any time.
     """
-    return lighthouse(bind, LighthouseOptions(**options))
-
-
-def lighthouse(bind: str, options: LighthouseOptions) -> int:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises:
-        ConfigError: ``bind`` is no ``address:port``.
-        HpcElasticError: The port cannot be opened.
-    """
-    with suppress(asyncio.CancelledError):
-        asyncio.run(_serve(bind, options))
+    with suppress(asyncio.CancelledError):  # SIGINT or SIGTERM
+        asyncio.run(_serve(bind, LighthouseOptions(**options)))
     return 0
 
 

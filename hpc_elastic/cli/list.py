@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
+from hpc_elastic._util import duration
 from hpc_elastic.cli import options
+from hpc_elastic.cli.status import PHASES, console
+from hpc_elastic.launcher.run_view import Query, label_of, read_views
 from hpc_elastic.run import registry
 from hpc_elastic.run.registry import KnownRun
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hpc_elastic.launcher.run_view import Query
+from hpc_elastic.slurm.scheduler import take_snapshot
 
 _WIDE = 130
 """Columns from which a run fits on one line; otherwise its overrides are below it."""
@@ -93,9 +94,6 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
         known: The runs.
         query: Queries the scheduler; None for Slurm and the local launchers.
     """
-    from hpc_elastic.launcher.run_view import label_of, read_views
-    from hpc_elastic.slurm.scheduler import take_snapshot
-
     views = read_views([run.path for run in known], query or take_snapshot)
     found = []
     for run, view in zip(known, views, strict=True):
@@ -121,22 +119,10 @@ def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed
 
 
 def _print(runs: Sequence[Listed], *, cut: bool) -> None:
-    from hpc_elastic.cli.status_text import console
-
     out = console()
     if not runs:
         out.print("no runs yet: hpc-elastic submit, or python your_script.py -m launcher=slurm ...")
         return
-    _print_table(out, runs)
-    if cut:
-        out.print(f"the newest {len(runs)}; --all lists all, --limit N the newest N", style="dim")
-
-
-def _print_table(out: Console, runs: Sequence[Listed]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
     wide = out.width >= _WIDE
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("run", "submitted", "state"):
@@ -146,30 +132,22 @@ def _print_table(out: Console, runs: Sequence[Listed]) -> None:
     if wide:
         table.add_column("overrides", ratio=1, overflow="fold")
         table.add_column("directory", ratio=1, overflow="fold")
+    here = Path.cwd()
     for run in runs:
-        table.add_row(*_cells(run, below=not wide), *(map(Text, _more(run)) if wide else ()))
+        path, title = Path(run.directory), Text(run.run_id, style="bold")
+        place = str(path.relative_to(here)) if path.is_relative_to(here) else run.directory
+        more = (run.problem or run.overrides, place)
+        for line in () if wide else filter(None, more):
+            title.append(f"\n  {line}", style="dim not bold")
+        of = f" of {run.total_steps:,}" if run.total_steps else ""
+        table.add_row(
+            title,
+            f"{duration(time.time() - run.submitted)} ago",
+            Text(run.state, style=PHASES.get(run.state, "")),
+            "" if run.nodes is None else str(run.nodes),
+            "" if run.step is None else f"{run.step:,}{of}",
+            *(map(Text, more) if wide else ()),
+        )
     out.print(table)
-
-
-def _cells(run: Listed, *, below: bool) -> Iterator[Any]:
-    from rich.text import Text
-
-    from hpc_elastic._util import duration
-    from hpc_elastic.cli.status_text import PHASES
-
-    name = Text(run.run_id, style="bold")
-    if below:
-        for line in filter(None, _more(run)):
-            name.append(f"\n  {line}", style="dim not bold")
-    yield name
-    yield f"{duration(time.time() - run.submitted)} ago"
-    yield Text(run.state, style=PHASES.get(run.state, ""))
-    yield "" if run.nodes is None else str(run.nodes)
-    of = f" of {run.total_steps:,}" if run.total_steps else ""
-    yield "" if run.step is None else f"{run.step:,}{of}"
-
-
-def _more(run: Listed) -> tuple[str, str]:
-    here, path = Path.cwd(), Path(run.directory)
-    place = str(path.relative_to(here)) if path.is_relative_to(here) else run.directory
-    return run.problem or run.overrides, place
+    if cut:
+        out.print(f"the newest {len(runs)}; --all lists all, --limit N the newest N", style="dim")

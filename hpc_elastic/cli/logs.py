@@ -1,34 +1,33 @@
-"""``hpc-elastic logs``: the output of all workers of a run, in order of time."""
+"""``hpc-elastic logs``: the output of all workers of a run, in order of time.
+
+    12:03:11.4 node3  r0 | epoch 18: loss 0.0010          standard output
+    12:03:11.4 node3  r0 ! Traceback (most recent call last):      standard error
+    12:03:12.0 node3 agent : ...                          the agent's log
+    12:03:12.0 node3 slurm : ...                          output captured by Slurm
+
+On a terminal a new day is a line of its own; elsewhere each line has its date.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.cli.log_lines import Writer, as_json
-from hpc_elastic.cli.options import FORMS, PointInTime
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_view import EndDetector, RunView, read_view
 from hpc_elastic.report import log_files
-from hpc_elastic.report.log_files import (
-    Keep,
-    LogLine,
-    LogSource,
-    NothingSelectedError,
-    Selection,
-    cleaned,
-    merge,
-    require_there,
-)
-from hpc_elastic.report.log_follow import Follower
+from hpc_elastic.report.log_files import LogLine, LogSource
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices
@@ -67,8 +66,8 @@ class Query:
         follow: Whether to go on until the run has ended.
     """
 
-    selection: Selection
-    keep: Keep
+    selection: log_files.Selection
+    keep: log_files.Keep
     since: float | None
     tail: int | None
     follow: bool
@@ -101,59 +100,41 @@ def _pattern(
 @click.command(epilog=_EXAMPLES)
 @options.run
 @click.option(
-    "--rank",
-    "ranks",
-    multiple=True,
-    callback=_ranks,
-    metavar="R",
+    "--rank", "ranks", multiple=True, callback=_ranks, metavar="R",
     help="Only this global rank, or ranks (0-3,8). Can be repeated.",
-)
+)  # fmt: skip
 @click.option(
-    "--node",
-    "nodes",
-    multiple=True,
-    callback=_hosts,
-    metavar="N",
+    "--node", "nodes", multiple=True, callback=_hosts, metavar="N",
     help="Only this node, or nodes (node[1-3]). Can be repeated.",
-)
+)  # fmt: skip
 @click.option(
-    "--attempt",
-    type=click.IntRange(0),
-    metavar="K",
+    "--attempt", type=click.IntRange(0), metavar="K",
     help="Only this attempt of each task; 0 is the one before any requeue.",
-)
+)  # fmt: skip
 @click.option(
-    "--round",
-    "round_",
-    type=click.IntRange(1),
-    metavar="N",
+    "--round", "round_", type=click.IntRange(1), metavar="N",
     help="Only this round; each change of the group begins a new one.",
-)
+)  # fmt: skip
 @click.option(
-    "-f",
-    "--follow",
-    is_flag=True,
+    "-f", "--follow", is_flag=True,
     help="Follow the output until the run has ended, also over restarts and new nodes. "
     f"Begins with the last {_FIRST_LINES} lines, unless --tail or --since is given.",
-)
+)  # fmt: skip
 @click.option(
-    "--grep",
-    "pattern",
-    callback=_pattern,
-    metavar="RE",
+    "--grep", "pattern", callback=_pattern, metavar="RE",
     help="Only lines that match this regular expression; (?i) ignores case.",
-)
+)  # fmt: skip
 @click.option("-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines.")
 @click.option(
-    "--since", type=PointInTime(), metavar="T", help=f"Only lines written since: {FORMS}."
+    "--since",
+    type=options.PointInTime(),
+    metavar="T",
+    help=f"Only lines written since: {options.FORMS}.",
 )
 @click.option(
-    "--agent/--no-agent",
-    "agents",
-    default=False,
-    show_default=True,
+    "--agent/--no-agent", "agents", default=False, show_default=True,
     help="Add the logs of the agents, and the captured output of the tasks.",
-)
+)  # fmt: skip
 @options.as_json
 def logs_command(
     run: Path,
@@ -185,20 +166,17 @@ def logs_command(
 
     The exit code is 1 if there is no output; with --follow, if the run has not succeeded.
     """
-    selection = Selection(ranks, nodes, attempt, round_, agents)
+    selection = log_files.Selection(ranks, nodes, attempt, round_, agents)
     if follow and tail is None and since is None:
         tail = _FIRST_LINES
-    query = Query(selection, _keep(pattern, since), since, tail, follow)
-    return show(RunDir(run), query, _Output(as_json=as_json))
 
-
-def _keep(pattern: re.Pattern[str] | None, since: float | None) -> Keep:
-    def keep(line: LogLine) -> bool:
+    def is_wanted(line: LogLine) -> bool:
         if since is not None and line.time < since:
             return False
-        return pattern is None or bool(pattern.search(cleaned(line.text, colours=False)))
+        return pattern is None or bool(pattern.search(log_files.cleaned(line.text, colours=False)))
 
-    return keep
+    query = Query(selection, is_wanted, since, tail, follow)
+    return _print_output(RunDir(run), query, _Output(as_json=as_json))
 
 
 class _Output:
@@ -217,7 +195,7 @@ class _Output:
     def write(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
             self.num_lines += 1
-            rows = [as_json(line)] if self._as_json else self._writer.rows([line])
+            rows = [json_of(line)] if self._as_json else self._writer.rows([line])
             if self._is_plain:
                 rows = map(click.unstyle, rows)
             sys.stdout.writelines(f"{row}\n" for row in rows)
@@ -229,7 +207,7 @@ def takes_colours(environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM", "").lower() not in _COLOURLESS
 
 
-def show(run: RunDir, query: Query, out: _Output) -> int:
+def _print_output(run: RunDir, query: Query, out: _Output) -> int:
     """Print the output of a run.
 
     Returns:
@@ -237,33 +215,26 @@ def show(run: RunDir, query: Query, out: _Output) -> int:
 
     Raises:
         RunDirectoryError: `run` is no run directory, or its workers have written nothing.
-        NothingSelectedError: The selection matches no output.
+        log_files.NothingSelectedError: The selection matches no output.
     """
     discovery = log_files.Discovery(run)
     if query.follow:
         view = _follow(run, query, out, discovery)
-        _say(view.describe())
+        _print_message(view.describe())
         return view.ended.exit_code if view.ended is not None else 1
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
-    _require_output(run, query.selection, sources, chosen)
-    out.make_room(chosen)
-    out.write(_so_far(chosen, query, {}))
-    if not out.num_lines:
-        _say(f"no output; {read_view(run.path).describe()}")
-    return 0 if out.num_lines else 1
-
-
-def _require_output(
-    run: RunDir, selection: Selection, sources: Sequence[LogSource], chosen: Sequence[LogSource]
-) -> None:
-    """Raise an error if nothing is selected."""
     if any(source.is_worker for source in sources):
-        require_there(selection, sources)
+        log_files.require_there(query.selection, sources)
     elif not chosen:
         remedy = "; --agent shows the logs of the agents" if sources else ""
         doing = read_view(run.path).describe()
         raise RunDirectoryError(f"{run.path} has no output of workers yet; {doing}{remedy}")
+    out.make_room(chosen)
+    out.write(_so_far(chosen, query, {}))
+    if not out.num_lines:
+        _print_message(f"no output; {read_view(run.path).describe()}")
+    return 0 if out.num_lines else 1
 
 
 def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -> Iterator[LogLine]:
@@ -278,21 +249,27 @@ def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -
         for begin, source in begins
         if begin is not None
     )
-    yield from filter(query.keep, merge(streams))
+    yield from filter(query.keep, log_files.merge(streams))
 
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
     """Print the present output and what is added, until the run has ended; return its view."""
-    detector, ended_at = EndDetector(run, warn=_say), 0.0
+    detector, ended_at = EndDetector(run, warn=_print_message), 0.0
     ended: RunView | None = None
-    follower = Follower(discovery, query.selection, query.keep)
+    follower = log_files.Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
     until = follower.skip(chosen)
     out.make_room(chosen)
     out.write(_so_far(chosen, query, until))
-    if not is_there(run.result):
-        _report_missing(run, query.selection, sources)
+    if not is_there(run.result):  # print which selected output does not exist yet
+        try:
+            if any(source.is_worker for source in sources):
+                log_files.require_there(query.selection, sources)
+            else:
+                _print_message(f"waiting for output; {read_view(run.path).describe()}")
+        except log_files.NothingSelectedError as e:
+            _print_message(f"{e}; waiting")
     while ended is None or not _is_complete(ended_at, follower.last_news):
         out.write(follower.poll())
         sys.stdout.flush()
@@ -303,22 +280,102 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     return ended
 
 
-def _report_missing(run: RunDir, selection: Selection, sources: Sequence[LogSource]) -> None:
-    """Print which selected output does not exist yet."""
-    try:
-        if any(source.is_worker for source in sources):
-            require_there(selection, sources)
-        else:
-            _say(f"waiting for output; {read_view(run.path).describe()}")
-    except NothingSelectedError as e:
-        _say(f"{e}; waiting")
-
-
 def _is_complete(ended_at: float, last_news: float) -> bool:
     now = time.monotonic()
     return now - max(ended_at, last_news) > _LAST_LINES_S or now - ended_at > _LAST_LINES_AT_MOST_S
 
 
-def _say(text: str) -> None:
-    """Print a message of this command."""
+def _print_message(text: str) -> None:
     click.echo(f"hpc-elastic: {text}", err=True)
+
+
+# ---- lines for terminals and scripts (pure)
+
+
+_MARKS = {"out": "|", "err": "!"}
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
+"""Colours of ranks; red is for errors."""
+
+
+class Writer:
+    """Formats lines with their time and source.
+
+    Args:
+        on_terminal: With colours, and the day on a line of its own.
+        now: Unix seconds; the day of `now` has no line.
+    """
+
+    def __init__(self, *, on_terminal: bool, now: float) -> None:
+        self._on_terminal = on_terminal
+        self._day = f"{datetime.fromtimestamp(now):%Y-%m-%d}"
+        self._host_width = self._origin_width = 1
+        self._second, self._date, self._clock = -1, "", ""
+        self._labels: dict[int, tuple[LogSource, str]] = {}  # by identity: hashing takes longer
+
+    def make_room(self, sources: Iterable[LogSource]) -> None:
+        """Widen the columns for sources; they never become narrower."""
+        for source in sources:
+            self._widen(source)
+
+    def _widen(self, source: LogSource) -> None:
+        widths = self._host_width, self._origin_width
+        self._host_width = max(self._host_width, len(_host(source)))
+        self._origin_width = max(self._origin_width, len(_origin(source)))
+        if widths != (self._host_width, self._origin_width):
+            self._labels.clear()
+
+    def rows(self, lines: Iterable[LogLine]) -> Iterator[str]:
+        """Yield the rows of lines, without ends of lines."""
+        for line in lines:
+            if int(line.time) != self._second:
+                at = datetime.fromtimestamp(line.time)
+                self._second = int(line.time)
+                self._date, self._clock = f"{at:%Y-%m-%d}", f"{at:%H:%M:%S}"
+                if self._on_terminal and self._date != self._day:
+                    self._day = self._date
+                    yield click.style(f"-- {self._date} --", dim=True)
+            yield self._row(line)
+
+    def _row(self, line: LogLine) -> str:
+        source = line.source
+        known = self._labels.get(id(source))
+        if known is None or known[0] is not source:
+            self._widen(source)
+            known = self._labels[id(source)] = (source, self._label(source))
+        text = log_files.cleaned(line.text, colours=self._on_terminal)
+        clock = f"{self._clock}.{int(line.time * 10) % 10}"
+        if self._on_terminal:
+            return f"{click.style(clock, dim=True)} {known[1]} {text}"
+        return f"{self._date} {clock} {known[1]} {text}"
+
+    def _label(self, source: LogSource) -> str:
+        host = _host(source).ljust(self._host_width)
+        origin = _origin(source).rjust(self._origin_width)
+        mark = _MARKS.get(source.stream, ":")
+        if self._on_terminal:
+            if source.is_worker:  # the nodes of ft=true have the same ranks
+                colour = zlib.crc32(source.host.encode()) + (source.rank or 0)
+                origin = click.style(origin, fg=_COLOURS[colour % len(_COLOURS)])
+            mark = click.style(mark, fg="red", bold=True) if source.stream == "err" else mark
+        return f"{host} {origin} {mark}"
+
+
+def json_of(line: LogLine) -> str:
+    """Return a line as one JSON object; the help of the command describes the keys."""
+    source = line.source
+    fields = {
+        "time": round(line.time, 3), "timed": line.timed, "host": source.host or None,
+        "task": source.task, "attempt": source.attempt, "round": source.round,
+        "rank": source.rank, "stream": source.stream,
+        "text": log_files.cleaned(line.text, colours=False),
+    }  # fmt: skip
+    return json.dumps(fields)
+
+
+def _host(source: LogSource) -> str:
+    """Return the name of the node without its domain; of the task if it has no single node."""
+    return source.host.partition(".")[0] or source.task
+
+
+def _origin(source: LogSource) -> str:
+    return f"r{source.rank}" if source.is_worker else source.stream

@@ -50,9 +50,7 @@ Standard output is empty then.
 """
 
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
-    "Submit": {
-        "submit": ("submit", "Submit the runs of a script, or print their batch script."),
-    },
+    "Submit": {"submit": ("submit", "Submit the runs of a script, or print their batch script.")},
     "Observe": {
         "status": ("status", "Show a run: group, tasks, step, pace, and where its time went."),
         "list": ("list", "List your runs, the newest first."),
@@ -76,7 +74,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("verify", "Write a checkpoint as one file for torch.load."),
     },
     "Serve": {
-        "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without this launcher."),
+        "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without this launcher.")
     },
 }
 """Section -> command -> module of this package with `<command>_command`, and the summary."""
@@ -93,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    _replace_unprintable()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a question mark for what LC_ALL=C cannot encode
+            stream.reconfigure(errors="replace")
     try:
         code = program.main(argv, prog_name="hpc-elastic", standalone_mode=False)
     except HpcElasticError as e:
@@ -112,13 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not isinstance(code, int):
         return 0
     return code if code >= 0 else _SIGNALLED - code
-
-
-def _replace_unprintable() -> None:
-    """Print a question mark for a character that the encoding lacks (``LC_ALL=C``)."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _message(error: OSError) -> str:
@@ -204,9 +197,6 @@ def program() -> None:
 # ---- ``hpc-elastic completion``
 
 
-_VARIABLE = "_HPC_ELASTIC_COMPLETE"
-"""The environment variable by which click recognizes a call for completion."""
-
 _COMPLETION_EXAMPLES = """
 \b
 To install it, once:
@@ -223,16 +213,12 @@ def completion_command(shell: str) -> int:
 
     RUN is completed with the ids of your runs, newest first, and with directories.
     """
-    print(source(shell))
-    return 0
-
-
-def source(shell: str) -> str:
-    """Return the completion script of a shell."""
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)
     assert kind is not None
-    complete = kind(program, {}, "hpc-elastic", _VARIABLE)
+    # the variable by which click recognizes a call for completion
+    complete = kind(program, {}, "hpc-elastic", "_HPC_ELASTIC_COMPLETE")
     # not .source(): it checks the version of the first bash on PATH, and warns
-    return complete.source_template % complete.source_vars()
+    print(complete.source_template % complete.source_vars())
+    return 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hpc_elastic.launcher.run_handle import COMMANDS, read_result_status
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import Event, EventLog, read_events
 from hpc_elastic.run.registry import user
+from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, Phase, TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, require_killable, take_snapshot
 
@@ -58,7 +60,7 @@ class NamedNode:
         found = read_events(self.run.event_logs)
         return [e for e in found if e["kind"] in kinds and e["task"] == self.task]
 
-    def note(self, kind: str, **fields: Any) -> None:
+    def write_event(self, kind: str, **fields: Any) -> None:
         """Write the event that a user takes this node.
 
         Raises:
@@ -90,7 +92,11 @@ def find_node(run: Path, name: str) -> NamedNode:
     """
     files = RunDir(run)
     spec = files.load()
-    require_goes_on(files)
+    result, mark = read_result_status(files), files.cancellation()
+    if result is not None:
+        raise RunDirectoryError(f"{files.path} has ended ({result}), and has no nodes")
+    if mark is not None:
+        raise RunDirectoryError(f"{files.path} was cancelled{mark.by_whom}, and leaves its nodes")
     states = _states(spec)
     begun = {e["task"]: e for e in read_events(files.event_logs) if e["kind"] == "task"}
     hosts = {
@@ -99,25 +105,22 @@ def find_node(run: Path, name: str) -> NamedNode:
         if state.phase is Phase.RUNNING
     }
     found = [task for task, host in hosts.items() if name in (task, host, host.partition(".")[0])]
-    if len(found) != 1:
-        raise RunDirectoryError(_refusal(name, found, hosts, states))
+    if len(found) > 1:
+        several = ", ".join(found)
+        raise RunDirectoryError(f"{name} has several tasks of the run; give one of them: {several}")
+    if not found and name in states:
+        raise RunDirectoryError(f"task {name} has no node: it is {states[name].state}")
+    if not hosts:
+        waiting = sum(state.phase is Phase.PENDING for state in states.values())
+        raise RunDirectoryError(f"{name}: the run has no node now; pending tasks: {waiting}")
+    if not found:
+        named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
+        near = near_miss(name, hosts.values())
+        raise RunDirectoryError(f"{name} is not a node of the run{near}; its nodes: {named}")
     (task,) = found
     attempt = states[task].restarts
     attempt = int(begun.get(task, {}).get("attempt", 0)) if attempt is None else attempt
     return NamedNode(files, spec, task, hosts[task], attempt)
-
-
-def require_goes_on(run: RunDir) -> None:
-    """Check that a run has not ended and is not cancelled.
-
-    Raises:
-        RunDirectoryError: It has, or is.
-    """
-    result, mark = read_result_status(run), run.cancellation()
-    if result is not None:
-        raise RunDirectoryError(f"{run.path} has ended ({result}), and has no nodes")
-    if mark is not None:
-        raise RunDirectoryError(f"{run.path} was cancelled{mark.by_whom}, and leaves its nodes")
 
 
 def _states(spec: RunSpec) -> dict[str, TaskState]:
@@ -127,23 +130,6 @@ def _states(spec: RunSpec) -> dict[str, TaskState]:
     if states is None:
         raise SlurmError(f"the nodes of the run are unknown: {queue.why_unknown(spec)}")
     return states
-
-
-def _refusal(
-    name: str, found: Iterable[str], hosts: Mapping[str, str], states: Mapping[str, TaskState]
-) -> str:
-    """Return why a name is not that of one node, and which names are (pure)."""
-    several = ", ".join(found)
-    if several:
-        return f"{name} has several tasks of the run; give one of them: {several}"
-    if name in states:
-        return f"task {name} has no node: it is {states[name].state}"
-    if not hosts:
-        waiting = sum(state.phase is Phase.PENDING for state in states.values())
-        return f"{name}: the run has no node now; pending tasks: {waiting}"
-    named = ", ".join(f"{host} (task {task})" for task, host in hosts.items())
-    near = near_miss(name, hosts.values())
-    return f"{name} is not a node of the run{near}; its nodes: {named}"
 
 
 def wait_until(node: NamedNode, is_gone: Callable[[], bool], wait_s: float) -> float | None:
@@ -168,26 +154,6 @@ def state_now(node: NamedNode) -> TaskState | None:
         return None
 
 
-def left_alone(node: NamedNode) -> list[str]:
-    """Return the ended tasks of a run without any node, which has no leader to restart them.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    states = _states(node.spec)
-    if any(state.phase is Phase.RUNNING for state in states.values()):
-        return []
-    ended = (task for task, state in states.items() if state.phase is Phase.ENDED)
-    return list(dict.fromkeys([node.task, *ended]))
-
-
-def is_lost(node: NamedNode, state: TaskState | None) -> bool:
-    """Whether the attempt that had the node has ended (pure)."""
-    if state is None:
-        return False
-    return (state.restarts or 0) > node.attempt or state.phase in (Phase.ENDED, Phase.PENDING)
-
-
 class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
     """A node of the run; completed with the members of its last group."""
 
@@ -199,11 +165,8 @@ class NodeName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         """Return the nodes of the group that begin with `incomplete`."""
         from click.shell_completion import CompletionItem
 
-        from hpc_elastic.cli.options import find_run
-        from hpc_elastic.shared_files import read_json
-
         try:
-            status = read_json(RunDir(find_run(str(ctx.params["run"]))).status) or {}
+            status = read_json(RunDir(options.find_run(str(ctx.params["run"]))).status) or {}
             hosts = [str(member["host"]) for member in status.get("members") or ()]
         except (HpcElasticError, OSError, ValueError, KeyError, TypeError):
             return []
@@ -264,14 +227,26 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
     require_killable(node.task)
     if not as_json:
         print(f"killing {node}: nothing is saved", flush=True)
-    node.note("kill")
+    node.write_event("kill")
     Scheduler(node.run, node.spec).kill_task(node.task)
-    after_s = wait_until(node, lambda: is_lost(node, state_now(node)), wait_s)
+
+    def has_ended() -> bool:
+        """Whether the attempt that had the node has ended."""
+        state = state_now(node)
+        return state is not None and (
+            (state.restarts or 0) > node.attempt or state.phase in (Phase.ENDED, Phase.PENDING)
+        )
+
+    after_s = wait_until(node, has_ended, wait_s)
     if after_s is not None:
-        _restart_if_last(node)
+        states = _states(node.spec)
+        if not any(state.phase is Phase.RUNNING for state in states.values()):
+            # the run has lost its last node, and has no leader to restart its tasks
+            ended = (task for task, state in states.items() if state.phase is Phase.ENDED)
+            Scheduler(node.run, node.spec).restart_tasks(list(dict.fromkeys([node.task, *ended])))
     if as_json:
-        gone = after_s is not None
-        print(json.dumps({**node.json, "gone": gone, "after_s": after_s}, indent=2))
+        printed = {**node.json, "gone": after_s is not None, "after_s": after_s}
+        print(json.dumps(printed, indent=2))
     elif after_s is None:
         click.echo(f"{node.host} is still there after {wait_s:g} s", err=True)
     else:
@@ -290,13 +265,6 @@ def _what_next(node: NamedNode) -> str:
     if state is not None and state.reason == LAUNCHER_ENDED:
         return f"its task is not restarted: {LAUNCHER_ENDED}"
     return "its task starts again as soon as a node is free"
-
-
-def _restart_if_last(node: NamedNode) -> None:
-    """Restart the tasks of a run that has lost its last node, also to another command."""
-    gone = left_alone(node)
-    if gone:
-        Scheduler(node.run, node.spec).restart_tasks(gone)
 
 
 # ---- ``hpc-elastic preempt``
@@ -344,64 +312,41 @@ def preempt_command(
     notice that no leader has read by then is withdrawn. A run that has ended is refused.
     """
     found = find_node(run, node)
-    return preempt(
-        found, found.spec.preempt_grace_s if grace_s is None else grace_s, wait_s, as_json
-    )
-
-
-def preempt(node: NamedNode, grace_s: float, wait_s: float | None, as_json: bool) -> int:
-    """Preempt a node, wait until it has left, and print the outcome.
-
-    Returns:
-        0 if it has left, or the run has ended meanwhile; else 1.
-    """
-    from hpc_elastic.shared_files import write_atomic
-
+    grace_s = found.spec.preempt_grace_s if grace_s is None else grace_s
     wait_s = grace_s + _MARGIN_S if wait_s is None else wait_s
     if not as_json:
-        print(f"preempting {node}: it has {grace_s:g} s to save and leave", flush=True)
-    before = len(node.events("task_exited"))
-    num_stops = len(_stops(node))
-    node.note("preempt", grace_s=grace_s)
-    notice = node.run.notices / node.task
-    node.run.notices.mkdir(exist_ok=True)
+        print(f"preempting {found}: it has {grace_s:g} s to save and leave", flush=True)
+    before, num_stops = len(found.events("task_exited")), len(_stops(found))
+    found.write_event("preempt", grace_s=grace_s)
+    notice = found.run.notices / found.task
+    found.run.notices.mkdir(exist_ok=True)
     write_atomic(notice, f"{grace_s:g}\n")
-    after_s = wait_until(node, lambda: len(node.events("task_exited")) > before, wait_s)
-    left = node.events("task_exited")[before:]
-    printed = {
-        **node.json, "grace_s": grace_s, "left": bool(left),
-        "after_s": None if after_s is None else round(after_s, 1),
-        "step": next((s["step"] for s in _stops(node)[num_stops:] if s.get("step")), None),
-        "comes_back": left[0].get("how") in ("requeue", "requeued", "replace") if left else None,
-    }  # fmt: skip
-    unread = after_s is None and _withdraw(notice)
+    after_s = wait_until(found, lambda: len(found.events("task_exited")) > before, wait_s)
+    exits = found.events("task_exited")[before:]
+    comes_back = exits[0].get("how") in ("requeue", "requeued", "replace") if exits else None
+    step = next((s["step"] for s in _stops(found)[num_stops:] if s.get("step")), None)
+    why = "it has its notice"
+    if after_s is None:
+        with suppress(FileNotFoundError):  # a leader has read it
+            notice.unlink()
+            why = "no leader has read the notice, which is withdrawn"
     if as_json:
+        after_s = None if after_s is None else round(after_s, 1)
+        printed = {
+            **found.json, "grace_s": grace_s, "left": bool(exits), "after_s": after_s,
+            "step": step, "comes_back": comes_back,
+        }  # fmt: skip
         print(json.dumps(printed, indent=2))
     elif after_s is None:
-        why = "no leader has read the notice, which is withdrawn" if unread else "it has its notice"
-        click.echo(f"{node.host} has not left within {wait_s:g} s: {why}", err=True)
+        click.echo(f"{found.host} has not left within {wait_s:g} s: {why}", err=True)
+    elif not exits:
+        print(f"the run has ended, and with it {found.host} has left")
     else:
-        print(_outcome(node, printed))
+        saved = "" if step is None else f"; all ranks saved step {step}"
+        back = "starts again as soon as a node is free" if comes_back else "is not restarted"
+        print(f"{found.host} left after {after_s:.1f} s{saved}; its task {back}")
     return 1 if after_s is None else 0
 
 
 def _stops(node: NamedNode) -> list[dict[str, Any]]:
-    """Return the events of the rounds that were stopped."""
     return [e for e in read_events(node.run.event_logs) if e["kind"] == "round_stopped"]
-
-
-def _withdraw(notice: Path) -> bool:
-    """Remove a notice; False if the leader has read it already."""
-    try:
-        notice.unlink()
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _outcome(node: NamedNode, printed: dict[str, Any]) -> str:
-    if not printed["left"]:
-        return f"the run has ended, and with it {node.host} has left"
-    saved = "" if printed["step"] is None else f"; all ranks saved step {printed['step']}"
-    back = "starts again as soon as a node is free" if printed["comes_back"] else "is not restarted"
-    return f"{node.host} left after {printed['after_s']} s{saved}; its task {back}"

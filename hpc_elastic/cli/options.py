@@ -6,7 +6,6 @@ import re
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
@@ -35,10 +34,8 @@ def find_run(name: str) -> Path:
         return _run_below(path.absolute())
     known = registry.newest_first()
     found = next((run for run in known if name in (LAST, run.run_id)), None)
-    return _unknown(name) if found is None else found.path
-
-
-def _unknown(name: str) -> NoReturn:
+    if found is not None:
+        return found.path
     if name == LAST:
         what = "no run was submitted yet"
     elif Path(name).exists():
@@ -131,7 +128,7 @@ FORMS = "10m (ago; s, m, h, d), 12:03, 12:03:11, 2030-01-31, '2030-01-31 12:03',
 
 
 def parse_time(text: str, now: float) -> float:
-    """Return the Unix seconds of a point in the past (pure, but for the time zone).
+    """Return the Unix seconds of a point in the past (pure, apart from the time zone).
 
     Args:
         text: One of `FORMS`. A time of day is the last one before now.
@@ -145,12 +142,8 @@ def parse_time(text: str, now: float) -> float:
         return now - float(ago[1]) * _UNIT_S[ago[2]]
     if text.startswith("@"):
         return float(text[1:])
-    if _CLOCK.fullmatch(text):
-        return _time_of_day(text, now)
-    return datetime.fromisoformat(text).timestamp()
-
-
-def _time_of_day(text: str, now: float) -> float:
+    if not _CLOCK.fullmatch(text):
+        return datetime.fromisoformat(text).timestamp()
     today = datetime.fromtimestamp(now)
     then = datetime.fromisoformat(f"{today:%Y-%m-%d}T{text.zfill(len(text) + (text[1] == ':'))}")
     return (then if then <= today else then - timedelta(days=1)).timestamp()

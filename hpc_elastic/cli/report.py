@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from hpc_elastic.checkpoint.store import Store, directories
 from hpc_elastic.cli import options
+from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.launcher.run_view import overrides_label, overrides_of
+from hpc_elastic.report.progress_log import Point
+from hpc_elastic.report.report import About, Configuration, Report, redact, redact_argument, report
+from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import write_atomic
-
-if TYPE_CHECKING:
-    from hpc_elastic.cli.run_details import RunDetails
-    from hpc_elastic.report.report import About, Configuration, Report
 
 _FORMATS = ("html", "png", "json")
 _STANDARD_OUTPUT = "-"
@@ -74,7 +77,8 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
     The command reads the run directory, and queries Slurm once. The run may be running, have ended,
     or never have started. The exit code does not depend on how the run ended.
     """
-    form = form or _by_name(output)
+    suffix = "" if output is None else output.suffix.lower().lstrip(".")
+    form = form or (suffix if suffix in _FORMATS else "html")
     to_file = output is not None and str(output) != _STANDARD_OUTPUT
     if (output is None and form != "json") or (as_json and not to_file):
         raise click.UsageError(f"-o FILE is missing, such as -o report.{form}")
@@ -94,13 +98,6 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
     else:
         print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
     return 0
-
-
-def _by_name(output: Path | None) -> str:
-    if output is None:
-        return "html"
-    suffix = output.suffix.lower().lstrip(".")
-    return suffix if suffix in _FORMATS else "html"
 
 
 def render(report: Report, form: str) -> bytes:
@@ -141,10 +138,6 @@ def report_of(run: Path) -> Report:
     Raises:
         RunDirectoryError: This is no run directory, nor what is left of one.
     """
-    from hpc_elastic.cli.run_details import read_details
-    from hpc_elastic.report.report import report
-    from hpc_elastic.report.timeline import build_timeline
-
     details = read_details(run)
     notes = list(details.notes)
     timeline = build_timeline(details.history)
@@ -155,12 +148,6 @@ def report_of(run: Path) -> Report:
 
 
 def _about(details: RunDetails) -> About:
-    from dataclasses import asdict
-
-    from hpc_elastic.launcher.run_view import overrides_label, overrides_of
-    from hpc_elastic.report.progress_log import Point
-    from hpc_elastic.report.report import About, redact_argument
-
     view, spec = details.view, details.view.spec
     status, ended = details.status or Point(view.now), view.ended
     overrides = [redact_argument(line) for line in overrides_of(view.run.path)]
@@ -178,8 +165,6 @@ def _about(details: RunDetails) -> About:
 
 
 def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
-    from hpc_elastic.checkpoint.store import Store, directories
-
     try:
         stores = [Store(directory) for directory in directories(RunDir(run))]
         return [
@@ -193,8 +178,6 @@ def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
-    from hpc_elastic.report.report import Configuration, redact, redact_argument
-
     files, spec = RunDir(details.view.run.path), details.view.spec
     config = _read(files.hydra / "config.yaml", notes)
     if config is None and spec is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, read_events
-from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import current_names
 from hpc_elastic.slurm.scheduler import take_snapshot
 
@@ -169,17 +170,39 @@ def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
     """
     view = read_view(run, query)
     notes: list[str] = []
-    history = EventIndex(_read_events(view.run, notes))
+    events: list[Event] = []
+    try:
+        found = read_events(view.run.event_logs)
+        events = valid_events(found)
+        if len(events) < len(found):
+            notes.append(f"damaged events are left out: {len(found) - len(events)}")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        notes.append(f"the events cannot be read: {e}")
+    history = EventIndex(events)
     if view.spec is None and view.status is None and view.ended is None and not history.events:
         remedy = "give a run directory, or an id of `hpc-elastic list`"
         raise RunDirectoryError(f"{run} is no run directory, nor what is left of one: {remedy}")
     points = read_points(view.run.progress)
     if view.updated is not None and view.status is not None:
         points.append(view.status)
-    view = _with_last_sign(view, history, points)
+    if view.ended is not None and view.ended.status in (LOST, CANCELLED):
+        # a run without a result ended with its last event or point
+        signs = [*(float(e["time"]) for e in history.events), *(p.time for p in points)]
+        if view.cancellation is not None:
+            signs.append(view.cancellation.time)
+        ended_at = max(signs, default=view.submitted or 0.0)
+        view = replace(view, ended=replace(view.ended, time=ended_at))
     lives = _trains(view)
     names = current_names(view.spec) if view.spec is not None else []
-    spent = _account(view, history, points, names)
+    running, waiting = None, set[str]()
+    if view.tasks is not None:
+        phases = {name: view.tasks[name].phase for name in names if name in view.tasks}
+        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.COMPLETING)}
+        waiting = {name for name, phase in phases.items() if phase is Phase.PENDING}
+    spent = account(
+        history, points, now=view.now if view.ended is None else view.ended.time,
+        running=running, waiting=waiting, submitted=view.submitted,
+    )  # fmt: skip
     stale_s = 0.0 if view.updated is None else view.now - view.updated
     if stale_s > STALE_S and view.ended is None and view.phase in ("training", "waiting"):
         notes.append(f"no leader has written status.json for {stale_s:.0f} s")
@@ -208,43 +231,6 @@ def _trains(view: RunView) -> bool:
     return view.phase == "training" and view.ended is None
 
 
-def _read_events(run: RunDir, notes: list[str]) -> list[Event]:
-    try:
-        found = read_events(run.event_logs)
-        valid = valid_events(found)
-        if len(valid) < len(found):
-            notes.append(f"damaged events are left out: {len(found) - len(valid)}")
-        return valid
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        notes.append(f"the events cannot be read: {e}")
-        return []
-
-
-def _with_last_sign(view: RunView, history: EventIndex, points: Sequence[Point]) -> RunView:
-    """Return a view in which a run without a result ended with its last event or point."""
-    if view.ended is None or view.ended.status not in (LOST, CANCELLED):
-        return view
-    signs = [*(float(e["time"]) for e in history.events), *(p.time for p in points)]
-    if view.cancellation is not None:
-        signs.append(view.cancellation.time)
-    ended = max(signs, default=view.submitted or 0.0)
-    return replace(view, ended=replace(view.ended, time=ended))
-
-
-def _account(
-    view: RunView, history: EventIndex, points: Sequence[Point], names: Sequence[str]
-) -> Account:
-    running, waiting = None, set[str]()
-    if view.tasks is not None:
-        phases = {name: view.tasks[name].phase for name in names if name in view.tasks}
-        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.COMPLETING)}
-        waiting = {name for name, phase in phases.items() if phase is Phase.PENDING}
-    until = view.now if view.ended is None else view.ended.time
-    return account(
-        history, points, now=until, running=running, waiting=waiting, submitted=view.submitted
-    )
-
-
 def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:
     """Return the last point, with the last known values of those before it.
 
@@ -266,7 +252,12 @@ def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:
 
 def _newest_checkpoint(run: RunDir, points: Sequence[Point]) -> NewestCheckpoint | None:
     """Return the newest checkpoint: on disk, or announced by a framework that keeps its own."""
-    there = _on_disk(run)
+    there = None
+    with suppress(OSError):  # removed meanwhile, or the server is away
+        stores = [Store(directory) for directory in directories(run)]
+        if found := [(step, store.folder(step)) for store in stores for step in store.steps()]:
+            step, folder = max(found)
+            there = NewestCheckpoint(step, folder.stat().st_mtime, len(found))
     announced = _announced(points)
     if announced is None or (there is not None and there.step >= announced[0]):
         return there
@@ -294,80 +285,39 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
     return max(known.items(), default=None)
 
 
-def _on_disk(run: RunDir) -> NewestCheckpoint | None:
-    try:
-        stores = [Store(directory) for directory in directories(run)]
-        found = [(step, store.folder(step)) for store in stores for step in store.steps()]
-        if not found:
-            return None
-        step, folder = max(found)
-        return NewestCheckpoint(step, folder.stat().st_mtime, len(found))
-    except OSError:  # removed meanwhile, or the server is away
-        return None
-
-
 # ---- tasks
 
 
 def _tasks(
-    view: RunView,
-    history: EventIndex,
-    names: Sequence[str],
-    ended_by: Mapping[str, str | None],
+    view: RunView, history: EventIndex, names: Sequence[str], ended_by: Mapping[str, str | None]
 ) -> list[RunTask]:
     """Return the run's tasks by slot; by their events if nothing else is known."""
     started = {event["task"]: event for event in history.of("task")}
-    ranks = _ranks(view)
+    ranks, first = dict[str, tuple[int, int]](), 0
+    has_no_result = view.ended is None or view.ended.status in (LOST, CANCELLED)
+    if view.status is not None and view.status.phase == "training" and has_no_result:
+        for task, num in view.members:
+            ranks[task] = (first, first + num - 1)
+            first += num
     states = view.tasks or {}
     is_known = view.tasks is not None or view.ended is not None
-    return [
-        _task(
-            name, slot, states.get(name), started.get(name), ranks.get(name), ended_by.get(name),
-            is_known=is_known,
-        )
-        for slot, name in enumerate(names or started)
-    ]  # fmt: skip
-
-
-def _task(
-    name: str,
-    slot: int,
-    state: TaskState | None,
-    started: Event | None,
-    ranks: tuple[int, int] | None,
-    ended_by: str | None,
-    *,
-    is_known: bool,
-) -> RunTask:
-    host = str(started["host"]) if started is not None else None
-    attempt = int(started["attempt"]) if started is not None else None
-    if state is None:
-        last_known = "never started" if started is None else ended_by or "running"
-        return RunTask(
-            name, slot, None, ended_by, node=host, attempt=attempt, ranks=ranks,
-            last_known=None if is_known else last_known,
-        )  # fmt: skip
-    runs = state.phase in (Phase.RUNNING, Phase.COMPLETING)
-    return RunTask(
-        name, slot, state.state, state.reason or None,
-        (state.node or host) if runs else None,
-        attempt if state.restarts is None or started is None else state.restarts,
-        ranks if runs else None,
-        state.time_left_s if runs else None,
-        state.starts_in_s,
-    )  # fmt: skip
-
-
-def _ranks(view: RunView) -> dict[str, tuple[int, int]]:
-    """Return the ranks of the workers of each member of the present group."""
-    if view.status is None or view.status.phase != "training" or not _has_no_result(view):
-        return {}
-    ranks, first = {}, 0
-    for task, num in view.members:
-        ranks[task] = (first, first + num - 1)
-        first += num
-    return ranks
-
-
-def _has_no_result(view: RunView) -> bool:
-    return view.ended is None or view.ended.status in (LOST, CANCELLED)
+    found = []
+    for slot, name in enumerate(names or started):
+        event, state, ended = started.get(name), states.get(name), ended_by.get(name)
+        host = str(event["host"]) if event is not None else None
+        attempt = int(event["attempt"]) if event is not None else None
+        if state is None:
+            last_known = "never started" if event is None else ended or "running"
+            found.append(RunTask(
+                name, slot, None, ended, node=host, attempt=attempt, ranks=ranks.get(name),
+                last_known=None if is_known else last_known,
+            ))  # fmt: skip
+            continue
+        runs = state.phase in (Phase.RUNNING, Phase.COMPLETING)
+        found.append(RunTask(
+            name, slot, state.state, state.reason or None, (state.node or host) if runs else None,
+            attempt if state.restarts is None or event is None else state.restarts,
+            ranks.get(name) if runs else None, state.time_left_s if runs else None,
+            state.starts_in_s,
+        ))  # fmt: skip
+    return found

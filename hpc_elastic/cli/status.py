@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
+from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hpc_elastic.cli.run_details import RunDetails
-    from hpc_elastic.launcher.run_view import RunEnd, RunView
-    from hpc_elastic.run.directory import RunSpec
-    from hpc_elastic.slurm.scheduler import QueueSnapshot
+from hpc_elastic.cli.run_details import RunDetails, RunTask, read_details
+from hpc_elastic.launcher.run_view import CANCELLED, LOST, GoneTimer, RunEnd, RunView
+from hpc_elastic.report.node_time import KINDS
+from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 _QUERY_INTERVAL_S, _SETTLED_QUERY_INTERVAL_S = 10.0, 60.0
 """Seconds between two queries of Slurm by a watch; the longer while the run trains and its group
@@ -85,12 +90,10 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     directory, also after the end of the run. The exit code is 1 if RUN is no run; with --watch also
     if the run has not succeeded.
     """
-    from hpc_elastic.cli.run_details import read_details
-
     query = CachedQuery()
 
     def read() -> RunDetails:
-        return query.note(read_details(run, query))
+        return query.observe(read_details(run, query))
 
     details = read()
     if watch:
@@ -98,8 +101,6 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     if as_json:
         print(json.dumps(details.to_json(), indent=2))
     else:
-        from hpc_elastic.cli.status_text import console, page
-
         out = console()
         out.print(page(details, out.width))
     return 0
@@ -116,8 +117,6 @@ class CachedQuery:
 
     def __call__(self, specs: Sequence[RunSpec]) -> QueueSnapshot:
         """Return the tasks of these runs as of the last query."""
-        from hpc_elastic.slurm.scheduler import take_snapshot
-
         settled = self._group is not None and self._changed_at < self._asked_at
         every_s = _SETTLED_QUERY_INTERVAL_S if settled else _QUERY_INTERVAL_S
         local = all(spec.launcher == "local" for spec in specs)
@@ -125,8 +124,8 @@ class CachedQuery:
             self._asked_at, self._answer = time.monotonic(), take_snapshot(specs)
         return self._answer
 
-    def note(self, details: RunDetails) -> RunDetails:
-        """Note the group, and return the details. The files show changes of a training group."""
+    def observe(self, details: RunDetails) -> RunDetails:
+        """Record the group, and return the details. The files show changes of a training group."""
         view, status = details.view, details.status
         fresh = view.now - (view.updated or 0.0) < _QUERY_INTERVAL_S
         trains = view.phase == "training" and status is not None and fresh
@@ -139,17 +138,14 @@ class CachedQuery:
 def _watch(
     read: Callable[[], RunDetails], details: RunDetails, every_s: float, *, as_json: bool
 ) -> int:
-    """Show the run until it has ended."""
-    from hpc_elastic.cli.status_text import calm, console, line
-
     out, has_ended = console(), EndCheck()
     if out.is_terminal and not as_json:
         return _watch_page(out, read, details, every_s)
     shown: tuple[object, float] = (None, 0.0)
     while True:
-        changed = calm(details) != shown[0]
+        changed = slow_values(details) != shown[0]
         if changed or time.monotonic() - shown[1] >= _LINE_EVERY_S:
-            shown = (calm(details), time.monotonic())
+            shown = (slow_values(details), time.monotonic())
             text = json.dumps(details.to_json()) if as_json else line(details)
             stamp = "" if as_json else time.strftime("%H:%M:%S ")
             print(f"{stamp}{text}", flush=True)
@@ -164,14 +160,10 @@ class EndCheck:
     """Detects the end of a run that is watched: without a result, when no task is left for long."""
 
     def __init__(self) -> None:
-        from hpc_elastic.launcher.run_view import GoneTimer
-
         self._gone = GoneTimer(_GONE_S)
 
     def __call__(self, view: RunView) -> RunEnd | None:
         """Return how the run ended; None if it goes on, or its result may be on its way."""
-        from hpc_elastic.launcher.run_view import CANCELLED, LOST
-
         if view.ended is None:
             self._gone.since = None
             return None
@@ -183,20 +175,326 @@ class EndCheck:
 
 
 def _watch_page(
-    console: Console, read: Callable[[], RunDetails], details: RunDetails, every_s: float
+    out: Console, read: Callable[[], RunDetails], details: RunDetails, every_s: float
 ) -> int:
-    from rich.live import Live
-
-    from hpc_elastic._util import sigterm_as_interrupt
-    from hpc_elastic.cli.status_text import page
-
     has_ended = EndCheck()
-    with sigterm_as_interrupt(), Live(console=console, auto_refresh=False) as live:
+    with sigterm_as_interrupt(), Live(console=out, auto_refresh=False) as live:
         while True:
-            most = max(3, console.height - _AROUND_TASKS)
-            live.update(page(details, console.width, most_tasks=most), refresh=True)
+            most = max(3, out.height - _AROUND_TASKS)
+            live.update(page(details, out.width, most_tasks=most), refresh=True)
             end = has_ended(details.view)
             if end is not None:
                 return end.exit_code
             time.sleep(every_s)
             details = read()
+
+
+# ---- the text: `page` for a terminal or a file, `line` for a watch in a file
+
+
+PHASES = {
+    "training": "bold green", "succeeded": "bold green", "failed": "bold red", "lost": "bold red",
+    "cancelled": "bold red",
+    "waiting": "bold yellow", "starting": "bold yellow", "requeued": "bold yellow",
+    "queued": "bold cyan",
+}  # fmt: skip
+_COLOURS = {
+    "useful": "green", "replayed": "red", "checkpoint": "magenta", "restore": "cyan",
+    "import": "blue", "rendezvous": "yellow", "start": "bright_black", "idle": "white",
+}  # fmt: skip
+_DEPARTURES = {
+    "preempted": ("preemption", None), "time_limit": ("time limit", None),
+    "requeued": ("task requeued", "tasks requeued"),
+    "cancelled": ("task cancelled", "tasks cancelled"), "node_lost": ("node lost", "nodes lost"),
+    "silence": ("node lost without a report", "nodes lost without a report"),
+    "asked": ("node left on request", "nodes left on request"),
+    "nodes_requeued": ("node requeued by the run", "nodes requeued by the run"),
+    "agent_failed": ("agent failed", "agents failed"),
+    "signal": ("task terminated", "tasks terminated"),
+}  # fmt: skip
+_LAST = {"end": "until the end", "node_lost": "lost", "silence": "lost without a report"}
+"""How the last attempt ended of a task that the scheduler does not list any more."""
+_MOST_TASKS = 40
+_MOST_SLOW = 4
+_FILE_WIDTH = 160
+_WORTH_SHOWING_S = 1.0
+_WORTH_NAMING = 0.0005
+_WORTH_WAITING_S = 7 * 86_400.0
+"""Without time limits Slurm expects a start in a year."""
+_LABEL_WIDTH = 10
+
+
+def console() -> Console:
+    """Return the console of standard output; a file or pipe has long lines."""
+    narrow = Console(highlight=False)
+    wide = not narrow.is_terminal and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=_FILE_WIDTH) if wide else narrow
+
+
+def page(details: RunDetails, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:
+    """Return the whole page.
+
+    Args:
+        details: The run.
+        width: Characters of a line.
+        most_tasks: Lines for tasks; further ones are counted.
+    """
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", min_width=_LABEL_WIDTH, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in _rows(details, max(24, width - _LABEL_WIDTH - 4)):
+        grid.add_row(label, text)
+    parts: list[RenderableType] = [_head(details), Text(), grid, Text()]
+    if details.tasks:
+        parts += [_tasks(details, most_tasks)]
+    parts += [Text(f"! {note}", style="yellow") for note in details.notes]
+    return Group(*parts)
+
+
+def _head(details: RunDetails) -> RenderableType:
+    view = details.view
+    title = Text.assemble((details.run_id, "bold"), "  ")
+    title.append(f"● {view.phase}", PHASES.get(view.phase, "bold"))
+    if view.submitted is not None:
+        title.append(f"  submitted {duration(view.now - view.submitted)} ago", style="dim")
+    where = Text(str(view.run.path), style="dim", overflow="fold")
+    if details.label:
+        where.append(f"\n{details.label}")
+    return Group(title, where)
+
+
+def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType]]:
+    view, status, pace = details.view, details.status, details.pace
+    saved, spent = details.saved, details.account
+    now, ended = view.now, view.ended
+    if ended is not None:
+        took = ended.time - view.submitted if view.submitted is not None else 0.0
+        text = Text(f"{clock(ended.time, now)}, {duration(now - ended.time)} ago")
+        text.append(f", {duration(took)} after it was submitted" if took > 0 else "")
+        if ended.why:
+            text.append(f"\n{ended.why}", style="red")
+        if log := (ended.failure or {}).get("log"):
+            text.append(f"\n{log}", style="dim")
+        yield "ended", text
+    if status is not None and status.step is not None:
+        text = Text().append(f"{status.step:,}", style="bold")
+        if status.total_steps:
+            share = min(1.0, status.step / status.total_steps)
+            done = round(share * 24)
+            text.append(f" of {status.total_steps:,}  ")
+            text.append("━" * done, style="green").append("╌" * (24 - done), style="dim")
+            text.append(f" {share:.0%}")
+        if status.loss is not None:
+            text.append(f"   loss {status.loss:.4g}")
+        yield "step", text
+    if pace.steps_per_s is not None:
+        parts = [f"{number(pace.steps_per_s)} steps/s"]
+        if pace.samples_per_s is not None:
+            parts.append(f"{number(pace.samples_per_s)} samples/s")
+        if pace.remaining_s is not None:
+            at = clock(now + pace.remaining_s, now)
+            parts.append(f"done in about {duration(pace.remaining_s)} ({at})")
+        yield "pace", Text(" · ".join(parts))
+    if saved is not None:
+        kept = f" ({saved.kept} kept)" if saved.kept else ""
+        yield "checkpoint", Text(f"step {saved.step:,}, {duration(now - saved.time)} ago{kept}")
+    elif status is not None and status.step is not None:
+        yield "checkpoint", Text("none yet")
+    if details.nodes is not None:
+        yield "nodes", _nodes(details, details.nodes, width)
+    if slow := details.stragglers:
+        shown = [
+            f"rank {s.get('rank')} on {s.get('host')} ({s.get('ratio')} times the median)"
+            for s in slow[:_MOST_SLOW]
+        ]
+        more = len(slow) - len(shown)
+        yield "slow", Text(", ".join([*shown, *([f"and {more} more"] if more else [])]), "yellow")
+    restarts, allowed = view.restarts
+    parts = [f"{restarts} of {counted(allowed, 'restart')} spent"]
+    for why, (one, many) in _DEPARTURES.items():
+        if details.departures.get(why):
+            parts.append(counted(details.departures[why], one, many))
+    if len(parts) > 1 or restarts or status is not None:
+        yield "so far", Text(" · ".join(parts))
+    if spent.goodput is not None:
+        text = Text().append(f"{spent.goodput:.1%}", style="bold")
+        text.append(f" of {node_time(spent.node_s)}")
+        if spent.queue_s >= _WORTH_SHOWING_S:
+            text.append(f"; {node_time(spent.queue_s)} in the queue besides", style="dim")
+        yield "goodput", text
+    elif spent.node_s:
+        yield "goodput", Text("unknown: no step was reported yet", style="dim")
+    if spent.node_s:
+        yield "node time", _node_time_bar(spent.seconds, spent.node_s, width)
+
+
+def _nodes(details: RunDetails, nodes: tuple[int, int, int], width: int) -> Text:
+    now, fewest, most = nodes
+    wanted = counted(most, "node") if fewest == most else f"{fewest}–{most} nodes"
+    text = Text()
+    if details.view.ended is None:
+        text.append(f"{now} of {wanted}", style="bold" if now else "bold yellow")
+        if now and details.status is not None:
+            text.append(f", {counted(details.status.world_size, 'worker')}, round {details.round}")
+    else:
+        text.append(f"{wanted}, {counted(details.round, 'round')}")
+    changes = [(size.time, float(size.nodes)) for size in details.account.sizes]
+    room = min(60, width - len(text) - 4)
+    if not changes or room < 8:
+        return text
+    end = details.view.now if details.view.ended is None else details.view.ended.time
+    spark = sparkline(changes, changes[0][0], end, room, most)
+    return text.append("  ").append(spark, style="cyan") if spark else text
+
+
+def _node_time_bar(spent: Mapping[str, float], total: float, width: int) -> RenderableType:
+    bar, legend, at, used = Text(no_wrap=True), Text(), 0.0, 0
+    for kind in KINDS:
+        at += spent[kind]
+        end = round(at / total * min(60, width))
+        bar.append("█" * (end - len(bar)), style=_COLOURS[kind])
+        if spent[kind] / total < _WORTH_NAMING:
+            continue
+        text = f"{kind} {spent[kind] / total:.1%}"
+        needed = len(text) + len("■   ")
+        gap = "" if not used else "\n" if used + needed > width else "  "
+        used = needed + (0 if gap != "  " else used)
+        legend.append(gap).append("■ ", style=_COLOURS[kind]).append(text)
+    return Group(bar, legend)
+
+
+# ---- tasks ---------------------------------------------------------------------------------
+
+
+def _tasks(details: RunDetails, most: int) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = list(_grouped(details.tasks))
+    limited = any(task.time_left_s is not None for task in details.tasks)
+    names = ("task", "state", "node", "attempt", "ranks", *(["time left"] if limited else []))
+    for name in names:
+        right = name in ("attempt", "ranks", "time left")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "state")
+    for task, num in rows[:most]:
+        ranks = task.ranks
+        shown = "" if ranks is None else str(ranks[0])
+        if ranks is not None and ranks[1] > ranks[0]:
+            shown = f"{ranks[0]} to {ranks[1]}"
+        left = "" if task.time_left_s is None else duration(task.time_left_s)
+        attempt = "" if task.attempt is None else str(task.attempt)
+        cells = (task.task, _state(task, num), Text(task.node or ""), attempt, shown, left)
+        table.add_row(*cells[: len(names)])
+    if len(rows) > most:
+        table.caption = f"and {len(rows) - most} more: --json has all of them"
+        table.caption_justify = "left"
+    return table
+
+
+def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
+    """Yield tasks, each with the number of tasks it stands for: similar pending ones are one."""
+
+    def similarity(task: RunTask) -> tuple[object, ...] | None:
+        waits = task.state == "PENDING" and not task.node
+        return (task.state, task.reason, task.attempt) if waits else None
+
+    for waits, group in groupby(tasks, key=similarity):
+        alike = list(group)
+        if waits is None or len(alike) < 3:
+            yield from ((task, 1) for task in alike)
+        else:
+            last = alike[-1].task.rpartition("_")[2]
+            yield replace(alike[0], task=f"{alike[0].task} to {last}"), len(alike)
+
+
+def _state(task: RunTask, num: int) -> Text:
+    if task.last_known is not None:
+        text = Text("unknown", style="yellow")
+        return text.append(f" (last known: {_LAST.get(task.last_known, task.last_known)})", "dim")
+    if task.state is None:
+        return Text(_LAST.get(task.reason or "", task.reason or "not in the queue"), style="dim")
+    colour = {"RUNNING": "green", "PENDING": "cyan", "COMPLETED": "green"}.get(task.state, "yellow")
+    text = Text(f"{num} {task.state}" if num > 1 else task.state, style=colour)
+    if task.reason:
+        text.append(f" ({task.reason})", style="dim")
+    starts_in_s = task.starts_in_s or 0.0
+    if task.state == "PENDING" and 0 < starts_in_s < _WORTH_WAITING_S:
+        text.append(f" in {duration(starts_in_s)}", style="dim")
+    return text
+
+
+# ---- one line ------------------------------------------------------------------------------
+
+
+def line(details: RunDetails) -> str:
+    """Return a run in one line, for a watch whose output is no terminal."""
+    parts = [details.view.phase]
+    if details.nodes is not None and details.view.ended is None:
+        parts.append(f"{details.nodes[0]} of {details.nodes[2]} nodes")
+    status = details.status
+    if status is not None and status.step is not None:
+        of = f" of {status.total_steps:,}" if status.total_steps else ""
+        parts.append(f"step {status.step:,}{of}")
+        parts += [f"loss {status.loss:.4g}"] if status.loss is not None else []
+    if details.pace.steps_per_s is not None:
+        parts.append(f"{number(details.pace.steps_per_s)} steps/s")
+    if details.pace.remaining_s is not None:
+        parts.append(f"{duration(details.pace.remaining_s)} to go")
+    if details.account.goodput is not None:
+        parts.append(f"goodput {details.account.goodput:.1%}")
+    if details.view.ended is not None and details.view.ended.why:
+        parts.append(details.view.ended.why)
+    return ", ".join(parts)
+
+
+def slow_values(details: RunDetails) -> tuple[object, ...]:
+    """Return the values whose change is printed at once; not steps, pace and loss."""
+    view = details.view
+    return view.phase, details.nodes, view.restarts, tuple(sorted(details.departures.items()))
+
+
+# ---- times and numbers (pure)
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+_HOUR = 3600
+
+
+def clock(at: float, now: float) -> str:
+    """Return a local time, with its day if that is not today."""
+    there, here = time.localtime(at), time.localtime(now)
+    if there[:3] == here[:3]:
+        return time.strftime("%H:%M:%S" if abs(at - now) < _HOUR else "%H:%M", there)
+    return time.strftime("%a %d %b %H:%M", there)
+
+
+def number(value: float) -> str:
+    """Return a number with three significant digits, large ones with separators."""
+    if value and abs(value) < 0.001:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def sparkline(
+    changes: Sequence[tuple[float, float]], begin: float, end: float, width: int, top: float
+) -> str:
+    """Return a value over time as a line of blocks, each the mean over its interval.
+
+    Args:
+        changes: Times and values in order of time; the value is 0 before the first.
+        begin: Unix seconds of the left edge.
+        end: Unix seconds of the right edge.
+        width: Characters, at least 1.
+        top: Value of the highest block.
+    """
+    if end <= begin or top <= 0:
+        return ""
+    step, blocks = (end - begin) / width, ""
+    for i in range(width):
+        left, right, total = begin + i * step, begin + (i + 1) * step, 0.0
+        ends = [at for at, _ in changes[1:]] + [right]
+        for (at, value), until in zip(changes, ends, strict=True):
+            total += value * max(0.0, min(right, until) - max(left, at))
+        share = total / step / top
+        block = BLOCKS[min(len(BLOCKS) - 1, max(0, round(share * len(BLOCKS)) - 1))]
+        blocks += block if share > 0.01 else " "
+    return blocks

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,15 +23,11 @@ from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.run_view import label_of
-from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
-
-if TYPE_CHECKING:
-    from hpc_elastic.launcher.run_handle import Outcome
-
 
 _SUBMIT_EXAMPLES = """
 \b
@@ -88,30 +84,13 @@ def submit_command(
     Output of SCRIPT goes to standard error. If SCRIPT fails, this command returns its exit code.
     """
     if dry_run:
-        return render(script, overrides, output, as_json=as_json)
+        return _render(script, overrides, output, as_json=as_json)
     if output is not None:
         raise click.UsageError("-o needs --dry-run: a submission writes no batch script to DIR")
-    return submit(script, overrides, as_json=as_json)
-
-
-def submit(script: str, arguments: Sequence[str], *, as_json: bool) -> int:
-    """Run a script as a detached submission, and print what it has submitted.
-
-    Args:
-        script: A Hydra script.
-        arguments: Its overrides and Hydra flags.
-        as_json: Print JSON only.
-
-    Returns:
-        0, or the exit code of the script.
-
-    Raises:
-        SubmissionError: The script has submitted nothing.
-    """
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
         report = Path(folder, "report")
         report.touch()
-        code, submitted = _run(script, arguments, report)
+        code, submitted = _run(script, overrides, report)
     if code != 0:
         return code
     if not submitted:
@@ -121,7 +100,13 @@ def submit(script: str, arguments: Sequence[str], *, as_json: bool) -> int:
         print(json.dumps(submitted, indent=2))
         return 0
     for entry in submitted:
-        _print_submission(entry)
+        if entry["launcher"] == "slurm":
+            print(f"submitted to Slurm as job {' '.join(entry['job_ids'])}: {entry['sweep']}")
+        else:
+            log = quoted(Path(entry["log"]))
+            print(f"started on this machine by process {entry['pid']}; its output is in {log}")
+        for run in entry["runs"]:
+            print_run(run["run_id"], Path(run["run"]))
     return 0
 
 
@@ -146,16 +131,6 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
     return script_.returncode, detach.read_report(report)
 
 
-def _print_submission(entry: dict[str, Any]) -> None:
-    if entry["launcher"] == "slurm":
-        print(f"submitted to Slurm as job {' '.join(entry['job_ids'])}: {entry['sweep']}")
-    else:
-        log = quoted(Path(entry["log"]))
-        print(f"started on this machine by process {entry['pid']}; its output is in {log}")
-    for run in entry["runs"]:
-        print_run(run["run_id"], Path(run["run"]))
-
-
 def print_run(run_id: str, folder: Path) -> None:
     """Print the commands that watch and end a run."""
     print(f"\n{run_id}\n  {folder}")
@@ -166,71 +141,43 @@ def print_run(run_id: str, folder: Path) -> None:
 # ---- ``hpc-elastic submit --dry-run``: the batch script on standard output, all else on error
 
 
-def render(
-    script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool = False
-) -> int:
-    """Run a script as a dry run, and print the batch script that it has written.
-
-    Args:
-        script: A Hydra script.
-        arguments: Its overrides and Hydra flags.
-        output: Directory for the batch scripts; None prints the only one.
-        as_json: Print the paths of the batch scripts, and what each submits.
-
-    Returns:
-        0, or the exit code of the script.
+def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool) -> int:
+    """Run a script as a dry run, and print the batch script that it has written, or copy several.
 
     Raises:
         SubmissionError: There is no batch script; or there are several, and neither a directory
-            nor JSON was asked for.
+            nor JSON was requested.
     """
-    done = _dry_run(script, arguments)
+    from hpc_elastic.launcher.submit import RENDERED
+
+    argv = [sys.executable, script, *arguments, "launcher.dry_run=true"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stdout)
     if done.returncode != 0:
         return done.returncode
-    scripts = rendered(done.stdout)
+    lines = done.stdout.splitlines()
+    scripts = [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
     if not scripts:
         remedy = "only launcher=slurm has one: add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} made no batch script; {remedy}")
     files = scripts if output is None else _copy_scripts(scripts, output)
     if as_json:
-        listed = [_script_as_json(*pair) for pair in zip(scripts, files, strict=True)]
-        print(json.dumps(listed, indent=2))
-    elif output is None:
-        _print_script(script, scripts)
-    return 0
-
-
-def _dry_run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, script, *arguments, "launcher.dry_run=true"]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
-    sys.stderr.write(done.stdout)
-    return done
-
-
-def rendered(output: str) -> list[Path]:
-    """Return the paths of batch scripts that the output of a dry run names (pure)."""
-    from hpc_elastic.launcher.submit import RENDERED
-
-    lines = output.splitlines()
-    return [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
-
-
-def _print_script(script: str, scripts: Sequence[Path]) -> None:
-    if len(scripts) > 1:
+        printed = []
+        for rendered, file in zip(scripts, files, strict=True):
+            dirs = ArrayFiles.of(rendered).run_dirs()
+            runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(dirs)]
+            printed.append({
+                "script": str(file.absolute()), "sweep": str(rendered.parent.parent),
+                "tasks": len(dirs), "runs": runs,
+            })  # fmt: skip
+        print(json.dumps(printed, indent=2))
+    elif output is None and len(scripts) > 1:
         why = "different resources, launcher.coallocate_min, or MaxArraySize"
         what = f"{script} makes {len(scripts)} batch scripts ({why})"
         raise SubmissionError(f"{what}: write them to a directory with -o DIR")
-    sys.stdout.write(scripts[0].read_text())
-
-
-def _script_as_json(script: Path, file: Path) -> dict[str, Any]:
-    """Return what a batch script submits; ``file`` is the script, or its copy."""
-    from hpc_elastic.run.directory import ArrayFiles
-
-    tasks = ArrayFiles.of(script).run_dirs()
-    runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(tasks)]
-    sweep = str(script.parent.parent)
-    return {"script": str(file.absolute()), "sweep": sweep, "tasks": len(tasks), "runs": runs}
+    elif output is None:
+        sys.stdout.write(scripts[0].read_text())
+    return 0
 
 
 def _copy_scripts(scripts: Sequence[Path], output: Path) -> list[Path]:
@@ -278,23 +225,6 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
     SWEEP_DIR is the directory of a sweep, or one of its runs: a run directory, an id, or `last`.
     The exit code is 1 if a run has failed, was cancelled, or its tasks ended without a result.
     """
-    return wait(sweep, poll_interval_s, as_json=as_json)
-
-
-def wait(sweep: Path, poll_interval_s: float, *, as_json: bool = False) -> int:
-    """Show progress until all runs of a sweep have ended.
-
-    Args:
-        sweep: The directory of the sweep, or of one of its runs.
-        poll_interval_s: Seconds between two reads of the runs' files.
-        as_json: Print the outcomes as JSON; everything else goes to standard error.
-
-    Returns:
-        0 if all runs succeeded, else 1.
-
-    Raises:
-        RunDirectoryError: This is no sweep directory, or nothing was submitted from it.
-    """
     from hpc_elastic.launcher import wait as launcher_wait
 
     runs = read_handles(find_submission(sweep.absolute()))
@@ -304,30 +234,18 @@ def wait(sweep: Path, poll_interval_s: float, *, as_json: bool = False) -> int:
     for error in failed:
         print(f"\n{error}", file=out)
     if as_json:
-        print(json.dumps([_outcome_as_json(outcome) for outcome in outcomes], indent=2))
+        printed = [
+            {
+                "run_id": outcome.run.paths.load().run_id, "run": str(outcome.run.dir),
+                "status": outcome.status,
+                "values": json.loads(json.dumps(outcome.values), parse_constant=lambda _: None),
+                "restarts": outcome.restarts,
+                "error": None if outcome.error is None else str(outcome.error),
+            }
+            for outcome in outcomes
+        ]  # fmt: skip
+        print(json.dumps(printed, indent=2))
     return 1 if failed else 0
-
-
-def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
-    values = json.loads(json.dumps(outcome.values), parse_constant=lambda _: None)
-    return {
-        "run_id": outcome.run.paths.load().run_id, "run": str(outcome.run.dir),
-        "status": outcome.status, "values": values, "restarts": outcome.restarts,
-        "error": None if outcome.error is None else str(outcome.error),
-    }  # fmt: skip
-
-
-def _submitted_jobs(
-    submission: Path, job_ids: Sequence[str], specs: Sequence[RunSpec]
-) -> SubmittedJobs:
-    if specs[0].launcher == "local":
-        return LocalView(submission, job_ids)
-    from hpc_elastic.launcher.slurm import SlurmJobs
-    from hpc_elastic.slurm.client import SlurmClient
-
-    me = user()
-    is_own = all(spec.provenance.get("user", me) == me for spec in specs)
-    return SlurmJobs(job_ids, submission.parent, SlurmClient(), is_own)
 
 
 @dataclass(frozen=True)
@@ -367,17 +285,6 @@ def find_submission(folder: Path) -> Path:
     raise RunDirectoryError(f"{folder} is not a sweep directory: {remedy}")
 
 
-def _read_job_ids(submission: Path) -> dict[int, str]:
-    """Return the job id of each array that was submitted."""
-    job_ids = Submission(submission).job_ids()
-    if not job_ids:
-        arrays = Submission(submission).arrays()
-        scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
-        remedy = f"; to submit it: sbatch {scripts}" if scripts else ""
-        raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
-    return job_ids
-
-
 def read_handles(submission: Path) -> list[RunHandle]:
     """Return the runs of a sweep that were submitted.
 
@@ -387,7 +294,12 @@ def read_handles(submission: Path) -> list[RunHandle]:
         RunDirectoryError: A file of the sweep is missing, all its runs are, or nothing was
             submitted from it.
     """
-    job_ids = _read_job_ids(submission)
+    job_ids = Submission(submission).job_ids()
+    if not job_ids:
+        arrays = Submission(submission).arrays()
+        scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
+        remedy = f"; to submit it: sbatch {scripts}" if scripts else ""
+        raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
     tasks = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
     there = {path: is_there(path) for path in dict.fromkeys(tasks)}
     removed = [path.name for path, is_there in there.items() if not is_there]
@@ -398,7 +310,16 @@ def read_handles(submission: Path) -> list[RunHandle]:
     if removed:
         print(f"left out, as their directories were removed: {', '.join(removed)}", file=sys.stderr)
     specs = {path: RunDir(path).load() for path in there if there[path]}
-    jobs = _submitted_jobs(submission, list(job_ids.values()), list(specs.values()))
+    jobs: SubmittedJobs
+    if next(iter(specs.values())).launcher == "local":
+        jobs = LocalView(submission, list(job_ids.values()))
+    else:
+        from hpc_elastic.launcher.slurm import SlurmJobs
+        from hpc_elastic.slurm.client import SlurmClient
+
+        me = user()
+        is_own = all(spec.provenance.get("user", me) == me for spec in specs.values())
+        jobs = SlurmJobs(list(job_ids.values()), submission.parent, SlurmClient(), is_own)
     return [
         RunHandle(path, label_of(path), tuple(spec.task_names(job_ids)), submission, jobs)
         for path, spec in specs.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest
 from hpc_elastic.checkpoint.store import Store, read_manifest
 from hpc_elastic.checkpoint.store import verify as verify_folder
 from hpc_elastic.cli import options
-from hpc_elastic.data.audit import EpochProof, Proof, audit
+from hpc_elastic.data.audit import Proof, audit
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from hpc_elastic.run.directory import RunDir
 
@@ -74,23 +74,11 @@ def verify_command(run: Path, as_json: bool) -> int:
     RUN is a run, its directory of checkpoints, or one checkpoint. The exit code is 1 if a
     checkpoint is damaged, or there is none.
     """
-    return verify(run, as_json=as_json)
-
-
-def verify(run: Path, *, as_json: bool) -> int:
-    """Check all checkpoints and print their states.
-
-    Returns:
-        0 if every checkpoint is good, else 1.
-
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint.
-    """
-    findings = [examine(folder) for folder in find_checkpoints(run)]
+    findings = [_examine(folder) for folder in find_checkpoints(run)]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        _print_table(findings)
+        _print_findings(findings)
     return 1 if any(finding.problems for finding in findings) else 0
 
 
@@ -113,7 +101,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     raise CheckpointNotFoundError(f"{path} has no checkpoints: {remedy}")
 
 
-def examine(folder: Path) -> CheckpointFinding:
+def _examine(folder: Path) -> CheckpointFinding:
     """Check one checkpoint: all its bytes are read."""
     try:
         manifest = read_manifest(folder)
@@ -129,24 +117,22 @@ def examine(folder: Path) -> CheckpointFinding:
     )
 
 
-def _print_table(findings: Sequence[CheckpointFinding]) -> None:
+def _print_findings(findings: Sequence[CheckpointFinding]) -> None:
     table = Table("checkpoint", "saved", "size", "ranks", "state")
     has_several = len({Path(finding.folder).parent for finding in findings}) > 1
     for finding in findings:
-        table.add_row(*(escape(cell) for cell in _cells(finding, whole=has_several)))
+        created, num_bytes = finding.created, finding.num_bytes
+        table.add_row(
+            escape(finding.folder if has_several else Path(finding.folder).name),
+            "?" if created is None else time.strftime("%F %T", time.localtime(created)),
+            "?" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB",
+            "?" if finding.world_size is None else str(finding.world_size),
+            "damaged" if finding.problems else "good",
+        )
     console = Console()
     console.print(table)
     for problem in (problem for finding in findings for problem in finding.problems):
         console.print(f"damaged: {problem}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _cells(finding: CheckpointFinding, *, whole: bool) -> Iterator[str]:
-    yield finding.folder if whole else Path(finding.folder).name
-    created = finding.created
-    yield "?" if created is None else time.strftime("%F %T", time.localtime(created))
-    yield "?" if finding.num_bytes is None else f"{finding.num_bytes / 1e6:,.1f} MB"
-    yield "?" if finding.world_size is None else str(finding.world_size)
-    yield "damaged" if finding.problems else "good"
 
 
 # ---- ``hpc-elastic audit``
@@ -189,22 +175,6 @@ def audit_command(run: Path, as_json: bool) -> int:
     The command reads the ledger of the run's samplers, over all changes of the world size. The exit
     code is 1 if a sample was left out or trained twice, or that is unknown.
     """
-    return audit_run(run, as_json=as_json)
-
-
-def audit_run(run: Path, *, as_json: bool) -> int:
-    """Check the ledger of a run and print the result.
-
-    Args:
-        run: The run directory.
-        as_json: Print one JSON object, by the names of the samplers, instead of tables.
-
-    Returns:
-        0 if every sample was trained exactly once per epoch; 1 if not, or if that is unknown.
-
-    Raises:
-        RunDirectoryError: The run has no ledger, or it is damaged.
-    """
     proofs = audit(run)
     if as_json:
         print(json.dumps({p.name: {"holds": p.holds, **asdict(p)} for p in proofs}, indent=2))
@@ -216,7 +186,14 @@ def audit_run(run: Path, *, as_json: bool) -> int:
 
 def _print_audit(proof: Proof) -> None:
     console = Console(highlight=False, markup=False)
-    console.print(_table(proof))
+    # without columns of zeros
+    counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
+    table = Table(title=Text(f"{proof.name}: {counted(proof.dataset_len, 'sample')}"))
+    for column in ("epoch", *counts):
+        table.add_column(column, justify="right")
+    for epoch in proof.epochs:
+        table.add_row(str(epoch.epoch), *(f"{getattr(epoch, count):,}" for count in counts))
+    console.print(table)
     console.print(
         f"{counted(proof.last_step, 'step')}, trained in "
         f"{counted(proof.stretches, 'stretch', 'stretches')}; recorded and lost: "
@@ -228,21 +205,6 @@ def _print_audit(proof: Proof) -> None:
         console.print(f"NOT PROVEN: {problem}")
     if proof.holds:
         console.print("Proven: every sample so far was trained exactly once per epoch")
-
-
-def _table(proof: Proof) -> Table:
-    """Return the table of the epochs, without columns of zeros."""
-    counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
-    table = Table(title=Text(f"{proof.name}: {counted(proof.dataset_len, 'sample')}"))
-    for column in ("epoch", *counts):
-        table.add_column(column, justify="right")
-    for epoch in proof.epochs:
-        table.add_row(*_row(epoch, counts))
-    return table
-
-
-def _row(epoch: EpochProof, counts: list[str]) -> list[str]:
-    return [str(epoch.epoch), *(f"{getattr(epoch, count):,}" for count in counts)]
 
 
 # ---- ``hpc-elastic export``
@@ -287,33 +249,11 @@ def export_command(
     torch.load(FILE, weights_only=True) reads it. RUN is a run, its directory of checkpoints, or one
     checkpoint. Damaged checkpoints are skipped, and named on standard error.
     """
-    return export(run, output, step=step, key=key, as_json=as_json)
-
-
-def export(
-    run: Path, output: Path, *, step: int | None, key: str | None, as_json: bool = False
-) -> int:
-    """Write a checkpoint to a file, and print which.
-
-    Args:
-        run: A run directory, a directory of checkpoints, or one checkpoint.
-        output: The file.
-        step: Which checkpoint; None takes the newest that is good.
-        key: One key of the state; None for all.
-        as_json: Print JSON.
-
-    Returns:
-        0.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged.
-        ConfigError: The state has no such key, or the output cannot be written.
-    """
-    folder, manifest = choose(run, step)
+    folder, manifest = _choose(run, step)
     # imports torch: the arguments and the files are checked without it
-    from hpc_elastic.checkpoint.export import export as write
+    from hpc_elastic.checkpoint.export import export
 
-    num_tensors = write(manifest, folder, output, key)
+    num_tensors = export(manifest, folder, output, key)
     if as_json:
         printed = {
             "run": str(run.absolute()), "checkpoint": str(folder.absolute()),
@@ -327,7 +267,7 @@ def export(
     return 0
 
 
-def choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
+def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
     """Return the newest good checkpoint, or that of a step.
 
     Raises:

@@ -20,7 +20,6 @@ TIMEOUT_S = 120.0
 _GROUP_TIMEOUT = timedelta(seconds=60)
 """Longer than the import of torch may differ between nodes."""
 _NUM_FLOATS = 1 << 20
-_BYTES_A_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,6 @@ class AllreduceResult:
     cuda_devices: int = 0
     bandwidths: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> AllreduceResult:
-        """Return it from `to_json`."""
-        return cls(**raw)
 
 
 def run_allreduce(
@@ -70,7 +60,7 @@ def run_allreduce(
     except subprocess.TimeoutExpired:
         return AllreduceResult(problems={"torch": f"no end within {TIMEOUT_S:.0f} s"})
     try:
-        return AllreduceResult.from_json(json.loads(done.stdout.splitlines()[-1]))
+        return AllreduceResult(**json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
         last = done.stderr.strip().splitlines()[-1:] or ["it ended without a message"]
         return AllreduceResult(problems={"torch": last[0][:300]})
@@ -124,7 +114,7 @@ def _reduce(backend: str, rank: int, world_size: int, store: Any) -> float:
         start = time.monotonic()
         distributed.all_reduce(tensor)
         tensor[0].item()
-        return _NUM_FLOATS * _BYTES_A_FLOAT / (time.monotonic() - start)
+        return 4 * _NUM_FLOATS / (time.monotonic() - start)
     finally:
         distributed.destroy_process_group()
 
@@ -135,5 +125,5 @@ def _first_line(error: Exception) -> str:
 
 if __name__ == "__main__":
     answer = measure_allreduce(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-    print(json.dumps(answer.to_json()), flush=True)
+    print(json.dumps(asdict(answer)), flush=True)
     os._exit(0)  # a failed group may hang at exit

@@ -48,7 +48,8 @@ def parse_settings(words: Sequence[str]) -> RunSettings:
     overrides = []
     for word in words:
         short, value = read_override(word)
-        key = _full_key(short)
+        is_full = short in (*_TOP_LEVEL, "launcher") or short.startswith("launcher.")
+        key = short if is_full else f"launcher.{short}"
         overrides.append(f"{key}={word.partition('=')[2]}")
         if key != "launcher":
             put(config, key, value)
@@ -67,21 +68,13 @@ def slurm_settings(settings: RunSettings) -> SlurmSettings:
 def settings_json(settings: RunSettings) -> dict[str, Any]:
     """Return the settings for a bug report, without those that may hold a secret."""
     launcher = slurm_settings(settings)
-    asked = {name: getattr(launcher, name) for name in _SHOWN}
-    container = asdict(launcher.container)
+    container = launcher.container
     return {
         "nodes": asdict(settings.nodes),
         "nproc_per_node": settings.nproc_per_node,
-        **asked,
-        "container": {name: container[name] for name in ("runtime", "image")},
+        **{name: getattr(launcher, name) for name in _SHOWN},
+        "container": {"runtime": container.runtime, "image": container.image},
     }
-
-
-def _full_key(key: str) -> str:
-    """Return the full key: below ``launcher`` unless it is a top-level key."""
-    if key in (*_TOP_LEVEL, "launcher") or key.startswith("launcher."):
-        return key
-    return f"launcher.{key}"
 
 
 @dataclass(frozen=True)
@@ -150,56 +143,33 @@ def query_cluster(
     config = query("config", client.config, nothing)
     if not config:
         return ClusterFacts(problems=problems)
-    test, refusal = _validate(settings, render_script, client)
+    from hpc_elastic.launcher.slurm import refusal
+
+    accounting, test, refused = None, "", ""
+    if shutil.which("sacct") is None:
+        accounting = "sacct is not installed here"
+    else:
+        try:
+            client.accounting_answers()
+        except SlurmCommandError as e:
+            accounting = e.stderr.strip()[:300]
+    try:
+        with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
+            script = Path(place, "run.sbatch")
+            script.write_text(render_script())
+            test = client.test_only(str(script))
+    except SlurmCommandError as e:
+        refused = str(e if e.exit_code is None else refusal(e, settings, client))
+    except HpcElasticError as e:
+        refused = str(e)
     return ClusterFacts(
         config={name: config[name] for name in SETTINGS if name in config},
         partitions=tuple(query("partitions", client.all_partitions, [])),
         version=query("version", lambda: client.version("sbatch"), ""),
         controllers=query("ping", client.ping, ""),
         nodes=query("nodes", lambda: client.node_states(settings.partition), {}),
-        accounting=_accounting(client),
+        accounting=accounting,
         test=test,
-        refusal=refusal,
+        refusal=refused,
         problems=problems,
     )
-
-
-def _accounting(client: SiteClient) -> str | None:
-    if shutil.which("sacct") is None:
-        return "sacct is not installed here"
-    try:
-        client.accounting_answers()
-    except SlurmCommandError as e:
-        return e.stderr.strip()[:300]
-    return None
-
-
-def _validate(
-    settings: SlurmSettings, render_script: Callable[[], str], client: SiteClient
-) -> tuple[str, str]:
-    """Test the script of a run with sbatch; return its output, and why it would refuse it."""
-    from hpc_elastic.launcher.slurm import refusal
-
-    try:
-        with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
-            script = Path(place, "run.sbatch")
-            script.write_text(render_script())
-            return client.test_only(str(script)), ""
-    except SlurmCommandError as e:
-        if e.exit_code is None:
-            return "", str(e)
-        return "", str(refusal(e, settings, client))
-    except HpcElasticError as e:
-        return "", str(e)
-
-
-def cluster_json(cluster: ClusterFacts) -> dict[str, Any]:
-    """Return the part for a bug report."""
-    return {
-        "config": cluster.config,
-        "commands_version": cluster.version,
-        "controllers": cluster.controllers,
-        "partitions": [vars(p) for p in cluster.partitions],
-        "nodes": cluster.nodes,
-        "problems": cluster.problems,
-    }

@@ -19,15 +19,9 @@ _SHORT_TIME_S = 600.0
 _MIN_JOB_AGE_S = 60
 _TESTED = (22, 5)
 _DEAD = (
-    "down",
-    "drained",
-    "draining",
-    "fail",
-    "failing",
-    "unknown",
-    "no_respond",
-    "not_responding",
+    *("down", "drained", "draining", "fail", "failing", "unknown", "no_respond", "not_responding"),
 )
+"""States of nodes that take no jobs."""
 
 
 def check_cluster(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Finding]:
@@ -43,7 +37,9 @@ def check_cluster(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Find
     yield from _controller(cluster)
     partition = _partition(cluster, settings)
     yield partition
-    yield from _of_partition(cluster, settings)
+    if partitions := cluster.named(slurm_settings(settings).partition):
+        yield _time(partitions, settings)
+        yield _size(cluster, partitions, settings)
     if partition.verdict is not Verdict.FAIL:  # sbatch would report the same
         yield _submission(cluster)
     yield _array(cluster, settings)
@@ -51,18 +47,23 @@ def check_cluster(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Find
     yield from _preemption(cluster, settings)
     yield _process_tracking(cluster)
     yield _accounting(cluster)
-    yield from _memory_of_jobs(cluster)
+    age = cluster.number("MinJobAge")
+    if age is not None and age < _MIN_JOB_AGE_S:
+        yield warn(
+            "slurm.memory",
+            f"MinJobAge {age} s: Slurm forgets ended jobs after that time",
+            "squeue has to show how a task ended, because runs do not use accounting",
+            "Admin: MinJobAge=300, which is the default",
+        )
 
 
 def _controller(cluster: ClusterFacts) -> Iterator[Finding]:
     server, here = cluster.setting("SLURM_VERSION"), cluster.version
-    check, why = (
-        "slurm.version",
-        "Slurm's commands and its controller have to understand each other",
-    )
+    check, why = "slurm.version", "Slurm's commands and its controller must understand each other"
     found = f"Slurm {server}" + (f", commands {here}" if here and here != server else "")
-    numbers = _version(server)
-    if numbers and numbers < _TESTED:
+    numbers = server.split(".")[:2]
+    is_known = len(numbers) == 2 and all(n.isdecimal() for n in numbers)
+    if is_known and (int(numbers[0]), int(numbers[1])) < _TESTED:
         remedy = "22.05, 24.11 and 26.05 are tested; run `hpc-elastic doctor --probe`"
         yield warn(check, f"{found}, older than what is tested", why, remedy)
     else:
@@ -72,15 +73,6 @@ def _controller(cluster: ClusterFacts) -> Iterator[Finding]:
         yield warn("slurm.controller", cluster.controllers, "one controller is left", remedy)
     else:
         yield ok("slurm.controller", cluster.controllers or "the controller answers")
-
-
-def _version(text: str) -> tuple[int, int] | None:
-    parts = text.split(".")
-    return (
-        (int(parts[0]), int(parts[1]))
-        if all(p.isdecimal() for p in parts[:2]) and len(parts) > 1
-        else None
-    )
 
 
 def _partition(cluster: ClusterFacts, settings: RunSettings) -> Finding:
@@ -101,18 +93,8 @@ def _partition(cluster: ClusterFacts, settings: RunSettings) -> Finding:
         remedy = "wait for the admin to open it, or choose another partition"
         return fail(check, ", ".join(closed), "no task starts in it", remedy)
     chosen = ", ".join(p.name for p in found) + ("" if wanted else " (the default one)")
-    return ok(check, f"{chosen}; {_nodes(cluster)}", why)
-
-
-def _nodes(cluster: ClusterFacts) -> str:
-    return ", ".join(f"{n} {state}" for state, n in sorted(cluster.nodes.items())) or "no nodes"
-
-
-def _of_partition(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Finding]:
-    partitions = cluster.named(slurm_settings(settings).partition)
-    if partitions:
-        yield _time(partitions, settings)
-        yield _size(cluster, partitions, settings)
+    nodes = ", ".join(f"{n} {state}" for state, n in sorted(cluster.nodes.items())) or "no nodes"
+    return ok(check, f"{chosen}; {nodes}", why)
 
 
 def _time(partitions: list[Partition], settings: RunSettings) -> Finding:
@@ -137,23 +119,19 @@ def _size(cluster: ClusterFacts, partitions: list[Partition], settings: RunSetti
     check, most, least = "slurm.nodes", settings.nodes.max, settings.nodes.min
     why = "each node of a run is a task of its own; below the minimum a run waits"
     total = sum(p.num_nodes for p in partitions)
-    dead = sum(n for state, n in cluster.nodes.items() if _is_dead(state))
+    # a star means that the node does not answer
+    dead = sum(n for s, n in cluster.nodes.items() if s.endswith("*") or s.lower() in _DEAD)
     found = f"{counted(total, 'node')}, {dead} of them out of service; up to {most} are asked for"
     if total and total < least:
         remedy = f"nodes={total} or a minimum below, or a larger partition"
         return fail(check, found, why, remedy)
     if total and total - dead < least:
-        remedy = "wait, or ask the admin; `sinfo -R` says why they are out of service"
+        remedy = "wait, or ask the admin; `sinfo -R` lists why they are out of service"
         return warn(check, found, why, remedy)
     if total and total < most:
         remedy = f"nodes={least}:{total}; further tasks would stay pending, which does no harm"
         return warn(check, found, why, remedy)
     return ok(check, found, why)
-
-
-def _is_dead(state: str) -> bool:
-    """Return whether a node in that state takes no jobs; a star means that it does not answer."""
-    return state.endswith("*") or state.lower() in _DEAD
 
 
 def _submission(cluster: ClusterFacts) -> Finding:
@@ -205,10 +183,7 @@ def _preemption(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Findin
 
 
 def _mode(cluster: ClusterFacts, mode: str) -> Finding:
-    check, why = (
-        "slurm.preemption",
-        "it decides what happens when another job needs the node",
-    )
+    check, why = "slurm.preemption", "it decides what happens when another job needs the node"
     found = f"PreemptMode {mode}, {cluster.setting('PreemptType') or 'no PreemptType'}"
     modes = mode.split(",")
     if "SUSPEND" in modes:
@@ -227,10 +202,7 @@ def _mode(cluster: ClusterFacts, mode: str) -> Finding:
 def _grace(
     cluster: ClusterFacts, partitions: list[Partition], mode: str, given_s: float | None
 ) -> Finding:
-    check, why = (
-        "slurm.grace",
-        "between SIGTERM and SIGKILL all ranks save, and the task requeues",
-    )
+    check, why = "slurm.grace", "between SIGTERM and SIGKILL all ranks save, and the task requeues"
     kill_wait_s = cluster.number("KillWait") or 0
     grace_s = min((p.grace_s for p in partitions), default=0)
     total = kill_wait_s + (0 if "OFF" in mode else grace_s)
@@ -277,25 +249,13 @@ def _process_tracking(cluster: ClusterFacts) -> Finding:
 
 def _accounting(cluster: ClusterFacts) -> Finding:
     check, kind = "slurm.accounting", cluster.setting("AccountingStorageType")
-    why = "hpc_elastic does not need it: squeue and scontrol tell a run all that it needs"
-    none = kind in ("", "accounting_storage/none")
-    if none:
+    why = "hpc_elastic does not need it: squeue and scontrol answer all that a run needs"
+    if kind in ("", "accounting_storage/none"):
         return ok(check, "there is none (sacct does not answer)", why)
     if cluster.accounting is not None:
         remedy = "nothing for runs; inform the admin that slurmdbd does not answer"
         return warn(check, f"{kind}, but sacct fails: {cluster.accounting}", why, remedy)
     return ok(check, f"{kind}, and sacct answers", why)
-
-
-def _memory_of_jobs(cluster: ClusterFacts) -> Iterator[Finding]:
-    age = cluster.number("MinJobAge")
-    if age is not None and age < _MIN_JOB_AGE_S:
-        yield warn(
-            "slurm.memory",
-            f"MinJobAge {age} s: Slurm forgets ended jobs after that time",
-            "squeue has to show how a task ended, because runs do not use accounting",
-            "Admin: MinJobAge=300, which is the default",
-        )
 
 
 SHARED_FS = (
@@ -344,7 +304,11 @@ def check_operations(folder: FolderFacts) -> Iterator[Finding]:
         yield fail("directory.write", what, why, CHOOSE)
         return
     for name, (what, why) in _TRIALS.items():
-        yield _trial(folder, name, what, why)
+        if name in folder.problems:
+            yield fail(f"directory.{name}", f"{what}: {folder.problems[name]}", why, CHOOSE)
+        else:
+            works = "work" if what.endswith("s") else "works"
+            yield ok(f"directory.{name}", f"{what} {works}", why)
 
 
 def _shared(folder: FolderFacts) -> Finding:
@@ -369,7 +333,8 @@ def check_mounts(
         rendezvous: ``launcher.rendezvous`` of a run.
     """
     why = "agents, launcher and checkpoints meet in files; a lease there shows that a leader lives"
-    found = _by_node({node: _mount(m) + _meaning(m, rendezvous) for node, m in mounts.items()})
+    texts = {node: _describe_mount(m, rendezvous) for node, m in mounts.items()}
+    found = by_value(texts) if len({*texts.values()}) > 1 else next(iter(texts.values()))
     if any({"soft", "softerr"} & m.options.keys() for m in mounts.values()):
         found += "; with soft, a slow server makes writes fail, some of them without an error"
         return warn(check, found, why, f"Admin: mount with hard. Or {CHOOSE}")
@@ -378,20 +343,12 @@ def check_mounts(
     return ok(check, found, why)
 
 
-def _by_node(texts: Mapping[str, str]) -> str:
-    """Return the text if it is the same on all nodes, else each text with its nodes."""
-    return next(iter(texts.values())) if len(set(texts.values())) == 1 else by_value(texts)
-
-
-def _mount(mount: Mount) -> str:
+def _describe_mount(mount: Mount, rendezvous: RendezvousSettings) -> str:
+    """Return how the directory is mounted, and what that means for a run, in numbers."""
     options = ", ".join(
         f"{name}={value}" if value else name for name, value in mount.telling.items()
     )
-    return (mount.kind or "an unknown file system") + (f" ({options})" if options else "")
-
-
-def _meaning(mount: Mount, rendezvous: RendezvousSettings) -> str:
-    """Return what a mount means for a run, in numbers."""
+    kind = (mount.kind or "an unknown file system") + (f" ({options})" if options else "")
     late_s, usual_s = mount.refreshed_stale_s, rendezvous.heartbeat_timeout_s
     meaning = "an opened file is fresh"
     if not mount.opened_is_fresh:
@@ -405,14 +362,7 @@ def _meaning(mount: Mount, rendezvous: RendezvousSettings) -> str:
     if mount.is_nfs and mount.path_stale_s:
         names = f"names may be answered from memory for up to {duration(mount.path_stale_s)}"
         meaning += f"; {names}, so runs list folders"
-    return f": {meaning}"
-
-
-def _trial(folder: FolderFacts, name: str, what: str, why: str) -> Finding:
-    check = f"directory.{name}"
-    if name in folder.problems:
-        return fail(check, f"{what}: {folder.problems[name]}", why, CHOOSE)
-    return ok(check, f"{what} work" if what.endswith("s") else f"{what} works", why)
+    return f"{kind}: {meaning}"
 
 
 def _lock(folder: FolderFacts) -> Finding:

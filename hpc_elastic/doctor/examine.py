@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.doctor import cluster, cluster_checks, node_checks, probe_job, probe_task
 from hpc_elastic.doctor.cluster import ClusterFacts
 from hpc_elastic.doctor.findings import Finding, Verdict, fail
-from hpc_elastic.doctor.probe_job import Evidence, Report
+from hpc_elastic.doctor.probe_job import Report
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.slurm.client import SiteClient
 
@@ -59,11 +59,12 @@ def examine_login_node(
         *cluster_checks.check_cluster(slurm, settings),
         *cluster_checks.check_folder(shared, launcher.rendezvous),
     ]
-    facts = {
-        "host": here.to_json(),
-        "folder": shared.to_json(),
-        "slurm": cluster.cluster_json(slurm),
-    }
+    reported = {
+        "config": slurm.config, "commands_version": slurm.version,
+        "controllers": slurm.controllers, "partitions": [vars(p) for p in slurm.partitions],
+        "nodes": slurm.nodes, "problems": slurm.problems,
+    }  # fmt: skip
+    facts = {"host": asdict(here), "folder": asdict(shared), "slurm": reported}
     known = {**probe_task.versions(), "slurm": slurm.setting("SLURM_VERSION") or None}
     return Examination(findings, known, facts, slurm)
 
@@ -98,7 +99,13 @@ def examine_nodes(
             settings, num_nodes, path, client, longest_s=max(limits, default=None)
         )
     except (HpcElasticError, OSError) as e:
-        return _add_findings(before, [_refusal_finding(e)], {})
+        refusal = fail(
+            "nodes.start",
+            f"the probe could not be submitted: {e}",
+            "a run would not be, either",
+            "see the findings on Slurm and the directory; then run the doctor again",
+        )
+        return _add_findings(before, [refusal], {})
     run = probe_job.ProbeRun(
         job, notice=launcher.preempt_signal, kill_wait_s=kill_wait_s, report=report
     )
@@ -109,28 +116,30 @@ def examine_nodes(
         *node_checks.check_network(evidence),
         *node_checks.check_signals(evidence, kill_wait_s),
     ]
-    return _add_findings(before, findings, _facts(evidence))
-
-
-def _refusal_finding(error: Exception) -> Finding:
-    return fail(
-        "nodes.start",
-        f"the probe could not be submitted: {error}",
-        "a run would not be, either",
-        "see the findings on Slurm and the directory; then run the doctor again",
-    )
+    facts = {
+        "nodes_asked": evidence.num_asked,
+        "waiting": {str(i): why for i, why in evidence.waiting.items()},
+        "silent": {str(i): what for i, what in evidence.silent.items()},
+        "blind": {str(i): node for i, node in evidence.blind.items()},
+        "nodes": [asdict(report) for report in evidence.reports.values()],
+        "notices": {str(i): times for i, times in evidence.notices.items()},
+        "endings": [vars(ending) for ending in evidence.endings],
+        "leftovers": evidence.leftovers,
+    }
+    return _add_findings(before, findings, facts)
 
 
 def _add_findings(
     before: Examination, findings: list[Finding], facts: dict[str, Any]
 ) -> Examination:
     """Add findings of the probe; they replace warnings of the login node that they settle."""
-    shown = {f.check for f in findings if f.verdict is Verdict.OK}
+    good = {f.check for f in findings if f.verdict is Verdict.OK}
     reported = {(f.group, f.found) for f in findings}
     kept = [
         f
         for f in before.findings
-        if not _is_settled(f, shown) and (f.group, f.found) not in reported
+        if not (f.verdict is Verdict.WARN and _SETTLES.get(f.check) in good)
+        and (f.group, f.found) not in reported
     ]
     together = {**before.facts, **({"probe": facts} if facts else {})}
     return Examination([*kept, *findings], before.versions, together, before.cluster)
@@ -144,20 +153,3 @@ _SETTLES = {
     "slurm.requeue": "signals.requeue",
 }
 """Warnings of the login node, and the check of the probe that settles each."""
-
-
-def _is_settled(finding: Finding, shown: set[str]) -> bool:
-    return finding.verdict is Verdict.WARN and _SETTLES.get(finding.check) in shown
-
-
-def _facts(evidence: Evidence) -> dict[str, Any]:
-    return {
-        "nodes_asked": evidence.num_asked,
-        "waiting": {str(i): why for i, why in evidence.waiting.items()},
-        "silent": {str(i): what for i, what in evidence.silent.items()},
-        "blind": {str(i): node for i, node in evidence.blind.items()},
-        "nodes": [report.to_json() for report in evidence.reports.values()],
-        "notices": {str(i): times for i, times in evidence.notices.items()},
-        "endings": [vars(ending) for ending in evidence.endings],
-        "leftovers": evidence.leftovers,
-    }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -63,13 +61,7 @@ class Finding:
 
     def to_json(self) -> dict[str, str]:
         """Return it with the keys of ``--json``."""
-        return {
-            "check": self.check,
-            "verdict": self.verdict.value,
-            "found": self.found,
-            "why": self.why,
-            "remedy": self.remedy,
-        }
+        return {**asdict(self), "verdict": self.verdict.value}
 
 
 _ORDER = list(Verdict)
@@ -118,7 +110,6 @@ def by_value(values: Mapping[str, str]) -> str:
     return "; ".join(f"{value} on {compress(sorted(names))}" for value, names in nodes.items())
 
 
-SCHEMA = 1
 _MARKS = {
     Verdict.OK: ("✓", "green"),
     Verdict.WARN: ("!", "yellow"),
@@ -126,32 +117,6 @@ _MARKS = {
     Verdict.UNKNOWN: ("?", "cyan"),
 }
 _WIDEST = 120
-
-
-def report_json(
-    findings: Sequence[Finding],
-    *,
-    versions: Mapping[str, str | None],
-    asked: Mapping[str, Any],
-    facts: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the whole report, for a bug report.
-
-    Args:
-        findings: In the order of the table.
-        versions: Versions on this host, and of Slurm.
-        asked: The settings, without those that may hold a secret.
-        facts: The facts behind the findings.
-    """
-    return {
-        "schema": SCHEMA,
-        "verdict": worst_verdict(findings).value,
-        "time": time.time(),
-        "versions": dict(versions),
-        "asked": dict(asked),
-        "findings": [finding.to_json() for finding in findings],
-        "facts": dict(facts),
-    }
 
 
 def print_findings(findings: Sequence[Finding], console: Console, *, probed: bool) -> None:
@@ -176,8 +141,7 @@ def _table(rows: Sequence[Finding]) -> Table:
     for finding in rows:
         mark, style = _MARKS[finding.verdict]
         name = finding.check.partition(".")[2].replace("_", " ")
-        quiet = finding.verdict is Verdict.OK
-        found = Text(finding.found, style="" if quiet else style)
+        found = Text(finding.found, style="" if finding.verdict is Verdict.OK else style)
         table.add_row(Text(mark, style=style), name, found)
     return table
 

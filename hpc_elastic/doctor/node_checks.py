@@ -10,18 +10,13 @@ from hpc_elastic.doctor import cluster_checks
 from hpc_elastic.doctor.cluster_checks import CHOOSE
 from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
 from hpc_elastic.doctor.probe_job import Evidence, NodeEnding
-from hpc_elastic.doctor.probe_network import CHANGES, PATH, PeerResult, Visibility
+from hpc_elastic.doctor.probe_network import CHANGES, PATH, Visibility
 from hpc_elastic.doctor.probe_task import MUST_AGREE, HostFacts, NodeFacts
 from hpc_elastic.doctor.signal_recorder import AGENT, WORKER
 from hpc_elastic.launcher.batch_script import gpus_asked
 from hpc_elastic.shared_files import LOCAL
 from hpc_elastic.slurm import job_state
 from hpc_elastic.slurm.nodelist import compress
-
-_MIN_FILES = 4096
-"""An agent that leads holds a connection for each node, a worker's loaders several for each CPU."""
-_MIN_PROCESSES = 4096
-_MIN_LOCKED_BYTES = 1 << 30
 
 
 def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]:
@@ -32,85 +27,69 @@ def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]
         own_python: Whether the nodes use the interpreter of this process: no container's, and no
             ``launcher.python``.
     """
-    yield _commands(host)
+    if host.missing_commands:
+        yield fail(
+            "host.commands",
+            f"not on PATH: {', '.join(host.missing_commands)}",
+            "runs are submitted, watched and cancelled by them",
+            "run the doctor on a login node, or `module load slurm`",
+        )
+    else:
+        yield ok("host.commands", "Slurm's commands are installed")
     if own_python:
-        yield _python(host)
-    yield from check_limits("host", [host])
-    yield check_clock("host", [host])
-
-
-def _commands(host: HostFacts) -> Finding:
-    check = "host.commands"
-    if not host.missing_commands:
-        return ok(check, "Slurm's commands are installed")
-    return fail(
-        check,
-        f"not on PATH: {', '.join(host.missing_commands)}",
-        "runs are submitted, watched and cancelled by them",
-        "run the doctor on a login node, or `module load slurm`",
-    )
-
-
-def _python(host: HostFacts) -> Finding:
-    check, why = "host.python", "the nodes start this very interpreter, by its path"
-    found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
-    if host.python_fs in LOCAL:
+        check, why = "host.python", "the nodes start this very interpreter, by its path"
+        found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
         remedy = (
             "harmless if the nodes have the same Python at the same path (--probe tests it); else "
             "create the environment on the shared file system, or set launcher.python"
         )
-        return warn(check, f"{found}, which is this machine's own", why, remedy)
-    return ok(check, found, why)
+        if host.python_fs in LOCAL:
+            yield warn(check, f"{found}, which is this machine's own", why, remedy)
+        else:
+            yield ok(check, found, why)
+    yield from check_limits("host", [host])
+    yield check_clock("host", [host])
+
+
+_LIMITS = {
+    "nofile": (
+        4096, "open files: the leading agent holds a connection for each node, loaders several "
+        "each", "raise the hard limit (limits.conf; PropagateResourceLimits in slurm.conf)",
+    ),
+    "nproc": (
+        4096, "processes and threads: each worker has many, and as many loaders as it is set to",
+        "raise it (`ulimit -u`, limits.conf), or use fewer loaders",
+    ),
+    "memlock": (
+        1 << 30, "locked memory: NCCL over InfiniBand fails without it; TCP does not need it",
+        "have the admin set it to unlimited (LimitMEMLOCK of slurmd; limits.conf)",
+    ),
+}  # fmt: skip
+"""Name of a limit -> the smallest sufficient value, why it matters, and what to do."""
 
 
 def check_limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
     """Yield one finding for each kind of limit, over all hosts."""
-    yield _limit(
-        f"{group}.nofile", hosts, "nofile", _MIN_FILES,
-        "open files: the leading agent holds a connection for each node, loaders several each",
-        "raise the hard limit (limits.conf; PropagateResourceLimits in slurm.conf)",
-        hard=True,
-    )  # fmt: skip
-    yield _limit(
-        f"{group}.nproc", hosts, "nproc", _MIN_PROCESSES,
-        "processes and threads: each worker has many, and as many loaders as it is set to",
-        "raise it (`ulimit -u`, limits.conf), or use fewer loaders",
-    )  # fmt: skip
-    yield _limit(
-        f"{group}.memlock", hosts, "memlock", _MIN_LOCKED_BYTES,
-        "locked memory: NCCL over InfiniBand fails without it; TCP does not need it",
-        "have the admin set it to unlimited (LimitMEMLOCK of slurmd; limits.conf)",
-        matters=group != "host" and any(h.has_infiniband for h in hosts),
-    )  # fmt: skip
-    yield from _address_space(group, hosts)
-
-
-def _limit(
-    check: str, hosts: list[HostFacts], name: str, least: int, why: str, remedy: str,
-    *, hard: bool = False, matters: bool = True,
-) -> Finding:  # fmt: skip
-    """Check one limit.
-
-    Args:
-        check: Name of the check.
-        hosts: The hosts.
-        name: The limit's name.
-        least: The smallest sufficient value.
-        why: Why it matters.
-        remedy: What to do.
-        hard: Whether the hard limit counts, because the agent raises the soft one.
-        matters: Whether a low limit has any effect here.
-    """
-    values = {h.name: h.limits.get(name, (None, None))[hard] for h in hosts}
-    low = {host: n for host, n in values.items() if n is not None and n < least}
-    what = f"{'hard ' if hard else ''}limit of {name}"
-    if not low:
-        smallest = min((n for n in values.values() if n is not None), default=None)
-        return ok(check, f"{what}: {_size(name, smallest)}", why)
-    found = by_value({host: _size(name, n) for host, n in low.items()})
-    if not matters:
-        return ok(check, f"{what}: {found}; it matters only on nodes with InfiniBand", why)
-    return warn(check, f"{what}: {found}", why, remedy)
+    matters = group != "host" and any(h.has_infiniband for h in hosts)
+    for name, (least, why, remedy) in _LIMITS.items():
+        is_hard = name == "nofile"  # the agent raises the soft one
+        values = {h.name: h.limits.get(name, (None, None))[is_hard] for h in hosts}
+        known = {host: n for host, n in values.items() if n is not None}
+        low = {host: _size(name, n) for host, n in known.items() if n < least}
+        check, what = f"{group}.{name}", f"{'hard ' if is_hard else ''}limit of {name}"
+        if not low:
+            yield ok(check, f"{what}: {_size(name, min(known.values(), default=None))}", why)
+        elif name == "memlock" and not matters:
+            found = f"{what}: {by_value(low)}; it matters only on nodes with InfiniBand"
+            yield ok(check, found, why)
+        else:
+            yield warn(check, f"{what}: {by_value(low)}", why, remedy)
+    limited = [h for h in hosts if h.limits.get("as", (None, None))[0] is not None]
+    if limited:
+        sizes = by_value({h.name: _size("as", h.limits["as"][0]) for h in limited})
+        why = "CUDA and torch reserve far more addresses than they use memory"
+        remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
+        yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
 
 
 def _size(name: str, number: int | None) -> str:
@@ -119,16 +98,6 @@ def _size(name: str, number: int | None) -> str:
     if name in ("memlock", "as"):
         return f"{number / (1 << 20):,.0f} MiB"
     return f"{number:,}"
-
-
-def _address_space(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
-    """Yield a finding if the address space is limited: CUDA reserves more than there is."""
-    limited = [h for h in hosts if h.limits.get("as", (None, None))[0] is not None]
-    if limited:
-        sizes = by_value({h.name: _size("as", h.limits["as"][0]) for h in limited})
-        why = "CUDA and torch reserve far more addresses than they use memory"
-        remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
-        yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
 
 
 def check_clock(group: str, hosts: list[HostFacts]) -> Finding:
@@ -157,7 +126,7 @@ _MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.job_state`
     ("Resources", "all nodes are busy: wait longer (--wait), or try another partition"),
     ("Priority", "others are before you in the queue: wait longer (--wait), or another partition"),
     ("ReqNodeNotAvail", "nodes are reserved or out of service (`sinfo -R`, `scontrol show res`)"),
-    ("DOWN", "nodes are out of service: `sinfo -R` says why"),
+    ("DOWN", "nodes are out of service: `sinfo -R` lists why"),
     ("QOS", "a limit of the QOS: another launcher.qos, or wait (`sacctmgr show qos`)"),
     ("Assoc", "a limit of your account: another launcher.account, or wait"),
     ("Account", "the account may not run here: launcher.account"),
@@ -178,14 +147,20 @@ def check_nodes(
         own: Versions on the login node.
     """
     yield from _start(evidence)
-    facts = [report.facts for report in evidence.reports.values()]
-    if not facts:
+    if not evidence.reports:
         return
+    facts = evidence.facts
     yield _versions(evidence, own)
     yield _torch(evidence)
     yield _slurm(facts, in_container=asked.container.runtime is not None)
     if evidence.outside:
-        yield _outside(evidence)
+        why = "what also fails here is not caused by the container"
+        problems = [f"{name}: {what}" for name, what in evidence.outside.items() if what]
+        if problems:
+            yield warn("nodes.slurm_outside", "; ".join(problems), why, _for_admin(problems))
+        else:
+            found = "squeue and scontrol answer outside of the container"
+            yield ok("nodes.slurm_outside", found, why)
     yield _gpus(evidence, facts, asked)
     yield _cpus(facts)
     yield from check_limits("nodes", [f.host for f in facts])
@@ -202,14 +177,6 @@ def _start(evidence: Evidence) -> Iterator[Finding]:
         found = f"{counted(num, 'task')} of {evidence.num_asked} did not start: {reason}"
         verdict = warn if evidence.reports else fail
         yield verdict(check, found, why, _remedy_of(reason))
-    yield from _silent(evidence)
-    if evidence.reports:
-        names = sorted({r.facts.name for r in evidence.reports.values()})
-        yield ok("nodes.ran", f"the probe ran on {compress(names)}")
-
-
-def _silent(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding for each of the first few tasks that have measured nothing."""
     left_out = len(evidence.silent) - _MOST_SILENT
     more = f" (and {counted(left_out, 'more task')} like it)" if left_out > 0 else ""
     for index, what in list(evidence.silent.items())[:_MOST_SILENT]:
@@ -220,29 +187,28 @@ def _silent(evidence: Evidence) -> Iterator[Finding]:
             "see its last output; is the directory on all nodes, and Python at the same path? "
             "launcher.setup, launcher.python",
         )
+    if evidence.reports:
+        names = sorted({f.name for f in evidence.facts})
+        yield ok("nodes.ran", f"the probe ran on {compress(names)}")
 
 
 def _remedy_of(reason: str) -> str:
-    """Return what to do about a pending reason of Slurm."""
     lasting = job_state.remedy(reason)
     if lasting is not None:
         return lasting
-    for part, remedy in _MAY_PASS:
-        if part.lower() in reason.lower():
-            return remedy
-    return "see squeue(1), JOB REASON CODES; wait longer with --wait"
+    otherwise = "see squeue(1), JOB REASON CODES; wait longer with --wait"
+    passing = (remedy for part, remedy in _MAY_PASS if part.lower() in reason.lower())
+    return next(passing, otherwise)
 
 
 def _versions(evidence: Evidence, own: Mapping[str, str | None]) -> Finding:
     check, why = "nodes.versions", "all processes of a run have to run the same code"
-    others = []
-    for report in evidence.reports.values():
-        there = report.facts.versions
-        others += [
-            f"{name} {there.get(name) or 'missing'} on {report.facts.name}, {own.get(name)} here"
-            for name in MUST_AGREE
-            if there.get(name) != own.get(name)
-        ]
+    others = [
+        f"{name} {facts.versions.get(name) or 'missing'} on {facts.name}, {own.get(name)} here"
+        for facts in evidence.facts
+        for name in MUST_AGREE
+        if facts.versions.get(name) != own.get(name)
+    ]
     if others:
         remedy = "one environment on the shared file system; launcher.python, launcher.setup"
         return fail(check, "; ".join(others), why, remedy)
@@ -254,12 +220,11 @@ def _torch(evidence: Evidence) -> Finding:
     check, why = "nodes.torch", "each worker imports torch when it starts"
     times, broken = {}, {}
     for report in evidence.reports.values():
-        if report.allreduce is None or report.allreduce.import_s is None:
-            broken[report.facts.name] = (
-                report.allreduce and report.allreduce.problems.get("torch")
-            ) or "?"
+        name, tried = report.facts.name, report.allreduce
+        if tried is None or tried.import_s is None:
+            broken[name] = (tried and tried.problems.get("torch")) or "?"
         else:
-            times[report.facts.name] = report.allreduce.import_s
+            times[name] = tried.import_s
     if broken:
         found = "; ".join(f"{name}: {why_not}" for name, why_not in broken.items())
         remedy = "try `srun -p PARTITION python -c 'import torch'`; see launcher.setup"
@@ -299,14 +264,6 @@ def _for_admin(problems: list[str]) -> str:
     return "does the node reach slurmctld? Its network, SLURM_CONF, munge: see network.reach"
 
 
-def _outside(evidence: Evidence) -> Finding:
-    check, why = "nodes.slurm_outside", "what also fails here is not caused by the container"
-    problems = [f"{name}: {what}" for name, what in evidence.outside.items() if what is not None]
-    if problems:
-        return warn(check, "; ".join(problems), why, _for_admin(problems))
-    return ok(check, "squeue and scontrol answer outside of the container", why)
-
-
 def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> Finding:
     check, why = "nodes.gpus", "one worker runs on each GPU"
     num_asked = gpus_asked(asked)
@@ -316,7 +273,8 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
         return ok(check, "no GPUs are asked for, and there are none", why)
     if wrong:
         found = "; ".join(
-            f"{f.name}: Slurm gives {_told(f.gpus_given)}, the driver shows {_told(f.gpus_seen)}"
+            f"{f.name}: Slurm gives {f.gpus_given or 'none'}, "
+            f"the driver shows {f.gpus_seen or 'none'}"
             for f in wrong
         )
         if unmet:
@@ -329,13 +287,7 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
             return warn(check, found, why, remedy)
         remedy = "`nvidia-smi` on that node; in a container: --nv, or the NVIDIA runtime"
         return fail(check, found, why, remedy)
-    return _torch_gpus(evidence, facts)
-
-
-def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:
-    """Check whether torch sees the GPUs that the driver shows."""
-    check, why = "nodes.gpus", "one worker runs on each GPU"
-    blind = [
+    blind = [  # torch does not see the GPUs that the driver shows
         r.facts.name
         for r in evidence.reports.values()
         if r.allreduce
@@ -349,24 +301,20 @@ def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:
     return ok(check, f"{' to '.join(map(str, given))} on each node, seen by driver and torch", why)
 
 
-def _told(number: int | None) -> str:
-    return "none" if not number else str(number)
-
-
 def _cpus(facts: list[NodeFacts]) -> Finding:
     check, why = "nodes.cpus", "workers and their loaders share them"
     bound = [f for f in facts if f.host.cpus == 1 and f.cpus_given > 1]
-    sizes = by_value({f.name: _share(f) for f in facts})
+    shares = {}
+    for f in facts:
+        usable, given = f.host.cpus, f.cpus_given
+        cpus = f"{usable} CPUs usable of {given} given"
+        cpus = counted(usable, "CPU") if usable == given else cpus
+        shares[f.name] = f"{cpus}, {f.host.memory_bytes >> 30} GiB in the machine,"
+    sizes = by_value(shares)
     if bound:
         remedy = "set launcher.cpus_per_node; look for --cpu-bind in launcher.srun_args"
         return warn(check, f"bound to a single CPU. {sizes}", why, remedy)
     return ok(check, sizes, why)
-
-
-def _share(facts: NodeFacts) -> str:
-    usable, given = facts.host.cpus, facts.cpus_given
-    cpus = counted(usable, "CPU") if usable == given else f"{usable} CPUs usable of {given} given"
-    return f"{cpus}, {facts.host.memory_bytes >> 30} GiB in the machine,"
 
 
 _SKEW_S = 1.0
@@ -381,38 +329,31 @@ def check_network(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.reports:
         return
     yield _interface(evidence)
-    machines = {r.facts.host.name for r in evidence.reports.values()}
+    machines = {f.host.name for f in evidence.facts}
     if len(machines) < 2:
-        yield _one_machine(machines.pop(), len(evidence.reports))
+        found = f"only {machines.pop()} was tried, and nothing between nodes"
+        remedy = "--probe --nodes 2" + (
+            ", with exclusive=true" if len(evidence.reports) > 1 else ""
+        )
+        yield unknown("network.reach", found, "a run of several nodes depends on it", remedy)
     else:
         yield _reach(evidence)
         yield _skew(evidence)
     yield from _allreduce(evidence)
 
 
-def _one_machine(name: str, num_tasks: int) -> Finding:
-    found = f"only {name} was tried, and nothing between nodes"
-    remedy = "--probe --nodes 2" + (", with exclusive=true" if num_tasks > 1 else "")
-    return unknown("network.reach", found, "a run of several nodes depends on it", remedy)
-
-
 def _interface(evidence: Evidence) -> Finding:
     check, why = "network.interface", "agents and process groups use it"
-    bad = [
-        f"{r.facts.name}: {r.facts.problem}" for r in evidence.reports.values() if r.facts.problem
-    ]
+    bad = [f"{f.name}: {f.problem}" for f in evidence.facts if f.problem]
     if bad:
         remedy = "name it: launcher.interface=ib0, one of `ip -br address` on the nodes"
         return fail(check, "; ".join(bad), why, remedy)
     few = len(evidence.reports) <= _FEW
-    chosen = by_value(
-        {
-            r.facts.name: f"{r.facts.interface} {r.facts.address}" if few else r.facts.interface
-            for r in evidence.reports.values()
-        }
-    )
-    names = {r.facts.interface for r in evidence.reports.values()}
-    rest = {i for r in evidence.reports.values() for i in r.facts.addresses} - names
+    chosen = by_value({
+        f.name: f"{f.interface} {f.address}" if few else f.interface for f in evidence.facts
+    })  # fmt: skip
+    names = {f.interface for f in evidence.facts}
+    rest = {i for f in evidence.facts for i in f.addresses} - names
     more = f"; others there: {', '.join(sorted(rest))}" if rest else ""
     if len(names) > 1:
         remedy = "name one that all have: launcher.interface"
@@ -421,13 +362,17 @@ def _interface(evidence: Evidence) -> Finding:
 
 
 def _reach(evidence: Evidence) -> Finding:
-    """Check whether each task reaches a free port of every other."""
     check, why = "network.reach", "every agent connects to the leader, every worker to every other"
     lines, trips = [], []
     for report in evidence.reports.values():
         for sight in report.meeting.peers:
             if sight.problem:
-                lines.append(f"{report.facts.name} cannot reach {_problem(sight)}")
+                where = f" at {sight.address}" if sight.address else ""
+                others = [address for address, reached in sight.others.items() if reached]
+                detour = f" (but at {', '.join(others)})" if others else ""
+                lines.append(
+                    f"{report.facts.name} cannot reach {sight.host}{where}: {sight.problem}{detour}"
+                )
             elif sight.round_trip_s is not None:
                 trips.append(sight.round_trip_s)
         for number in report.meeting.absent:
@@ -448,16 +393,6 @@ def _reach(evidence: Evidence) -> Finding:
     return ok(check, found, why)
 
 
-def _problem(sight: PeerResult) -> str:
-    where = f" at {sight.address}" if sight.address else ""
-    return f"{sight.host}{where}: {sight.problem}{_detour(sight.others)}"
-
-
-def _detour(others: dict[str, bool]) -> str:
-    open_ones = [address for address, reached in others.items() if reached]
-    return f" (but at {', '.join(open_ones)})" if open_ones else ""
-
-
 def _skew(evidence: Evidence) -> Finding:
     check, why = "network.clocks", "logs and events of the nodes are ordered by their clocks"
     sights = [s for r in evidence.reports.values() for s in r.meeting.peers]
@@ -472,7 +407,6 @@ def _skew(evidence: Evidence) -> Finding:
 
 
 def _allreduce(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding for each backend that was tried."""
     results = {
         r.facts.name: r.allreduce for r in evidence.reports.values() if r.allreduce is not None
     }
@@ -480,22 +414,18 @@ def _allreduce(evidence: Evidence) -> Iterator[Finding]:
         {b for h in results.values() for b in (*h.bandwidths, *h.problems)} - {"torch"}
     )
     for backend in backends:
-        problems = {n: h.problems[backend] for n, h in results.items() if backend in h.problems}
-        yield _of_backend(
-            backend,
-            problems,
-            [h.bandwidths[backend] for h in results.values() if backend in h.bandwidths],
-        )
-
-
-def _of_backend(backend: str, problems: dict[str, str], bandwidths: list[float]) -> Finding:
-    check, why = f"network.{backend}", "gradients are reduced over it"
-    if problems:
-        found = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        remedy = "see network.reach first; then launcher.interface, and NCCL_DEBUG=INFO"
-        return fail(check, f"an all_reduce across the nodes failed: {found}", why, remedy)
-    speed = min(bandwidths) / 1e6
-    return ok(check, f"an all_reduce of 4 MiB across the nodes came back, {speed:,.0f} MB/s", why)
+        check, why = f"network.{backend}", "gradients are reduced over it"
+        problems = [
+            f"{n}: {h.problems[backend]}" for n, h in results.items() if backend in h.problems
+        ]
+        if problems:
+            found = f"an all_reduce across the nodes failed: {'; '.join(problems)}"
+            remedy = "see network.reach first; then launcher.interface, and NCCL_DEBUG=INFO"
+            yield fail(check, found, why, remedy)
+            continue
+        speed = min(h.bandwidths[backend] for h in results.values() if backend in h.bandwidths)
+        found = f"an all_reduce of 4 MiB across the nodes came back, {speed / 1e6:,.0f} MB/s"
+        yield ok(check, found, why)
 
 
 _SHORT = 0.7
@@ -515,7 +445,7 @@ def check_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
     for ending in evidence.endings:
         if not ending.refused:
             yield _grace(ending, kill_wait_s)
-            yield _end(ending)
+            yield _leftover(ending)
         if ending.how == "requeue":
             yield _requeue(ending)
     if evidence.leftovers:
@@ -561,7 +491,7 @@ def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
     return ok(check, found, why)
 
 
-def _end(ending: NodeEnding) -> Finding:
+def _leftover(ending: NodeEnding) -> Finding:
     check = f"signals.{ending.how}_end"
     why = "a worker that is left behind keeps its GPU, and may write into the run"
     if ending.capped:
@@ -621,11 +551,13 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
         rendezvous: ``launcher.rendezvous`` of a run.
     """
     if evidence.blind:
-        yield _blind(evidence)
+        names = ", ".join(sorted(evidence.blind.values()))
+        found = f"what is written here does not appear on {names}"
+        yield fail("directory.delay", found, _DELAY_WHY, _DELAY_REMEDY)
     if not evidence.reports:
         return
     yield from _nodes(evidence)
-    mounts = {r.facts.name: r.facts.folder.mount for r in evidence.reports.values()}
+    mounts = {f.name: f.folder.mount for f in evidence.facts}
     yield cluster_checks.check_mounts("directory.node_mounts", mounts, rendezvous)
     why_not = _not_tried(evidence)
     yield _election(evidence, why_not)
@@ -633,23 +565,18 @@ def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> I
     yield _content(evidence, why_not)
 
 
-def _blind(evidence: Evidence) -> Finding:
-    found = f"what is written here does not appear on {', '.join(sorted(evidence.blind.values()))}"
-    return fail("directory.delay", found, _DELAY_WHY, _DELAY_REMEDY)
-
-
 def _nodes(evidence: Evidence) -> Iterator[Finding]:
     """Yield what is wrong with the directory on each node, or one OK."""
     bad: dict[tuple[str, str], list[str]] = {}
-    for report in evidence.reports.values():
-        for finding in cluster_checks.check_operations(report.facts.folder):
+    for facts in evidence.facts:
+        for finding in cluster_checks.check_operations(facts.folder):
             if finding.verdict is Verdict.FAIL:
-                bad.setdefault((finding.check, finding.found), []).append(report.facts.name)
+                bad.setdefault((finding.check, finding.found), []).append(facts.name)
     why = "all nodes of a run meet in its directory"
     for (_, found), names in bad.items():
         yield fail("directory.nodes", f"on {', '.join(names)}: {found}", why, _REMEDY)
     if not bad:
-        kinds = sorted({r.facts.folder.fs or "unknown" for r in evidence.reports.values()})
+        kinds = sorted({f.folder.fs or "unknown" for f in evidence.facts})
         found = f"seen by all nodes, as {' and '.join(kinds)}; hard links and renames work there"
         yield ok("directory.nodes", found, why)
 
@@ -658,7 +585,7 @@ def _not_tried(evidence: Evidence) -> str:
     """Return why nothing was tested between two nodes; empty if it was."""
     if any(report.meeting.seen for report in evidence.reports.values()):
         return ""
-    names = {report.facts.name for report in evidence.reports.values()}
+    names = {f.name for f in evidence.facts}
     if len(names) == 1:
         return f"all tasks were on {names.pop()}"
     problems = {r.facts.name: r.meeting.problem for r in evidence.reports.values()}
@@ -691,7 +618,13 @@ def _delay(evidence: Evidence, why_not: str) -> Finding:
     if why_not:
         return unknown(check, f"not measured: {why_not}", why)
     seen = {r.facts.name: r.meeting.seen for r in evidence.reports.values() if r.meeting.seen}
-    late = [f"on {name} {shown}" for name, one in seen.items() if (shown := _unseen(one))]
+    late = []
+    for name, one in seen.items():
+        missing = [what for change, what in CHANGES.items() if one.times_s[change] is None]
+        if missing:
+            unseen = "nothing" if len(missing) == len(CHANGES) else ", ".join(missing)
+            not_seen = f"{unseen} was {'' if unseen == 'nothing' else 'not '}seen"
+            late.append(f"on {name} {not_seen} within {duration(one.waited_s)}")
     if late:
         return fail(check, f"of what another node did, {'; '.join(late)}", why, _DELAY_REMEDY)
     worst = {name: max(one.times_s[name] or 0.0 for one in seen.values()) for name in CHANGES}
@@ -704,21 +637,13 @@ def _delay(evidence: Evidence, why_not: str) -> Finding:
     return ok(check, found, why)
 
 
-def _unseen(seen: Visibility) -> str:
-    """Return the changes that an observer has not seen; empty if it has seen all."""
-    missing = [what for name, what in CHANGES.items() if seen.times_s[name] is None]
-    if len(missing) == len(CHANGES):
-        return f"nothing was seen within {duration(seen.waited_s)}"
-    return f"{', '.join(missing)} was not seen within {duration(seen.waited_s)}" if missing else ""
-
-
 def _by_path(evidence: Evidence, seen: Collection[Visibility]) -> str:
     """Return how long a new file stays absent for a look-up by its path."""
     times = [one.times_s[PATH] for one in seen]
     if None not in times:
         return f"; by its path alone a new file after {short(max(t for t in times if t))}"
     waited_s = min(one.waited_s for one in seen if one.times_s[PATH] is None)
-    up_to_s = max(r.facts.folder.mount.path_stale_s for r in evidence.reports.values())
+    up_to_s = max(f.folder.mount.path_stale_s for f in evidence.facts)
     return (
         f"; by its path alone a new file was not seen within {duration(waited_s)}"
         f" (names are kept for up to {duration(up_to_s)}), so runs list folders"

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -41,7 +41,6 @@ MODULE = "hpc_elastic.doctor.probe_task"
 _MINUTES = 10
 """The probe's time limit, where neither the user nor the partition wants a shorter one."""
 _END_S = 15.0
-_KILL_S = 15.0
 _LOG_CHARS = 600
 
 
@@ -86,24 +85,18 @@ class ProbeJob:
         """Cancel all tasks, and remove the files; return the tasks that did not end."""
         with contextlib.suppress(OSError):  # a full disk; the tasks are cancelled in any case
             self.place.stop_file.touch()
-        left = self._cancelled()
-        shutil.rmtree(self.place.path.parent, ignore_errors=True)
-        return left
-
-    def _cancelled(self) -> list[str]:
-        name = [self.job_id]
-        for attempt, timeout_s in ((self.client.cancel, _END_S), (self.client.kill, _KILL_S)):
+        for attempt in (self.client.cancel, self.client.kill):
             try:
-                attempt(name)
-                left = self._left(timeout_s)
+                attempt([self.job_id])
+                left = self._await_end(_END_S)
             except SlurmCommandError as e:
                 left = [f"{self.job_id} ({e.stderr.strip()[:200]})"]
             if not left:
                 break
+        shutil.rmtree(self.place.path.parent, ignore_errors=True)
         return left
 
-    def _left(self, timeout_s: float) -> list[str]:
-        """Wait for the end of all tasks; return those that do not end."""
+    def _await_end(self, timeout_s: float) -> list[str]:
         deadline = time.monotonic() + timeout_s
         while True:
             states = self.client.tasks([self.job_id]).values()
@@ -157,7 +150,6 @@ def time_limit(settings: RunSettings, longest_s: float | None) -> str:
 
 
 def _lay_out(launcher: SlurmSettings, submission: Path, num_nodes: int) -> Path:
-    """Write the probe's files; return its batch script."""
     Submission(submission).logs.mkdir(parents=True)
     limit_s = 60.0 * int(launcher.time or _MINUTES)
     plan = ProbePlan(
@@ -168,20 +160,14 @@ def _lay_out(launcher: SlurmSettings, submission: Path, num_nodes: int) -> Path:
         lifetime_s=limit_s - 10,
     )
     ProbeFolder(submission).write_plan(plan)
-    if plan.in_container:
-        launcher = replace(
-            launcher, setup=[*launcher.setup, _outside_line(ProbeFolder(submission))]
-        )
+    if plan.in_container:  # a shell line outside of it that runs Slurm's commands, and never fails
+        file = shlex.quote(str(ProbeFolder(submission).outside_file(""))) + "$SLURM_ARRAY_TASK_ID"
+        queries = 'squeue -h -j "$SLURM_JOB_ID" && scontrol show config'
+        line = f"{{ {queries}; }} > /dev/null 2> {file} || true"
+        launcher = replace(launcher, setup=[*launcher.setup, line])
     script = ArrayFiles.of(ProbeFolder(submission).array_file).script
     write_atomic(script, render(launcher, submission, num_tasks=num_nodes, module=MODULE))
     return script
-
-
-def _outside_line(place: ProbeFolder) -> str:
-    """Return a shell line that runs Slurm's commands outside of the container, and never fails."""
-    file = shlex.quote(str(place.outside_file(""))) + "$SLURM_ARRAY_TASK_ID"
-    asks = 'squeue -h -j "$SLURM_JOB_ID" && scontrol show config'
-    return f"{{ {asks}; }} > /dev/null 2> {file} || true"
 
 
 def render(
@@ -223,6 +209,7 @@ _NOTICE_S = 10.0
 _LONGEST_KILL_WAIT_S = 60.0
 _COME_BACK_S = 60.0
 _REST_S = 60.0
+"""Longest wait for the other tasks after the first."""
 _RELEASE_S = 5.0
 _SLACK_S = 20.0
 """How much longer than KillWait Slurm may take to end a task."""
@@ -243,7 +230,8 @@ class ProbeRun:
         self._job = job
         self._kill_wait_s = min(kill_wait_s, _LONGEST_KILL_WAIT_S)
         self._report = report
-        self._watch = TaskWatch(job, report)
+        self._states: dict[int, TaskState] = {}
+        """The last known states; they count while Slurm does not answer."""
         self.evidence = Evidence(job.num_nodes, notice_name=notice)
 
     def run(self, timeout_s: float) -> Evidence:
@@ -253,8 +241,11 @@ class ProbeRun:
             timeout_s: Longest wait for the start of the first task.
         """
         try:
-            running = self._watch.wait_for_start(timeout_s, _REST_S)
-            self._add_facts(waiting=self._watch.pending_reasons())
+            running = self._wait_for_start(timeout_s)
+            pending = self._in_phase(Phase.PENDING)
+            self._add_facts(
+                waiting={i: self._states[i].reason or "no reason given" for i in pending}
+            )
             self._measure(running)
             if self.evidence.reports:
                 self._send_notice()
@@ -272,6 +263,35 @@ class ProbeRun:
     def _add_facts(self, **facts: object) -> None:
         self.evidence = replace(self.evidence, **facts)  # type: ignore[arg-type]
 
+    def _refresh(self) -> dict[int, TaskState]:
+        try:
+            self._states = self._job.query_tasks()
+        except SlurmCommandError as e:
+            self._report(f"Slurm does not answer: {e.stderr.strip()[:100]}")
+        return self._states
+
+    def _in_phase(self, phase: Phase) -> list[int]:
+        """Return the tasks in a phase, as of the last `_refresh`."""
+        return [i for i, state in self._states.items() if state.phase is phase]
+
+    def _wait_for_start(self, timeout_s: float) -> list[int]:
+        """Wait until all tasks run, for the first one up to the time-out; return those that do."""
+        deadline, first_seen = time.monotonic() + timeout_s, False
+        num_nodes = self._job.num_nodes
+        while time.monotonic() < deadline:
+            self._refresh()
+            running = self._in_phase(Phase.RUNNING)
+            if len(running) + len(self._in_phase(Phase.ENDED)) == num_nodes:
+                return running
+            if running and not first_seen:
+                first_seen, deadline = True, time.monotonic() + _REST_S
+            pending = (self._states[i].reason for i in self._in_phase(Phase.PENDING))
+            reasons = ", ".join(sorted({reason for reason in pending if reason})) or "starting"
+            ran = f"{len(running)} of {num_nodes} nodes run ({reasons})"
+            self._report(f"job {self._job.job_id}: {ran}")
+            time.sleep(POLL_S)
+        return self._in_phase(Phase.RUNNING)
+
     def _measure(self, running: list[int]) -> None:
         """Let the running tasks measure everything, and read their reports."""
         place, took_part = self._job.place, sorted(running)
@@ -279,41 +299,29 @@ class ProbeRun:
         place.write_json(place.members_file, took_part)
 
         def done() -> bool:
-            ended = [i for i in self._watch.refresh() if i in self._watch.in_phase(Phase.ENDED)]
+            self._refresh()
+            ended = self._in_phase(Phase.ENDED)
             return all(i in ended or is_there(place.report_file(i)) for i in took_part)
 
         wait_until(done, _MEASURE_S + _WAITS * place.staleness_s)
         reports, unreadable = read_reports(place, took_part)
-        gone = [i for i in range(self._job.num_nodes) if i not in self.evidence.waiting]
+        states, silent = self._refresh(), dict[int, str]()
         blind = {
-            i: node
-            for i, node in self._nodes_of(Phase.RUNNING).items()
+            i: states[i].node or f"task {i}"
+            for i in self._in_phase(Phase.RUNNING)
             if i in took_part and i not in reports and is_there(place.peer_file(i))
         }
-        silent = {i: self._describe_silent_task(i) for i in gone if i not in {**reports, **blind}}
+        for i in range(self._job.num_nodes):
+            if i not in {**self.evidence.waiting, **reports, **blind}:
+                state, log = states.get(i), self._job.log_tail(i)
+                where = f"{state.state} on {state.node}" if state else "forgotten on ?"
+                silent[i] = where + (f": {log}" if log else ", and printed nothing")
         self._add_facts(reports=reports, silent=silent | unreadable, blind=blind)
-        self._add_facts(outside=self._outside(reports))
-
-    def _nodes_of(self, phase: Phase) -> dict[int, str]:
-        """Return the nodes of the tasks in a phase."""
-        states = self._watch.refresh()
-        return {i: states[i].node or f"task {i}" for i in self._watch.in_phase(phase)}
-
-    def _outside(self, reports: Mapping[int, NodeReport]) -> dict[str, str | None]:
-        """Return the errors of Slurm's commands outside of a container, by node."""
-        found = {r.facts.name: self._job.place.outside_file(i) for i, r in reports.items()}
-        return {
+        files = {r.facts.name: place.outside_file(i) for i, r in reports.items()}
+        self._add_facts(outside={
             name: file.read_text().strip()[:300] or None
-            for name, file in found.items()
-            if is_there(file)
-        }
-
-    def _describe_silent_task(self, index: int) -> str:
-        """Describe a task that has reported nothing."""
-        state = self._watch.refresh().get(index)
-        log = self._job.log_tail(index)
-        last = f": {log}" if log else ", and printed nothing"
-        return f"{state.state if state else 'forgotten'} on {state.node if state else '?'}{last}"
+            for name, file in files.items() if is_there(file)
+        })  # fmt: skip
 
     def _send_notice(self) -> None:
         """Send the notice signal to every task, and record which processes receive it."""
@@ -325,21 +333,18 @@ class ProbeRun:
         seen: dict[int, dict[str, float | None]] = {
             index: dict.fromkeys(PROCESSES) for index in self.evidence.reports
         }
-        wait_until(
-            lambda: self._record_receipts(name, sent, seen), _NOTICE_S + self._job.place.staleness_s
-        )
-        self._add_facts(notices=seen)
+        place = self._job.place
 
-    def _record_receipts(
-        self, name: str, sent: float, seen: dict[int, dict[str, float | None]]
-    ) -> bool:
-        """Record which processes have received a signal by now; return whether all have."""
-        for index, times in seen.items():
-            for who in PROCESSES:
-                came = signal_time(self._job.place, who, index, f"SIG{name}") is not None
-                if came and times[who] is None:
-                    times[who] = time.monotonic() - sent
-        return all(None not in times.values() for times in seen.values())
+        def all_received() -> bool:
+            for index, times in seen.items():
+                for who in PROCESSES:
+                    received = signal_time(place, who, index, f"SIG{name}") is not None
+                    if received and times[who] is None:
+                        times[who] = time.monotonic() - sent
+            return all(None not in times.values() for times in seen.values())
+
+        wait_until(all_received, _NOTICE_S + place.staleness_s)
+        self._add_facts(notices=seen)
 
     def _run_on_task(self, command: Callable[[str], None], index: int) -> str:
         """Run a command of Slurm on a task; return its error, empty without one."""
@@ -349,24 +354,25 @@ class ProbeRun:
             return e.stderr.strip()[:300]
         return ""
 
-    def _reached(self) -> list[int]:
-        """Return the tasks that received the notice, or all tasks if none did."""
-        found = [
-            i for i in sorted(self.evidence.reports) if self.evidence.notices[i][AGENT] is not None
-        ]
-        return found or sorted(self.evidence.reports)
-
     def _end_tasks(self) -> None:
         """Requeue the first task and cancel the second, both at once."""
-        chosen = dict(zip(_HOWS, self._reached(), strict=False))
+        tasks, notices = sorted(self.evidence.reports), self.evidence.notices
+        reached = [i for i in tasks if notices[i][AGENT] is not None] or tasks
+        chosen = dict(zip(_HOWS, reached, strict=False))
         self._report(f"requeueing one task, cancelling another; KillWait {self._kill_wait_s:.0f} s")
         start = time.monotonic()
         client = self._job.client
         commands = {"requeue": client.requeue, "cancel": lambda task: client.cancel([task])}
         refused = {how: self._run_on_task(commands[how], i) for how, i in chosen.items()}
         under_way = [i for how, i in chosen.items() if not refused[how]]
-        over = wait_until(lambda: self._have_ended(under_way), self._kill_wait_s + _SLACK_S)
         place = self._job.place
+
+        def have_ended() -> bool:
+            states = self._refresh()
+            over = (Phase.ENDED, Phase.PENDING)
+            return all(i not in states or states[i].phase in over for i in under_way)
+
+        over = wait_until(have_ended, self._kill_wait_s + _SLACK_S)
         wait_until(
             lambda: all(None not in survival_times(place, i).values() for i in under_way),
             place.staleness_s,
@@ -376,7 +382,7 @@ class ProbeRun:
                 how=how,
                 node=self.evidence.name(index),
                 lived_s=survival_times(place, index),
-                orphaned=was_orphaned(place, index),
+                orphaned=signal_time(place, WORKER, index, ORPHANED) is not None,
                 capped=not over,
                 refused=refused[how],
             )
@@ -386,30 +392,23 @@ class ProbeRun:
             endings[0] = self._await_return(endings[0], chosen["requeue"], start)
         self._add_facts(endings=endings)
 
-    def _have_ended(self, indices: list[int]) -> bool:
-        """Return whether Slurm has ended tasks."""
-        states = self._watch.refresh()
-        return all(
-            i not in states or states[i].phase in (Phase.ENDED, Phase.PENDING) for i in indices
-        )
-
     def _await_return(self, ending: NodeEnding, index: int, start: float) -> NodeEnding:
         """Wait until a requeued task runs again; release it from Slurm's hold of two minutes."""
         self._report("waiting for the requeued task to come back")
         file, released = self._job.place.return_file(index), -_RELEASE_S
 
-        def came() -> bool:
+        def is_back() -> bool:
             nonlocal released
-            state, now = self._watch.refresh().get(index), time.monotonic()
+            state, now = self._refresh().get(index), time.monotonic()
             if state is not None and state.is_held and now - released > _RELEASE_S:
                 self._run_on_task(self._job.client.release, index)
                 released = now
             return is_there(file)
 
-        if wait_until(came, _COME_BACK_S + self._job.place.staleness_s):
+        if wait_until(is_back, _COME_BACK_S + self._job.place.staleness_s):
             node = json.loads(file.read_text())["node"]
             return replace(ending, back_on=node, back_s=time.monotonic() - start)
-        state = self._watch.refresh().get(index)
+        state = self._refresh().get(index)
         waits = state is not None and state.phase is Phase.PENDING and (state.restarts or 0) > 0
         return replace(ending, waits=(state.reason or "starting") if state and waits else "")
 
@@ -427,59 +426,6 @@ def wait_until(condition: Callable[[], _T | None], timeout_s: float) -> _T | Non
         if found or time.monotonic() > deadline:
             return found
         time.sleep(POLL_S)
-
-
-class TaskWatch:
-    """The states of a probe's tasks; the last ones count while Slurm does not answer."""
-
-    def __init__(self, job: ProbeJob, report: Report) -> None:
-        self._job = job
-        self._report = report
-        self._states: dict[int, TaskState] = {}
-
-    def refresh(self) -> dict[int, TaskState]:
-        """Query squeue."""
-        try:
-            self._states = self._job.query_tasks()
-        except SlurmCommandError as e:
-            self._report(f"Slurm does not answer: {e.stderr.strip()[:100]}")
-        return self._states
-
-    def in_phase(self, *phases: Phase) -> list[int]:
-        """Return the tasks in some phases, as of the last `refresh`."""
-        return [i for i, state in self._states.items() if state.phase in phases]
-
-    def wait_for_start(self, timeout_s: float, rest_s: float) -> list[int]:
-        """Wait until all tasks run; return those that do.
-
-        Args:
-            timeout_s: Longest wait for the first.
-            rest_s: Longest wait for the others after the first.
-        """
-        deadline = time.monotonic() + timeout_s
-        first_seen = False
-        while time.monotonic() < deadline:
-            self.refresh()
-            running = self.in_phase(Phase.RUNNING)
-            ended = self.in_phase(Phase.ENDED)
-            if len(running) + len(ended) == self._job.num_nodes:
-                return running
-            if running and not first_seen:
-                first_seen, deadline = True, time.monotonic() + rest_s
-            self._report(self._describe())
-            time.sleep(POLL_S)
-        return self.in_phase(Phase.RUNNING)
-
-    def pending_reasons(self) -> dict[int, str]:
-        """Return Slurm's pending reasons, by task."""
-        pending = self.in_phase(Phase.PENDING)
-        return {i: self._states[i].reason or "no reason given" for i in pending}
-
-    def _describe(self) -> str:
-        running = len(self.in_phase(Phase.RUNNING))
-        pending = (self._states[i].reason for i in self.in_phase(Phase.PENDING))
-        reasons = ", ".join(sorted({reason for reason in pending if reason})) or "starting"
-        return f"job {self._job.job_id}: {running} of {self._job.num_nodes} nodes run ({reasons})"
 
 
 PROCESSES = (AGENT, WORKER)
@@ -501,21 +447,10 @@ class NodeReport:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> NodeReport:
-        """Return it from `to_json`."""
-        allreduce = (
-            None if raw["allreduce"] is None else AllreduceResult.from_json(raw["allreduce"])
-        )
+        """Return it from its JSON object, which `probe_task` writes."""
         facts, meeting = NodeFacts.from_json(raw["facts"]), MeetingResult.from_json(raw["meeting"])
+        allreduce = None if raw["allreduce"] is None else AllreduceResult(**raw["allreduce"])
         return cls(facts, meeting, allreduce)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object, as `probe_task` writes it."""
-        allreduce = None if self.allreduce is None else self.allreduce.to_json()
-        return {
-            "facts": self.facts.to_json(),
-            "meeting": self.meeting.to_json(),
-            "allreduce": allreduce,
-        }
 
 
 @dataclass(frozen=True)
@@ -576,6 +511,11 @@ class Evidence:
     leftovers: list[str] = field(default_factory=list)
     problem: str = ""
 
+    @property
+    def facts(self) -> list[NodeFacts]:
+        """The facts of the nodes that have reported."""
+        return [report.facts for report in self.reports.values()]
+
     def name(self, index: int) -> str:
         """Return the node of a task, or its number if unknown."""
         report = self.reports.get(index)
@@ -593,36 +533,35 @@ def read_reports(
             try:
                 found[index] = NodeReport.from_json(raw)
             except (TypeError, KeyError, AttributeError):
-                unreadable[index] = _describe_version(raw)
+                try:
+                    theirs = raw["facts"]["versions"]["hpc_elastic"]
+                except (TypeError, KeyError):
+                    theirs = "of unknown version"
+                why = f"measured by hpc_elastic {theirs}, which is not the one that reads it here"
+                unreadable[index] = why
     return found, unreadable
-
-
-def _describe_version(raw: Any) -> str:
-    """Report which hpc_elastic has measured something that this one does not know."""
-    try:
-        theirs = raw["facts"]["versions"]["hpc_elastic"]
-    except (TypeError, KeyError):
-        theirs = "of unknown version"
-    return f"measured by hpc_elastic {theirs}, which is not the one that reads it here"
 
 
 def signal_time(
     place: ProbeFolder, who: str, index: int, name: str, attempt: int = 0
 ) -> float | None:
     """Return when a process first received a signal, by its own clock; None if it did not."""
-    for line in _lines(place.signal_file(who, index, attempt)):
-        if line["signal"] == name:
-            return float(line["time"])
-    return None
+    file = place.signal_file(who, index, attempt)
+    try:
+        refresh(file)
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    return next((float(line["time"]) for line in lines if line["signal"] == name), None)
 
 
 def survival_times(place: ProbeFolder, index: int, attempt: int = 0) -> dict[str, float | None]:
     """Return how long each process of a task lived after its first SIGTERM; None without one."""
     times: dict[str, float | None] = {}
     for who in PROCESSES:
-        asked = signal_time(place, who, index, "SIGTERM", attempt)
+        signalled = signal_time(place, who, index, "SIGTERM", attempt)
         last = last_heartbeat(place.heartbeat_file(who, index, attempt))
-        times[who] = None if asked is None or last is None else max(0.0, last - asked)
+        times[who] = None if signalled is None or last is None else max(0.0, last - signalled)
     return times
 
 
@@ -633,16 +572,3 @@ def last_heartbeat(file: Path) -> float | None:
         return float(file.read_text())
     except (OSError, ValueError):
         return None
-
-
-def was_orphaned(place: ProbeFolder, index: int, attempt: int = 0) -> bool:
-    """Return whether a worker outlived its parent by a heartbeat or more."""
-    return signal_time(place, WORKER, index, ORPHANED, attempt) is not None
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    try:
-        refresh(file)
-        return [json.loads(line) for line in file.read_text().splitlines()]
-    except (OSError, ValueError):
-        return []

@@ -20,7 +20,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class LinkRace:
 
     Attributes:
         rounds: Number of rounds.
-        both: Rounds in which both were told that they had won.
+        both: Rounds in which both found that they had won.
         neither: Rounds in which neither was.
         differ: Rounds after which they read different winners.
     """
@@ -129,13 +129,9 @@ class MeetingResult:
     race: LinkRace | None = None
     problem: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> MeetingResult:
-        """Return it from `to_json`."""
+        """Return it from its JSON object."""
         peers = [PeerResult(**sight) for sight in raw["peers"]]
         seen = None if raw["seen"] is None else Visibility(**raw["seen"])
         race = None if raw["race"] is None else LinkRace(**raw["race"])
@@ -146,36 +142,30 @@ class ProbeServer:
     """Serves the other tasks, in threads of its own, as long as the process lives."""
 
     def __init__(self, place: ProbeFolder, token: str, *, v6: bool = False) -> None:
-        handler = _handler(place.path, token)
+        class _Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    connection = SignedSocket.accept(
+                        self.request, token.encode(), _CONTEXT, timeout_s=_CONNECT_S
+                    )
+                    while True:
+                        request = connection.receive()
+                        try:
+                            answer = _handle_request(place.path, request)
+                        except OSError as e:
+                            answer = {"error": str(e)}
+                        connection.send(answer)
 
         class _Listener(socketserver.ThreadingTCPServer):
             address_family = socket.AF_INET6 if v6 else socket.AF_INET
             daemon_threads = True
 
-        self._server = _Listener(("::" if v6 else "0.0.0.0", 0), handler)
+        self._server = _Listener(("::" if v6 else "0.0.0.0", 0), _Handler)
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
 
-def _handler(folder: Path, token: str) -> type[socketserver.BaseRequestHandler]:
-    class _Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection = SignedSocket.accept(
-                    self.request, token.encode(), _CONTEXT, timeout_s=_CONNECT_S
-                )
-                while True:
-                    request = connection.receive()
-                    try:
-                        answer = handle_request(folder, request)
-                    except OSError as e:
-                        answer = {"error": str(e)}
-                    connection.send(answer)
-
-    return _Handler
-
-
-def handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def _handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out the request of another task, and return the answer.
 
     Raises:
@@ -227,12 +217,14 @@ def meet_peers(
 
 def _try_peer(number: int, peer: Mapping[str, Any], asker: int, token: str) -> PeerResult:
     address, port, host = peer["address"], peer["port"], peer["host"]
-    others = {
-        other: _reaches(other, port)
-        for found in peer["addresses"].values()
-        for other in found
-        if other != address and (":" in other) == (":" in address)
-    }
+    others = {}
+    for other in (a for found in peer["addresses"].values() for a in found):
+        if other != address and (":" in other) == (":" in address):
+            try:
+                socket.create_connection((other, port), _OTHER_CONNECT_S).close()
+                others[other] = True
+            except OSError:
+                others[other] = False
     if not address:
         return PeerResult(
             number, host, "", "it has no address that others could reach", others=others
@@ -245,20 +237,12 @@ def _try_peer(number: int, peer: Mapping[str, Any], asker: int, token: str) -> P
     return PeerResult(number, host, address, "", best[0], best[1], others)
 
 
-def _reaches(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _OTHER_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
-
-
 def _query_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
     """Return the round trip, and how far the other's clock is ahead."""
     sent, before = time.time(), time.monotonic()
     answer = float(send_request(connection, "time", asker)["time"])
-    took = time.monotonic() - before
-    return took, answer - (sent + took / 2)
+    took_s = time.monotonic() - before
+    return took_s, answer - (sent + took_s / 2)
 
 
 def send_request(connection: SignedSocket, what: str, asker: int, **details: int) -> dict[str, Any]:
@@ -282,17 +266,24 @@ def _try_folder(
     place: ProbeFolder, index: int, token: str, peer: Mapping[str, Any]
 ) -> tuple[LinkRace, Visibility]:
     """Race with another node, and watch it change the folder."""
-    trial = FolderTrial(place.path / f"trial-{index}")
-    timeout_s = _SIGHT_S + place.staleness_s
+    trial, won = FolderTrial(place.path / f"trial-{index}"), []
     with connect_to_peer(peer, token) as connection:
         send_request(connection, "prepare", index)
-        race = _race(trial, connection, index)
+        trial.stage_links(_OBSERVER)
+        trip_s, _ = _query_time(connection, index)
+        for number in range(NUM_ROUNDS):
+            connection.send({"do": "link", "asker": index, "round": number})
+            time.sleep(number % 4 * trip_s / 2)  # who is first differs
+            mine = trial.try_link(number, _OBSERVER)
+            won.append((mine, bool(_receive_answer(connection)["won"])))
+        theirs = send_request(connection, "winners", index)["winners"]
+    race = count_race(won, [trial.read_winners(), theirs])
 
     def change() -> None:
         with connect_to_peer(peer, token) as connection:
             send_request(connection, "change", index)
 
-    return race, trial.watch_changes(change, timeout_s)
+    return race, trial.watch_changes(change, _SIGHT_S + place.staleness_s)
 
 
 def connect_to_peer(
@@ -302,19 +293,6 @@ def connect_to_peer(
     address = peer["address"], peer["port"]
     connection = SignedSocket.connect(address, token.encode(), _CONTEXT, timeout_s=timeout_s)
     return contextlib.closing(connection)
-
-
-def _race(trial: FolderTrial, connection: SignedSocket, index: int) -> LinkRace:
-    trial.stage_links(_OBSERVER)
-    won = []
-    trip_s, _ = _query_time(connection, index)
-    for number in range(NUM_ROUNDS):
-        connection.send({"do": "link", "asker": index, "round": number})
-        time.sleep(number % 4 * trip_s / 2)  # who is first differs
-        mine = trial.try_link(number, _OBSERVER)
-        won.append((mine, bool(_receive_answer(connection)["won"])))
-    theirs = send_request(connection, "winners", index)["winners"]
-    return count_race(won, [trial.read_winners(), theirs])
 
 
 def free_port() -> int:
@@ -371,28 +349,12 @@ class FolderTrial:
             timeout_s: Longest wait in seconds.
         """
         start = time.monotonic()
-        while not self._is_prepared():
+        files = [self._file(name) for name in ("removed", "replaced", "appended")]
+        while self._names("renamed") != {"old"} or any(_read(file) != _OLD for file in files):
             if time.monotonic() - start > timeout_s:
                 return Visibility(dict.fromkeys((*CHANGES, PATH)), timeout_s)
             time.sleep(_LONGEST_PAUSE_S)
-        unseen = self._detectors()
-        for look in unseen.values():
-            look()
-        change()
-        start, waited_s, new, times = time.monotonic(), 0.0, "", dict[str, float | None]()
-        while unseen and waited_s < timeout_s and (waited_s < _PATH_S or unseen.keys() - {PATH}):
-            for name, look in list(unseen.items()):
-                if found := look():
-                    times[name] = time.monotonic() - start
-                    new = str(found) if name == "replaced" else new
-                    del unseen[name]
-            time.sleep(min(_LONGEST_PAUSE_S, max(_PAUSE_S, waited_s / 20)))
-            waited_s = time.monotonic() - start
-        return Visibility({**times, **dict.fromkeys(unseen)}, waited_s, torn=new not in ("", _NEW))
-
-    def _detectors(self) -> dict[str, Callable[[], object]]:
-        """Return how each change is detected: as a run does, and `PATH` as a run never does."""
-        return {
+        unseen: dict[str, Callable[[], object]] = {  # as a run looks, and `PATH` as it never does
             "created": lambda: self._names("created") == {"new"},
             "renamed": lambda: self._names("renamed") == {"new"},
             "removed": lambda: self._names("removed") == set(),
@@ -400,11 +362,19 @@ class FolderTrial:
             "appended": lambda: _read(self._file("appended")) == _OLD + _MORE,
             PATH: (self.path / PATH / "new").exists,
         }
-
-    def _is_prepared(self) -> bool:
-        """Return whether the observer sees the files of the doer."""
-        files = (self._file(name) for name in ("removed", "replaced", "appended"))
-        return self._names("renamed") == {"old"} and all(_read(file) == _OLD for file in files)
+        for detect in unseen.values():
+            detect()
+        change()
+        start, waited_s, new, times = time.monotonic(), 0.0, "", dict[str, float | None]()
+        while unseen and waited_s < timeout_s and (waited_s < _PATH_S or unseen.keys() - {PATH}):
+            for name, detect in list(unseen.items()):
+                if found := detect():
+                    times[name] = time.monotonic() - start
+                    new = str(found) if name == "replaced" else new
+                    del unseen[name]
+            time.sleep(min(_LONGEST_PAUSE_S, max(_PAUSE_S, waited_s / 20)))
+            waited_s = time.monotonic() - start
+        return Visibility({**times, **dict.fromkeys(unseen)}, waited_s, torn=new not in ("", _NEW))
 
     def stage_links(self, who: str) -> None:
         """Create the files whose links will race (both)."""
@@ -445,7 +415,7 @@ def count_race(won: Sequence[tuple[bool, bool]], winners: Sequence[Sequence[str]
     """Return the result of a race (pure).
 
     Args:
-        won: For each round whether the one and the other were told that they had won.
+        won: For each round whether the one and the other found that they had won.
         winners: For both nodes, the holder of each round's name.
     """
     return LinkRace(

@@ -74,49 +74,30 @@ def _measure(
     own = probe_network.publish_address(place, index, server.port, facts)
     members = wait_for_json(place.members_file, plan.lifetime_s, lambda: place.is_over)
     if not members or index not in members:
-        return {"facts": facts.to_json(), "meeting": MeetingResult().to_json(), "allreduce": None}
-    known = {index: own, **_find_peers(place, [number for number in members if number != index])}
+        return {"facts": asdict(facts), "meeting": asdict(MeetingResult()), "allreduce": None}
+    known = {index: own}
+    deadline = time.monotonic() + _PEER_S + place.staleness_s
+    for number in members:
+        left = max(POLL_S, deadline - time.monotonic())
+        if number != index and (
+            peer := wait_for_json(place.peer_file(number), left, lambda: place.is_over)
+        ):
+            known[number] = peer
     absent = [number for number in members if number not in known]
     meeting = probe_network.meet_peers(place, index, plan.token, known, absent)
+    first = known.get(members[0], {})
     if lost := [s.host for s in meeting.peers if s.problem] + list(map(str, meeting.absent)):
-        said = _import_only(own, ", ".join(lost))
+        # torch on this node alone: a group with an unreachable node takes minutes
+        result = allreduce_check.run_allreduce(0, 1, "127.0.0.1", own.get("store_port", 0), "")
+        not_tried = f"not tried: {', '.join(lost)} cannot be reached"
+        problems = {**result.problems, "gloo": not_tried}
+        result = replace(result, bandwidths={}, problems=problems)
+    elif not first.get("address"):
+        result = AllreduceResult(problems={"torch": f"task {members[0]} was not found"})
     else:
-        said = _run_allreduce(members, index, known, facts.interface)
-    return {
-        "facts": facts.to_json(),
-        "meeting": meeting.to_json(),
-        "allreduce": said.to_json(),
-    }
-
-
-def _find_peers(place: ProbeFolder, others: list[int]) -> dict[int, dict[str, Any]]:
-    """Wait for the addresses of other tasks, and return them by index."""
-    found: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + _PEER_S + place.staleness_s
-    for number in others:
-        left = max(POLL_S, deadline - time.monotonic())
-        peer = wait_for_json(place.peer_file(number), left, lambda: place.is_over)
-        if peer is not None:
-            found[number] = peer
-    return found
-
-
-def _run_allreduce(
-    members: list[int], index: int, known: dict[int, dict[str, Any]], interface: str
-) -> AllreduceResult:
-    first = known.get(members[0])
-    if not first or not first.get("address"):
-        return AllreduceResult(problems={"torch": f"task {members[0]} was not found"})
-    return allreduce_check.run_allreduce(
-        members.index(index), len(members), first["address"], first["store_port"], interface
-    )
-
-
-def _import_only(own: dict[str, Any], lost: str) -> AllreduceResult:
-    """Test torch on this node alone: a group with an unreachable node takes minutes."""
-    said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", own.get("store_port", 0), "")
-    problems = {**said.problems, "gloo": f"not tried: {lost} cannot be reached"}
-    return replace(said, bandwidths={}, problems=problems)
+        rank, store = members.index(index), (first["address"], first["store_port"])
+        result = allreduce_check.run_allreduce(rank, len(members), *store, facts.interface)
+    return {"facts": asdict(facts), "meeting": asdict(meeting), "allreduce": asdict(result)}
 
 
 _SMI_TIMEOUT_S = 30.0
@@ -154,15 +135,11 @@ class NodeFacts:
     address: str
     problem: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> NodeFacts:
-        """Return it from `to_json`."""
-        known = HostFacts.from_json(raw["host"]), FolderFacts.from_json(raw["folder"])
-        return cls(**{**raw, "host": known[0], "folder": known[1]})
+        """Return it from its JSON object."""
+        host, folder = HostFacts.from_json(raw["host"]), FolderFacts(**raw["folder"])
+        return cls(**{**raw, "host": host, "folder": folder})
 
 
 def collect_node_facts(
@@ -175,9 +152,27 @@ def collect_node_facts(
         slurm: The SLURM_* variables.
         wanted: ``launcher.interface``.
     """
-    client = SlurmClient()
-    chosen, problem = _choose_interface(slurm.node_name, wanted, client)
+    client, problem = SlurmClient(), ""
+
+    def node_address() -> str | None:
+        try:
+            return client.node_address(slurm.node_name)
+        except SlurmCommandError:
+            return None
+
+    try:  # as an agent does
+        chosen = interface_module.find(slurm.node_name, wanted, node_address)
+    except ConfigError as e:
+        chosen, problem = interface_module.Interface("", ""), str(e)
+    addresses: dict[str, list[str]] = {}
+    for interface in interface_module.interfaces():
+        if not interface.address.startswith(("127.", "::1", "fe80:", "169.254.")):
+            addresses.setdefault(interface.name, []).append(interface.address)
     gpus = granted_gpus(os.environ)
+    try:
+        devices = _util.run(["nvidia-smi", "-L"], timeout_s=_SMI_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        devices = None
     return NodeFacts(
         name=slurm.node_name,
         host=collect_host_facts(),
@@ -186,45 +181,12 @@ def collect_node_facts(
         slurm=reachable(client, slurm.task_name),
         cpus_given=slurm.cpus_on_node,
         gpus_given=None if gpus is None else len(gpus),
-        gpus_seen=_gpus_seen(),
-        addresses=_addresses(),
+        gpus_seen=None if devices is None else count_devices(devices),
+        addresses=addresses,
         interface=chosen.name,
         address=chosen.address,
         problem=problem,
     )
-
-
-def _choose_interface(
-    node: str, wanted: str | None, client: SlurmClient
-) -> tuple[interface_module.Interface, str]:
-    """Choose the interface as an agent does; return it, or why there is none."""
-
-    def ask() -> str | None:
-        try:
-            return client.node_address(node)
-        except SlurmCommandError:
-            return None
-
-    try:
-        return interface_module.find(node, wanted, ask), ""
-    except ConfigError as e:
-        return interface_module.Interface("", ""), str(e)
-
-
-def _addresses() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for interface in interface_module.interfaces():
-        if not interface.address.startswith(("127.", "::1", "fe80:", "169.254.")):
-            found.setdefault(interface.name, []).append(interface.address)
-    return found
-
-
-def _gpus_seen() -> int | None:
-    try:
-        done = _util.run(["nvidia-smi", "-L"], timeout_s=_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return count_devices(done.stdout)
 
 
 def count_devices(output: str) -> int:
@@ -249,22 +211,19 @@ _TIMEX_BYTES = 512
 
 def versions() -> dict[str, str | None]:
     """Return versions by name, without importing anything; None if not installed."""
+    try:
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        system = platform.system()
     return {
         "python": platform.python_version(),
         **packages(),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
         "machine": platform.machine(),
-        "system": _system(),
+        "system": system,
         "executable": sys.executable,
     }
-
-
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return platform.system()
 
 
 @dataclass(frozen=True)
@@ -293,13 +252,9 @@ class HostFacts:
     memory_bytes: int
     has_infiniband: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> HostFacts:
-        """Return it from `to_json`."""
+        """Return it from its JSON object."""
         limits = {name: (soft, hard) for name, (soft, hard) in raw["limits"].items()}
         missing = tuple(raw["missing_commands"])
         return cls(**{**raw, "limits": limits, "missing_commands": missing})
@@ -362,15 +317,6 @@ class FolderFacts:
         """Its mount."""
         return Mount(self.fs, options=self.options)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> FolderFacts:
-        """Return it from `to_json`."""
-        return cls(**raw)
-
 
 def collect_folder_facts(path: Path) -> FolderFacts:
     """Try file operations in a directory, with files that are removed again.
@@ -383,7 +329,11 @@ def collect_folder_facts(path: Path) -> FolderFacts:
     offset = None
     try:
         with tempfile.TemporaryDirectory(dir=path, prefix=".hpc-elastic-") as trial:
-            problems = _try_all(Path(trial))
+            for name, attempt in _TRIALS.items():
+                try:
+                    attempt(Path(trial))
+                except OSError as e:
+                    problems[name] = e.strerror or str(e)
             offset = _clock_offset(Path(trial))
     except OSError as e:
         problems = {"write": e.strerror or str(e)}
@@ -396,18 +346,6 @@ def collect_folder_facts(path: Path) -> FolderFacts:
         clock_offset_s=offset,
         options=mount.telling,
     )
-
-
-def _try_all(trial: Path) -> dict[str, str]:
-    """Return the errors of operations, by name."""
-    trials: dict[str, Callable[[Path], None]] = {"link": _link, "rename": _rename, "lock": _lock}
-    problems = {}
-    for name, attempt in trials.items():
-        try:
-            attempt(trial)
-        except OSError as e:
-            problems[name] = e.strerror or str(e)
-    return problems
 
 
 def _link(trial: Path) -> None:
@@ -431,6 +369,9 @@ def _rename(trial: Path) -> None:
 def _lock(trial: Path) -> None:
     with (trial / "lock").open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+_TRIALS: dict[str, Callable[[Path], None]] = {"link": _link, "rename": _rename, "lock": _lock}
 
 
 def _clock_offset(trial: Path) -> float:

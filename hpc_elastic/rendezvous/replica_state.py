@@ -211,7 +211,7 @@ class ReplicaState:
         """Take in the states of the run's tasks; None: Slurm did not answer."""
         effects, ended = self.run.slurm_says(states, asked_at, now)
         for agent in ended:
-            effects += self.gone(agent, "the scheduler says that its task has ended", now)
+            effects += self.gone(agent, "the scheduler reports that its task has ended", now)
         return [*effects, *self.run.end_if_hopeless(), *self._advance(now)]
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:

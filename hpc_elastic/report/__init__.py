@@ -2,11 +2,11 @@
 
 - `attempts`      the events as attempts of tasks, rounds and leaders
 - `node_time`     what node time was spent on
-- `timeline`      the events as entries with causes and cost (`causes`)
+- `timeline`      the events as entries with causes and cost
 - `sentences`     the timeline as text
 - `progress_log`  the lines of progress.jsonl, and the pace of the training
 - `report`        all of it as values: the JSON form
 - `charts`        the charts of a report in Vega-Lite
 - `page`          the report as HTML and PNG; needs the extra ``report``
-- `log_files`     the log files of a run as one stream of lines; `log_follow` as they grow
+- `log_files`     the log files of a run as one stream of lines, also as they grow
 """

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from hpc_elastic.run.events import Event
 
@@ -91,7 +90,7 @@ class TaskAttempt:
 
 
 def _rank(notice: Event) -> tuple[bool, bool]:
-    """Return a rank of notices: a signal says more than a request, an agent more than a leader."""
+    """Return the rank of a notice: a signal is above a request, an agent above a leader."""
     return notice.get("reason") == "signal", "host" not in notice
 
 
@@ -137,47 +136,35 @@ class EventIndex:
         self._by_kind: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
             self._by_kind[event["kind"]].append(event)
-            self._add(event)
+            if "attempt" in event:
+                self.attempt(event["task"], int(event["attempt"])).add(event)
+            elif self._attempts[event["task"]]:
+                self._attempts[event["task"]][-1].add(event)
         self.has_replicas = any("placed" in event for event in self.of("round"))
         """Whether each node is a replica (``ft=true``)."""
         self.rounds = self._parse_rounds()
         """The rounds, by number."""
 
-    def _add(self, event: Event) -> None:
-        if "attempt" in event:
-            self.attempt(event["task"], int(event["attempt"])).add(event)
-        elif self._attempts[event["task"]]:
-            self._attempts[event["task"]][-1].add(event)
-
     def _parse_rounds(self) -> list[Round]:
         found: dict[int, Round] = {}
         over = math.inf
         for event in reversed(self.events):
-            if event["kind"] == "round":
-                number = int(event["number"])
-                found[number] = self._parse_round(event, max(over, float(event["time"])))
-            if self._ends_round(event):
-                over = float(event["time"])
+            kind, time = event["kind"], float(event["time"])
+            if kind == "round":
+                number, members = int(event["number"]), []
+                for member in event["members"]:
+                    attempt = self.attempt(member["task"], int(member["attempt"]))
+                    attempt.host = attempt.host or str(member.get("host") or "")
+                    members.append(attempt)
+                placed = frozenset(event.get("placed") or ()) if self.has_replicas else None
+                found[number] = Round(
+                    number, time, int(event.get("epoch") or 0), tuple(members),
+                    int(event.get("world_size") or 0), placed, max(over, time),
+                )  # fmt: skip
+            stops = kind in ("round_stopped", "leader")
+            if kind in ("round", "end") or (_is_of_many(event) if self.has_replicas else stops):
+                over = time
         return [found[number] for number in sorted(found)]
-
-    def _parse_round(self, event: Event, over: float) -> Round:
-        members = []
-        for member in event["members"]:
-            attempt = self.attempt(member["task"], int(member["attempt"]))
-            attempt.host = attempt.host or str(member.get("host") or "")
-            members.append(attempt)
-        placed = frozenset(event.get("placed") or ()) if self.has_replicas else None
-        return Round(
-            int(event["number"]), float(event["time"]), int(event.get("epoch") or 0),
-            tuple(members), int(event.get("world_size") or 0), placed, over,
-        )  # fmt: skip
-
-    def _ends_round(self, event: Event) -> bool:
-        if event["kind"] in ("round", "end"):
-            return True
-        if self.has_replicas:
-            return _is_of_many(event)
-        return event["kind"] in ("round_stopped", "leader")
 
     # ---- queries ------------------------------------------------------------------------
 
@@ -211,13 +198,18 @@ class EventIndex:
         return sorted(self.of("leader"), key=lambda e: int(e["epoch"]))
 
     @cached_property
+    def excluded(self) -> dict[str, Event]:
+        """The exclusions of nodes, by host."""
+        return {str(e["host"]): e for e in self.of("excluded")}
+
+    @cached_property
     def ends(self) -> dict[int, Event]:
         """The events that end the run, by generation: a failed run may be resumed."""
         by_generation = {self.generation_at(float(e["time"])): e for e in reversed(self.of("end"))}
         return dict(sorted(by_generation.items()))
 
     @property
-    def end(self) -> Event | None:
+    def end_event(self) -> Event | None:
         """The event that ends the run; None if it goes on."""
         return self.ends.get(len(self.of("resume")))
 
@@ -240,34 +232,18 @@ class EventIndex:
     @cached_property
     def _departures(self) -> dict[str, list[float]]:
         """When each node left the group, whatever happened to its task afterwards."""
+        stops: dict[int, list[Event]] = defaultdict(list)
+        for event in self.of("round_stopped"):
+            stops[int(event.get("round", 0))].append(event)
         found: dict[str, list[float]] = defaultdict(list)
         for before, after in pairwise(self.rounds):
+            number = before.number
+            stopped = [m.stopped[number] for m in before.members if number in m.stopped]
+            of_all = [*stops.get(number, ()), *self.ends.values(), *stopped]
             for member in before.members:
-                time = self._departure(member, before, after.time)
-                left = member.ends_after(before.time, after.time)
-                if time is not None and (member not in after.members or "replica_left" in left):
-                    found[member.host].append(time)
+                ends = member.ends_after(before.time, after.time)
+                times = [float(event["time"]) for event in (*ends.values(), *of_all)]
+                over = [time for time in times if before.time < time <= after.time]
+                if over and (member not in after.members or "replica_left" in ends):
+                    found[member.host].append(min(over))
         return {host: sorted(times) for host, times in found.items()}
-
-    def _departure(self, member: TaskAttempt, round_: Round, until: float) -> float | None:
-        """Return when a round was over for a member, by events before the next one."""
-        number = round_.number
-        events = [
-            *member.ends_after(round_.time, until).values(),
-            *self._stops.get(number, ()), *self.ends.values(),
-            *(m.stopped[number] for m in round_.members if number in m.stopped),
-        ]  # fmt: skip
-        times = [float(event["time"]) for event in events]
-        return min((time for time in times if round_.time < time <= until), default=None)
-
-    @cached_property
-    def _stops(self) -> dict[int, list[Event]]:
-        found: dict[int, list[Event]] = defaultdict(list)
-        for event in self.of("round_stopped"):
-            found[int(event.get("round", 0))].append(event)
-        return found
-
-
-def first_of(events: Iterable[Event], key: str) -> Any:
-    """Return the first value of a field that is not null; None if there is none."""
-    return next((e[key] for e in events if e.get(key) is not None), None)

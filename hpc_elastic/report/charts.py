@@ -10,26 +10,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from hpc_elastic._util import duration, node_time
+from hpc_elastic._util import node_time
 from hpc_elastic.report.node_time import KINDS
 
 Spec = dict[str, Any]
 Values = Mapping[str, Any]
 
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _COLUMNS = 800
 """Pixels of a wide chart: finer details are not drawn."""
 MOST_LANES = 150
 """Largest number of tasks that are drawn."""
 _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
 """Largest number of lanes -> height of a lane in pixels."""
-_UNSEEN_END = ("end",)
-"""Ends of attempts without a mark."""
 LOST = ("node_lost", "agent_failed", "silence")
 """Ends of attempts that had no time to save."""
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
@@ -68,18 +66,6 @@ def begin_of(report: Values) -> float | None:
     return min(begins, default=None)
 
 
-def with_legend(chart: Chart) -> Chart:
-    """Return a chart with a legend of its colours, for a picture."""
-    encoding = chart.spec.get("encoding") or chart.spec["layer"][0]["encoding"]
-    legend = {"orient": "bottom", "columns": len(SPENT_ON), "title": None}
-    colour = {**encoding["color"], "legend": legend}
-    if "encoding" in chart.spec:
-        return replace(chart, spec={**chart.spec, "encoding": {**encoding, "color": colour}})
-    first, *others = chart.spec["layer"]
-    first = {**first, "encoding": {**encoding, "color": colour}}
-    return replace(chart, spec={**chart.spec, "layer": [first, *others]})
-
-
 # ---- where the time went ------------------------------------------------------------------
 
 
@@ -89,10 +75,12 @@ def _bar(report: Values) -> Chart | None:
     if total <= 0:
         return None
     unit, unit_s = ("hours", 3600) if total >= 36_000 else ("minutes", 60)
+    parts = [(kind, spent["by_kind"][kind], "on nodes", spent["node_s"]) for kind in KINDS]
+    parts.append((QUEUE, spent["queue_s"], "in queue", spent["queue_s"]))
     rows = [
         {"kind": kind, "at": place, "row": row, "time": round(s / unit_s, 4),
          "said": f"{node_time(s)} ({s / (whole or 1):.1%} of {row})"}
-        for place, (kind, s, row, whole) in enumerate(_parts(spent)) if s > 0
+        for place, (kind, s, row, whole) in enumerate(parts) if s > 0
     ]  # fmt: skip
     encoding = {
         "y": {"field": "row", "type": "nominal", "title": " ", "sort": ["on nodes", "in queue"],
@@ -107,13 +95,6 @@ def _bar(report: Values) -> Chart | None:
     return Chart("bar", spec, 28 * len({row["row"] for row in rows}))
 
 
-def _parts(spent: Values) -> Iterator[tuple[str, float, str, float]]:
-    """Yield each kind with its seconds, its bar, and the seconds of the bar."""
-    for kind in KINDS:
-        yield kind, spent["by_kind"][kind], "on nodes", spent["node_s"]
-    yield QUEUE, spent["queue_s"], "in queue", spent["queue_s"]
-
-
 def _kinds() -> Spec:
     return {"field": "kind", "type": "nominal", "scale": {"domain": list(SPENT_ON)}, "legend": None}
 
@@ -124,21 +105,13 @@ def _kinds() -> Spec:
 def lanes_of(report: Values) -> list[str]:
     """Return the tasks that are drawn, in order of their names."""
     names = {node["task"] for node in report["nodes"]} | {w["task"] for w in report["queue"]}
-    return sorted(names, key=_naturally)[:MOST_LANES]
 
+    def order(name: str) -> tuple[Any, ...]:
+        """Sort 7_2 before 7_10."""
+        job, _, tail = name.rpartition("_")
+        return (job, 0, int(tail)) if tail.isdecimal() else (name, 1, 0)
 
-def _labels(lanes: Sequence[str]) -> dict[str, str]:
-    """Return the label of each lane: without the job id if all have the same."""
-    parts = {name: name.rpartition("_") for name in lanes}
-    if len({head for head, _, _ in parts.values()}) > 1:
-        return {name: name for name in lanes}
-    return {name: f"task {tail}" for name, (_, _, tail) in parts.items()}
-
-
-def _naturally(name: str) -> tuple[Any, ...]:
-    """Sort 7_2 before 7_10."""
-    head, _, tail = name.rpartition("_")
-    return (head, 0, int(tail)) if tail.isdecimal() else (name, 1, 0)
+    return sorted(names, key=order)[:MOST_LANES]
 
 
 def _lanes(report: Values) -> Chart | None:
@@ -147,7 +120,9 @@ def _lanes(report: Values) -> Chart | None:
         return None
     shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
     height = next(high for most, high in _LANE if len(lanes) <= most)
-    labels = _labels(lanes)
+    parts = {name: name.rpartition("_") for name in lanes}
+    one_job = len({job for job, _, _ in parts.values()}) == 1  # then its id is left out
+    labels = {name: f"task {tail}" if one_job else name for name, (_, _, tail) in parts.items()}
     y = {"field": "task", "type": "nominal", "title": " ",
          "scale": {"domain": list(labels.values())},
          "axis": {"labelOverlap": True, "labelLimit": 90, "ticks": False}}  # fmt: skip
@@ -163,13 +138,13 @@ def _lanes(report: Values) -> Chart | None:
     time = {"data": _table(_rows(report, begin, shortest_s, labels)),
             "transform": [*moments, told],
             "mark": {"type": "bar", "height": {"band": 0.86}},
-            "encoding": {"y": y, "x": _time("begin_ms"), "x2": {"field": "drawn_ms"},
+            "encoding": {"y": y, "x": {**_TIME, "field": "begin_ms"}, "x2": {"field": "drawn_ms"},
                          "color": _kinds(),
                          "tooltip": [{"field": name} for name in ("task", "node", "kind", "when")],
                          }}  # fmt: skip
     ends = {"data": {"values": list(_ends(report, labels))},
             "mark": {"type": "point", "size": 3 * height},
-            "encoding": {"y": y, "x": _axis(report, begin, "time"),
+            "encoding": {"y": y, "x": _axis(report, begin),
                          "shape": {"field": "lost", "type": "nominal", "legend": None,
                                    "scale": {"domain": ["announced", "lost"],
                                              "range": ["triangle-down", _CROSS]}},
@@ -197,10 +172,9 @@ def _rows(
 
 
 def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the ends of attempts, except the end of the run."""
     for node in report["nodes"]:
         why = node["ended_by"]
-        if why is None or why in _UNSEEN_END or node["task"] not in labels:
+        if why in (None, "end") or node["task"] not in labels:
             continue
         yield {
             "task": labels[node["task"]], "time": clock_ms(node["end"]), "node": node["host"],
@@ -228,7 +202,7 @@ def _group(report: Values) -> Chart | None:
         "data": {"values": [{"time": clock_ms(t), "nodes": n} for t, n in drawn]},
         "mark": {"type": "area", "interpolate": "step-after"},
         "encoding": {
-            "x": _axis(report, begin, "time"),
+            "x": _axis(report, begin),
             "y": {"field": "nodes", "type": "quantitative", "title": "nodes in the group",
                   "scale": {"domain": [0, most]}, "axis": {"values": marks, "format": "d"}},
         },
@@ -275,7 +249,7 @@ def _line(
         ],
         "mark": {"type": "line", "tooltip": True},
         "encoding": {
-            "x": _axis(report, begin, "time"),
+            "x": _axis(report, begin),
             "y": {"field": name, "type": "quantitative", "title": title, "scale": scale,
                   "axis": {"format": ",d" if name == "step" else "~r", "tickCount": 5}},
             "tooltip": [{"field": name}, {"field": "when"}],
@@ -291,10 +265,7 @@ def _faults(report: Values) -> Spec:
     return {
         "data": {"values": values},
         "mark": {"type": "rule", "opacity": max(0.12, min(0.5, 15 / (len(values) or 1)))},
-        "encoding": {
-            "x": _time("time"),
-            "tooltip": [{"field": "what"}, {"field": "cost"}],
-        },
+        "encoding": {"x": _TIME, "tooltip": [{"field": "what"}, {"field": "cost"}]},
     }
 
 
@@ -307,7 +278,7 @@ def _checkpoints(report: Values) -> Spec:
         "data": {"values": values},
         "mark": {"type": "circle", "size": 8 if len(values) > 50 else 16},
         "encoding": {
-            "x": _time("time"),
+            "x": _TIME,
             "y": {"field": "step", "type": "quantitative"},
             "tooltip": [{"field": "checkpoint"}],
         },
@@ -317,29 +288,23 @@ def _checkpoints(report: Values) -> Spec:
 # ---- shared -------------------------------------------------------------------------------
 
 
-def _axis(report: Values, begin: float, name: str) -> Spec:
+def _axis(report: Values, begin: float) -> Spec:
     """Return the time axis, in the local time of the cluster; one layer of a chart has it."""
     until = max(report["about"]["until"], begin + 1.0)
     # Vega-Lite makes dates of plain numbers, which its interpreter does not find
     domain = [{"expr": str(clock_ms(moment))} for moment in (begin, until)]
+    length_s = until - begin
+    clock = "%H:%M" if length_s > 20 * 60 else "%H:%M:%S"
     return {
-        "field": name, "type": "temporal", "title": None,
+        "field": "time", "type": "temporal", "title": None,
         "scale": {"type": "utc", "domain": domain, "nice": False},
         "axis": {"labelOverlap": "greedy", "tickCount": {"expr": "max(3, width / 110)"},
-                 "labelFlush": True, "format": _clock_format(until - begin)},
+                 "labelFlush": True, "format": "%b %d %H:%M" if length_s > 18 * 3600 else clock},
     }  # fmt: skip
 
 
-def _clock_format(length_s: float) -> str:
-    """Return the format of times on the axis."""
-    if length_s > 18 * 3600:
-        return "%b %d %H:%M"
-    return "%H:%M" if length_s > 20 * 60 else "%H:%M:%S"
-
-
-def _time(name: str) -> Spec:
-    """Return the time encoding of another layer."""
-    return {"field": name, "type": "temporal", "scale": {"type": "utc"}}
+_TIME = {"field": "time", "type": "temporal", "scale": {"type": "utc"}}
+"""The time encoding of another layer."""
 
 
 def _table(
@@ -360,19 +325,6 @@ def expanded(spec: Any) -> Any:
         names, rows = spec["table"]["names"], spec["table"]["rows"]
         return {"values": [dict(zip(names, row, strict=True)) for row in rows]}
     return {key: expanded(part) for key, part in spec.items()}
-
-
-def described(report: Values) -> str:
-    """Return the run in one line."""
-    about = report["about"]
-    begin = begin_of(report)
-    took = duration(about["until"] - begin) if begin is not None else "not started"
-    return f"{about['phase']}, {took}"
-
-
-def schema() -> str:
-    """Return the URL of the Vega-Lite schema."""
-    return _SCHEMA
 
 
 # ---- colours of the page and its charts, light and dark
@@ -444,38 +396,35 @@ def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[S
         shortest_s: Length of the shortest visible interval in seconds.
     """
     found: list[Stretch] = []
-    for stretch in _visible(intervals, shortest_s):
+    short: list[Stretch] = []
+
+    def add(stretch: Stretch) -> None:
         if found and found[-1]["kind"] == stretch["kind"]:
             found[-1] = {**found[-1], "end": stretch["end"]}
         else:
             found.append(stretch)
-    return found
 
+    def join_short() -> None:
+        if not short:
+            return
+        filled: dict[str, float] = {}
+        for interval in short:
+            length_s = interval["end"] - interval["begin"]
+            filled[interval["kind"]] = filled.get(interval["kind"], 0.0) + length_s
+        kind = max(filled, key=filled.__getitem__)
+        add({"begin": short[0]["begin"], "end": short[-1]["end"], "kind": kind})
+        short.clear()
 
-def _visible(intervals: Iterable[Stretch], shortest_s: float) -> Iterator[Stretch]:
-    short: list[Stretch] = []
     for interval in intervals:
         if interval["end"] - interval["begin"] >= shortest_s:
-            yield from _as_one(short)
-            short = []
-            yield interval
+            join_short()
+            add(interval)
             continue
         short.append(interval)
         if short[-1]["end"] - short[0]["begin"] >= shortest_s:
-            yield from _as_one(short)
-            short = []
-    yield from _as_one(short)
-
-
-def _as_one(short: Sequence[Stretch]) -> Iterator[Stretch]:
-    if not short:
-        return
-    filled: dict[str, float] = {}
-    for interval in short:
-        length_s = interval["end"] - interval["begin"]
-        filled[interval["kind"]] = filled.get(interval["kind"], 0.0) + length_s
-    kind = max(filled, key=filled.__getitem__)
-    yield {"begin": short[0]["begin"], "end": short[-1]["end"], "kind": kind}
+            join_short()
+    join_short()
+    return found
 
 
 def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
@@ -516,11 +465,6 @@ def clock_ms(seconds: float) -> int:
     """
     offset = datetime.fromtimestamp(seconds).astimezone().utcoffset()
     return round(1000 * (seconds + (offset.total_seconds() if offset else 0.0)))
-
-
-def zone() -> str:
-    """Return the name of the local time zone."""
-    return time.strftime("%Z") or "local time"
 
 
 def moment(seconds: float | None) -> str:

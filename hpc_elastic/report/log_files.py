@@ -2,7 +2,7 @@
 
 For each attempt of each task, each round and each rank a run writes one file of standard output and
 one of standard error. A `LogSource` is one of these files. A `LogLine` is a line of it, with the
-time at which it was written (`hpc_elastic.run.log_index`). `log_follow` follows growing files.
+time at which it was written (`hpc_elastic.run.log_index`). `Follower` follows growing files.
 
 Lines of one file keep their order. Lines of several files are ordered by time, and at the same time
 by the order of their sources.
@@ -11,6 +11,7 @@ by the order of their sources.
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import re
 import time
@@ -29,11 +30,6 @@ from hpc_elastic.slurm.nodelist import compress_indices
 from hpc_elastic.slurm.requeue import current_names
 
 Stream = Literal["out", "err", "agent", "slurm", "local"]
-
-SETTLE_S = 0.5
-"""Time for which a followed line waits for earlier lines of other files."""
-INDEX_WAIT_S = 1.0
-"""Time for which a followed line waits for its time in the index."""
 
 _NAME = re.compile(r"round-(\d+)\.rank-(\d+)\.(out|err)")
 
@@ -124,14 +120,14 @@ class Selection:
 
     def selects(self, source: LogSource) -> bool:
         """Return whether a source is selected."""
+        if self.attempt is not None and source.attempt not in (None, self.attempt):
+            return False
+        if self.nodes and source.host not in self.nodes:
+            return False
         if not source.is_worker:
-            return self.agents and self._has_place(source)
+            return self.agents
         by_rank = not self.ranks or source.rank in self.ranks
-        return by_rank and self.round in (None, source.round) and self._has_place(source)
-
-    def _has_place(self, source: LogSource) -> bool:
-        by_attempt = self.attempt is None or source.attempt in (None, self.attempt)
-        return by_attempt and (not self.nodes or source.host in self.nodes)
+        return by_rank and self.round in (None, source.round)
 
 
 class NothingSelectedError(HpcElasticError, LookupError):
@@ -159,30 +155,25 @@ def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
     if selection.round is not None:
         _require("round", {selection.round}, {s.round for s in workers if s.round is not None})
     if not any(map(selection.selects, found)):
-        raise NothingSelectedError(_not_together(selection, workers))
+        hosts = {s.host for s in workers if not selection.ranks or s.rank in selection.ranks}
+        where = f"; these ranks were on {', '.join(sorted(hosts))}" if selection.ranks else ""
+        raise NothingSelectedError(
+            f"the run has no output that meets all options{where}: leave one out"
+        )
 
 
 def _require(option: str, wanted: Iterable[int | str], there: Iterable[int | str]) -> None:
     there = set(there)
     missing = sorted(w for w in wanted if w not in there)
-    if missing:
-        raise NothingSelectedError(
-            f"--{option} {missing[0]}: the run has no such {option}; {_listed(option, there)}"
-        )
-
-
-def _listed(option: str, there: set[int | str]) -> str:
+    if not missing:
+        return
     numbers = [t for t in there if isinstance(t, int)]
-    if not there:
-        return "it has none so far"
     names = compress_indices(numbers) if numbers else ", ".join(sorted(map(str, there)))
-    return f"it has {option if len(there) == 1 else option + 's'} {names}"
-
-
-def _not_together(selection: Selection, workers: Sequence[LogSource]) -> str:
-    places = {s.host for s in workers if not selection.ranks or s.rank in selection.ranks}
-    where = f"; these ranks were on {', '.join(sorted(places))}" if selection.ranks else ""
-    return f"the run has no output that meets all options{where}: leave one out"
+    listed = f"it has {option if len(there) == 1 else option + 's'} {names}"
+    raise NothingSelectedError(
+        f"--{option} {missing[0]}: the run has no such {option}; "
+        f"{listed if there else 'it has none so far'}"
+    )
 
 
 def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLine]:
@@ -205,79 +196,6 @@ def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLin
             heapq.heappop(heap)
         else:
             heapq.heapreplace(heap, (following.time, number, following, lines))
-
-
-class Settling:
-    """Buffer that orders lines of growing files, by holding each back for a moment.
-
-    Clocks of nodes may differ: the time for which a line was held back is by the reader's clock,
-    and all earlier lines are released with it.
-    """
-
-    def __init__(self, settle_s: float = SETTLE_S) -> None:
-        self._settle_s = settle_s
-        self._waiting: list[tuple[float, LogLine]] = []
-
-    def add(self, lines: Iterable[LogLine], now: float) -> None:
-        """Add lines, those of one file in its order.
-
-        Args:
-            lines: The lines.
-            now: Monotonic seconds.
-        """
-        self._waiting.extend((now, line) for line in lines)
-
-    def take(self, now: float) -> list[LogLine]:
-        """Return the lines that were held back long enough, in order."""
-        waited = (line.time for at, line in self._waiting if now - at >= self._settle_s)
-        return self._before(max(waited, default=None))
-
-    def take_all(self) -> list[LogLine]:
-        """Return all lines, in order."""
-        return self._before(max((line.time for _, line in self._waiting), default=None))
-
-    def _before(self, time_s: float | None) -> list[LogLine]:
-        if time_s is None:
-            return []
-        due = [line for _, line in self._waiting if line.time <= time_s]
-        self._waiting = [(at, line) for at, line in self._waiting if line.time > time_s]
-        return sorted(due, key=lambda line: line.time)
-
-
-def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> int:
-    """Return the byte up to which a growing file can be read now (pure).
-
-    Args:
-        size: Its size.
-        read: Bytes that were read.
-        covered: Bytes that its index covers.
-        waited_s: Seconds for which it has had more bytes than the index covers.
-    """
-    if covered > read:
-        return min(covered, size)
-    return size if waited_s >= INDEX_WAIT_S else read
-
-
-def is_over(source: LogSource, newest: LogSource) -> bool:
-    """Return whether a file is complete: its task writes a newer one (pure).
-
-    Args:
-        source: The file.
-        newest: The newest file of the same task, by attempt and round.
-    """
-    if source.attempt is None:
-        return False
-    ours, newests = source.attempt, newest.attempt or 0
-    earlier = source.round is not None and source.round < (newest.round or 0)
-    return ours < newests or (ours == newests and earlier)
-
-
-def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
-    """Return the newest source of each task, by attempt and round."""
-    newest: dict[str, LogSource] = {}
-    for source in sorted(sources, key=lambda s: (s.attempt or 0, s.round or 0)):
-        newest[source.task] = source
-    return newest
 
 
 # ---- finding and reading files
@@ -312,19 +230,17 @@ class Discovery:
     def sources(self) -> list[LogSource]:
         """Return all present sources, sorted."""
         tasks = self._names(self._run.tasks)
-        found = [source for task in tasks for source in self._of_task(task)]
-        return sorted([*found, *self._captured(tasks)], key=lambda source: source.order)
+        found: list[LogSource] = []
+        for task in tasks:
+            for name in self._names(self._run.tasks / task):
+                number = name.removeprefix("attempt-")
+                if number.isdecimal():
+                    found += self._of_attempt(self._run.tasks / task / name, task, int(number))
+        found += self._captured(tasks)
+        return sorted(found, key=lambda source: source.order)
 
-    def _of_task(self, task: str) -> Iterator[LogSource]:
-        folder = self._run.tasks / task
-        for name in self._names(folder):
-            number = name.removeprefix("attempt-")
-            if number.isdecimal():
-                host = self._host_of(task, int(number))
-                yield from self._of_attempt(folder / name, task, int(number), host)
-
-    def _of_attempt(self, folder: Path, task: str, attempt: int, host: str) -> list[LogSource]:
-        names = self._names(folder)
+    def _of_attempt(self, folder: Path, task: str, attempt: int) -> list[LogSource]:
+        names, host = self._names(folder), self._host_of(task, attempt)
         known = self._attempts.get(folder)
         if known is None or known[0] is not names or known[1] != host:
             found = [source_of(file, folder, task, attempt, host) for file in names]
@@ -373,8 +289,6 @@ class Discovery:
 
 
 def _hosts_in(events: Path) -> dict[int, str]:
-    import json
-
     hosts = {}
     with events.open(errors="replace") as f:
         for line in f:
@@ -404,10 +318,6 @@ class LogReader:
         self._splitter = Splitter(offset)
         self._last = 0.0
 
-    def size(self) -> int:
-        """Return the size of the file."""
-        return size_of(self.source.path)
-
     def read(self, until: int | None = None) -> list[LogLine] | None:
         """Return the lines that end in the next block; None at the end of the file.
 
@@ -424,7 +334,7 @@ class LogReader:
     def redrawn(self) -> LogLine | None:
         """Return the present state of a progress bar; None if the last line is complete."""
         state = self._splitter.state()
-        self._last = max(self._last, changed(self.source.path)) if state else self._last
+        self._last = max(self._last, modified_at(self.source.path)) if state else self._last
         return LogLine(self._last, self.source, state, timed=False) if state else None
 
     def rest(self) -> list[LogLine]:
@@ -437,7 +347,7 @@ class LogReader:
         for end, text in pieces:
             known = self.index.time_at(end) if otherwise is None else None
             if known is None and otherwise is None:  # later lines are not in the index either
-                otherwise = changed(self.source.path)
+                otherwise = modified_at(self.source.path)
             self._last = max(self._last, known or otherwise or 0.0)
             found.append(LogLine(self._last, self.source, text, timed=known is not None))
         return found
@@ -460,7 +370,7 @@ def begin_of(source: LogSource, since: float | None) -> float | None:
     """
     if not size_of(source.path):
         return None
-    last = changed(source.path)
+    last = modified_at(source.path)
     if since is not None and last < since - _LATE_S:
         return None
     begin = Index(source.path).first_time
@@ -494,30 +404,22 @@ def tail(
         until: End of a file to read to; for other files their end.
     """
     order = {source.path: number for number, source in enumerate(sources)}
-    newest = sorted(sources, key=lambda source: -changed(source.path))
+    newest = sorted(sources, key=lambda source: -modified_at(source.path))
     found: list[LogLine] = []
     for source in newest if num_lines else ():
         full = len(found) == num_lines
-        if full and changed(source.path) + _LATE_S < found[0].time:
+        if full and modified_at(source.path) + _LATE_S < found[0].time:
             break
-        end = (until or {}).get(source.path)
-        found += _last_lines(source, num_lines, keep, start_of(source, since), end)
+        end, floor = (until or {}).get(source.path), start_of(source, since)
+        count, start, last = num_lines, floor + 1, deque[LogLine]()
+        while len(last) < num_lines and start > floor:  # four times as many while these are few
+            start = max(floor, _start_of_last(source.path, count, end))
+            last = deque((line for line in lines(source, start, end) if keep(line)), num_lines)
+            count *= 4
+        found += last
         found.sort(key=lambda line: (line.time, order[line.source.path]))
         found = found[-num_lines:]
     return found
-
-
-def _last_lines(
-    source: LogSource, num_lines: int, keep: Keep, floor: int, until: int | None
-) -> list[LogLine]:
-    """Return the last lines that `keep` accepts; read four times as many while they are too few."""
-    count = num_lines
-    while True:
-        start = max(floor, _start_of_last(source.path, count, until))
-        kept = deque((line for line in lines(source, start, until) if keep(line)), num_lines)
-        if len(kept) == num_lines or start == floor:
-            return list(kept)
-        count *= 4
 
 
 def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
@@ -551,7 +453,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def changed(path: Path) -> float:
+def modified_at(path: Path) -> float:
     """Return when a file was last written to; 0 if it cannot be read."""
     try:
         return status_of(path).st_mtime
@@ -568,6 +470,237 @@ def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
         return b""
 
 
+# ---- following files across restarts, requeues and new nodes
+# New files are found when they appear. A line is returned when it is complete, or its file is; the
+# present state of a progress bar, which may end after hours, is returned now and then.
+
+
+SETTLE_S = 0.5
+"""Time for which a followed line waits for earlier lines of other files."""
+INDEX_WAIT_S = 1.0
+"""Time for which a followed line waits for its time in the index."""
+_FIND_S = 0.5
+"""Interval of searches for new files."""
+_BAR_S = 10.0
+"""Interval of returned states of a progress bar."""
+_IDLE_S = 0.5
+"""Longest interval of reads of a file that does not grow."""
+_SHARE = 10
+"""At most a tenth of the time is spent on searching files, and as much on checking their sizes."""
+_OVER_AFTER_S = 5.0
+"""Time after which a file is closed that does not grow, if its task writes a newer one."""
+
+_LINES_A_POLL = 10_000
+"""Lines of one file in one poll, so that the other files are not delayed."""
+
+
+class Follower:
+    """Reader of lines that are added to the log files of a run.
+
+    Args:
+        discovery: Finds the files.
+        selection: Selects files.
+        keep: Predicate of lines to return.
+    """
+
+    def __init__(self, discovery: Discovery, selection: Selection, keep: Keep) -> None:
+        self._discovery = discovery
+        self._selection = selection
+        self._keep = keep
+        self._files: dict[Path, _Followed] = {}
+        self._settling = Settling()
+        self._newest: dict[str, LogSource] = {}
+        self._find_at = self._read_at = 0.0
+        self.last_news = time.monotonic()
+        """Time of the last read that returned lines, in monotonic seconds."""
+
+    def skip(self, sources: Sequence[LogSource]) -> dict[Path, int]:
+        """Skip the present content of files, which the caller reads.
+
+        Returns:
+            The byte up to which the caller reads each file. A line that is being written is left to
+            the follower.
+        """
+        ends = {}
+        for source in sources:
+            end = size_of(source.path)
+            if time.time() - modified_at(source.path) < _OVER_AFTER_S:
+                end = line_start(source.path, end)
+            self._files[source.path] = _Followed(source, end)
+            ends[source.path] = end
+        return ends
+
+    def poll(self) -> list[LogLine]:
+        """Return the lines that are complete and ordered by now."""
+        now = time.monotonic()
+        if now >= self._find_at:
+            self._find()
+            took_s = time.monotonic() - now
+            self._find_at = now + max(_FIND_S, _SHARE * took_s)
+        if now >= self._read_at:
+            without_news_s = sum(self._read(file, now) for file in self._files.values())
+            self._read_at = now + _SHARE * without_news_s
+        return self._settling.take_due(now)
+
+    def finish(self) -> list[LogLine]:
+        """Return all remaining lines: the run has ended."""
+        self._find()
+        for file in self._files.values():
+            if not file.is_closed:
+                self._settling.add(filter(self._keep, file.drain()), 0.0)
+        return self._settling.take_all()
+
+    def _find(self) -> None:
+        sources = self._discovery.sources()
+        self._newest = newest_of_tasks(s for s in sources if s.attempt is not None)
+        for source in filter(self._selection.selects, sources):
+            known = self._files.get(source.path)
+            if known is None:
+                self._files[source.path] = _Followed(source)
+            else:
+                known.reader.source = source  # its host may have become known
+
+    def _read(self, file: _Followed, now: float) -> float:
+        """Read a file; return the seconds that were spent if it had no new lines."""
+        if file.is_closed or now < file.read_at:
+            return 0.0
+        began = time.monotonic()
+        found = file.read(now)
+        without_news_s = 0.0 if found else time.monotonic() - began
+        source = file.reader.source
+        if found is not None:
+            self.last_news = now
+        elif now - file.grew_at > _OVER_AFTER_S:
+            newest = self._newest.get(source.task)
+            if newest is not None and is_over(source, newest):
+                found = file.drain()
+        self._settling.add(filter(self._keep, [*(found or ()), *file.bar(now)]), now)
+        return without_news_s
+
+
+class _Followed:
+    """One file that is followed."""
+
+    def __init__(self, source: LogSource, offset: int = 0) -> None:
+        self.reader = LogReader(source, offset)
+        self.is_closed = False
+        self.read_at = 0.0
+        """Time of the next read, in monotonic seconds."""
+        self.grew_at = time.monotonic()
+        self._waits_since: float | None = None
+        self._bar, self._bar_at = "", time.monotonic()
+
+    def bar(self, now: float) -> list[LogLine]:
+        """Return the state of a progress bar, if it is due and has changed."""
+        if now - self._bar_at < _BAR_S:
+            return []
+        self._bar_at = now
+        line = self.reader.redrawn()
+        if line is None or line.text == self._bar:
+            return []
+        self._bar = line.text
+        return [line]
+
+    def read(self, now: float) -> list[LogLine] | None:
+        """Return the lines that are complete; None if the file has not grown."""
+        reader = self.reader
+        size = size_of(reader.source.path)
+        if size <= reader.offset:
+            self._waits_since = None
+            self.read_at = now + min((now - self.grew_at) / 4, _IDLE_S)
+            return None
+        self._waits_since = now if self._waits_since is None else self._waits_since
+        waited_s = now - self._waits_since
+        covered = reader.index.covered
+        until = readable_until(size=size, read=reader.offset, covered=covered, waited_s=waited_s)
+        if until <= reader.offset:
+            return []
+        self._waits_since, self.grew_at = None, now
+        found: list[LogLine] = []
+        while len(found) < _LINES_A_POLL and (lines := reader.read(until)) is not None:
+            found += lines
+        return found
+
+    def drain(self) -> list[LogLine]:
+        """Return all remaining lines of a complete file."""
+        found: list[LogLine] = []
+        while (lines := self.reader.read()) is not None:
+            found += lines
+        self.is_closed = True
+        return found + self.reader.rest()
+
+
+class Settling:
+    """Buffer that orders lines of growing files, by holding each back for a moment.
+
+    Clocks of nodes may differ: the time for which a line was held back is by the reader's clock,
+    and all earlier lines are released with it.
+    """
+
+    def __init__(self, settle_s: float = SETTLE_S) -> None:
+        self._settle_s = settle_s
+        self._waiting: list[tuple[float, LogLine]] = []
+
+    def add(self, lines: Iterable[LogLine], now: float) -> None:
+        """Add lines, those of one file in its order.
+
+        Args:
+            lines: The lines.
+            now: Monotonic seconds.
+        """
+        self._waiting.extend((now, line) for line in lines)
+
+    def take_due(self, now: float) -> list[LogLine]:
+        """Return the lines that were held back long enough, in order."""
+        waited = (line.time for at, line in self._waiting if now - at >= self._settle_s)
+        return self._before(max(waited, default=None))
+
+    def take_all(self) -> list[LogLine]:
+        """Return all lines, in order."""
+        return self._before(max((line.time for _, line in self._waiting), default=None))
+
+    def _before(self, time_s: float | None) -> list[LogLine]:
+        if time_s is None:
+            return []
+        due = [line for _, line in self._waiting if line.time <= time_s]
+        self._waiting = [(at, line) for at, line in self._waiting if line.time > time_s]
+        return sorted(due, key=lambda line: line.time)
+
+
+def readable_until(*, size: int, read: int, covered: int, waited_s: float) -> int:
+    """Return the byte up to which a growing file can be read now (pure).
+
+    Args:
+        size: Its size.
+        read: Bytes that were read.
+        covered: Bytes that its index covers.
+        waited_s: Seconds for which it has had more bytes than the index covers.
+    """
+    if covered > read:
+        return min(covered, size)
+    return size if waited_s >= INDEX_WAIT_S else read
+
+
+def is_over(source: LogSource, newest: LogSource) -> bool:
+    """Return whether a file is complete: its task writes a newer one (pure).
+
+    Args:
+        source: The file.
+        newest: The newest file of the same task, by attempt and round.
+    """
+    if source.attempt is None:
+        return False
+    ours, newests = source.attempt, newest.attempt or 0
+    earlier = source.round is not None and source.round < (newest.round or 0)
+    return ours < newests or (ours == newests and earlier)
+
+
+def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
+    """Return the newest source of each task, by attempt and round."""
+    in_order = sorted(sources, key=lambda s: (s.attempt or 0, s.round or 0))
+    return {source.task: source for source in in_order}
+
+
 # ---- from bytes to text for a terminal (pure)
 # Progress bars redraw their line with ``\r``: the last state of such a line is shown, as on a
 # terminal. Bytes that are no text become replacement characters. Control characters and escape
@@ -578,15 +711,13 @@ def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
 MAX_LINE = 1 << 16
 """Bytes of a line; a longer line is split."""
 
-_ESCAPES = (
+_ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
     r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # strings: the window's title, links
     r"|\x1b[ -/]*[0-~]"
     r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
 )
-_UNSHOWABLE = re.compile(_ESCAPES)
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-_PLAIN_AGAIN = "\x1b[0m"
 
 
 def cleaned(text: str, *, colours: bool) -> str:
@@ -602,8 +733,8 @@ def cleaned(text: str, *, colours: bool) -> str:
     def shown(m: re.Match[str]) -> str:
         return m[0] if colours and _COLOUR.fullmatch(m[0]) else ""
 
-    found = _UNSHOWABLE.sub(shown, text)
-    return found + _PLAIN_AGAIN if "\x1b" in found else found
+    found = _ESCAPES.sub(shown, text)
+    return found + "\x1b[0m" if "\x1b" in found else found
 
 
 class Splitter:

@@ -13,7 +13,7 @@ An attempt of a task has its node from its start to its end. Each moment of that
 
 Time in the queue, before and between attempts, is counted apart: no node is held. *Goodput* is the
 share of ``useful`` in all node-seconds. A lost step counts twice: as useful when it is first made,
-as replayed when it is made again. So what was once said of a moment does not change.
+as replayed when it is made again. So the kind of a past moment does not change.
 
 The times are those of the events: ``task`` (a node starts), ``joined``, ``round`` and
 ``round_stopped`` or a new ``leader`` (members of a group, from when to when), ``first_step``,
@@ -31,6 +31,7 @@ from itertools import islice, pairwise, zip_longest
 
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
 from hpc_elastic.report.progress_log import Point
+from hpc_elastic.run.events import Event
 
 KINDS = ("useful", "replayed", "checkpoint", "restore", "import", "rendezvous", "start", "idle")
 """What node time is spent on, the best first."""
@@ -167,7 +168,7 @@ def account(
     resumed = [float(e["time"]) for e in history.of("resume")]
     queued = _queued(attempts, waiting, now=now, submitted=submitted, resumed=resumed)
     sizes = tuple(_sizes(rounds, attempts, has_replicas=history.has_replicas))
-    return Account(nodes, queued, sizes, counted=any(r.begun for r in rounds))
+    return Account(nodes, queued, sizes, counted=any(r.first_steps for r in rounds))
 
 
 # ---- attempts: from when to when they had their nodes --------------------------------------
@@ -185,91 +186,43 @@ class _Held:
 
 
 def _attempts(
-    history: EventIndex,
-    points: Sequence[Point],
-    *,
-    now: float,
-    running: Collection[str] | None,
+    history: EventIndex, points: Sequence[Point], *, now: float, running: Collection[str] | None
 ) -> list[_Held]:
     """Return the attempts whose start is known, in order of time."""
     signs = sorted([float(e["time"]) for e in history.events] + [point.time for point in points])
+    run_ends = [float(e["time"]) for e in history.of("end")]
+    resumes = [float(e["time"]) for e in history.of("resume")]
     found = []
     for of_task in history.by_task():
         for attempt, following in zip_longest(of_task, of_task[1:]):
+            begin = attempt.begin or 0.0
             next_begin = math.inf if following is None else following.begin or 0.0
-            over, run_ended = _latest_end(attempt, history)
-            is_last = over == next_begin == math.inf
-            found.append(
-                _held(
-                    attempt,
-                    min(now, over, next_begin),
-                    signs,
-                    may_run=is_last and (running is None or attempt.task in running),
-                    run_ended=run_ended and over <= next_begin,
-                )
+            # The latest time at which it was over. A run that has ended may be resumed in new
+            # tasks, which may start a moment before the event `resume`; older tasks write nothing
+            # after it.
+            run_end = min((end for end in run_ends if end >= begin), default=math.inf)
+            replaced = (math.nextafter(t, 0.0) for t in resumes if t > attempt.last)
+            over = min([run_end, *replaced])
+            limit = min(now, over, next_begin)
+            end, why = attempt.lost_at, None if attempt.lost_at is None else "node_lost"
+            if exits := attempt.exits:
+                reason = str(exits[-1].get("reason") or exits[-1]["kind"])
+                means = exits[-1].get("means") if reason == "signal" else None
+                end, why = float(exits[0]["time"]), str(means or reason)
+            may_run = over == next_begin == math.inf and (
+                running is None or attempt.task in running
             )
+            if end is None and not may_run:  # it ended with the last sign of the run
+                at = bisect_right(signs, limit)
+                end = signs[at - 1] if at else limit
+                why = "end" if over == run_end < math.inf and over <= next_begin else "silence"
+            end = max(begin, min(limit, limit if end is None else end))
+            joined = None if attempt.joined is None else min(attempt.joined, end)
+            found.append(_Held(attempt, begin, joined, end, why))
     return sorted(found, key=lambda held: held.begin)
 
 
-def _latest_end(attempt: TaskAttempt, history: EventIndex) -> tuple[float, bool]:
-    """Return the latest time at which an attempt was over, and whether the run had ended then.
-
-    Infinity: nothing shows that it is over. A run that has ended may be resumed in new tasks, which
-    may start a moment before the event `resume`; older tasks write nothing after it.
-    """
-    begin = attempt.begin or 0.0
-    ends = [float(e["time"]) for e in history.of("end")]
-    ended = min((end for end in ends if end >= begin), default=math.inf)
-    resumes = [float(e["time"]) for e in history.of("resume")]
-    over = min([ended, *(math.nextafter(t, 0.0) for t in resumes if t > attempt.last)])
-    return over, over == ended < math.inf
-
-
-def _held(
-    attempt: TaskAttempt, limit: float, signs: Sequence[float], *, may_run: bool, run_ended: bool
-) -> _Held:
-    """Return for how long an attempt had its node.
-
-    Args:
-        attempt: It.
-        limit: When it was over at the latest.
-        signs: Times of all events and points of the run.
-        may_run: Nothing shows that it has ended.
-        run_ended: It is the last of its task, and the run has ended.
-    """
-    begin = attempt.begin or 0.0
-    end, why = _reported_end(attempt)
-    if end is None and not may_run:
-        at = bisect_right(signs, limit)
-        end = signs[at - 1] if at else limit
-        why = "end" if run_ended else "silence"
-    end = max(begin, min(limit, limit if end is None else end))
-    joined = None if attempt.joined is None else min(attempt.joined, end)
-    return _Held(attempt, begin, joined, end, why)
-
-
-def _reported_end(attempt: TaskAttempt) -> tuple[float | None, str | None]:
-    """Return when an attempt reported its end, or was reported lost for good; and why."""
-    exits = attempt.exits
-    if not exits:
-        return attempt.lost_at, None if attempt.lost_at is None else "node_lost"
-    reason = str(exits[-1].get("reason") or exits[-1]["kind"])
-    means = exits[-1].get("means") if reason == "signal" else None
-    return float(exits[0]["time"]), str(means or reason)
-
-
 # ---- rounds: when they trained -------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _FirstStep:
-    """First step of a node's workers: its time and number, and the restore before it."""
-
-    time: float
-    step: int
-    restored: int | None
-    restore_s: float
-    counted: bool
 
 
 @dataclass(frozen=True)
@@ -280,61 +233,42 @@ class _Trained:
         round: The round.
         members: Its members.
         end: When it was over; now, if it goes on.
-        begun: The first step of each member whose workers have made one.
+        first_steps: The event of the first step of each member whose workers have made one; of a
+            replica, the last that it made during the round.
         going_on: Members whose workers trained in the round before, and go on (``ft``).
-        still_trains: Whether there are such members.
+        trains_from: When its first node made a step; None if none did.
+        still_trains: Whether it trains from its beginning, by such members.
     """
 
     round: Round
     members: frozenset[TaskAttempt]
     end: float
-    begun: Mapping[TaskAttempt, _FirstStep]
-    going_on: frozenset[TaskAttempt] = frozenset()
-    still_trains: bool = False
-
-    @property
-    def trains_from(self) -> float | None:
-        """When its first node made a step; None if none did."""
-        if self.still_trains:
-            return self.round.time
-        return min((begun.time for begun in self.begun.values()), default=None)
-
-    @property
-    def counted(self) -> bool:
-        """Whether its steps are unknown: each worker counts them from 0."""
-        return any(begun.counted and begun.restored is None for begun in self.begun.values())
+    first_steps: Mapping[TaskAttempt, Event]
+    going_on: frozenset[TaskAttempt]
+    trains_from: float | None
+    still_trains: bool
 
 
 def _rounds(history: EventIndex, now: float) -> list[_Trained]:
     found: list[_Trained] = []
     for round_ in history.rounds:
         members, end = frozenset(round_.members), max(round_.time, min(round_.over, now))
-        begun = _begun(round_, end, has_replicas=history.has_replicas)
+        first_steps, going_on = {}, frozenset[TaskAttempt]()
+        for member in round_.members:
+            events = member.first_steps
+            made = [events[round_.number]] if round_.number in events else []
+            if history.has_replicas:
+                made = [e for e in events.values() if round_.time <= float(e["time"]) <= end]
+            if made:
+                first_steps[member] = made[-1]
         before = found[-1] if history.has_replicas and found else None
-        going_on: frozenset[TaskAttempt] = frozenset()
         if before is not None and before.end >= round_.time:
-            at_work = {*before.begun, *before.going_on}
-            going_on = frozenset(m for m in members if m in at_work and m not in begun)
-        trained = bool(going_on) and before is not None and before.trains_from is not None
-        found.append(_Trained(round_, members, end, begun, going_on, trained))
-    return found
-
-
-def _begun(
-    round_: Round, end: float, *, has_replicas: bool
-) -> dict[TaskAttempt, _FirstStep]:  # fmt: skip
-    """Return the first steps in a round; of a replica, the last that it made during the round."""
-    found = {}
-    for member in round_.members:
-        events = member.first_steps
-        made = [events[round_.number]] if round_.number in events else []
-        if has_replicas:
-            made = [e for e in events.values() if round_.time <= float(e["time"]) <= end]
-        for event in made[-1:]:
-            found[member] = _FirstStep(
-                float(event["time"]), int(event["step"]), event.get("restored"),
-                float(event.get("restore_s") or 0.0), bool(event.get("counted")),
-            )  # fmt: skip
+            at_work = {*before.first_steps, *before.going_on}
+            going_on = frozenset(m for m in members if m in at_work and m not in first_steps)
+        still = bool(going_on) and before is not None and before.trains_from is not None
+        begun = min((float(e["time"]) for e in first_steps.values()), default=None)
+        begun = round_.time if still else begun
+        found.append(_Trained(round_, members, end, first_steps, going_on, begun, still))
     return found
 
 
@@ -344,25 +278,18 @@ def _sizes(
     """Yield how the size of the group changed; a group is over with the last of its members."""
     ends = {held.attempt: held.end for held in attempts if held.ended_by is not None}
     for one, following in zip_longest(rounds, rounds[1:]):
-        members = one.round.members
-        yield Size(one.round.time, len(members), one.round.world_size)
+        members, world_size = one.round.members, one.round.world_size
+        yield Size(one.round.time, len(members), world_size)
         end = min(one.end, max((ends.get(m, one.end) for m in members), default=one.end))
-        if has_replicas:
-            yield from _departures(one, ends, end)
+        left = len(members)
+        for time in sorted(ends[member] for member in members if member in ends):
+            if has_replicas and one.round.time < time < end:  # the others, all of one size, go on
+                left -= 1
+                yield Size(time, left, world_size * left // len(members))
         goes_on = any if has_replicas else all
         stays = following is None and goes_on(member not in ends for member in members)
         if not stays and (following is None or following.round.time > end):
             yield Size(end, 0, 0)
-
-
-def _departures(one: _Trained, ends: Mapping[TaskAttempt, float], end: float) -> Iterator[Size]:
-    """Yield how a group of replicas shrinks, all of one size, while the others go on."""
-    members, world_size = one.round.members, one.round.world_size
-    left = len(members)
-    for time in sorted(ends[member] for member in members if member in ends):
-        if one.round.time < time < end:
-            left -= 1
-            yield Size(time, left, world_size * left // len(members))
 
 
 # ---- one round, the same for all of its nodes ----------------------------------------------
@@ -375,30 +302,34 @@ def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, l
     for point in points:
         by_round.setdefault(point.round, []).append(point)
     for one in rounds:
-        if one.trains_from is None:
+        begin, end = one.trains_from, one.end
+        if begin is None:
             continue
-        seen = [
-            p for p in by_round.get(one.round.number, ()) if one.trains_from <= p.time <= one.end
+        seen = [p for p in by_round.get(one.round.number, ()) if begin <= p.time <= end]
+        made = [(p.time, p.step) for p in seen if p.step is not None]
+        firsts = one.first_steps.values()
+        if firsts:
+            first = min(firsts, key=lambda event: float(event["time"]))
+            made.insert(0, (float(first["time"]), int(first["step"])))
+        # steps that each worker counts from 0 replay none that are known
+        is_counted = any(e.get("counted") and e.get("restored") is None for e in firsts)
+        fresh_from: float | None = begin
+        if made and not one.still_trains:  # surviving replicas lose no step
+            fresh_from = _time_beyond(made, -1 if is_counted else high)
+        middle = end if fresh_from is None else min(max(begin, fresh_from), end)
+        kinds = (Interval(begin, middle, "replayed"), Interval(middle, end, "useful"))
+        waits = [
+            Interval(max(p.time, q.time - q.blocked_s + p.blocked_s), q.time, "checkpoint")
+            for p, q in pairwise(seen)
+            if q.blocked_s > p.blocked_s
         ]
-        known = -1 if one.counted else high
-        made = _steps(one, seen)
-        goes_on = one.still_trains or not made  # surviving replicas lose no step
-        fresh_from = one.trains_from if goes_on else _passes(made, known)
-        kinds = _replayed_first(one.trains_from, one.end, fresh_from)
-        courses[one.round.number] = _under(_blocked(seen), kinds)
+        courses[one.round.number] = _under(waits, [i for i in kinds if i.length_s > 0])
         saved = (p.checkpoint for p in seen if p.checkpoint is not None)
         high = max([high, *(step for _, step in made), *saved])
     return courses
 
 
-def _steps(one: _Trained, seen: Sequence[Point]) -> list[tuple[float, int]]:
-    """Return when each known step was made; the first is that of the first member."""
-    first = min(one.begun.values(), key=lambda begun: begun.time, default=None)
-    told = [(p.time, p.step) for p in seen if p.step is not None]
-    return told if first is None else [(first.time, first.step), *told]
-
-
-def _passes(made: Sequence[tuple[float, int]], high: int) -> float | None:
+def _time_beyond(made: Sequence[tuple[float, int]], high: int) -> float | None:
     """Return when the first step beyond one was made; None if it was not yet."""
     if made[0][1] > high:
         return made[0][0]
@@ -406,20 +337,6 @@ def _passes(made: Sequence[tuple[float, int]], high: int) -> float | None:
         if step > high:
             return s + (t - s) * max(0, high - before) / (step - before)
     return None
-
-
-def _replayed_first(begin: float, end: float, fresh_from: float | None) -> list[Interval]:
-    """Return what was replayed, until a moment (None: to the end), and what was useful then."""
-    middle = end if fresh_from is None else min(max(begin, fresh_from), end)
-    both = (Interval(begin, middle, "replayed"), Interval(middle, end, "useful"))
-    return [interval for interval in both if interval.length_s > 0]
-
-
-def _blocked(seen: Sequence[Point]) -> Iterator[Interval]:
-    """Yield when the training waited for checkpoints, by what the next point shows."""
-    for p, q in pairwise(seen):
-        if q.blocked_s > p.blocked_s:
-            yield Interval(max(p.time, q.time - q.blocked_s + p.blocked_s), q.time, "checkpoint")
 
 
 def _under(above: Iterable[Interval], below: Sequence[Interval]) -> list[Interval]:
@@ -455,32 +372,23 @@ def _node_time(
             continue
         begin, end = max(at, one.round.time), min(one.end, held.end)
         found += _waited(at, begin, trained)
-        found += _in_round(attempt, one, courses.get(one.round.number, []), begin, end)
-        at = max(at, end)
+        at, first = max(at, end), one.first_steps.get(attempt)
+        trains = begin
+        if first is not None:
+            trains = max(begin, float(first["time"]))
+            if float(first["time"]) < end:
+                restore = max(begin, trains - float(first.get("restore_s") or 0.0))
+                found += [Interval(begin, restore, "import"), Interval(restore, trains, "restore")]
+        if (first is None and attempt not in one.going_on) or trains >= end:
+            found.append(Interval(begin, end, "import"))
+        else:
+            found += _cut(courses.get(one.round.number, []), trains, end)
     found += _waited(at, held.end, trained)
     intervals = tuple(_joined(interval for interval in found if interval.length_s > 0))
     return NodeTime(
         attempt.task, attempt.attempt, attempt.host, held.begin, held.end, held.ended_by,
         intervals,
     )  # fmt: skip
-
-
-def _in_round(
-    attempt: TaskAttempt, one: _Trained, course: Sequence[Interval], begin: float, end: float
-) -> Iterator[Interval]:
-    """Yield what the time of a member of a round was spent on."""
-    begun = one.begun.get(attempt)
-    if begun is None and attempt in one.going_on:
-        trains = begin
-    elif begun is None or begun.time >= end:
-        yield Interval(begin, end, "import")
-        return
-    else:
-        trains = max(begin, begun.time)
-        restore = max(begin, trains - begun.restore_s)
-        yield Interval(begin, restore, "import")
-        yield Interval(restore, trains, "restore")
-    yield from _cut(course, trains, end)
 
 
 def _cut(intervals: Sequence[Interval], begin: float, end: float) -> Iterator[Interval]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -19,23 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hpc_elastic._util import counted, duration, node_time
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.report import charts as charts_module
-from hpc_elastic.report.charts import (
-    LOST,
-    MOST_LANES,
-    UNKNOWN,
-    begin_of,
-    charts,
-    described,
-    expanded,
-    lanes_of,
-    moment,
-    number,
-    schema,
-    share,
-    with_legend,
-    zone,
-)
+from hpc_elastic.report import charts
 
 SHOWN_AT_ONCE = 12
 """Length of lists that are shown unfolded."""
@@ -62,35 +47,45 @@ def html(report: Mapping[str, Any]) -> str:
     Raises:
         ReportLibraryError: The library that draws the charts is not installed.
     """
-    drawn = charts(report)
-    return _environment().get_template("page.html.j2").render(
-        r=report, counted=counted, UNKNOWN=UNKNOWN, moment=moment, number=number, share=share,
-        zone=zone, duration=duration, node_time=node_time,
+    drawn = charts.charts(report)
+    faults = [change for change in report["changes"] if change["fault"]]
+    costliest = sorted(faults, key=lambda change: -change["node_s"])[:SHOWN_AT_ONCE]
+    environment = Environment(
+        loader=PackageLoader("hpc_elastic.report", "."), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template("page.html.j2").render(
+        r=report, counted=counted, duration=duration, node_time=node_time,
+        UNKNOWN=charts.UNKNOWN, moment=charts.moment, number=charts.number, share=charts.share,
+        zone=time.strftime("%Z") or "local time",
         about=report["about"], spent=report["spent"],
-        begin=begin_of(report), tiles=tiles(report),
-        kinds=charts_module.SPENT_ON, meanings=MEANINGS,
-        colours=charts_module.KIND, page=charts_module.PAGE,
+        begin=charts.begin_of(report), tiles=tiles(report),
+        kinds=charts.SPENT_ON, meanings=MEANINGS,
+        colours=charts.KIND, page=charts.PAGE,
         charts={chart.name: chart for chart in drawn},
-        specs=[{"name": c.name, "spec": {"$schema": schema(), **c.spec, "width": "container",
+        specs=[{"name": c.name, "spec": {"$schema": charts.SCHEMA, **c.spec, "width": "container",
                                          "height": c.height}} for c in drawn],
-        configs={theme: charts_module.config(theme) for theme in charts_module.PAGE},
-        undrawn=max(0, len({n["task"] for n in report["nodes"]}) - MOST_LANES),
-        lanes=lanes_of(report), causes=by_cause(report["changes"]),
-        costliest=costliest(report["changes"], SHOWN_AT_ONCE), at_once=SHOWN_AT_ONCE,
-        departures=departures(report["nodes"]), lost=LOST, as_yaml=as_yaml,
-        script=script() if drawn else "", nonce=secrets.token_urlsafe(16),
+        configs={theme: charts.config(theme) for theme in charts.PAGE},
+        undrawn=max(0, len({n["task"] for n in report["nodes"]}) - charts.MOST_LANES),
+        lanes=charts.lanes_of(report), causes=by_cause(report["changes"]),
+        costliest=sorted(costliest, key=lambda change: change["time"]), at_once=SHOWN_AT_ONCE,
+        departures=Counter(n["ended_by"] for n in report["nodes"] if n["ended_by"]).most_common(),
+        lost=charts.LOST, as_yaml=as_yaml,
+        script=str(_library().javascript_bundle()) if drawn else "",
+        nonce=secrets.token_urlsafe(16),
     )  # fmt: skip
 
 
 def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     """Return the figures at the top: title, value, and remark."""
-    about, spent, begin = report["about"], report["spent"], begin_of(report)
+    about, spent, begin = report["about"], report["spent"], charts.begin_of(report)
+    number, share = charts.number, charts.share
     faults = [change for change in report["changes"] if change["fault"]]
     lost = sum(change["lost_steps"] or 0 for change in faults)
     announced = report["checkpoints"]["announced"]
     of_total = f"of {number(about['total_steps'])}" if about["total_steps"] else ""
     left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
-    took = duration(about["until"] - begin) if begin is not None else UNKNOWN
+    took = duration(about["until"] - begin) if begin is not None else charts.UNKNOWN
     what = "useful share of node time" if spent["goodput"] is not None else "no step is known"
     return (
         ("Goodput", share(spent["goodput"]), what),
@@ -103,13 +98,6 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
         ("Checkpoints", number(len(announced)),
          f"saved; {number(len(report['checkpoints']['kept']))} on disk now"),
         ("Restarts", number(about["restarts"]), f"of {about['max_restarts']} allowed"),
-    )  # fmt: skip
-
-
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("hpc_elastic.report", "."), autoescape=True,
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
 
 
@@ -136,18 +124,6 @@ def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
         for name in ("lost_steps", "pause_s", "node_s"):
             row[name] += change[name] or 0
     return sorted(found.values(), key=lambda row: -row["node_s"])
-
-
-def costliest(changes: Iterable[Values], most: int) -> list[Values]:
-    """Return the faults with the highest costs in node time, in order of time."""
-    faults = [change for change in changes if change["fault"]]
-    chosen = sorted(faults, key=lambda change: -change["node_s"])[:most]
-    return sorted(chosen, key=lambda change: change["time"])
-
-
-def departures(nodes: Iterable[Values]) -> list[tuple[str, int]]:
-    """Return the number of attempts by how they ended, the most frequent first."""
-    return Counter(str(n["ended_by"]) for n in nodes if n["ended_by"]).most_common()
 
 
 def as_yaml(value: Any) -> str:
@@ -178,18 +154,28 @@ def png(report: Mapping[str, Any]) -> bytes:
     Raises:
         ReportLibraryError: The library that draws the charts is not installed.
     """
-    return png_of_chart(spec(report))
+    chart = json.dumps(spec(report))
+    return bytes(_library().vegalite_to_png(chart, scale=2.0, allowed_base_urls=[]))
 
 
 def spec(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the picture in Vega-Lite (pure)."""
-    about = report["about"]
-    drawn = [with_legend(c) if c.name == "lanes" else c for c in charts(report)]
-    parts = [
-        {"title": {"text": _TITLES[c.name], "fontSize": 13}, **expanded(c.spec),
-         "width": _WIDTH, "height": c.height}
-        for c in drawn
-    ]  # fmt: skip
+    about, begin = report["about"], charts.begin_of(report)
+    took = duration(about["until"] - begin) if begin is not None else "not started"
+    parts: list[Any] = []
+    for chart in charts.charts(report):
+        drawn = charts.expanded(chart.spec)
+        if chart.name == "lanes":
+            legend = {"orient": "bottom", "columns": len(charts.SPENT_ON), "title": None}
+            drawn["layer"][0]["encoding"]["color"]["legend"] = legend
+        title = {"text": _TITLES[chart.name], "fontSize": 13}
+        parts.append({"title": title, **drawn, "width": _WIDTH, "height": chart.height})
+    nothing = {
+        "data": {"values": [{"text": "No task of this run has started."}]},
+        "width": _WIDTH, "height": 60,
+        "mark": {"type": "text", "fontSize": 14, "color": charts.PAGE["light"]["dim"]},
+        "encoding": {"text": {"field": "text", "type": "nominal"}},
+    }  # fmt: skip
     figures = [
         f"{name} {value}" + (f" ({more})" if more else "") for name, value, more in tiles(report)
     ]
@@ -198,28 +184,17 @@ def spec(report: Mapping[str, Any]) -> dict[str, Any]:
              " · ".join(figures[:half]), " · ".join(figures[half:]),
              *report["notes"]]  # fmt: skip
     return {
-        "$schema": schema(),
-        "title": {"text": f"{about['run_id']}: {described(report)}", "subtitle": lines,
+        "$schema": charts.SCHEMA,
+        "title": {"text": f"{about['run_id']}: {about['phase']}, {took}", "subtitle": lines,
                   "fontSize": 18, "subtitlePadding": 6, "offset": 16},
         "padding": 16,
-        "vconcat": parts or [_nothing()],
+        "vconcat": parts or [nothing],
         "resolve": {"scale": {"color": "independent", "shape": "independent"}},
-        "config": charts_module.config("light"),
+        "config": charts.config("light"),
     }  # fmt: skip
 
 
-def _nothing() -> dict[str, Any]:
-    text = "No task of this run has started."
-    return {
-        "data": {"values": [{"text": text}]},
-        "width": _WIDTH,
-        "height": 60,
-        "mark": {"type": "text", "fontSize": 14, "color": charts_module.PAGE["light"]["dim"]},
-        "encoding": {"text": {"field": "text", "type": "nominal"}},
-    }
-
-
-# ---- vl-convert: the script of Vega for a page, and pictures
+# ---- vl-convert: the script of Vega, Vega-Lite and their embedding for a page; and pictures
 
 
 REMEDY = "pip install 'hpc_elastic[report]'"
@@ -227,28 +202,6 @@ REMEDY = "pip install 'hpc_elastic[report]'"
 
 class ReportLibraryError(HpcElasticError, ImportError):
     """The library that draws charts is not installed."""
-
-
-def script() -> str:
-    """Return Vega, Vega-Lite and their embedding as one script, which sets ``vegaEmbed``.
-
-    Raises:
-        ReportLibraryError: vl-convert is not installed.
-    """
-    return str(_library().javascript_bundle())
-
-
-def png_of_chart(spec: dict[str, Any], scale: float = 2.0) -> bytes:
-    """Return a chart as a picture.
-
-    Args:
-        spec: The chart in Vega-Lite.
-        scale: Pixels of the picture for each pixel of the chart.
-
-    Raises:
-        ReportLibraryError: vl-convert is not installed.
-    """
-    return bytes(_library().vegalite_to_png(json.dumps(spec), scale=scale, allowed_base_urls=[]))
 
 
 def _library() -> ModuleType:

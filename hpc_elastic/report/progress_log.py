@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -55,15 +55,15 @@ class Point:
     def of(cls, line: Mapping[str, Any], time: float) -> Point:
         """Return the point of a line or of status.json; unknown fields are ignored."""
         known: dict[str, Any] = {str(name): line.get(name) for name in cls.__match_args__}
-        fits = {name: value for name, value in known.items() if _is_of(name, value)}
-        return cls(**{**fits, "time": time})
-
-
-def _is_of(name: str, value: object) -> bool:
-    """Return whether a field has a valid value; an invalid one counts as unknown."""
-    if name == "phase":
-        return isinstance(value, str)
-    return isinstance(value, int | float) and math.isfinite(value)
+        phase = known.pop("phase")
+        valid: dict[str, Any] = {  # an invalid value counts as unknown
+            name: value
+            for name, value in known.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        if isinstance(phase, str):
+            valid["phase"] = phase
+        return cls(**{**valid, "time": time})
 
 
 def read_points(file: Path) -> list[Point]:
@@ -76,21 +76,18 @@ def read_points(file: Path) -> list[Point]:
         text = file.read_text(errors="replace")
     except OSError:
         return []
-    return sorted(_parsed(text.splitlines()), key=lambda point: point.time)
-
-
-def _parsed(lines: Iterable[str]) -> Iterator[Point]:
-    newest = 0
-    for line in lines:
+    found, newest = list[Point](), 0
+    for line in text.splitlines():
         try:
             raw = json.loads(line)
             epoch = int(raw.get("epoch") or 0)
             point = Point.of(raw, float(raw["time"]))
-            newest = max(newest, epoch)
-            if epoch == newest or not epoch:
-                yield point
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue
+        newest = max(newest, epoch)
+        if epoch == newest or not epoch:
+            found.append(point)
+    return sorted(found, key=lambda point: point.time)
 
 
 @dataclass(frozen=True)

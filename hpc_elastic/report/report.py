@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.node_time import Account, Interval, NodeTime, Size
+from hpc_elastic.report.node_time import Account, NodeTime, Size
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.sentences import sentence
+from hpc_elastic.report.timeline import TimelineEntry
 
 VERSION = 1
 """It changes when a key changes its meaning or is removed, not when one is added."""
@@ -231,6 +231,15 @@ def report(
     """
     first_node_s, found = changes(timeline, spent.nodes)
     by_kind = spent.seconds
+    announced: list[dict[str, Any]] = []
+    for point in points:
+        step = point.checkpoint
+        if step is not None and (not announced or step != announced[-1]["step"]):
+            announced.append({"time": point.time, "step": step})
+    stragglers = {
+        (e.facts.get("rank"), e.facts.get("host")): e for e in timeline if e.kind == "straggler"
+    }
+    slow = [sentence(entry) for entry in stragglers.values() if entry.facts.get("slow")]
     return Report(
         VERSION, made, about,
         Spent(spent.goodput, spent.node_s, spent.queue_s, by_kind),
@@ -239,9 +248,9 @@ def report(
          for task, waited in spent.queued.items() for i in waited],
         spent.sizes, points, found, first_node_s,
         [{"time": e.time, "sentence": sentence(e)} for e in timeline],
-        SavedCheckpoints(list(_announced(points)), kept, by_kind["checkpoint"]),
+        SavedCheckpoints(announced, kept, by_kind["checkpoint"]),
         configuration or Configuration(),
-        [*notes, *_slow(timeline), *_doubts(points)],
+        [*notes, *slow, *_doubts(points)],
     )  # fmt: skip
 
 
@@ -254,78 +263,38 @@ def changes(
     """Return the cost of the start in node-seconds, and the changes with their cost."""
     at = [e for e in sorted(timeline, key=lambda e: e.time) if e.kind in (*_CHANGES, *_ALONE)]
     moments = [e.time for e in at if e.kind in _CHANGES]
-    costs = _costs(moments, nodes)
+    costs = [0.0] * (len(moments) + 1)  # before, between and after the moments
+    for interval in (i for node in nodes for i in node.intervals if i.kind not in _PAYS):
+        begin, index = interval.begin, bisect_right(moments, interval.begin)
+        while index < len(moments) and moments[index] < interval.end:
+            costs[index] += moments[index] - begin
+            begin, index = moments[index], index + 1
+        costs[index] += interval.end - begin
     of_changes = iter(costs[1:])
     found: list[Change] = []
     for entry in at:
-        node_s = next(of_changes) if entry.kind in _CHANGES else 0.0
-        change = _change(entry, round(node_s, 3))
+        node_s = round(next(of_changes) if entry.kind in _CHANGES else 0.0, 3)
+        causes = [c for c in entry.causes if c.what not in _COMING]
+        named = causes or list(entry.causes)
+        change = Change(
+            entry.time, entry.kind, bool(causes), named[0].what if named else "other",
+            sorted({host for cause in named for host in cause.hosts}), sentence(entry),
+            entry.nodes_before, entry.nodes_after, entry.cost.lost_steps, entry.cost.pause_s,
+            node_s, entry.is_open,
+        )  # fmt: skip
         if change.kind == "resumed" and found and found[-1].kind == "stopped":
-            change = _with_return(found.pop(), change)
+            stopped = found.pop()  # the loss of a whole group, together with its return
+            change = replace(
+                change, time=stopped.time, kind="stopped", fault=stopped.fault,
+                cause=stopped.cause, hosts=stopped.hosts, nodes_before=stopped.nodes_before,
+                sentence=f"{stopped.sentence}. {change.sentence}",
+                node_s=round(stopped.node_s + node_s, 3),
+            )  # fmt: skip
         found.append(change)
     return round(costs[0], 3), found
 
 
-def _costs(moments: Sequence[float], nodes: Iterable[NodeTime]) -> list[float]:
-    """Return the node-seconds that are a cost, before, between and after some moments."""
-    costs = [0.0] * (len(moments) + 1)
-    for interval in (i for node in nodes for i in node.intervals if i.kind not in _PAYS):
-        for index, length_s in _between(interval, moments):
-            costs[index] += length_s
-    return costs
-
-
-def _between(interval: Interval, moments: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Yield the parts of an interval, each with the number of moments before it."""
-    at, index = interval.begin, bisect_right(moments, interval.begin)
-    while index < len(moments) and moments[index] < interval.end:
-        yield index, moments[index] - at
-        at, index = moments[index], index + 1
-    yield index, interval.end - at
-
-
-def _change(entry: TimelineEntry, node_s: float) -> Change:
-    causes = [c for c in entry.causes if c.what not in _COMING]
-    named = causes or list(entry.causes)
-    cost = entry.cost
-    return Change(
-        entry.time, entry.kind, bool(causes), named[0].what if named else "other",
-        sorted({host for cause in named for host in cause.hosts}), sentence(entry),
-        entry.nodes_before, entry.nodes_after, cost.lost_steps, cost.pause_s, node_s,
-        entry.is_open,
-    )  # fmt: skip
-
-
-def _with_return(stopped: Change, resumed: Change) -> Change:
-    """Return the loss of a whole group together with its return."""
-    return replace(
-        stopped, sentence=f"{stopped.sentence}. {resumed.sentence}", open=resumed.open,
-        nodes_after=resumed.nodes_after, lost_steps=resumed.lost_steps, pause_s=resumed.pause_s,
-        node_s=round(stopped.node_s + resumed.node_s, 3),
-    )  # fmt: skip
-
-
-# ---- checkpoints, and notes ----------------------------------------------------
-
-
-def _announced(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
-    last = None
-    for point in points:
-        if point.checkpoint is not None and point.checkpoint != last:
-            last = point.checkpoint
-            yield {"time": point.time, "step": last}
-
-
-def _slow(timeline: Iterable[TimelineEntry]) -> list[str]:
-    """Return the sentences of ranks that are still slow."""
-    last = {
-        (e.facts.get("rank"), e.facts.get("host")): e for e in timeline if e.kind == "straggler"
-    }
-    return [sentence(entry) for entry in last.values() if entry.facts.get("slow")]
-
-
 def _doubts(points: Sequence[Point]) -> Iterator[str]:
-    """Yield notes on odd or missing progress."""
     odd = next((p for p in points if p.loss is not None and not math.isfinite(p.loss)), None)
     if odd is not None:
         where = "" if odd.step is None else f" at step {odd.step}"

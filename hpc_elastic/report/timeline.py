@@ -2,24 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
-from hpc_elastic.report.causes import (
-    Cause,
-    Cost,
-    TimelineEntry,
-    cost,
-    kind_of,
-    ready_s,
-    together,
-    why_came,
-    why_left,
-)
 from hpc_elastic.run.events import Event
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a change of the group.
+
+    Attributes:
+        saved_step: The step that all ranks saved for it; None if they could not.
+        reached_step: The last step before; None if unknown.
+        resumed_step: The step from which training went on; None if unknown.
+        lost_steps: Steps that are made again because of it; None if unknown.
+        pause_s: Seconds from the last step before it to the first step after it, or, if ``trains``
+            is false, to the forming of the group. None if it is not over, or nothing paused.
+        trains: Whether the first step after it is known.
+    """
+
+    saved_step: int | None = None
+    reached_step: int | None = None
+    resumed_step: int | None = None
+    lost_steps: int | None = None
+    pause_s: float | None = None
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of a change.
+
+    Attributes:
+        what: ``preempted``, ``time_limit``, ``asked``, ``requeued`` (its task was, and it was not
+            preempted), ``cancelled``, ``run_ended`` (its run had ended), ``signalled`` (SIGTERM,
+            for an unknown reason), ``nodes_requeued``, ``excluded``, ``agent_failed``,
+            ``agent_killed``, ``node_lost`` (died, or unreachable), ``leader_lost``,
+            ``leader_changed``, ``unreachable`` (for a while), ``worker_failed``,
+            ``agent_restarted``, ``arrived``, ``returned``, ``other``.
+        time: Unix seconds from which on it was known.
+        hosts: The hosts that it concerns.
+        detail: An error, or an observation.
+        signal: The signal that announced it; None if none did.
+        given_s: The grace time in seconds; None if there was none, or it is unknown.
+        comes_back: Whether the task was requeued; None if unknown.
+        away_s: Seconds for which the node was away before it returned; None if it did not return,
+            or it is unknown.
+    """
+
+    what: str
+    time: float
+    hosts: tuple[str, ...] = ()
+    detail: str = ""
+    signal: str | None = None
+    given_s: float | None = None
+    comes_back: bool | None = None
+    away_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TimelineEntry:
+    """One entry of a timeline.
+
+    Attributes:
+        kind: ``started``, ``formed`` (the first group), ``grew``, ``shrank``, ``changed`` (nodes
+            left and others came), ``restarted`` (the same nodes), ``stopped`` (no node is left),
+            ``resumed`` (after that), ``ended``; and without a change of the group: ``task_exited``,
+            ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
+            ``crash_loop``, ``tasks_restarted``, ``leader``, ``hang``, ``straggler``,
+            ``preflight``, ``start_failed``, ``warm_worker_died``, ``checkpoint_failed``,
+            ``checkpoint_recovered``, ``cancel``, ``preempt``, ``kill``, ``resume``.
+        time: When it began, in Unix seconds.
+        causes: Its causes.
+        nodes_before: Size of the group before; None if there was none, or it does not matter.
+        nodes_after: Size of the group after; None if there is none yet.
+        workers: World size of the group after; None as above.
+        round: Number of the round after.
+        leader: The host that leads from now on, if another led before.
+        cost: Its cost.
+        text: An error or a reason.
+        facts: More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming
+            to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
+            nodes_requeued: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host,
+            hosts_left; host_failure: host, strikes; crash_loop: attempts, checkpoint;
+            tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
+            again; checkpoint_failed: step; hang, straggler, preflight, warm_worker_died,
+            checkpoint_recovered, cancel, preempt, kill, resume: as in the event.
+        is_open: Whether it goes on.
+        has_replicas: Whether the nodes are replicas, and none of them was stopped (``ft=true``).
+    """
+
+    kind: str
+    time: float
+    causes: tuple[Cause, ...] = ()
+    nodes_before: int | None = None
+    nodes_after: int | None = None
+    workers: int | None = None
+    round: int | None = None
+    leader: str | None = None
+    cost: Cost = field(default_factory=Cost)
+    text: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    is_open: bool = False
+    has_replicas: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
 
 
 def build_timeline(run: EventIndex) -> list[TimelineEntry]:
@@ -28,31 +122,29 @@ def build_timeline(run: EventIndex) -> list[TimelineEntry]:
     Args:
         run: Its events. Where some are missing, entries have less detail.
     """
-    of_group = _of_replicas if run.has_replicas else _of_group
-    found = [*_started(run), *of_group(run), *_asides(run), *_never_members(run), *_ended(run)]
+    found = list[TimelineEntry]()
+    if tasks := run.of("task"):
+        facts = {"host": tasks[0].get("host"), "task": tasks[0]["task"]}
+        found.append(TimelineEntry("started", _time(tasks[0]), facts=facts))
+    if run.rounds:
+        first = run.rounds[0]
+        hosts = [member.host for member in first.members]
+        found.append(TimelineEntry(
+            "formed", first.time, nodes_after=len(hosts), workers=first.world_size,
+            round=first.number, leader=_host_of(run, _leader_of(run, first)),
+            facts={"hosts": hosts, "ready_s": _ready_s(first)},
+        ))  # fmt: skip
+        found += _of_replicas(run) if run.has_replicas else _of_group(run)
+    found += [*_asides(run), *_never_members(run), *_ends(run)]
     return sorted(found, key=lambda e: (run.generation_at(e.time), e.kind == "ended", e.time))
 
 
-def _started(run: EventIndex) -> Iterator[TimelineEntry]:
-    tasks = run.of("task")
-    if tasks:
-        first = tasks[0]
-        facts = {"host": first.get("host"), "task": first["task"]}
-        yield TimelineEntry("started", float(first["time"]), facts=facts)
-
-
-def _ended(run: EventIndex) -> Iterator[TimelineEntry]:
+def _ends(run: EventIndex) -> Iterator[TimelineEntry]:
     begins = [run.events[0], *run.of("resume")] if run.events else []
     for generation, end in run.ends.items():
-        lasted_s = round(float(end["time"]) - float(begins[generation]["time"]), 1)
         facts = {key: end.get(key) for key in ("status", "rounds", "restarts")}
-        text = str(end.get("failure") or "")
-        yield TimelineEntry(
-            "ended", float(end["time"]), text=text, facts={**facts, "lasted_s": lasted_s}
-        )
-
-
-# ---- entries that change no group
+        facts["lasted_s"] = round(_time(end) - _time(begins[generation]), 1)
+        yield TimelineEntry("ended", _time(end), text=str(end.get("failure") or ""), facts=facts)
 
 
 _FACTS: dict[str, tuple[str, ...]] = {
@@ -65,61 +157,44 @@ _FACTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("hang", "straggler", "preflight", "warm_worker_died"), ()),
     **dict.fromkeys(("checkpoint_recovered", "cancel", "preempt", "kill", "resume"), ()),
 }
-"""Kind of event -> the fields that its entry has as facts; none: all of them."""
-_COMMON = ("v", "time", "kind", "task")
+"""Kind of event that changes no group -> the fields that its entry has as facts; none: all."""
 
 
 def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
-    excluded = excluded_hosts(run)
+    """Yield the entries that change no group."""
     for event in run.events:
-        kind, time = event["kind"], float(event["time"])
+        kind, time = event["kind"], _time(event)
+        facts: dict[str, Any]
         if kind == "scale_up_decision" and event.get("admit") == "not now":
-            hosts = [run.host_at(task, time) for task in event.get("waiting", ())]
-            yield _aside("parked", event, {"hosts": hosts})
+            kind = "parked"
+            facts = {"hosts": [run.host_at(task, time) for task in event.get("waiting", ())]}
         elif kind == "tasks_restarted":
             tasks = [str(task) for task in event.get("tasks", ())]
             hosts = [run.host_at(task, time) for task in tasks]
             avoids = [str(host) for host in event.get("avoids", ())]
-            yield _aside(kind, event, {"tasks": tasks, "hosts": hosts, "avoids": avoids})
-        elif kind in _FACTS and not _is_part_of_another(event, excluded):
-            keys = _FACTS[kind] or [key for key in event if key not in _COMMON]
-            yield _aside(kind, event, {key: event.get(key) for key in keys})
-
-
-def _is_part_of_another(event: Event, excluded: Mapping[str, Event]) -> bool:
-    """Return whether an event needs no entry: a node's own requeue, a failure that excludes it."""
-    if event["kind"] == "host_failure":
-        exclusion = excluded.get(str(event.get("host")))
-        return exclusion is not None and float(exclusion["time"]) - float(event["time"]) < 1.0
-    return event["kind"] == "nodes_requeued" and "nodes" not in event
-
-
-def _aside(kind: str, event: Event, facts: dict[str, Any]) -> TimelineEntry:
-    return TimelineEntry(kind, float(event["time"]), text=str(event.get("why", "")), facts=facts)
-
-
-def excluded_hosts(run: EventIndex) -> dict[str, Event]:
-    """Return the exclusions of a run, by host."""
-    return {str(e["host"]): e for e in run.of("excluded")}
+            facts = {"tasks": tasks, "hosts": hosts, "avoids": avoids}
+        elif kind not in _FACTS or (kind == "nodes_requeued" and "nodes" not in event):
+            continue  # among others a node's own requeue
+        else:
+            exclusion = run.excluded.get(str(event.get("host")))
+            if kind == "host_failure" and exclusion and _time(exclusion) - time < 1.0:
+                continue  # it excludes the host
+            others = [key for key in event if key not in ("v", "time", "kind", "task")]
+            facts = {key: event.get(key) for key in _FACTS[kind] or others}
+        yield TimelineEntry(kind, time, text=str(event.get("why", "")), facts=facts)
 
 
 def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield the attempts that ended without having been in a group."""
     members = {member for round_ in run.rounds for member in round_.members}
     for attempt in run.attempts:
-        if attempt not in members:
-            yield from _never_member(run, attempt)
-
-
-def _never_member(run: EventIndex, attempt: TaskAttempt) -> Iterator[TimelineEntry]:
-    started = attempt.started or 0.0
-    end = run.ends.get(run.generation_at(started))
-    if end is not None and started > float(end["time"]):
-        return
-    for kind, event in attempt.ends_after(0.0).items():
-        if kind in ("task_exited", "agent_failed"):
-            causes: tuple[Cause, ...] = together([why_left(attempt, {})])
-            yield TimelineEntry(kind, float(event["time"]), causes)
+        started = attempt.started or 0.0
+        end = run.ends.get(run.generation_at(started))
+        if attempt in members or (end is not None and started > _time(end)):
+            continue
+        for kind, event in attempt.ends_after(0.0).items():
+            if kind in ("task_exited", "agent_failed"):
+                causes = (_why_left(attempt, {}),)
+                yield TimelineEntry(kind, _time(event), causes)
 
 
 # ---- the group: from each round to the next
@@ -134,216 +209,132 @@ _AT_ONCE_S = 1.0
 
 
 def _of_group(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield the entries of the group, in order of time."""
-    if not run.rounds:
-        return
-    yield _formed(run, run.rounds[0])
+    """Yield how the group changed, in order of time."""
     for before, after in pairwise(run.rounds):
         yield from _Change(run, before, after).entries()
-    yield from _since(run, run.rounds[-1])
-
-
-def _formed(run: EventIndex, round_: Round) -> TimelineEntry:
-    """Return the entry of the first group."""
-    members = round_.members
-    return TimelineEntry(
-        "formed", round_.time, nodes_after=len(members), workers=round_.world_size,
-        round=round_.number, leader=_leads(run, round_),
-        facts={"hosts": [member.host for member in members], "ready_s": ready_s(members, round_)},
+    if run.end_event is not None and run.end_event["status"] == "succeeded":
+        return
+    last = run.rounds[-1]  # nodes that leave after it
+    stop, members = _stop_of(run, last), last.members
+    departed = [m for m in members if m.notice is not None or m.ends_after(last.time)]
+    if not departed and (stop is None or run.end_event is not None):
+        return
+    causes = _joined(_why_left(m, run.excluded, since=last.time) for m in departed)
+    if not causes and stop is not None:
+        causes = (Cause("other", _time(stop), detail=str(stop["reason"])),)
+    is_all = len(departed) == len(members)
+    yield TimelineEntry(
+        "stopped" if is_all else _kind_of(departed, ()), min(c.time for c in causes), causes,
+        len(members), 0 if is_all else None, cost=Cost(saved_step=(stop or {}).get("step")),
+        is_open=run.end_event is None,
     )  # fmt: skip
 
 
-def _leads(run: EventIndex, round_: Round) -> str | None:
-    """Return the host of the leader that closed a round."""
-    leader = _leader_of(run, round_)
-    return run.host_at(leader["task"], float(leader["time"])) if leader is not None else None
+def _stop_of(run: EventIndex, round_: Round, until: float = math.inf) -> Event | None:
+    """Return the event that ended a round; None if there is none, because its leader died."""
+    stops = run.of("round_stopped", after=round_.time, until=until)
+    return next((e for e in stops if e.get("round", round_.number) == round_.number), None)
 
 
 def _leader_of(run: EventIndex, round_: Round) -> Event | None:
     return next((e for e in run.leaders if int(e["epoch"]) == round_.epoch), None)
 
 
+def _host_of(run: EventIndex, leader: Event | None) -> str | None:
+    return None if leader is None else run.host_at(leader["task"], _time(leader))
+
+
 class _Change:
     """The change from one round to the next."""
 
     def __init__(self, run: EventIndex, before: Round, after: Round) -> None:
-        self._run = run
-        self._before, self._after = before, after
+        self._run, self._before, self._after = run, before, after
         self._was, self._is = before.members, after.members
         was, is_ = set(self._was), set(self._is)
         self._departed = [member for member in self._was if member not in is_]
         self._arrived = [member for member in self._is if member not in was]
-        self._stop = stop_of(run, before, until=after.time)
-        self._excluded = excluded_hosts(run)
+        self._old_leader, self._leader = _leader_of(run, before), _leader_of(run, after)
+        self._new_leader: str | None = None
+        """The host that leads now, if another task led before."""
+        if self._old_leader and self._leader and self._old_leader["task"] != self._leader["task"]:
+            self._new_leader = _host_of(run, self._leader)
+        self._stop = _stop_of(run, before, until=after.time)
+        stopped = [m.stopped[before.number] for m in self._was if before.number in m.stopped]
+        self._broke_at = min(map(_time, stopped), default=after.time)
+        if self._stop is not None:
+            self._broke_at = _time(self._stop)
+        self._saved: int | None = (self._stop or {}).get("step")
+        self._cost = _cost(
+            stopped, _first_steps(after), saved=self._saved, since=self._broke_at, until=after.time
+        )
 
     def entries(self) -> Iterator[TimelineEntry]:
         """Yield one entry, or two if no member was left in between."""
-        gone = [self._why_left(member) for member in self._departed]
-        came = [why_came(member, self._run, self._after.time) for member in self._arrived]
-        if len(self._departed) == len(self._was):
-            if not self._has_ended():
-                yield self._stopped(together(gone))
-            yield self._resumed(together(came))
-        else:
-            yield self._changed(together([*gone, *self._failures(), *came]))
-
-    def _has_ended(self) -> bool:
-        """Return whether the run ended in between, which has an entry of its own."""
-        ends = [float(end["time"]) for end in self._run.ends.values()]
-        return any(self._before.time <= end <= self._after.time for end in ends)
-
-    # ---- causes -------------------------------------------------------------------------
-
-    def _why_left(self, member: TaskAttempt) -> Cause:
-        led = self._led(member)
-        cause = why_left(
-            member, self._excluded, since=self._before.time, led=led,
-            without_it=self._given_up_at(member, led=led),
+        before, after, size = self._before, self._after, len(self._is)
+        left = [self._why_member_left(member) for member in self._departed]
+        came = [_why_came(self._run, member, after.time) for member in self._arrived]
+        if len(self._departed) < len(self._was):
+            causes = _joined([*left, *self._failures(), *came])
+            known = [c.time for c in causes if c.what not in ("arrived", "returned")]
+            yield TimelineEntry(
+                _kind_of(self._departed, self._arrived), min([*known, self._broke_at]), causes,
+                len(self._was), size, after.world_size, after.number, self._new_leader, self._cost,
+            )  # fmt: skip
+            return
+        if not any(before.time <= _time(end) <= after.time for end in self._run.ends.values()):
+            causes = _joined(left)
+            time = min([*(c.time for c in causes), self._broke_at])
+            cost = Cost(self._saved, self._cost.reached_step)
+            yield TimelineEntry("stopped", time, causes, len(self._was), 0, cost=cost)
+        yield TimelineEntry(
+            "resumed", after.time, _joined(came), 0, size, after.world_size, after.number,
+            _host_of(self._run, self._leader), replace(self._cost, saved_step=None),
         )  # fmt: skip
+
+    def _why_member_left(self, member: TaskAttempt) -> Cause:
+        old = self._old_leader
+        led = old is not None and old is not self._leader and old["task"] == member.task
+        # when it was given up without an announcement, or replaced as leader
+        given_up_at = self._after.time if led else math.inf
+        for event in self._losses(self._before.time):
+            if event["task"] == member.task:
+                given_up_at = _time(event)
+                break
+        since = self._before.time
+        cause = _why_left(member, self._run.excluded, since=since, led=led, without_it=given_up_at)
         # no event has the time at which a leader died: the others stopped when they noticed
         return cause if cause.time else replace(cause, time=self._broke_at)
 
-    def _given_up_at(self, member: TaskAttempt, *, led: bool) -> float:
-        """Return when a member was given up without an announcement, or replaced as leader."""
-        after, until = self._before.time, self._after.time
-        for event in self._run.of("node_lost", after=after, until=until):
-            if event["task"] == member.task and not _was_announced(event):
-                return float(event["time"])
-        return until if led else float("inf")
-
-    def _led(self, member: TaskAttempt) -> bool:
-        """Return whether a member led, and another one leads now."""
-        leader, now = _leader_of(self._run, self._before), _leader_of(self._run, self._after)
-        changed = leader is not None and leader is not now
-        return changed and leader is not None and leader["task"] == member.task
+    def _losses(self, after: float) -> Iterator[Event]:
+        """Yield the losses of nodes that had not announced that they would leave."""
+        for event in self._run.of("node_lost", after=after, until=self._after.time):
+            if not str(event.get("why", "")).startswith(ANNOUNCED):
+                yield event
 
     def _failures(self) -> list[Cause]:
         """Return why the round broke, apart from members that left or came."""
-        known = [*self._known_failures()]
-        has_changed = self._departed or self._arrived or self._new_leader
-        if known or has_changed or self._stop is None:
-            return known
-        return [Cause("other", self._broke_at, detail=str(self._stop.get("reason", "")))]
-
-    def _known_failures(self) -> Iterator[Cause]:
-        after, until = self._before.time, self._after.time
-        for event in self._run.of("restart", after=after, until=until):
+        found, stop = list[Cause](), self._stop
+        for event in self._run.of("restart", after=self._before.time, until=self._after.time):
             hosts = (str(event["host"]),) if event.get("host") else ()
-            yield Cause("worker_failed", self._broke_at, hosts, str(event.get("failure", "")))
-        leader = _leader_of(self._run, self._before)
-        if not self._departed and leader is not None and self._new_leader is not None:
-            host = self._run.host_at(leader["task"], float(leader["time"]))
-            yield Cause("leader_changed", self._broke_at, (host,))
-        if self._stop is not None and self._stop.get("cause") == "agent_restarted":
-            yield Cause("agent_restarted", self._broke_at, detail=str(self._stop["reason"]))
-        yield from self._unreachable(after, until)
-
-    def _unreachable(self, after: float, until: float) -> Iterator[Cause]:
-        """Yield the members that were given up, and are members again.
-
-        A leader that was replaced may have been cut off itself, so its reports of others do not
-        count. Those of the present leader count if they ended the round.
-        """
-        if (
-            self._new_leader is not None
-            or self._stop is None
-            or self._stop.get("cause") != "node_lost"
-        ):
-            return
-        after = max(after, float(self._stop["time"]) - _AT_ONCE_S)
-        stayed = {member.task: member for member in self._was if member in self._is}
-        for event in self._run.of("node_lost", after=after, until=until):
-            if event["task"] in stayed and not _was_announced(event):
-                host = stayed[event["task"]].host
-                yield Cause("unreachable", float(event["time"]), (host,))
-
-    # ---- the entry --------------------------------------------------------------------
-
-    @property
-    def _new_leader(self) -> str | None:
-        """The host that leads now, if another task led before."""
-        before, after = _leader_of(self._run, self._before), _leader_of(self._run, self._after)
-        if before is None or after is None or before["task"] == after["task"]:
-            return None
-        return self._run.host_at(after["task"], float(after["time"]))
-
-    @property
-    def _stopped_events(self) -> list[Event]:
-        number = self._before.number
-        return [m.stopped[number] for m in self._was if number in m.stopped]
-
-    @property
-    def _broke_at(self) -> float:
-        """When the round was over."""
-        if self._stop is not None:
-            return float(self._stop["time"])
-        times = [float(e["time"]) for e in self._stopped_events]
-        return min(times, default=self._after.time)
-
-    def _cost(self) -> Cost:
-        number = self._after.number
-        first_steps = [m.first_steps[number] for m in self._is if number in m.first_steps]
-        saved = (self._stop or {}).get("step")
-        return cost(
-            self._stopped_events, first_steps, saved=saved, since=self._broke_at,
-            until=self._after.time,
-        )  # fmt: skip
-
-    def _changed(self, causes: tuple[Cause, ...]) -> TimelineEntry:
-        known = [c.time for c in causes if c.what not in ("arrived", "returned")]
-        return TimelineEntry(
-            kind_of(self._departed, self._arrived), min([*known, self._broke_at]), causes,
-            len(self._was), len(self._is), self._after.world_size, self._after.number,
-            self._new_leader, self._cost(),
-        )  # fmt: skip
-
-    def _stopped(self, causes: tuple[Cause, ...]) -> TimelineEntry:
-        saved = (self._stop or {}).get("step")
-        time = min([c.time for c in causes] + [self._broke_at])
-        known = replace(self._cost(), pause_s=None, lost_steps=None, resumed_step=None)
-        return TimelineEntry("stopped", time, causes, len(self._was), 0, cost=replace(
-            known, saved_step=saved, trains=False))  # fmt: skip
-
-    def _resumed(self, causes: tuple[Cause, ...]) -> TimelineEntry:
-        return TimelineEntry(
-            "resumed", self._after.time, causes, 0, len(self._is),
-            self._after.world_size, self._after.number, _leads(self._run, self._after),
-            replace(self._cost(), saved_step=None),
-        )  # fmt: skip
-
-
-def _was_announced(gone: Event) -> bool:
-    """Return whether a node had announced that it would leave."""
-    return str(gone.get("why", "")).startswith(ANNOUNCED)
-
-
-def stop_of(run: EventIndex, round_: Round, until: float = float("inf")) -> Event | None:
-    """Return the event that ended a round; None if there is none, because its leader died."""
-    stops = run.of("round_stopped", after=round_.time, until=until)
-    return next((e for e in stops if e.get("round", round_.number) == round_.number), None)
-
-
-# ---- after the last round ---------------------------------------------------------------
-
-
-def _since(run: EventIndex, last: Round) -> Iterator[TimelineEntry]:
-    """Yield the entry of nodes that leave after the last round."""
-    if run.end is not None and run.end["status"] == "succeeded":
-        return
-    members, stop, since = last.members, stop_of(run, last), last.time
-    leaving = [m for m in members if m.notice is not None or m.ends_after(since)]
-    if not leaving and (stop is None or run.end is not None):
-        return
-    causes = together(why_left(m, excluded_hosts(run), since=since) for m in leaving)
-    if not causes and stop is not None:
-        causes = (Cause("other", float(stop["time"]), detail=str(stop["reason"])),)
-    is_all = len(leaving) == len(members)
-    saved = stop.get("step") if stop is not None else None
-    yield TimelineEntry(
-        "stopped" if is_all else kind_of(leaving, ()), min(c.time for c in causes), causes,
-        len(members), 0 if is_all else None, cost=Cost(saved_step=saved),
-        is_open=run.end is None,
-    )  # fmt: skip
+            found.append(
+                Cause("worker_failed", self._broke_at, hosts, str(event.get("failure", "")))
+            )
+        if not self._departed and self._new_leader is not None:
+            old = str(_host_of(self._run, self._old_leader))
+            found.append(Cause("leader_changed", self._broke_at, (old,)))
+        if stop is not None and stop.get("cause") == "agent_restarted":
+            found.append(Cause("agent_restarted", self._broke_at, detail=str(stop["reason"])))
+        if stop is not None and stop.get("cause") == "node_lost" and self._new_leader is None:
+            # Members that were given up, and are members again. A leader that was replaced may have
+            # been cut off itself, so its reports of others do not count. Those of the present
+            # leader count if they ended the round.
+            stayed = {member.task: member.host for member in self._was if member in self._is}
+            for event in self._losses(max(self._before.time, _time(stop) - _AT_ONCE_S)):
+                if event["task"] in stayed:
+                    found.append(Cause("unreachable", _time(event), (stayed[event["task"]],)))
+        if found or self._departed or self._arrived or self._new_leader or stop is None:
+            return found
+        return [Cause("other", self._broke_at, detail=str(stop.get("reason", "")))]
 
 
 # ---- replicas, with ``ft=true``: none stops because of others
@@ -355,142 +346,238 @@ _TOGETHER_S = 5.0
 """Time within which replicas leave together."""
 _LEFT_S = 30.0
 """Longest time between the departure of a leader that left regularly, and the next leader."""
-
-
-def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield the entries of the replicas."""
-    if not run.rounds:
-        return
-    yield _formed(run, run.rounds[0])
-    for group in _together(_departed(run)):
-        yield _gone(run, group)
-    for round_ in run.rounds[1:]:
-        yield _placed(run, round_)
-    yield from _other_leaders(run)
+_ANNOUNCED_CAUSES = ("preempted", "time_limit", "asked", "requeued", "cancelled", "run_ended")
+"""Causes that leave time to save; ``signalled`` does, too."""
 
 
 @dataclass(frozen=True)
 class _Departed:
     """A replica that has left."""
 
-    time: float
     nodes: int
-    """Number of replicas that are left."""
+    """Number of the others."""
     cause: Cause
     successor: Event | None
     """The event of the leader that replaced it; None if it did not lead."""
 
 
-def _departed(run: EventIndex) -> Iterator[_Departed]:
-    excluded = excluded_hosts(run)
-    for event in run.of("replica_left"):
-        attempt, time = _attempt_of(run, event), float(event["time"])
-        successor = _successor(run, attempt, time)
-        cause = why_left(attempt, excluded, led=successor is not None)
-        cause = cause if cause.time else replace(cause, time=time)
-        yield _Departed(time, int(event["nodes"]), cause, successor)
-
-
-def _together(departures: Iterable[_Departed]) -> list[list[_Departed]]:
-    """Return the departures, those with one cause together."""
+def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
+    """Yield the departures and arrivals of replicas, and changes of the leader."""
     groups: list[list[_Departed]] = []
-    for one in departures:
-        found = next((g for g in reversed(groups) if _is_of(one.cause, g[-1].cause)), None)
-        if found is None:
-            groups.append([one])
+    for event in run.of("replica_left"):
+        attempt, time = _attempt_of(run, event), _time(event)
+        successor = _successor(run, attempt, time)
+        cause = _why_left(attempt, run.excluded, led=successor is not None)
+        cause = cause if cause.time else replace(cause, time=time)
+        one = _Departed(int(event["nodes"]), cause, successor)
+        for group in reversed(groups):
+            last = group[-1].cause
+            if cause.what == last.what and abs(cause.time - last.time) <= _TOGETHER_S:
+                group.append(one)
+                break
         else:
-            found.append(one)
-    return groups
+            groups.append([one])
+    yield from (_departure(run, group) for group in groups)
+    yield from (_placement(run, round_) for round_ in run.rounds[1:])
+    for before, after in pairwise(run.leaders):  # whose predecessor is still a replica
+        time = _time(after)
+        around = run.of("replica_left", after=time - _LEFT_S, until=time + _TOGETHER_S)
+        if before["task"] != after["task"] and before["task"] not in {e["task"] for e in around}:
+            cause = Cause("leader_changed", time, (run.host_at(before["task"], time),))
+            host = run.host_at(after["task"], time)
+            yield TimelineEntry("leader", time, (cause,), leader=host, has_replicas=True)
 
 
-def _is_of(one: Cause, other: Cause) -> bool:
-    return one.what == other.what and abs(one.time - other.time) <= _TOGETHER_S
-
-
-def _gone(run: EventIndex, group: list[_Departed]) -> TimelineEntry:
+def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
     """Return the entry of replicas that left together."""
-    left = group[-1].nodes
-    causes = [one.cause for one in group]
-    announced = all(cause.is_announced for cause in causes)
-    leads = [one.successor for one in group if one.successor is not None]
-    leader = max(leads, key=lambda e: int(e["epoch"])) if leads and left else None
+    causes, left = [one.cause for one in group], group[-1].nodes
+    is_announced = all(cause.what in (*_ANNOUNCED_CAUSES, "signalled") for cause in causes)
+    successors = [one.successor for one in group if one.successor is not None]
+    leader = max(successors, key=lambda e: int(e["epoch"])) if successors and left else None
     return TimelineEntry(
-        "shrank" if left else "stopped", min(cause.time for cause in causes), together(causes),
-        group[0].nodes + 1, left, cost=Cost(lost_steps=0 if announced and left else None),
+        "shrank" if left else "stopped", min(cause.time for cause in causes), _joined(causes),
+        group[0].nodes + 1, left, cost=Cost(lost_steps=0 if is_announced and left else None),
         leader=_host_of(run, leader), has_replicas=True,
     )  # fmt: skip
-
-
-def _host_of(run: EventIndex, leader: Event | None) -> str | None:
-    return None if leader is None else run.host_at(leader["task"], float(leader["time"]))
 
 
 def _successor(run: EventIndex, attempt: TaskAttempt, time: float) -> Event | None:
     """Return the event of the leader that replaced a replica; None if that did not lead."""
     for before, after in pairwise(run.leaders):
         led_last = before["task"] == attempt.task != after["task"]
-        by_attempt = (attempt.started or 0.0) <= float(before["time"])
-        if led_last and by_attempt and float(after["time"]) <= time + _TOGETHER_S:
+        by_attempt = (attempt.started or 0.0) <= _time(before)
+        if led_last and by_attempt and _time(after) <= time + _TOGETHER_S:
             return after
     return None
 
 
-def _other_leaders(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield the entries of new leaders whose predecessor is still a replica."""
-    for before, after in pairwise(run.leaders):
-        time = float(after["time"])
-        around = run.of("replica_left", after=time - _LEFT_S, until=time + _TOGETHER_S)
-        if before["task"] == after["task"] or before["task"] in {e["task"] for e in around}:
-            continue
-        cause = Cause("leader_changed", time, (run.host_at(before["task"], time),))
-        host = run.host_at(after["task"], time)
-        yield TimelineEntry("leader", time, (cause,), leader=host, has_replicas=True)
-
-
 def _attempt_of(run: EventIndex, departed: Event) -> TaskAttempt:
     """Return the attempt that left: the last one of the task that was a member."""
-    task, time = departed["task"], float(departed["time"])
+    task, time = departed["task"], _time(departed)
     rounds = [round_ for round_ in run.rounds if round_.time <= time]
     attempts = [m.attempt for round_ in rounds for m in round_.members if m.task == task]
     return run.attempt(task, max(attempts, default=0))
 
 
-def _placed(run: EventIndex, round_: Round) -> TimelineEntry:
+def _placement(run: EventIndex, round_: Round) -> TimelineEntry:
     """Return the entry of a round: replicas that join, or start again."""
-    time, members, before = round_.time, round_.members, _members_before(run, round_)
+    time, members = round_.time, round_.members
+    earlier = [other for other in run.rounds if other.number < round_.number][-1]
+    left = [
+        _attempt_of(run, e) for e in run.of("replica_left", after=earlier.time, until=round_.time)
+    ]
+    before = [member for member in earlier.members if member not in left]
     placed = [member for member in members if member.task in (round_.placed or ())]
     arrived = [member for member in placed if member not in before]
-    again = [member for member in placed if member in before]
-    causes = [
-        *(_failed(run, member, time) for member in again),
-        *(why_came(member, run, time) for member in arrived),
-    ]
+    causes = []
+    for member in placed:
+        if member in before:
+            restarts = [e for e in run.of("restart", until=time) if e.get("host") == member.host]
+            detail = str(restarts[-1]["failure"]) if restarts else ""
+            causes.append(Cause("worker_failed", time, (member.host,), detail))
+    causes += [_why_came(run, member, time) for member in arrived]
+    cost = Cost()
+    if not before:  # that of the time without any replica
+        stopped = [e for a in run.attempts for e in a.stopped.values() if _time(e) <= time]
+        since = max(map(_time, run.of("replica_left", until=time)), default=time)
+        cost = _cost(stopped, _first_steps(round_), saved=None, since=since, until=time)
     return TimelineEntry(
-        "resumed" if not before else kind_of((), arrived), time, together(causes),
+        _kind_of((), arrived) if before else "resumed", time, _joined(causes),
         len(before), len(members), round_.world_size, round_.number,
-        cost=_cost_of_return(run, round_) if not before else Cost(),
-        facts={"ready_s": ready_s(members, round_)}, has_replicas=True,
+        cost=cost, facts={"ready_s": _ready_s(round_)}, has_replicas=True,
     )  # fmt: skip
 
 
-def _members_before(run: EventIndex, round_: Round) -> list[TaskAttempt]:
-    earlier = [other for other in run.rounds if other.number < round_.number][-1]
-    gone = run.of("replica_left", after=earlier.time, until=round_.time)
-    departed = [_attempt_of(run, event) for event in gone]
-    return [member for member in earlier.members if member not in departed]
+# ---- costs and causes of a change
 
 
-def _failed(run: EventIndex, member: TaskAttempt, time: float) -> Cause:
-    restarts = [e for e in run.of("restart", until=time) if e.get("host") == member.host]
-    detail = str(restarts[-1]["failure"]) if restarts else ""
-    return Cause("worker_failed", time, (member.host,), detail)
+def _kind_of(departed: Sequence[object], arrived: Sequence[object]) -> str:
+    if departed:
+        return "changed" if arrived else "shrank"
+    return "grew" if arrived else "restarted"
 
 
-def _cost_of_return(run: EventIndex, round_: Round) -> Cost:
-    """Return the cost of the time without any replica."""
-    number, time = round_.number, round_.time
-    first_steps = [m.first_steps[number] for m in round_.members if number in m.first_steps]
-    stopped = [e for a in run.attempts for e in a.stopped.values() if float(e["time"]) <= time]
-    gone = run.of("replica_left", until=time)
-    since = float(gone[-1]["time"]) if gone else time
-    return cost(stopped, first_steps, saved=None, since=since, until=time)
+def _cost(
+    before: Sequence[Event],
+    after: Sequence[Event],
+    *,
+    saved: int | None,
+    since: float,
+    until: float,
+) -> Cost:
+    """Return the cost of stopping workers and starting them again.
+
+    Args:
+        before: The ``workers_stopped`` events of the workers before.
+        after: The ``first_step`` events of the workers after it.
+        saved: The step that all ranks saved before.
+        since: When training stopped, if no step before is known.
+        until: When the group formed, if no step after it is known.
+    """
+    reached = max((int(e["step"]) for e in before if e.get("step") is not None), default=None)
+    stood = max((float(e["step_time"]) for e in before if e.get("step_time")), default=since)
+    on = min((float(e["time"]) for e in after), default=until)
+    restored = next((e["restored"] for e in after if e.get("restored") is not None), None)
+    steps = [int(e["step"]) for e in after if e.get("step") is not None and not e.get("counted")]
+    resumed: int | None = None
+    if restored is not None:
+        resumed = int(restored)
+    elif steps:
+        resumed = max(0, min(steps) - 1)
+    elif not after:
+        resumed = saved
+    lost = None if reached is None or resumed is None else max(0, reached - resumed)
+    if lost is None and saved is not None and not after:
+        lost = 0
+    return Cost(saved, reached, resumed, lost, round(max(0.0, on - stood), 1), trains=bool(after))
+
+
+def _first_steps(round_: Round) -> list[Event]:
+    number = round_.number
+    return [m.first_steps[number] for m in round_.members if number in m.first_steps]
+
+
+def _ready_s(round_: Round) -> float | None:
+    """Return the seconds from a round to the first step of the workers that it started."""
+    times = [float(event["time"]) for event in _first_steps(round_)]
+    return round(max(0.0, max(times) - round_.time), 1) if times else None
+
+
+def _why_left(
+    attempt: TaskAttempt,
+    excluded: Mapping[str, Event],
+    *,
+    since: float = 0.0,
+    led: bool = False,
+    without_it: float = math.inf,
+) -> Cause:
+    """Return why a node is no member any more.
+
+    Args:
+        attempt: The attempt of its task.
+        excluded: The exclusions of the run, by host.
+        since: When the round began that it left, if there was one.
+        led: Whether it led the run.
+        without_it: When it was given up, or the others went on, without an announcement. A later
+            notice is no cause: Slurm ends a lost task when its node can be reached again.
+    """
+    where, notice = (attempt.host,), attempt.notice
+    if notice is not None and _time(notice) < without_it:
+        exited = attempt.ends_after(0.0).get("task_exited", {})
+        how, reason = exited.get("how"), str(notice["reason"])
+        return Cause(
+            str(exited.get("means") or "signalled") if reason == "signal" else reason,
+            _time(notice), where, str(exited.get("node") or ""),
+            signal=notice.get("signal"), given_s=notice.get("given_s"),
+            comes_back=None if how in (None, "stay") else how in ("requeue", "requeued", "replace"),
+        )  # fmt: skip
+    ends = attempt.ends_after(since)
+    if "node_lost" in ends and _time(ends["node_lost"]) > without_it:
+        del ends["node_lost"]  # it was lost later, for another cause
+    if ends.get("node_lost", {}).get("why") == "silent":
+        ends.pop("nodes_requeued", None)  # it was requeued when it was reachable again
+    if "nodes_requeued" in ends and attempt.host in excluded:
+        event = excluded[attempt.host]
+        return Cause("excluded", _time(event), where, str(event.get("why", "")))
+    for kind, key in (("agent_failed", "why"), ("agent_killed", "signal")):
+        if kind in ends:
+            return Cause(kind, _time(ends[kind]), where, str(ends[kind].get(key, "")))
+    if "nodes_requeued" in ends:
+        event = ends["nodes_requeued"]
+        delay_s = float(event.get("delay_s", 0.0))
+        return Cause("nodes_requeued", _time(event), where, given_s=delay_s, comes_back=True)
+    lost = ends.get("node_lost", {})
+    kind, time = "leader_lost" if led else "node_lost", _time(lost) if lost else 0.0
+    return Cause(kind, time, where, str(lost.get("why", "")))
+
+
+def _why_came(run: EventIndex, attempt: TaskAttempt, at: float) -> Cause:
+    """Return whether a node that became a member at a time has arrived, or returned.
+
+    A node that was in the group before has returned, whichever task it had then. It was away until
+    its agent started again; a node that was only cut off, or paused, until it was a member again.
+    """
+    time = attempt.started if attempt.started is not None else at
+    left = run.last_left(attempt.host, at)
+    if left is None:
+        return Cause("arrived", time, (attempt.host,))
+    back = time if time > left else at
+    return Cause("returned", back, (attempt.host,), away_s=round(back - left, 1))
+
+
+def _joined(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Return the causes; those that differ in the host only are one."""
+    found: dict[Cause, Cause] = {}
+    for cause in causes:
+        key = replace(cause, time=0.0, hosts=(), away_s=None)
+        if key in found:
+            same = found[key]
+            away_s = max((s for s in (same.away_s, cause.away_s) if s is not None), default=None)
+            hosts = (*same.hosts, *cause.hosts)
+            cause = replace(same, time=min(same.time, cause.time), hosts=hosts, away_s=away_s)
+        found[key] = cause
+    return tuple(found.values())
+
+
+def _time(event: Event) -> float:
+    return float(event["time"])

@@ -13,8 +13,7 @@ import psutil
 from local_runs import LocalRun
 
 from hpc_elastic.report.attempts import EventIndex
-from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.timeline import build_timeline
+from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.events import read_events
 
 ROOT = Path(__file__).parents[2]

@@ -153,12 +153,12 @@ def test_an_export_needs_no_memory_for_the_state(tmp_path):
     size = 256 << 20
     make(tmp_path / "big", 1, {"w": torch.arange(size // 4, dtype=torch.int32)})
     code = (
-        "import sys, resource, torch; from hpc_elastic.cli.verify import export\n"
-        "from pathlib import Path; import hpc_elastic.checkpoint.export\n"
+        "import sys, resource, torch; from hpc_elastic.cli.main import main\n"
+        "import hpc_elastic.checkpoint.export, hpc_elastic.cli.verify\n"
         "def private(): return sum(int(line.split()[1]) for line in open('/proc/self/status')"
         " if line.startswith('RssAnon'))\n"
         "before = private()\n"
-        "export(Path(sys.argv[1]), Path(sys.argv[2]), step=None, key=None)\n"
+        "assert main(['export', sys.argv[1], '-o', sys.argv[2]]) == 0\n"
         "print(private() - before)\n"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "big"), str(tmp_path / "big.pt")]

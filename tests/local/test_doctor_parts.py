@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ import torch
 
 from hpc_elastic.doctor import allreduce_check, probe_network, probe_task
 from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
-from hpc_elastic.doctor.probe_job import last_heartbeat, signal_time, survival_times, was_orphaned
+from hpc_elastic.doctor.probe_job import last_heartbeat, signal_time, survival_times
 from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
-from hpc_elastic.doctor.signal_recorder import start_worker
+from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER, start_worker
 from hpc_elastic.slurm.client import SiteClient, reachable
 
 TOKEN = "t0ken"
@@ -44,7 +45,7 @@ def test_this_host_is_looked_at(tmp_path):
     found = probe_task.collect_host_facts()
     assert found.limits["nofile"][0] is None or found.limits["nofile"][0] > 0
     assert found.cpus >= 1 and found.memory_bytes > 0 and found.python == sys.executable
-    assert probe_task.HostFacts.from_json(found.to_json()) == found
+    assert probe_task.HostFacts.from_json(asdict(found)) == found
 
 
 def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
@@ -61,7 +62,7 @@ def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
     worker.kill()
     worker.wait()
     assert survival_times(place, 0)["worker"] > 0 and survival_times(place, 0)["agent"] is None
-    assert not was_orphaned(place, 0)
+    assert signal_time(place, WORKER, 0, ORPHANED) is None
 
 
 def test_a_worker_that_is_left_behind_says_so_and_ends(place):
@@ -77,7 +78,7 @@ def test_a_worker_that_is_left_behind_says_so_and_ends(place):
     finally:
         process.kill()
         process.wait()
-    eventually(lambda: was_orphaned(place, 0), "it has noticed")
+    eventually(lambda: signal_time(place, WORKER, 0, ORPHANED), "it has noticed")
     place.stop_file.touch()
 
 
@@ -109,7 +110,7 @@ def test_two_tasks_meet(place):
     assert abs(sight.clock_ahead_s) < 5 and sight.others == {"127.0.0.9": True}
     assert all(0 < met.seen.times_s[name] < 20 for name in (*CHANGES, PATH)) and not met.seen.torn
     assert met.race == LinkRace(NUM_ROUNDS) and not met.problem
-    assert probe_network.MeetingResult.from_json(json.loads(json.dumps(met.to_json()))) == met
+    assert probe_network.MeetingResult.from_json(json.loads(json.dumps(asdict(met)))) == met
 
 
 def test_tasks_on_one_node_try_nothing_of_what_lies_between_nodes(place):
@@ -208,10 +209,7 @@ def test_a_connection_without_the_token_is_refused(place):
     """It creates no files, and gets no answer."""
     server = probe_network.ProbeServer(place, TOKEN)
     address = {"address": "127.0.0.1", "port": server.port}
-    with (
-        pytest.raises(OSError),
-        probe_network.connect_to_peer(address, "wrong") as connection,
-    ):
+    with pytest.raises(OSError), probe_network.connect_to_peer(address, "wrong") as connection:
         probe_network.send_request(connection, "prepare", 5)
     assert not (place.path / "trial-5").exists()
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.report.attempts import EventIndex
-from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.timeline import build_timeline
+from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.event_schema import problems
 from hpc_elastic.run.events import read_events
 

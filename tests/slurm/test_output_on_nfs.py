@@ -15,8 +15,7 @@ from test_shared_folder import _possible, mounts, wait  # noqa: F401
 from hpc_elastic.agent import output_times
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.report import log_files
-from hpc_elastic.report.log_files import Discovery, LogLine, Selection
-from hpc_elastic.report.log_follow import Follower
+from hpc_elastic.report.log_files import Discovery, Follower, LogLine, Selection
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from slurm_sandbox import nfs
 

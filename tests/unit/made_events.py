@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hpc_elastic.report.attempts import EventIndex
-from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.timeline import build_timeline
+from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 
 Event = dict[str, Any]
 

@@ -84,15 +84,7 @@ def test_submission_imports_no_torch(script, tmp_path, no_slurm):
 
 def test_a_dry_run_prints_the_script_and_nothing_else(script, tmp_path, no_slurm):
     """Standard output can be piped to sbatch; notes, and the user's own prints, go elsewhere."""
-    render = [
-        "-m",
-        "hpc_elastic",
-        "submit",
-        "--dry-run",
-        "train.py",
-        "+launcher=slurm",
-        "nodes=1:2",
-    ]
+    render = [*DRY_RUN, "train.py", "+launcher=slurm", "nodes=1:2"]
     done = python(*render, "hydra.sweep.dir=out", cwd=tmp_path, **no_slurm)
     assert done.returncode == 0
     assert done.stdout == (tmp_path / "out/.hpc_elastic/array-0.sbatch").read_text()
@@ -117,16 +109,7 @@ def test_a_dry_run_of_several_arrays_needs_a_directory(script, tmp_path, no_slur
 
 def test_a_dry_run_tells_scripts_what_each_would_submit(script, tmp_path, no_slurm, capsys):
     """Several scripts need no directory then; where one is given, the copies are named."""
-    render = [
-        "-m",
-        "hpc_elastic",
-        "submit",
-        "--dry-run",
-        "--json",
-        "train.py",
-        "+launcher=slurm",
-        "nodes=1:3",
-    ]
+    render = [*DRY_RUN, "--json", "train.py", "+launcher=slurm", "nodes=1:3"]
     two = [*render, "hydra.sweep.dir=out", "launcher.partition=gpu,cpu"]
     told = json.loads(python(*two, cwd=tmp_path, **no_slurm).stdout)
     assert len(told) == 2
@@ -266,7 +249,6 @@ def test_wait_tells_scripts_how_runs_ended(sweep, capsys):
         (["status"], 2),
         (["status", "last", "--jason"], 2),
         (["list", "--limit", "0"], 2),
-        (["sttaus", "last"], 2),
         ([], 2),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from output_files import EPOCH, Output, make_run
 
 from helps import not_in_help
-from hpc_elastic.cli.log_lines import Writer, as_json
+from hpc_elastic.cli.logs import Writer, json_of
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.options import parse_time
 from hpc_elastic.report.log_files import LogLine, LogSource
@@ -169,13 +169,13 @@ def test_a_terminal_gets_colours_and_a_line_for_another_day():
 
 def test_scripts_get_all_that_is_known():
     """These keys stay."""
-    told = json.loads(as_json(LogLine(NOON, ERR, "\x1b[1mtext", timed=False)))
+    told = json.loads(json_of(LogLine(NOON, ERR, "\x1b[1mtext", timed=False)))
     assert told == {
         "time": NOON, "timed": False, "host": "node22", "task": "7_1", "attempt": 0, "round": 1,
         "rank": 12, "stream": "err", "text": "text",
     }  # fmt: skip
     assert not not_in_help("logs", told)
-    assert json.loads(as_json(LogLine(NOON, SLURM, "")))["host"] is None
+    assert json.loads(json_of(LogLine(NOON, SLURM, "")))["host"] is None
 
 
 @pytest.mark.parametrize(

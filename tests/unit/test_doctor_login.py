@@ -1,17 +1,12 @@
 """What the doctor makes of the facts of a login node, of its directory and of Slurm."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.doctor import cluster_checks, node_checks
-from hpc_elastic.doctor.cluster import (
-    ClusterFacts,
-    parse_settings,
-    settings_json,
-    slurm_settings,
-)
+from hpc_elastic.doctor.cluster import ClusterFacts, parse_settings, settings_json, slurm_settings
 from hpc_elastic.doctor.findings import Verdict, worst_verdict
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, collect_folder_facts
 from hpc_elastic.errors import ConfigError
@@ -278,7 +273,7 @@ def test_a_real_directory_is_tried_out_and_left_as_it_was(tmp_path):
     assert found.problems == {} and found.fs and found.free_bytes > 0
     assert abs(found.clock_offset_s) < 1
     assert list(tmp_path.iterdir()) == []
-    assert FolderFacts.from_json(found.to_json()) == found
+    assert FolderFacts(**asdict(found)) == found
 
 
 def test_settings_are_those_of_a_script():

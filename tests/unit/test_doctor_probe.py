@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -22,7 +22,6 @@ from hpc_elastic.doctor.probe_job import (
     read_reports,
     signal_time,
     survival_times,
-    was_orphaned,
 )
 from hpc_elastic.doctor.probe_network import (
     CHANGES,
@@ -33,6 +32,7 @@ from hpc_elastic.doctor.probe_network import (
     count_race,
 )
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, NodeFacts, count_devices
+from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER
 from hpc_elastic.slurm.job_state import TaskState
 
 GIB = 1 << 30
@@ -313,14 +313,14 @@ def test_a_probe_asks_for_no_more_time_than_it_may(words, longest_s, minutes):
 
 def test_a_report_reads_back():
     """From the nodes to the login node, and into the JSON of a bug report."""
-    text = json.dumps(GOOD.reports[0].to_json())
+    text = json.dumps(asdict(GOOD.reports[0]))
     assert NodeReport.from_json(json.loads(text)) == GOOD.reports[0]
 
 
 def test_what_another_version_has_measured_is_named(tmp_path):
     """As where a container has its own: its results cannot be read, and the others are kept."""
     place = ProbeFolder(tmp_path)
-    raw = GOOD.reports[0].to_json()
+    raw = asdict(GOOD.reports[0])
     place.write_json(place.report_file(0), raw)
     place.write_json(place.report_file(1), {**raw, "facts": {**raw["facts"], "colour": "red"}})
     place.write_json(place.report_file(2), {"allreduce": None})
@@ -337,7 +337,7 @@ def test_how_long_a_process_lived_after_sigterm(tmp_path):
     place.heartbeat_file("agent", 0, 0).write_text("00000000110.500000")
     assert survival_times(place, 0) == {"agent": 10.5, "worker": None}
     assert signal_time(place, "agent", 0, "SIGUSR2") is None
-    assert not was_orphaned(place, 0)
+    assert signal_time(place, WORKER, 0, ORPHANED) is None
 
 
 class Waiting:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from made_events import event, group
 
-from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 from hpc_elastic.report.sentences import LOSS_REASONS
-from hpc_elastic.report.timeline import ANNOUNCED
+from hpc_elastic.report.timeline import ANNOUNCED, Cause, Cost, TimelineEntry
 from hpc_elastic.run import event_schema
 from hpc_elastic.run.event_schema import KINDS, problems, valid_events
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from output_files import EPOCH, Output, make_run
 
-from hpc_elastic.report import log_files, log_follow
+from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import (
     MAX_LINE,
     Discovery,
+    Follower,
     LogLine,
     LogSource,
     NothingSelectedError,
@@ -32,7 +33,6 @@ from hpc_elastic.report.log_files import (
     start_of,
     tail,
 )
-from hpc_elastic.report.log_follow import Follower
 from hpc_elastic.run.directory import RunDir
 
 
@@ -409,11 +409,11 @@ def test_followed_lines_wait_for_earlier_ones_of_other_files():
     settling = Settling(0.5)
     ahead = 1000.0
     settling.add([LogLine(ahead + 2, RUN[0], "b")], now=10.0)
-    assert settling.take(10.4) == []
+    assert settling.take_due(10.4) == []
     settling.add([LogLine(ahead + 1, RUN[1], "a"), LogLine(ahead + 9, RUN[1], "c")], now=10.4)
-    assert texts(settling.take(10.5)) == "a b"
-    assert settling.take(10.8) == []
-    assert texts(settling.take(10.9)) == "c"
+    assert texts(settling.take_due(10.5)) == "a b"
+    assert settling.take_due(10.8) == []
+    assert texts(settling.take_due(10.9)) == "c"
 
 
 def test_lines_of_one_file_stay_in_order_while_they_settle():
@@ -422,7 +422,7 @@ def test_lines_of_one_file_stay_in_order_while_they_settle():
     settling.add(
         [LogLine(1.0, RUN[0], "1"), LogLine(1.0, RUN[0], "2"), LogLine(1.0, RUN[0], "3")], 0.0
     )
-    assert texts(settling.take(1.0)) == "1 2 3"
+    assert texts(settling.take_due(1.0)) == "1 2 3"
     settling.add([LogLine(2.0, RUN[0], "4")], 5.0)
     assert texts(settling.take_all()) == "4"
     assert settling.take_all() == []
@@ -478,7 +478,7 @@ def test_a_file_that_does_not_grow_is_looked_at_twice_a_second(run, monkeypatch)
     now, looks = [100.0], []
     status_of = log_files.status_of
     monkeypatch.setattr(log_files, "status_of", lambda p: (looks.append(p), status_of(p))[1])
-    monkeypatch.setattr(log_follow.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log_files.time, "monotonic", lambda: now[0])
     follower = Follower(Discovery(run), Selection(), lambda _: True)
     follower.skip(Discovery(run).sources())
     for _ in range(100):
@@ -498,7 +498,7 @@ def test_a_file_that_does_not_grow_is_looked_at_twice_a_second(run, monkeypatch)
 def test_of_a_progress_bar_it_is_told_now_and_then_how_far_it_is(run, monkeypatch):
     """It may come to its end after hours; each state once, and the last one at its end."""
     now = [100.0]
-    monkeypatch.setattr(log_follow.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log_files.time, "monotonic", lambda: now[0])
     follower = Follower(Discovery(run), Selection(ranks=frozenset([0])), lambda _: True)
     follower.skip(Discovery(run).sources())
     bar = run.attempt("7_0", 0) / "round-1.rank-0.err"

@@ -119,10 +119,8 @@ def test_a_node_that_left_outside_of_a_group_has_no_cost_of_its_own():
         event(26.0, "task_exited", 2, reason="time_limit", how="requeue"),
     ])  # fmt: skip
     _, found = changes(told, account(EventIndex(LOST), POINTS, now=30.0).nodes)
-    assert [(c.kind, c.cause) for c in found] == [
-        ("shrank", "node_lost"),
-        ("task_exited", "time_limit"),
-    ]
+    kinds = [(c.kind, c.cause) for c in found]
+    assert kinds == [("shrank", "node_lost"), ("task_exited", "time_limit")]
     assert found[1].node_s == 0.0 and found[1].fault
 
 
@@ -138,12 +136,8 @@ def test_replicas_that_live_on_lose_no_time():
     spent = account(EventIndex(lost), [], now=24.0)
     found = report(About("r", "/r", ft=True), spent, [], timeline(lost), made=24.0)
     (fault,) = found.changes
-    assert (fault.kind, fault.cause, fault.node_s, fault.pause_s) == (
-        "shrank",
-        "node_lost",
-        0.0,
-        None,
-    )
+    found_cost = (fault.kind, fault.cause, fault.node_s, fault.pause_s)
+    assert found_cost == ("shrank", "node_lost", 0.0, None)
     assert found.spent.by_kind["useful"] == pytest.approx(20.0 + 10.0)
 
 
@@ -355,8 +349,7 @@ def test_a_missing_library_is_named(run, tmp_path, monkeypatch, capsys, form):
 
 
 @pytest.mark.parametrize(
-    ("length_s", "expected"),
-    [(40.0, "%H:%M:%S"), (3600.0, "%H:%M"), (20 * 3600.0, "%b %d %H:%M")],
+    ("length_s", "expected"), [(40.0, "%H:%M:%S"), (3600.0, "%H:%M"), (20 * 3600.0, "%b %d %H:%M")]
 )
 def test_the_axis_of_time_has_a_clock_of_24_hours(length_s, expected):
     """As the sentences beside it: without a format Vega writes 10:37 for 22:37."""

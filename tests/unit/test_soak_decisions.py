@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
+from hpc_elastic.report.timeline import Cause, Cost, TimelineEntry
 from soak.checks import rank_checks
 from soak.expected_events import ExplanationKind, InjectedFault, explain
 from soak.inject import INJECTORS

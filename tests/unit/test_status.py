@@ -16,8 +16,7 @@ from hpc_elastic._util import duration
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.run_details import read_details
-from hpc_elastic.cli.status import CachedQuery
-from hpc_elastic.cli.status_text import clock, line, number, page, sparkline
+from hpc_elastic.cli.status import CachedQuery, clock, line, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
@@ -90,12 +89,8 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     told = json.loads(json.dumps(details.to_json()))
     entries = (told, told["tasks"][0], told["group"][0])
     assert not set().union(*(not_in_help("status", entry) for entry in entries))
-    assert (told["phase"], told["nodes"], told["world_size"], told["round"]) == (
-        "training",
-        1,
-        4,
-        3,
-    )
+    group = [told[key] for key in ("phase", "nodes", "world_size", "round")]
+    assert group == ["training", 1, 4, 3]
     assert told["steps_per_s"] == pytest.approx(1.0, rel=0.05)
     assert told["remaining_s"] == pytest.approx(600, rel=0.05)
     assert told["goodput"] == pytest.approx(120 / 130, abs=0.02)
@@ -336,7 +331,7 @@ def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
     spec = SimpleNamespace(launcher="slurm")
     monkeypatch.setattr("hpc_elastic.cli.status.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(
-        "hpc_elastic.slurm.scheduler.take_snapshot",
+        "hpc_elastic.cli.status.take_snapshot",
         lambda specs: asked.append(now[0]) or QueueSnapshot(),
     )
     query = CachedQuery()
@@ -347,7 +342,7 @@ def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
             now[0] += 1.0
             query([spec])
             view = SimpleNamespace(phase=phase, now=now[0], updated=now[0] - silent_s)
-            query.note(SimpleNamespace(view=view, round=1, status=SimpleNamespace(nodes=nodes)))
+            query.observe(SimpleNamespace(view=view, round=1, status=SimpleNamespace(nodes=nodes)))
         return len(asked) - before
 
     assert asked_in(60, "waiting", 0) == 6

@@ -21,7 +21,6 @@ from ended import sleeping
 from hpc_elastic.agent.task_context import find_task
 from hpc_elastic.checkpoint import store
 from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.cli import main as main_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import detach
@@ -333,9 +332,10 @@ def test_what_fails_in_the_background_is_told_in_front():
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_each_shell_asks_the_command(shell):
+def test_the_script_of_each_shell_asks_the_command(shell, capsys):
     """It sets the variable by which click answers."""
-    assert "_HPC_ELASTIC_COMPLETE" in main_module.source(shell)
+    assert main(["completion", shell]) == 0
+    assert "_HPC_ELASTIC_COMPLETE" in capsys.readouterr().out
 
 
 BASH = """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from hpc_elastic.report.causes import TimelineEntry
+from hpc_elastic.report.timeline import TimelineEntry
 from soak.plan import Fault
 
 _CLOCK_S = 0.5

@@ -16,8 +16,7 @@ import psutil
 from hpc_elastic.checkpoint.manifest import MANIFEST
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.report.attempts import EventIndex
-from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.timeline import build_timeline
+from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.shared_files import read_json

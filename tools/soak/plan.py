@@ -35,7 +35,7 @@ class FaultKind:
     Attributes:
         name: In the plan and in the table.
         what: Description for people; ``{hosts}`` are the targets.
-        causes: Causes in the timeline that fit, see `hpc_elastic.report.causes`; empty if the
+        causes: Causes in the timeline that fit, see `hpc_elastic.report.timeline`; empty if the
             group does not change.
         timeline_kind: Kind of an additional timeline entry; empty if there is none.
         visible_after: Whether the timeline shows it only after it is over.

@@ -33,7 +33,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpc_elastic.errors import ConfigError, HpcElasticError
-from hpc_elastic.ft.manager_server_process import ManagerServerProcess, start_server_process
+from hpc_elastic.ft.manager_server import ManagerServerProcess, start_server_process
 from hpc_elastic.ft.messages import (
     LIGHTHOUSE_ENV,
     NO_QUORUM,
@@ -544,7 +544,7 @@ class QuorumSteps:
 
 # ---- the worker's place in its group, and the group's server
 # In a run the agent has started the server, and names its socket in the environment. Elsewhere the
-# group's first rank starts one (`manager_server_process`), and publishes it in the group's store.
+# group's first rank starts one (`manager_server`), and publishes it in the group's store.
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = ManagerServer(self.path, "group-a", self.received, on_empty=self.is_empty.set)
+        self.server = ManagerServer(
+            self.path, "group-a", self.received.send, on_empty=self.is_empty.set
+        )
         self._run(self.server.start())
         self.do(self.server.expect_workers, size)
 
@@ -182,7 +184,7 @@ def report(*what):
 
 where, server = sys.argv[1], None
 if where.startswith("http"):
-    from hpc_elastic.ft.manager_server_process import start_server_process
+    from hpc_elastic.ft.manager_server import start_server_process
     server = start_server_process(where, sys.argv[2], 1)
     where = server.path
 on_abort = lambda q, reason: report("aborted", q, reason)

@@ -64,7 +64,7 @@ class QuorumRules:
         short_reconnect_timeout_s: The same if at least half of the quorum requests the next one:
             most likely the missing members aborted it, or have left. A live one joins again at the
             next switch.
-        startup_wait_s: A lighthouse that knows of no quorum forms none for this time after its
+        startup_wait_s: A lighthouse without a quorum forms none for this time after its
             start, since members of one may be reconnecting.
     """
 
@@ -84,8 +84,8 @@ class ActiveQuorum:
         members: Replica ids by rank, without those that are lost, done or dropped (ordered set).
         not_requesting: Members that do not request the next quorum (ordered set).
         size: Number of members when it was formed.
-        num_unconnected: Members of an adopted quorum that have not connected to this lighthouse;
-            only their number is known.
+        num_unconnected: Number of members of an adopted quorum that have not connected to this
+            lighthouse; their names are unknown.
         end_reason: Why it ended; None while it is active.
         formed_at: When it was formed, or adopted.
         is_adopted: A lighthouse before this one formed it.
@@ -154,6 +154,7 @@ class ReplicaRegistry:
     """All replica groups known to one lighthouse.
 
     Attributes:
+        rules: Sizes and time-outs.
         quorum: The present quorum, or the last one; None if there was none.
         requests: Open requests for the next quorum, by replica.
         idle: Connected groups that have neither requested a quorum nor been members (ordered set).
@@ -177,11 +178,6 @@ class ReplicaRegistry:
 
     # ---- events --------------------------------------------------------------------------
 
-    def mark_started(self, now: float) -> None:
-        """Record the start of the lighthouse; only the first call counts."""
-        if self.started_at is None:
-            self.started_at = now
-
     def add_connection(self, replica: str) -> None:
         """Add a group that has connected (again); its earlier request is void."""
         self.connected.add(replica)
@@ -190,12 +186,6 @@ class ReplicaRegistry:
         self.leave_deadlines.pop(replica, None)
         if not self.is_member(replica):
             self.idle[replica] = None
-
-    def add_reconnected(self, replica: str, rank: int) -> None:
-        """Record that a connected group is a member of the quorum."""
-        assert self.quorum is not None
-        self.quorum.add_reconnected(replica, rank)
-        self.idle.pop(replica, None)
 
     def remove_connection(self, replica: str) -> None:
         """Remove a group whose connection is lost, or that is known to be dead."""
@@ -253,11 +243,6 @@ class ReplicaRegistry:
         return max(0, self.quorum.num_unconnected - len(self.lost))
 
     @property
-    def has_live_members(self) -> bool:
-        """Whether there are live previous members."""
-        return self.quorum is not None and bool(self.quorum.members)
-
-    @property
     def has_newcomers(self) -> bool:
         """Whether a group requests that the present quorum could take in."""
         assert self.quorum is not None
@@ -280,13 +265,34 @@ class ReplicaRegistry:
 
         The last quorum has ended. The text is for users, and short however many are missing.
         """
-        if not self.requests:
+        quorum, rules, requests = self.quorum, self.rules, self.requests
+        if not requests:
             return "no group requests a quorum"
-        if self.has_live_members or self.num_unconnected:
-            waits_for = self._awaited_members(now)
+        if quorum is not None and (quorum.members or self.num_unconnected):
+            if self.num_unconnected and not self.is_reconnect_timeout_over(now):
+                return f"{self.num_unconnected} members of quorum {quorum.quorum_id} to reconnect"
+            if quorum.not_requesting and not quorum.is_live_timeout_over(now, rules.live_timeout_s):
+                missing = list_some(quorum.not_requesting)
+                return f"previous members that have not requested: {missing}"
         else:
-            waits_for = self._awaited_connections(now)
-        return waits_for or self._members_or_reason()
+            waited_s = now - self.first_request_at
+            if quorum is None and now - (self.started_at or 0.0) < rules.startup_wait_s:
+                return "groups that may be about to reconnect"
+            is_early = waited_s < rules.join_timeout_s or len(requests) <= len(self.idle)
+            if self.idle and is_early and waited_s < rules.live_timeout_s:
+                return f"groups that have not requested: {list_some(self.idle)}"
+        previous, live = (quorum.members, quorum.not_requesting) if quorum is not None else ({}, {})
+        order = [r for r in previous if r in requests]
+        if not any(requests[r].shrink_only for r in order):
+            order += sorted(r for r in requests if r not in previous)
+        size = self._group_world_size(order)
+        order = [r for r in order if len(requests[r].metadata) == size]
+        least = max([rules.min_replicas, *(requests[r].min_replicas for r in order)])
+        if len(order) < least:
+            return f"{least - len(order)} more groups ({len(order)} of at least {least} request)"
+        if len(order) <= len(live):
+            return f"a majority: {list_some(live)} live and do not request"
+        return tuple(order)
 
     def misfit_reasons(self) -> dict[str, str]:
         """Return why groups cannot join whose number of workers differs from the members'."""
@@ -297,49 +303,11 @@ class ReplicaRegistry:
             if len(q.metadata) != size
         }
 
-    def _awaited_members(self, now: float) -> str:
-        quorum = self.quorum
-        assert quorum is not None
-        if self.num_unconnected and not self.is_reconnect_timeout_over(now):
-            return f"{self.num_unconnected} members of quorum {quorum.quorum_id} to reconnect"
-        timeout_s = self.rules.live_timeout_s
-        if quorum.not_requesting and not quorum.is_live_timeout_over(now, timeout_s):
-            return f"previous members that have not requested: {list_some(quorum.not_requesting)}"
-        return ""
-
-    def _awaited_connections(self, now: float) -> str:
-        waited_s = now - self.first_request_at
-        if self.quorum is None and now - (self.started_at or 0.0) < self.rules.startup_wait_s:
-            return "groups that may be about to reconnect"
-        if not self.idle or waited_s >= self.rules.live_timeout_s:
-            return ""
-        if waited_s < self.rules.join_timeout_s or len(self.requests) <= len(self.idle):
-            return f"groups that have not requested: {list_some(self.idle)}"
-        return ""
-
-    def _members_or_reason(self) -> tuple[str, ...] | str:
-        order = self._eligible()
-        others = self.quorum.not_requesting if self.quorum is not None else {}
-        least = max([self.rules.min_replicas, *(self.requests[r].min_replicas for r in order)])
-        if len(order) < least:
-            return f"{least - len(order)} more groups ({len(order)} of at least {least} request)"
-        if len(order) <= len(others):
-            return f"a majority: {list_some(others)} live and do not request"
-        return tuple(order)
-
-    def _eligible(self) -> list[str]:
-        """Return the groups that can be members, by rank."""
-        previous = self.quorum.members if self.quorum is not None else {}
-        order = [r for r in previous if r in self.requests]
-        if not any(self.requests[r].shrink_only for r in order):
-            order += sorted(r for r in self.requests if r not in previous)
-        size = self._group_world_size(order)
-        return [r for r in order if len(self.requests[r].metadata) == size]
-
     def _group_world_size(self, order: list[str]) -> int:
         """Return how many workers a group must have: as many as the first member."""
-        if self.has_live_members and self.quorum is not None and self.quorum.group_world_size:
-            return self.quorum.group_world_size
+        quorum = self.quorum
+        if quorum is not None and quorum.members and quorum.group_world_size:
+            return quorum.group_world_size
         return len(self.requests[order[0]].metadata) if order else 0
 
 

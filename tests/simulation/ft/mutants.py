@@ -77,7 +77,7 @@ class LetsGoAtOnce(LighthouseState):
     """Does not wait, before it lets a member go, until the others have come to the call."""
 
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        if replica in self._leaving and self._registry.is_member(replica):
+        if replica in self._leavers and self._registry.is_member(replica):
             self._registry.drop_replica(replica)
             return [ReplicaMessage(replica, LeaveGranted())]
         return super()._on_request(replica, request, now)

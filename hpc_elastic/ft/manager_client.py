@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -117,7 +117,17 @@ class ManagerClient:
         self._waits_for = ""
         self._decision: CommitDecision | None = None
         self._closed_reason: str | None = None
-        self._socket = _connect(path, timeout_s)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(str(path))
+        except OSError as e:
+            self._socket.close()
+            raise GroupServerGoneError(
+                f"the server of this replica group cannot be reached at {path}: {e}. Is its "
+                "process alive, and on this node?"
+            ) from e
+        self._socket.settimeout(None)
         _clients.add(self)
         self._reader = threading.Thread(target=self._read, name="ft-client", daemon=True)
         self._reader.start()
@@ -301,8 +311,40 @@ class ManagerClient:
             self._changed.notify_all()
 
     def _on_message(self, message: Message) -> None:
+        reply: Message | None = None
+        aborted = None
         with self._changed:
-            reply, aborted = self._handle(message)
+            match message:
+                case Welcome():
+                    self.replica_id = message.replica_id
+                case QuorumResults():
+                    (result,) = message.ranks
+                    if self._is_requesting and message.number == self._number:
+                        self._steps.enter_quorum(result.quorum_id)
+                        self._set_answer(result)
+                    else:
+                        # it crossed the cancellation, and the other members rely on this one
+                        reason = "a worker had given up waiting for it"
+                        reply = QuorumAborted(result.quorum_id, reason)
+                case LeaveGranted():
+                    self._steps.enter_quorum(NO_QUORUM)
+                    self._set_answer(message)
+                case CheckpointBeforeLeave():
+                    self._steps.require_save()
+                    self._set_answer(message)
+                case QuorumWaiting():
+                    self._waits_for = message.text
+                case QuorumAborted():
+                    aborted = message if self._steps.on_abort(message) else None
+                case ProposeSwitch():
+                    reply = self._steps.on_proposal(message, time.monotonic())
+                case ConfirmSwitch():
+                    self._steps.on_confirmation(message)
+                case CommitDecision():
+                    self._decision = message
+                    self._steps.on_commit_decision(message)
+                case _:
+                    raise ValueError(f"not for a worker: {message}")
             self._changed.notify_all()
         if reply is not None:
             self._send(reply)
@@ -312,61 +354,9 @@ class ManagerClient:
             except Exception:
                 _log.exception("quorum %d was aborted, and its handler failed", aborted.quorum_id)
 
-    def _handle(self, message: Message) -> tuple[Message | None, QuorumAborted | None]:
-        """Return the reply, and the quorum if it has just been found aborted."""
-        match message:
-            case Welcome():
-                self.replica_id = message.replica_id
-            case QuorumResults():
-                return self._on_results(message), None
-            case LeaveGranted():
-                self._steps.enter_quorum(NO_QUORUM)
-                self._set_answer(message)
-            case CheckpointBeforeLeave():
-                self._steps.require_save()
-                self._set_answer(message)
-            case QuorumWaiting():
-                self._waits_for = message.text
-            case QuorumAborted():
-                return None, message if self._steps.on_abort(message) else None
-            case ProposeSwitch():
-                return self._steps.on_proposal(message, time.monotonic()), None
-            case ConfirmSwitch():
-                self._steps.on_confirmation(message)
-            case CommitDecision():
-                self._decision = message
-                self._steps.on_commit_decision(message)
-            case _:
-                raise ValueError(f"not for a worker: {message}")
-        return None, None
-
-    def _on_results(self, results: QuorumResults) -> QuorumAborted | None:
-        (result,) = results.ranks
-        if self._is_requesting and results.number == self._number:
-            self._steps.enter_quorum(result.quorum_id)
-            self._set_answer(result)
-            return None
-        # it crossed the cancellation, and the other members rely on this one
-        return QuorumAborted(result.quorum_id, "a worker had given up waiting for it")
-
     def _set_answer(self, answer: QuorumAnswer) -> None:
         self._answer = answer
         self._is_requesting = False
-
-
-def _connect(path: Path, timeout_s: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(str(path))
-    except OSError as e:
-        connection.close()
-        raise GroupServerGoneError(
-            f"the server of this replica group cannot be reached at {path}: {e}. Is its process "
-            "alive, and on this node?"
-        ) from e
-    connection.settimeout(None)
-    return connection
 
 
 _clients: weakref.WeakSet[ManagerClient] = weakref.WeakSet()
@@ -451,22 +441,13 @@ class QuorumSteps:
         return self._is_undecided_at(self.quorum_step + 1)
 
     @property
-    def is_switch_next(self) -> bool:
-        """Whether the step after the one started is the one of a confirmed switch."""
-        proposal = self.proposal
-        return (
-            self.confirmation is not None
-            and proposal is not None
-            and self.abort_reason is None
-            and self.quorum_step + 1 == proposal.quorum_step
-        )
-
-    @property
     def must_save(self) -> bool:
         """Whether the group leaves after the step started, and no other group has its state."""
-        confirmation = self.confirmation if self.is_switch_next else None
-        leaves_last = confirmation is not None and confirmation.leaves and confirmation.last
-        return self._must_save or leaves_last
+        switch, confirmation = self.proposal, self.confirmation
+        if switch is None or confirmation is None or self.abort_reason is not None:
+            return self._must_save
+        is_next = self.quorum_step + 1 == switch.quorum_step
+        return self._must_save or (is_next and confirmation.leaves and confirmation.last)
 
     def require_save(self) -> None:
         """Record that there is no quorum for the step started: its end is for saving."""
@@ -493,17 +474,16 @@ class QuorumSteps:
 
     def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:
         """Accept a proposal if its step has not started; return the answer, or None."""
+        known, is_confirmed = self.proposal, self.confirmation is not None
         if proposal.quorum_id != self.quorum_id:
             return None
         if proposal.number == 0:
-            self.proposal = None if self.confirmation is None else self.proposal
+            self.proposal = known if is_confirmed else None
             return None
-        known = self.proposal
-        is_confirmed = self.confirmation is not None and known is not None
         if is_confirmed and known is not None and proposal.quorum_step != known.quorum_step:
             return None  # of another lighthouse, which does not know yet what is confirmed
         ok = self._settled < proposal.quorum_step
-        if proposal.quorum_step > 0 and (ok or self.confirmation is None):
+        if proposal.quorum_step > 0 and (ok or not is_confirmed):
             self.proposal = proposal if ok else None
         rate = self.steps_per_s(now)
         return SwitchVote(self.quorum_id, proposal.number, ok, self._settled, rate)
@@ -565,12 +545,9 @@ class GroupPlace:
     def connect_store(self, timeout_s: float) -> TCPStore:
         """Return a connection to the group's store."""
         return TCPStore(
-            self.store_addr,
-            self.store_port,
-            is_master=False,
-            wait_for_workers=False,
+            self.store_addr, self.store_port, is_master=False, wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-        )
+        )  # fmt: skip
 
 
 def resolve_place(
@@ -581,21 +558,19 @@ def resolve_place(
     Raises:
         ConfigError: The environment has no value.
     """
-    env = os.environ
+
+    def require(name: str, argument: str) -> str:
+        if not os.environ.get(name):
+            remedy = f"give it to the Manager, or set {name}, as torchrun and a run do"
+            raise ConfigError(argument, None, remedy)
+        return os.environ[name]
+
     return GroupPlace(
-        rank=rank if rank is not None else int(_require(env, "RANK", "rank")),
-        world_size=world_size or int(_require(env, "WORLD_SIZE", "world_size")),
-        store_addr=store_addr or _require(env, "MASTER_ADDR", "store_addr"),
-        store_port=store_port or int(_require(env, "MASTER_PORT", "store_port")),
+        rank=rank if rank is not None else int(require("RANK", "rank")),
+        world_size=world_size or int(require("WORLD_SIZE", "world_size")),
+        store_addr=store_addr or require("MASTER_ADDR", "store_addr"),
+        store_port=store_port or int(require("MASTER_PORT", "store_port")),
     )
-
-
-def _require(env: Mapping[str, str], name: str, argument: str) -> str:
-    if not env.get(name):
-        raise ConfigError(
-            argument, None, f"give it to the Manager, or set {name}, as torchrun and a run do"
-        )
-    return env[name]
 
 
 def find_server(
@@ -617,40 +592,33 @@ def find_server(
         ConfigError: There is neither an agent nor a lighthouse, or the group's workers are on
             several hosts.
     """
-    path = os.environ.get(SOCKET_ENV)
-    if path:
+    if path := os.environ.get(SOCKET_ENV):
         return ManagerServerProcess(Path(path))
+    # a restarted group must not read what the one before has written
+    key = f"hpc_elastic/ft/server/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     host = socket.gethostname()
     if place.rank > 0:
-        server = json.loads(place.connect_store(connect_timeout_s).get(_server_key()))
+        server = json.loads(place.connect_store(connect_timeout_s).get(key))
         if server["host"] != host:
-            raise ConfigError(
-                "world_size",
-                place.world_size,
+            remedy = (
                 f"the workers of a replica group must be on one host; rank 0 is on "
                 f"{server['host']}, rank {place.rank} on {host}: make each host a replica group of "
-                "its own",
+                "its own"
             )
+            raise ConfigError("world_size", place.world_size, remedy)
         return ManagerServerProcess(Path(server["path"]))
     lighthouse = lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV)
     if not lighthouse:
-        raise ConfigError(
-            "lighthouse_addr",
-            lighthouse,
+        remedy = (
             "there is no lighthouse: submit the script with launcher=slurm (or launcher=local) "
             "ft=true; or start `hpc-elastic lighthouse` and give its address here or in "
-            f"{LIGHTHOUSE_ENV}",
+            f"{LIGHTHOUSE_ENV}"
         )
+        raise ConfigError("lighthouse_addr", lighthouse, remedy)
     unique = str(uuid.uuid4())
     name = f"{replica_id}:{unique}" if replica_id else unique
     started = start_server_process(lighthouse, name, place.world_size)
     if place.world_size > 1:
         text = json.dumps({"path": str(started.path), "host": host})
-        place.connect_store(connect_timeout_s).set(_server_key(), text)
+        place.connect_store(connect_timeout_s).set(key, text)
     return started
-
-
-def _server_key() -> str:
-    """Return the store's key; a restarted group must not read what the one before has written."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"hpc_elastic/ft/server/{attempt}"

@@ -147,9 +147,9 @@ def test_next_step_is_the_switch():
     """A worker knows it before it starts that step."""
     steps = in_quorum(started=1)
     steps.on_proposal(ProposeSwitch(Q, 1, 2), 1.0)
-    assert steps.is_next_undecided and not steps.is_switch_next
+    assert steps.is_next_undecided and not steps.must_save
     steps.on_confirmation(ConfirmSwitch(Q, 1, leaves=True, last=True))
-    assert steps.is_switch_next and not steps.is_next_undecided
+    assert steps.must_save and not steps.is_next_undecided
 
 
 def test_messages_of_other_quorums_are_ignored():

@@ -39,12 +39,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
 from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
-from hpc_elastic.ft.manager_client import (
-    GroupPlace,
-    ManagerClient,
-    find_server,
-    resolve_place,
-)
+from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.ft.process_group import (
     DummyWork,
@@ -167,10 +162,14 @@ class Manager:
         TORCHFT_CONNECT_TIMEOUT_SEC and TORCHFT_QUORUM_RETRIES.
         """
         del port, hostname, heartbeat_interval
-        connect_s = _seconds("TORCHFT_CONNECT_TIMEOUT_SEC", connect_timeout)
+
+        def seconds(name: str, given: timedelta) -> float:
+            return float(os.environ.get(f"TORCHFT_{name}_SEC") or given.total_seconds())
+
+        connect_s = seconds("CONNECT_TIMEOUT", connect_timeout)
         self._limits = Limits(
-            timeout_s=_seconds("TORCHFT_TIMEOUT_SEC", timeout),
-            quorum_timeout_s=_seconds("TORCHFT_QUORUM_TIMEOUT_SEC", quorum_timeout),
+            timeout_s=seconds("TIMEOUT", timeout),
+            quorum_timeout_s=seconds("QUORUM_TIMEOUT", quorum_timeout),
             quorum_retries=int(os.environ.get("TORCHFT_QUORUM_RETRIES", quorum_retries)),
             min_replicas=min_replica_size,
         )
@@ -246,7 +245,9 @@ class Manager:
                 self.wait_quorum()
                 self._apply_healed(step)
         elif step.quorum is not None:
-            step.participation = self._participation(step.quorum, step.all_current)
+            step.participation = find_participation(
+                step.quorum, self._max_participants, all_current=step.all_current
+            )
             reason = self._client.abort_reason
             if self._place.world_size > 1 and reason is not None:
                 step.fail(RuntimeError(f"the quorum is aborted: {reason}"))
@@ -298,7 +299,13 @@ class Manager:
         is_mean = reduce_op == ReduceOp.AVG
         if is_mean and not torch.is_floating_point(tensor):
             raise ValueError(f"the mean of {tensor.dtype} is not defined: use ReduceOp.SUM")
-        step = self._step_with_quorum()
+        self.wait_quorum()
+        step = self._step
+        may_retry = step.is_fresh and not step.is_participation_known
+        if may_retry and self._place.world_size == 1 and self._client.abort_reason is not None:
+            # it was aborted before this step did anything
+            request = self._enter_request(step, self._limits.quorum_timeout_s)
+            self._enter_quorum(step, request, is_late=True)
         if step.error is not None:
             return DummyWork(tensor)
         if step.participation.rank is None:
@@ -331,14 +338,42 @@ class Manager:
         self.wait_quorum()
         step = self._step
         step.wait_for_works()
-        self._check_process_group(step)
+        synchronize_device()
+        group_error = self._pg.errored()
+        # A quorum that was aborted after all collectives of the step costs nothing. But it is
+        # certain that they are done only on the CPU, and if no wrapper swallows their errors.
+        swallows = isinstance(self._pg, ErrorSwallowingProcessGroupWrapper)
+        is_done = not step.used_device and not swallows
+        if group_error is not None and not (is_done and self._client.abort_reason is not None):
+            self._fail_step(step, group_error)
         self._apply_healed(step)
-        commit = step.error is None and step.participation.size >= self._limits.min_replicas
+        is_too_small = step.participation.size < self._limits.min_replicas
+        commit = step.error is None and not is_too_small
         if self._place.world_size > 1:
             seconds = self._limits.timeout_s if timeout is None else timeout.total_seconds()
             commit = self._client.vote(commit, seconds)
-        self._finish_step(step, commit)
-        return commit
+        self._transport.disallow_checkpoint()
+        if commit:
+            step.is_over = True
+            self._progress = self._progress.after_step(
+                self._client.quorum_id, step.participation.size
+            )
+            step.commit_failures = 0
+            step.all_current |= step.allow_heal
+            return True
+        reason = "another rank of the group could not commit"
+        if is_too_small:
+            reason = "too few participants"
+        elif step.error is not None:
+            reason = str(step.error)
+        self._abandon_step(step, reason)
+        step.commit_failures += 1
+        if self._max_retries is not None and step.commit_failures > self._max_retries:
+            raise RuntimeError(
+                f"{step.commit_failures} steps in a row were not committed, more than "
+                f"max_retries={self._max_retries}; the last one: {step.error}"
+            )
+        return False
 
     def report_error(self, e: Exception) -> None:
         """Record an error of this step: it is not committed, here or in other groups.
@@ -503,19 +538,6 @@ class Manager:
             self._step.is_participation_known = True
         return self._step.participation
 
-    def _participation(self, quorum: QuorumResult, all_current: bool) -> Participation:
-        return participation(quorum, self._max_participants, all_current=all_current)
-
-    def _step_with_quorum(self) -> StepState:
-        """Wait for the quorum; if it was aborted before this step did anything, enter another."""
-        self.wait_quorum()
-        step = self._step
-        may_retry = step.is_fresh and not step.is_participation_known
-        if may_retry and self._place.world_size == 1 and self._client.abort_reason is not None:
-            request = self._enter_request(step, self._limits.quorum_timeout_s)
-            self._enter_quorum(step, request, is_late=True)
-        return step
-
     def _enter_request(self, step: StepState, timeout_s: float) -> EnterRequest:
         return EnterRequest(
             self._progress, step.commit_failures, step.allow_heal, step.shrink_only, timeout_s
@@ -534,7 +556,9 @@ class Manager:
             return
         quorum = step.quorum = entered.result
         heals_first = step.allow_heal and (not self._use_async_quorum or quorum.max_step == 0)
-        step.participation = self._participation(quorum, heals_first)
+        step.participation = find_participation(
+            quorum, self._max_participants, all_current=heals_first
+        )
         step.all_current = quorum.cohort_size == quorum.replica_world_size
         step.needs_quorum = False
         step.healed = entered.healed
@@ -553,52 +577,12 @@ class Manager:
                 reason = f"a member has an error: {error}"
                 self._quorum.report_abort(self._client.quorum_id, reason)
 
-    def _check_process_group(self, step: StepState) -> None:
-        """Record an error of the process group that no collective has raised.
-
-        A quorum that was aborted after all collectives of the step costs nothing. But it is certain
-        that they are done only on the CPU, and if no wrapper swallows their errors.
-        """
-        synchronize_device()
-        error = self._pg.errored()
-        if error is None:
-            return
-        is_done = not step.used_device and not isinstance(
-            self._pg, ErrorSwallowingProcessGroupWrapper
-        )
-        if not (is_done and self._client.abort_reason is not None):
-            self._fail_step(step, error)
-
     def _apply_healed(self, step: StepState) -> None:
         healed = step.healed
         if healed is not None:
             self._states.apply(healed.user)
             step.healed, self._progress = None, healed.progress
             _log.info("healed: now at step %d", healed.progress.step)
-
-    def _finish_step(self, step: StepState, commit: bool) -> None:
-        """Count the step, or request a new quorum for the next one."""
-        self._transport.disallow_checkpoint()
-        if commit:
-            step.is_over = True
-            self._progress = self._progress.after_step(
-                self._client.quorum_id, step.participation.size
-            )
-            step.commit_failures = 0
-            step.all_current |= step.allow_heal
-            return
-        reason = "another rank of the group could not commit"
-        if step.participation.size < self._limits.min_replicas:
-            reason = "too few participants"
-        elif step.error is not None:
-            reason = str(step.error)
-        self._abandon_step(step, reason)
-        step.commit_failures += 1
-        if self._max_retries is not None and step.commit_failures > self._max_retries:
-            raise RuntimeError(
-                f"{step.commit_failures} steps in a row were not committed, more than "
-                f"max_retries={self._max_retries}; the last one: {step.error}"
-            )
 
     def _abandon_step(self, step: StepState, reason: str) -> None:
         """Let the next step start with a new quorum, here and on all other members."""
@@ -621,11 +605,6 @@ class Manager:
         self._apply_healed(step)
 
 
-def _seconds(variable: str, given: timedelta) -> float:
-    text = os.environ.get(variable)
-    return float(text) if text else given.total_seconds()
-
-
 @dataclass(frozen=True)
 class Participation:
     """One member's part in the mean of a step.
@@ -639,7 +618,7 @@ class Participation:
     size: int
 
 
-def participation(
+def find_participation(
     quorum: QuorumResult, max_participants: int | None, *, all_current: bool
 ) -> Participation:
     """Return a member's part; the size is the same on all members.
@@ -808,15 +787,12 @@ class StateDictRegistry:
 # ---- saving: whether this replica group saves after a step, for `should_checkpoint`
 # One group saves for all, since all have the same parameters: the first of the participants. It
 # saves when that is due, and in the last step before all leave; that save is urgent, since a group
-# that has left can commit nothing. All ranks of the group answer the same; if a clock says that it
-# is due, it is the clock of rank 0, and one step later.
-
-
-_SAVE_KEY = "hpc_elastic/ft/save"
+# that has left can commit nothing. All ranks of the group answer the same; if a save is due by a
+# clock, it is the clock of rank 0, and one step later.
 
 
 class SaveAgreement:
-    """The same answer on all ranks of a group, each of which asks once a step.
+    """The same answer on all ranks of a group; each rank calls it once a step.
 
     Rank 0 announces the next step in the group's store, before any rank can have the decision on
     that step. Each rank reads the store once a step.
@@ -831,7 +807,8 @@ class SaveAgreement:
         self._is_first = is_first
         self._num_asked = 0
         self._announced = 0
-        self._prefix = f"{_SAVE_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix = f"hpc_elastic/ft/save/{restarts}"
 
     def should_save(self, *, due: bool) -> bool:
         """Return whether to save after this step.
@@ -884,11 +861,8 @@ class CheckpointPolicy:
         if not is_saver:
             return False
         if self._place.world_size > 1:
-            by_time = self._agree(by_time)
+            if self._agreement is None:
+                store = self._place.connect_store(self._timeout_s)
+                self._agreement = SaveAgreement(store, is_first=self._place.rank == 0)
+            by_time = self._agreement.should_save(due=by_time)
         return by_step or by_time or is_last
-
-    def _agree(self, due: bool) -> bool:
-        if self._agreement is None:
-            store = self._place.connect_store(self._timeout_s)
-            self._agreement = SaveAgreement(store, is_first=self._place.rank == 0)
-        return self._agreement.should_save(due=due)

@@ -1,6 +1,6 @@
 """ProcessGroupGloo: gloo in a process that outlives its peers, aborted and reconfigured in place.
 
-gloo's collectives can neither be interrupted nor learn that a peer is lost; they fail only when a
+gloo's collectives can neither be interrupted nor notice that a peer is lost; they fail only when a
 connection breaks, or at their time-out. So this group keeps duplicates of its own connections, and
 breaks them to abort. The next `configure` makes a new group of torch's with a listener of its own;
 the old one's threads are ended in the background.
@@ -31,15 +31,20 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed.distributed_c10d import Work
 
-from hpc_elastic.ft.process_group import AbortedError, ManagedWork, translate_error
+from hpc_elastic.ft.process_group import (
+    AbortedError,
+    LiveGroup,
+    ManagedWork,
+    MemberPlace,
+    translate_error,
+)
 from hpc_elastic.ft.reconfigurable import (
     AbortableStore,
     CancellableTask,
-    LiveGroup,
-    MemberPlace,
     ReconfigurableProcessGroup,
     connect_store,
     destroy_in_background,
+    name_group,
     parse_store_addr,
 )
 from hpc_elastic.transport.addresses import address_towards
@@ -70,10 +75,31 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         where = parse_store_addr(place.store_addr)
         client = connect_store(where, task)
         store = AbortableStore(client, where.prefix, place.world_size, task)
-        options = _options(place, where.host)
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        own = {"interface": interface} if interface else {"hostname": _own_address(where.host)}
+        options: Any = TorchGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [TorchGloo.create_device(**own, lazy_init=False)]
+        options._timeout = _CONNECT
+        options._threads = _THREADS
+        name_group(options, place)
         backend = TorchGloo(store, place.rank, place.world_size, options)
         backend._set_default_timeout(self._timeout)
-        return GlooGroup(place, _torch_group(backend, place), _own_connections(store, place))
+        pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
+        gloo = TorchProcessGroup.BackendType.GLOO
+        pg._set_default_backend(gloo)
+        for device in ("cpu", "cuda", "xpu"):
+            if device == "cpu" or getattr(torch, device).is_available():
+                pg._register_backend(torch.device(device), gloo, backend)
+        published = {key.rpartition("/")[2]: value for key, value in store.values.items()}
+        listener = published.pop(str(place.rank), b"")
+        found = find_connections(listener, published.values())
+        if len(found) < place.world_size - 1:
+            _log.warning(
+                "%s: %d connections of gloo's found instead of %d: abort() cannot interrupt its "
+                "operations before their time-out. This release of torch (%s) may not be "
+                "supported.", place, len(found), place.world_size - 1, torch.__version__,
+            )  # fmt: skip
+        return GlooGroup(place, pg, found)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
         live, parent = self._live, self.parent
@@ -129,63 +155,18 @@ class GlooGroup(LiveGroup):
         if not in_time:
             _log.debug("%s: gloo is stuck; its operations are given up", self.place)
             for work in list(self.pending):
-                work.fail_future(error)
-
-
-def _options(place: MemberPlace, store_host: str) -> Any:
-    options = TorchGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_device(store_host)]
-    options._timeout = _CONNECT
-    options._threads = _THREADS
-    if place.global_ranks:
-        options.global_ranks_in_group = place.global_ranks
-    if place.quorum_id is not None:
-        options.group_name = f"ft_quorum_{place.quorum_id}_rank_{place.group_rank or 0}"
-    return options
-
-
-def _device(store_host: str) -> Any:
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if name:
-        return TorchGloo.create_device(interface=name, lazy_init=False)
-    return TorchGloo.create_device(hostname=_own_address(store_host), lazy_init=False)
+                work.end_future(None, error)
 
 
 def _own_address(store_host: str) -> str:
     """Return this node's address for its peers, which reach the store as well."""
     address = address_towards(store_host)
     if address.startswith("127.") and store_host not in ("localhost", address):
-        return _outward_address() or address  # a hosts file may name this host 127.0.1.1
+        # a hosts file may name this host 127.0.1.1
+        for known in (a for interface in psutil.net_if_addrs().values() for a in interface):
+            if known.family == socket.AF_INET and not known.address.startswith("127."):
+                return known.address
     return address
-
-
-def _outward_address() -> str | None:
-    addresses = (a for known in psutil.net_if_addrs().values() for a in known)
-    usable = (a.address for a in addresses if a.family == socket.AF_INET)
-    return next((a for a in usable if not a.startswith("127.")), None)
-
-
-def _torch_group(backend: TorchGloo, place: MemberPlace) -> TorchProcessGroup:
-    pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
-    pg._set_default_backend(TorchProcessGroup.BackendType.GLOO)
-    for device in ("cpu", "cuda", "xpu"):
-        if device == "cpu" or getattr(torch, device).is_available():
-            pg._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
-    return pg
-
-
-def _own_connections(store: AbortableStore, place: MemberPlace) -> list[socket.socket]:
-    published = {key.rpartition("/")[2]: value for key, value in store.values.items()}
-    own = published.get(str(place.rank), b"")
-    peers = [value for rank, value in published.items() if rank != str(place.rank)]
-    found = find_connections(own, peers)
-    if len(found) < place.world_size - 1:
-        _log.warning(
-            "%s: %d connections of gloo's found instead of %d: abort() cannot interrupt its "
-            "operations before their time-out. This release of torch (%s) may not be supported.",
-            place, len(found), place.world_size - 1, torch.__version__,
-        )  # fmt: skip
-    return found
 
 
 # ---- the TCP connections of one gloo group, found among all of this process, to break them
@@ -249,32 +230,25 @@ def break_connections(connections: Collection[socket.socket]) -> None:
     for sock in connections:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        if has_closed:
-            _drain(sock)  # a connection closed with unread bytes loses what was sent
+        if has_closed:  # a connection closed with unread bytes loses what was sent
+            with suppress(OSError):
+                while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
+                    pass
         sock.close()
-
-
-def _drain(sock: socket.socket) -> None:
-    with suppress(OSError):
-        while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
-            pass
 
 
 def _await_close_by_gloo(connections: Collection[socket.socket]) -> bool:
     """Wait briefly until gloo closes its own descriptors; return whether it has."""
     names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in connections}
     until = time.monotonic() + _CLOSE_S
-    while (num_open := _num_open(names)) > len(connections) and time.monotonic() < until:
+    while True:
+        num_open = 0
+        for entry in list(_FDS.iterdir()):
+            with suppress(OSError):  # closed meanwhile
+                num_open += str(entry.readlink()) in names
+        if num_open <= len(connections) or time.monotonic() >= until:
+            return num_open <= len(connections)
         time.sleep(_CLOSE_S / 50)
-    return num_open <= len(connections)
-
-
-def _num_open(names: Collection[str]) -> int:
-    count = 0
-    for entry in list(_FDS.iterdir()):
-        with suppress(OSError):  # closed meanwhile
-            count += str(entry.readlink()) in names
-    return count
 
 
 def _duplicates(own: bytes, peers: Collection[bytes]) -> Iterator[socket.socket]:

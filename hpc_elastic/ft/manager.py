@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
 from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
-from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient, find_server, resolve_place
+from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.ft.process_group import (
     DummyWork,
@@ -51,7 +51,6 @@ from hpc_elastic.ft.process_group import (
 from hpc_elastic.ft.quorum import CommittedProgress
 from hpc_elastic.ft.quorum_client import (
     CheckpointBeforeLeaveError,
-    EnterRequest,
     HealedState,
     LeftQuorumError,
     Limits,
@@ -180,9 +179,13 @@ class Manager:
         self._max_retries = max_retries
         self._progress = CommittedProgress.initial(init_sync=init_sync)
         self._step = StepState(is_over=True, is_started=False)
-        self._states = StateDictRegistry(self._limits.timeout_s)
+        self._loads: dict[str, Callable[[Any], None]] = {}
+        self._saves: dict[str, Callable[[], Any]] = {}
+        self._reading = threading.Lock()
+        """Held while peers may not read the state, and by the thread that reads it for them."""
+        self._may_read = True
         if load_state_dict is not None and state_dict is not None:
-            self._states.register("default", load_state_dict, state_dict)
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
         self._place = resolve_place(rank, world_size, store_addr, store_port)
         self._server = find_server(
             self._place,
@@ -201,15 +204,10 @@ class Manager:
             timeout_s=connect_s,
         )
         self._quorum = QuorumClient(
-            self._client, pg, self._transport, self._states.peer_state, self._limits, self._place
+            self._client, pg, self._transport, self._peer_state, self._limits, self._place
         )
-        self._policy = CheckpointPolicy(
-            self._client,
-            self._place,
-            self._limits.timeout_s,
-            lambda: self._step.participation.rank == 0,
-        )
-        checkpoint_trigger.answer_by(self._policy.decide)
+        self._save_agreement: SaveAgreement | None = None
+        checkpoint_trigger.answer_by(self._should_checkpoint)
 
     # ---- a step: quorum, collectives, commit ----------------------------------------------
 
@@ -239,8 +237,8 @@ class Manager:
         must_heal = allow_heal and step.quorum is not None and not step.all_current
         if self._client.start_step(last_failed=step.needs_quorum or must_heal):
             seconds = self._limits.quorum_timeout_s if timeout is None else timeout.total_seconds()
-            request = self._enter_request(step, seconds)
-            step.entering = run_in_background(lambda: self._enter_quorum(step, request))
+            progress = self._progress
+            step.entering = run_in_background(lambda: self._enter_quorum(step, progress, seconds))
             if not self._use_async_quorum or (allow_heal and self._progress.step == 0):
                 self.wait_quorum()
                 self._apply_healed(step)
@@ -248,7 +246,7 @@ class Manager:
             step.participation = find_participation(
                 step.quorum, self._max_participants, all_current=step.all_current
             )
-            reason = self._client.abort_reason
+            reason = self._client.steps.abort_reason
             if self._place.world_size > 1 and reason is not None:
                 step.fail(RuntimeError(f"the quorum is aborted: {reason}"))
 
@@ -302,10 +300,14 @@ class Manager:
         self.wait_quorum()
         step = self._step
         may_retry = step.is_fresh and not step.is_participation_known
-        if may_retry and self._place.world_size == 1 and self._client.abort_reason is not None:
+        if (
+            may_retry
+            and self._place.world_size == 1
+            and self._client.steps.abort_reason is not None
+        ):
             # it was aborted before this step did anything
-            request = self._enter_request(step, self._limits.quorum_timeout_s)
-            self._enter_quorum(step, request, is_late=True)
+            timeout_s = self._limits.quorum_timeout_s
+            self._enter_quorum(step, self._progress, timeout_s, is_late=True)
         if step.error is not None:
             return DummyWork(tensor)
         if step.participation.rank is None:
@@ -344,7 +346,9 @@ class Manager:
         # certain that they are done only on the CPU, and if no wrapper swallows their errors.
         swallows = isinstance(self._pg, ErrorSwallowingProcessGroupWrapper)
         is_done = not step.used_device and not swallows
-        if group_error is not None and not (is_done and self._client.abort_reason is not None):
+        if group_error is not None and not (
+            is_done and self._client.steps.abort_reason is not None
+        ):
             self._fail_step(step, group_error)
         self._apply_healed(step)
         is_too_small = step.participation.size < self._limits.min_replicas
@@ -356,7 +360,7 @@ class Manager:
         if commit:
             step.is_over = True
             self._progress = self._progress.after_step(
-                self._client.quorum_id, step.participation.size
+                self._client.steps.quorum_id, step.participation.size
             )
             step.commit_failures = 0
             step.all_current |= step.allow_heal
@@ -434,7 +438,7 @@ class Manager:
 
     def quorum_id(self) -> int:
         """Return the id of the last quorum entered; -1 before the first."""
-        return self._client.quorum_id
+        return self._client.steps.quorum_id
 
     def group_rank(self) -> int:
         """Return this worker's rank in its replica group."""
@@ -479,7 +483,9 @@ class Manager:
         Raises:
             ValueError: The key is taken.
         """
-        self._states.register(key, load_state_dict, state_dict)
+        if key in self._loads:
+            raise ValueError(f"key={key!r}: a state of that key is registered already")
+        self._loads[key], self._saves[key] = load_state_dict, state_dict
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
@@ -493,12 +499,16 @@ class Manager:
         Returns once no peer reads it. Between `should_commit` and the next `start_quorum` no peer
         does, so this is needed for changes within a step only.
         """
-        self._states.disallow_reading()
+        if self._may_read:
+            self._may_read = False
+            self._reading.acquire()
         self._transport.disallow_checkpoint()
 
     def allow_state_dict_read(self) -> None:
         """Let peers read the state again."""
-        self._states.allow_reading()
+        if not self._may_read:
+            self._may_read = True
+            self._reading.release()
 
     def heal_from_one_source(self) -> None:
         """Fetch a state from one peer alone; for algorithms whose replicas differ at a step.
@@ -522,7 +532,34 @@ class Manager:
 
     def _manager_state_dict(self) -> dict[str, Any]:
         """Return the state in the form in which peers send it (torchft's private name)."""
-        return self._states.peer_state(self._progress)
+        return self._peer_state(self._progress)
+
+    def _peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
+        """Return the live tensors of all parts, and their progress (on the quorum's thread).
+
+        Raises:
+            TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
+            RuntimeError: No state is registered.
+        """
+        self._require_state()
+        timeout_s = self._limits.timeout_s
+        if not self._reading.acquire(timeout=timeout_s):
+            raise TimeoutError(
+                f"a peer needs the state, and reading it has been disallowed for "
+                f"{timeout_s:g} s: call allow_state_dict_read"
+            )
+        try:
+            user = {key: save() for key, save in self._saves.items()}
+        finally:
+            self._reading.release()
+        return {"user": user, "torchft": asdict(progress)}
+
+    def _require_state(self) -> None:
+        if not self._loads:
+            raise RuntimeError(
+                "a replica has to heal, but there is no state to send or to load: give the "
+                "Manager load_state_dict and state_dict, or call register_state_dict_fn"
+            )
 
     # ---- parts of a step ------------------------------------------------------------------
 
@@ -538,17 +575,23 @@ class Manager:
             self._step.is_participation_known = True
         return self._step.participation
 
-    def _enter_request(self, step: StepState, timeout_s: float) -> EnterRequest:
-        return EnterRequest(
-            self._progress, step.commit_failures, step.allow_heal, step.shrink_only, timeout_s
-        )
-
     def _enter_quorum(
-        self, step: StepState, request: EnterRequest, *, is_late: bool = False
+        self,
+        step: StepState,
+        progress: CommittedProgress,
+        timeout_s: float,
+        *,
+        is_late: bool = False,
     ) -> None:
         """Enter a quorum for a step (``is_late``: its forward pass is over)."""
         try:
-            entered = self._quorum.enter_quorum(request)
+            entered = self._quorum.enter_quorum(
+                progress,
+                timeout_s,
+                commit_failures=step.commit_failures,
+                allow_heal=step.allow_heal,
+                shrink_only=step.shrink_only,
+            )
         except CheckpointBeforeLeaveError as e:
             _log.warning("%s", e)
             step.participation = Participation(rank=0, size=1)
@@ -575,12 +618,18 @@ class Manager:
             _log.info("step %d failed: %s", self._newest.step, error)
             if step is self._step and step.entering is None:
                 reason = f"a member has an error: {error}"
-                self._quorum.report_abort(self._client.quorum_id, reason)
+                self._quorum.report_abort(self._client.steps.quorum_id, reason)
 
     def _apply_healed(self, step: StepState) -> None:
         healed = step.healed
         if healed is not None:
-            self._states.apply(healed.user)
+            self._require_state()
+            missing = sorted(self._loads.keys() - healed.user.keys())
+            if missing:
+                text = f"the peer's state has no {missing}: register the same keys on all"
+                raise RuntimeError(text)
+            for key, load in self._loads.items():
+                load(healed.user[key])
             step.healed, self._progress = None, healed.progress
             _log.info("healed: now at step %d", healed.progress.step)
 
@@ -588,7 +637,7 @@ class Manager:
         """Let the next step start with a new quorum, here and on all other members."""
         step.is_over = step.needs_quorum = True
         self._quorum.report_abort(
-            self._client.quorum_id, f"a member did not commit a step: {reason}"
+            self._client.steps.quorum_id, f"a member did not commit a step: {reason}"
         )
         step.wait_for_works()
 
@@ -603,6 +652,31 @@ class Manager:
         if not step.is_over and not step.is_fresh:
             self._abandon_step(step, "a step was started and not committed")
         self._apply_healed(step)
+
+    def _should_checkpoint(self, step: int, by_step: bool, by_time: bool) -> bool:
+        """Return whether to save after this step, for `should_checkpoint`.
+
+        One group saves for all, since all have the same parameters: the first of the participants.
+        It saves when that is due, and in the last step before all leave; that save is urgent, since
+        a group that has left can commit nothing. All ranks of the group answer the same; if a save
+        is due by a clock, it is the clock of rank 0, and one step later.
+
+        Args:
+            step: The script's.
+            by_step: A save is due by the count of steps, on all ranks.
+            by_time: A save is due by this process's clock.
+        """
+        is_last = self._client.settle_next_step()
+        is_saver = self._step.participation.rank == 0
+        reporting.save_is_last(is_saver and is_last)
+        if not is_saver:
+            return False
+        if self._place.world_size > 1:
+            if self._save_agreement is None:
+                store = self._place.connect_store(self._limits.timeout_s)
+                self._save_agreement = SaveAgreement(store, is_first=self._place.rank == 0)
+            by_time = self._save_agreement.should_save(due=by_time)
+        return by_step or by_time or is_last
 
 
 @dataclass(frozen=True)
@@ -709,88 +783,6 @@ class StepState:
             work.wait()
 
 
-class StateDictRegistry:
-    """The user's state functions by key, and a lock against reading a state that changes.
-
-    The state is read on the Manager's quorum thread, and changed on the main thread.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._loads: dict[str, Callable[[Any], None]] = {}
-        self._saves: dict[str, Callable[[], Any]] = {}
-        self._lock = threading.Lock()
-        self._is_allowed = True
-
-    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        """Add a part of the state.
-
-        Raises:
-            ValueError: There is one of that key.
-        """
-        if key in self._loads:
-            raise ValueError(f"key={key!r}: a state of that key is registered already")
-        self._loads[key], self._saves[key] = load, save
-
-    def disallow_reading(self) -> None:
-        """Wait for the readers, and let none start; a second call in a row does nothing."""
-        if self._is_allowed:
-            self._is_allowed = False
-            self._lock.acquire()
-
-    def allow_reading(self) -> None:
-        """Let the state be read again."""
-        if not self._is_allowed:
-            self._is_allowed = True
-            self._lock.release()
-
-    def peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
-        """Return the state for peers: the live tensors of all parts, and their progress.
-
-        Raises:
-            TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
-            RuntimeError: No state is registered.
-        """
-        self._require_state()
-        if not self._lock.acquire(timeout=self._timeout_s):
-            raise TimeoutError(
-                f"a peer needs the state, and reading it has been disallowed for "
-                f"{self._timeout_s:g} s: call allow_state_dict_read"
-            )
-        try:
-            user = {key: save() for key, save in self._saves.items()}
-        finally:
-            self._lock.release()
-        return {"user": user, "torchft": asdict(progress)}
-
-    def apply(self, user: dict[str, Any]) -> None:
-        """Pass each part of a peer's state to its function.
-
-        Raises:
-            RuntimeError: No state is registered, or the peer has registered other keys.
-        """
-        self._require_state()
-        missing = sorted(self._loads.keys() - user.keys())
-        if missing:
-            raise RuntimeError(f"the peer's state has no {missing}: register the same keys on all")
-        for key, load in self._loads.items():
-            load(user[key])
-
-    def _require_state(self) -> None:
-        if not self._loads:
-            raise RuntimeError(
-                "a replica has to heal, but there is no state to send or to load: give the "
-                "Manager load_state_dict and state_dict, or call register_state_dict_fn"
-            )
-
-
-# ---- saving: whether this replica group saves after a step, for `should_checkpoint`
-# One group saves for all, since all have the same parameters: the first of the participants. It
-# saves when that is due, and in the last step before all leave; that save is urgent, since a group
-# that has left can commit nothing. All ranks of the group answer the same; if a save is due by a
-# clock, it is the clock of rank 0, and one step later.
-
-
 class SaveAgreement:
     """The same answer on all ranks of a group; each rank calls it once a step.
 
@@ -822,47 +814,3 @@ class SaveAgreement:
             self._announced = self._num_asked + 1
             self._store.add(f"{self._prefix}/{self._announced}", 1)  # returns once it is stored
         return yes
-
-
-class CheckpointPolicy:
-    """One worker's answers to `should_checkpoint`.
-
-    Args:
-        client: For `ManagerClient.settle_next_step`.
-        place: This worker's place in its group.
-        timeout_s: For the connection to the group's store.
-        is_saver: Returns whether this group saves for all, by the present quorum.
-    """
-
-    def __init__(
-        self,
-        client: ManagerClient,
-        place: GroupPlace,
-        timeout_s: float,
-        is_saver: Callable[[], bool],
-    ) -> None:
-        self._client = client
-        self._place = place
-        self._timeout_s = timeout_s
-        self._is_saver = is_saver
-        self._agreement: SaveAgreement | None = None
-
-    def decide(self, step: int, by_step: bool, by_time: bool) -> bool:
-        """Return whether to save now.
-
-        Args:
-            step: The script's.
-            by_step: A save is due by the count of steps, on all ranks.
-            by_time: A save is due by this process's clock.
-        """
-        is_last = self._client.settle_next_step()
-        is_saver = self._is_saver()
-        reporting.save_is_last(is_saver and is_last)
-        if not is_saver:
-            return False
-        if self._place.world_size > 1:
-            if self._agreement is None:
-                store = self._place.connect_store(self._timeout_s)
-                self._agreement = SaveAgreement(store, is_first=self._place.rank == 0)
-            by_time = self._agreement.should_save(due=by_time)
-        return by_step or by_time or is_last

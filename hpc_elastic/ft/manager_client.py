@@ -6,7 +6,7 @@ threads may be anywhere, in a collective or in C++, when the quorum is aborted.
 
     client = ManagerClient(path, group_rank, group_world_size, on_abort=abort, timeout_s=60)
     if client.start_step(last_failed=last_failed):
-        result = client.request_quorum(QuorumRequest(client.quorum_step, ...), timeout_s=60)
+        result = client.request_quorum(QuorumRequest(client.steps.quorum_step, ...), timeout_s=60)
 
 In a group of several workers all must reach the same conclusion, or one would wait in a collective
 of the group for another that waits for the quorum. So after an abort they request a new quorum only
@@ -81,6 +81,7 @@ class ManagerClient:
 
     Attributes:
         replica_id: The group's name among its peers.
+        steps: The worker's steps in its present quorum; only this class changes them.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ManagerClient:
         self.replica_id = ""
         self._path = path
         self._on_abort = on_abort
-        self._steps = QuorumSteps(is_single=group_world_size == 1)
+        self.steps = QuorumSteps(is_single=group_world_size == 1)
         self._changed = threading.Condition(threading.Lock())
         self._sending = threading.Lock()
         self._number = 0
@@ -153,7 +154,7 @@ class ManagerClient:
             last_failed: The last step was not committed. In a group of several workers: by the
                 common decision.
         """
-        steps = self._steps
+        steps = self.steps
         with self._changed:
             steps.start_step(time.monotonic())
             if steps.is_undecided and not last_failed:
@@ -168,7 +169,7 @@ class ManagerClient:
             Whether the script has to save now: this group leaves in the next step, and no other
             group has its state.
         """
-        steps = self._steps
+        steps = self.steps
         with self._changed:
             if steps.is_next_undecided:
                 self._wait_while(lambda: steps.is_next_undecided)
@@ -177,26 +178,6 @@ class ManagerClient:
 
     def _wait_while(self, is_undecided: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: not is_undecided() or self._closed_reason, _SWITCH_S)
-
-    @property
-    def quorum_step(self) -> int:
-        """Number of the last step started, in the present quorum."""
-        return self._steps.quorum_step
-
-    @property
-    def quorum_id(self) -> int:
-        """The present quorum's id; `messages.NO_QUORUM` before the first."""
-        return self._steps.quorum_id
-
-    @property
-    def abort_reason(self) -> str | None:
-        """Why the present quorum is aborted; None if it is not."""
-        return self._steps.abort_reason
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the script had to save at the end of the step before (`settle_next_step`)."""
-        return self._steps.is_saved
 
     # ---- requests -----------------------------------------------------------------------
 
@@ -236,7 +217,7 @@ class ManagerClient:
             GroupServerGoneError: The server has ended.
         """
         with self._changed:
-            quorum_id, quorum_step = self._steps.quorum_id, self._steps.quorum_step
+            quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
         decision = self._send_vote(CommitVote(quorum_id, quorum_step, commit), timeout_s)
         if decision is None and self._closed_reason is None:
             # one no decides, unless all others have voted yes just now
@@ -263,7 +244,7 @@ class ManagerClient:
         A server that has ended is no error here: the next request raises it.
         """
         with self._changed:
-            is_news = self._steps.mark_aborted(quorum_id, reason)
+            is_news = self.steps.mark_aborted(quorum_id, reason)
         if is_news:
             with contextlib.suppress(GroupServerGoneError):
                 self._send(QuorumAborted(quorum_id, reason))
@@ -320,29 +301,29 @@ class ManagerClient:
                 case QuorumResults():
                     (result,) = message.ranks
                     if self._is_requesting and message.number == self._number:
-                        self._steps.enter_quorum(result.quorum_id)
+                        self.steps.enter_quorum(result.quorum_id)
                         self._set_answer(result)
                     else:
                         # it crossed the cancellation, and the other members rely on this one
                         reason = "a worker had given up waiting for it"
                         reply = QuorumAborted(result.quorum_id, reason)
                 case LeaveGranted():
-                    self._steps.enter_quorum(NO_QUORUM)
+                    self.steps.enter_quorum(NO_QUORUM)
                     self._set_answer(message)
                 case CheckpointBeforeLeave():
-                    self._steps.require_save()
+                    self.steps.require_save()
                     self._set_answer(message)
                 case QuorumWaiting():
                     self._waits_for = message.text
                 case QuorumAborted():
-                    aborted = message if self._steps.on_abort(message) else None
+                    aborted = message if self.steps.on_abort(message) else None
                 case ProposeSwitch():
-                    reply = self._steps.on_proposal(message, time.monotonic())
+                    reply = self.steps.on_proposal(message, time.monotonic())
                 case ConfirmSwitch():
-                    self._steps.on_confirmation(message)
+                    self.steps.on_confirmation(message)
                 case CommitDecision():
                     self._decision = message
-                    self._steps.on_commit_decision(message)
+                    self.steps.on_commit_decision(message)
                 case _:
                     raise ValueError(f"not for a worker: {message}")
             self._changed.notify_all()

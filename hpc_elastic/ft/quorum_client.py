@@ -86,25 +86,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class EnterRequest:
-    """A worker's request to enter a quorum.
-
-    Attributes:
-        progress: Of its parameters as they are.
-        commit_failures: Steps in a row that were not committed.
-        allow_heal: Whether states are sent and fetched.
-        shrink_only: No group may join now.
-        timeout_s: For one request, and for all attempts to enter.
-    """
-
-    progress: CommittedProgress
-    commit_failures: int
-    allow_heal: bool
-    shrink_only: bool
-    timeout_s: float
-
-
-@dataclass(frozen=True)
 class HealedState:
     """A state that a peer has sent, and that is not applied yet."""
 
@@ -178,7 +159,7 @@ class QuorumClient:
 
     def report_abort(self, quorum_id: int, reason: str) -> None:
         """Abort the quorum for all members, and what is under way here."""
-        if quorum_id != NO_QUORUM and self._client.abort_reason is None:
+        if quorum_id != NO_QUORUM and self._client.steps.abort_reason is None:
             self._client.report_abort(quorum_id, reason)
             self._abort(quorum_id)
 
@@ -192,8 +173,23 @@ class QuorumClient:
 
     # ---- enter ----------------------------------------------------------------------------
 
-    def enter_quorum(self, request: EnterRequest) -> Entered:
+    def enter_quorum(
+        self,
+        progress: CommittedProgress,
+        timeout_s: float,
+        *,
+        commit_failures: int,
+        allow_heal: bool,
+        shrink_only: bool,
+    ) -> Entered:
         """Request a quorum until one is entered, or the attempts are used up.
+
+        Args:
+            progress: Of the worker's parameters as they are.
+            timeout_s: For one request, and for all attempts to enter.
+            commit_failures: Steps in a row that were not committed.
+            allow_heal: Whether states are sent and fetched.
+            shrink_only: No group may join now.
 
         Raises:
             CheckpointBeforeLeaveError: There is none; the state has to be saved at the end of this
@@ -202,25 +198,37 @@ class QuorumClient:
             LeftQuorumError: This replica has left, as announced.
             GroupServerGoneError: The group's server has ended; start the worker again.
         """
-        deadline = time.monotonic() + request.timeout_s
+        client = self._client
+        deadline = time.monotonic() + timeout_s
         own_failures = 0
         while True:
             requested_at = time.monotonic()
-            result = self._request_result(request)
+            request = QuorumRequest(
+                quorum_step=client.steps.quorum_step,
+                step=-1 if self._is_damaged else progress.step,
+                state_version=random_version() if self._is_damaged else progress.state_version,
+                quorum_id=client.steps.quorum_id,
+                commit_failures=commit_failures,
+                min_replicas=self._limits.min_replicas,
+                shrink_only=shrink_only,
+                store=self._place.store,
+                metadata=(self._transport.metadata(),),
+                is_saved=client.steps.is_saved,
+            )
+            result = self._request_result(request, timeout_s)
             answered_at = time.monotonic()
             try:
-                healed = self._join(result, request)
+                healed = self._join(result, progress if allow_heal else None)
             except Exception as e:
                 self._is_damaged |= result.heals and getattr(self._transport, "in_place", False)
-                own_failures += self._client.abort_reason is None
-                if isinstance(e, QuorumAbortedError) or self._client.abort_reason is not None:
+                own_failures += client.steps.abort_reason is None
+                if isinstance(e, QuorumAbortedError) or client.steps.abort_reason is not None:
                     text = "quorum %d was aborted while it was entered: %s"
                     _log.info(text, result.quorum_id, e)
                 else:
                     text = "quorum %d could not be entered"
                     _log.warning(text, result.quorum_id, exc_info=e)
-                reason = f"a member could not enter it: {e}"
-                self._client.report_abort(result.quorum_id, reason)
+                client.report_abort(result.quorum_id, f"a member could not enter it: {e}")
                 is_late = time.monotonic() > deadline or own_failures >= _MAX_OWN_FAILURES
                 if is_late or self._place.world_size > 1:
                     return Entered(result, error=e)
@@ -232,26 +240,13 @@ class QuorumClient:
                 )  # fmt: skip
                 return Entered(result, healed)
 
-    def _request_result(self, request: EnterRequest) -> QuorumResult:
-        progress = request.progress
-        message = QuorumRequest(
-            quorum_step=self._client.quorum_step,
-            step=-1 if self._is_damaged else progress.step,
-            state_version=random_version() if self._is_damaged else progress.state_version,
-            quorum_id=self._client.quorum_id,
-            commit_failures=request.commit_failures,
-            min_replicas=self._limits.min_replicas,
-            shrink_only=request.shrink_only,
-            store=self._place.store,
-            metadata=(self._transport.metadata(),),
-            is_saved=self._client.is_saved,
-        )
+    def _request_result(self, request: QuorumRequest, timeout_s: float) -> QuorumResult:
         answer = None
         for _ in range(self._limits.quorum_retries):
             with suppress(TimeoutError):
-                answer = self._client.request_quorum(message, request.timeout_s)
+                answer = self._client.request_quorum(request, timeout_s)
                 break
-        answer = answer or self._client.request_quorum(message, request.timeout_s)
+        answer = answer or self._client.request_quorum(request, timeout_s)
         if isinstance(answer, LeaveGranted):
             wait_for_termination("this replica has left the quorum, as it was announced")
         if isinstance(answer, CheckpointBeforeLeave):
@@ -264,13 +259,14 @@ class QuorumClient:
             )
         return answer
 
-    def _join(self, result: QuorumResult, request: EnterRequest) -> HealedState | None:
+    def _join(self, result: QuorumResult, moved: CommittedProgress | None) -> HealedState | None:
+        """Form the group, and send or fetch the state of this progress, unless it is None."""
         with self._abortable(result.quorum_id) as is_new:
-            if not request.allow_heal or self._transport.needs_group:
+            if moved is None or self._transport.needs_group:
                 self._configure(result, is_new=is_new)
-                return self._move_state(result, request.progress) if request.allow_heal else None
+                return None if moved is None else self._move_state(result, moved)
             # both at once, since the other members wait in `configure` for the healing ones
-            moving = run_in_background(lambda: self._move_state(result, request.progress))
+            moving = run_in_background(lambda: self._move_state(result, moved))
             try:
                 self._configure(result, is_new=is_new)
             except BaseException:
@@ -298,7 +294,7 @@ class QuorumClient:
                 self._entering = NO_QUORUM
 
     def _raise_if_aborted(self, quorum_id: int) -> None:
-        reason = self._client.abort_reason
+        reason = self._client.steps.abort_reason
         if reason is not None:
             raise QuorumAbortedError(f"quorum {quorum_id} was aborted: {reason}")
 

@@ -115,7 +115,15 @@ class Server:
 def request_of(client: ManagerClient, rank: int = 0, *, failures: int = 0) -> QuorumRequest:
     """Return the request of a worker at its quorum step."""
     return QuorumRequest(
-        client.quorum_step, 5, "version", client.quorum_id, failures, 1, False, "h:1", (f"m{rank}",)
+        client.steps.quorum_step,
+        5,
+        "version",
+        client.steps.quorum_id,
+        failures,
+        1,
+        False,
+        "h:1",
+        (f"m{rank}",),
     )
 
 
@@ -194,11 +202,11 @@ for line in sys.stdin:
     what, _, number = line.strip().partition(" ")
     if what == "step":
         if not client.start_step(last_failed=False):
-            report("on", client.quorum_step)
+            report("on", client.steps.quorum_step)
             continue
         known = quorum.loaded_version(0, 0)
         request = QuorumRequest(
-            client.quorum_step, 0, known, client.quorum_id, 0, 1, False, "h:1", ("m",)
+            client.steps.quorum_step, 0, known, client.steps.quorum_id, 0, 1, False, "h:1", ("m",)
         )
         try:
             answer = client.request_quorum(request, float(number or 30))

@@ -50,7 +50,7 @@ def test_step_in_an_active_quorum_sends_nothing(bench):
     bench.enter(client)
     for step in range(1, 100):
         assert not client.start_step(last_failed=False)
-        assert client.quorum_step == step
+        assert client.steps.quorum_step == step
     assert not server.received.messages
 
 
@@ -89,7 +89,7 @@ def test_abort_reaches_every_rank_once(bench):
     server.send(QuorumAborted(Q, "b died again"))
     until(lambda: len(bench.aborts) == 2)
     assert bench.aborts == [(Q, "b died")] * 2
-    assert clients[0].abort_reason == "b died"
+    assert clients[0].steps.abort_reason == "b died"
 
 
 def test_abort_calls_back_while_the_worker_waits(bench):
@@ -177,7 +177,7 @@ def test_time_out_cancels_the_request(bench):
     server.received.next(CancelRequest)
     server.place(Q)
     assert server.received.next(QuorumAborted).quorum_id == Q
-    assert client.quorum_id == NO_QUORUM
+    assert client.steps.quorum_id == NO_QUORUM
 
 
 def test_result_of_an_older_request_is_ignored(bench):
@@ -282,7 +282,7 @@ def test_checkpoint_before_leave(bench):
     assert not any(vote.result(PATIENCE_S) for vote in votes)
     assert all(client.settle_next_step() for client in clients)
     assert all(client.start_step(last_failed=True) for client in clients)
-    assert all(client.is_saved for client in clients)
+    assert all(client.steps.is_saved for client in clients)
 
 
 # ---- the life of workers ------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class FakeClient:
 
     def __init__(self, on_abort):
         self.on_abort = on_abort
+        self.steps = self
         self.replica_id = "r"
         self.quorum_id = NO_QUORUM
         self.quorum_step = -1

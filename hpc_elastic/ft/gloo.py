@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +36,6 @@ from hpc_elastic.ft.process_group import (
     LiveGroup,
     ManagedWork,
     MemberPlace,
-    translate_error,
 )
 from hpc_elastic.ft.reconfigurable import (
     AbortableStore,
@@ -101,15 +100,6 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
             )  # fmt: skip
         return GlooGroup(place, pg, found)
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        live, parent = self._live, self.parent
-        assert isinstance(live, GlooGroup)
-        try:
-            work = getattr(parent, name)(*args, **kwargs)
-        except RuntimeError as e:
-            raise translate_error(e, name, live) from e
-        return ManagedWork(work, name, live, is_abortable=name not in _WAIT_MOVES_DATA)
-
 
 class GlooGroup(LiveGroup):
     """One group of torch's, and its connections."""
@@ -132,6 +122,10 @@ class GlooGroup(LiveGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later operations."""
         self.pg.set_timeout(timeout)
+
+    def watch_work(self, work: Work, operation: str) -> ManagedWork:
+        """Return an operation that has just started here; it can be given up, if that is safe."""
+        return ManagedWork(work, operation, self, is_abortable=operation not in _WAIT_MOVES_DATA)
 
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
         """Break the connections, and wait until gloo's threads have ended.
@@ -203,12 +197,19 @@ def find_connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket
         peers: What gloo published for the others.
     """
     found: dict[int, socket.socket] = {}
-    for sock in _duplicates(own, peers):
-        inode = os.fstat(sock.fileno()).st_ino
-        if inode in found:  # a duplicate made here, or by other code that does the same
-            sock.close()
-        else:
-            found[inode] = sock
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
+            is_socket = str(entry.readlink()).startswith("socket:")
+            if not is_socket or not _is_of_group(int(entry.name), own, peers):
+                continue
+            sock = socket.socket(fileno=os.dup(int(entry.name)))
+            inode = os.fstat(sock.fileno()).st_ino
+            # another duplicate may be one made here, or by other code that does the same
+            if inode not in found and _is_of_group(sock.fileno(), own, peers):
+                found[inode] = sock
+            else:
+                sock.close()
     return list(found.values())
 
 
@@ -249,20 +250,6 @@ def _await_close_by_gloo(connections: Collection[socket.socket]) -> bool:
         if num_open <= len(connections) or time.monotonic() >= until:
             return num_open <= len(connections)
         time.sleep(_CLOSE_S / 50)
-
-
-def _duplicates(own: bytes, peers: Collection[bytes]) -> Iterator[socket.socket]:
-    for entry in list(_FDS.iterdir()):
-        with suppress(OSError):  # closed meanwhile
-            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
-            is_socket = str(entry.readlink()).startswith("socket:")
-            if not is_socket or not _is_of_group(int(entry.name), own, peers):
-                continue
-            sock = socket.socket(fileno=os.dup(int(entry.name)))
-            if _is_of_group(sock.fileno(), own, peers):
-                yield sock
-            else:
-                sock.close()
 
 
 def _is_of_group(fd: int, own: bytes, peers: Collection[bytes]) -> bool:

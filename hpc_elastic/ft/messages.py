@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import json
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import ConfigError
@@ -227,7 +227,7 @@ class QuorumResults:
         number: Of the request that it answers: requests and answers may cross.
     """
 
-    ranks: tuple[QuorumResult, ...] = field(default=())
+    ranks: tuple[QuorumResult, ...] = ()
     number: int = 0
 
 
@@ -409,14 +409,10 @@ class LineReader:
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > MAX_LINE_BYTES:
             raise ValueError(f"a line longer than {MAX_LINE_BYTES} bytes")
-        return [_parse_line(line) for line in lines]
-
-
-def _parse_line(line: bytes) -> Message:
-    raw = json.loads(line)
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
-    return unpack(raw)
+        read = [json.loads(line) for line in lines]
+        if not all(isinstance(raw, dict) for raw in read):
+            raise ValueError("not a JSON object")
+        return [unpack(raw) for raw in read]
 
 
 def parse_address(text: str) -> tuple[str, int]:

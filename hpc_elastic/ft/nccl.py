@@ -38,7 +38,6 @@ from hpc_elastic.ft.process_group import (
     LiveGroup,
     ManagedWork,
     MemberPlace,
-    translate_error,
 )
 from hpc_elastic.ft.reconfigurable import (
     AbortableStore,
@@ -113,16 +112,6 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         group.set_timeout(self._timeout)
         return group
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        live, parent = self._live, self.parent
-        assert isinstance(live, NCCLGroup)
-        try:
-            work = getattr(parent, name)(*args, **kwargs)
-        except RuntimeError as e:
-            raise translate_error(e, name, live) from e
-        live.watchdog.add_work(work, name, live.timeout_s)
-        return ManagedWork(work, name, live)
-
 
 class NCCLGroup(LiveGroup):
     """One group of torch's, and the watchdog of its operations."""
@@ -145,6 +134,11 @@ class NCCLGroup(LiveGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later operations."""
         self.timeout_s = timeout.total_seconds()
+
+    def watch_work(self, work: Work, operation: str) -> ManagedWork:
+        """Return an operation that has just started here, and watch its deadline."""
+        self.watchdog.add_work(work, operation, self.timeout_s)
+        return ManagedWork(work, operation, self)
 
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
         """End the kernels on the GPU, and all that waits for them.

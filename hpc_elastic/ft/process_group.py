@@ -560,6 +560,10 @@ class LiveGroup(ABC):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later operations."""
 
+    def watch_work(self, work: Work, operation: str) -> ManagedWork:
+        """Return an operation that has just started here, whose errors name it and the group."""
+        return ManagedWork(work, operation, self)
+
     @abstractmethod
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
         """Fail everything that is pending; what was sent still arrives.

@@ -28,6 +28,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's
 from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Work
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.process_group import (
@@ -38,6 +39,7 @@ from hpc_elastic.ft.process_group import (
     MemberPlace,
     NotConfiguredError,
     ProcessGroupWrapper,
+    translate_error,
 )
 
 _log = logging.getLogger(__name__)
@@ -160,6 +162,14 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
         """Form a group, on the task's thread."""
         raise NotImplementedError
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
+        live, parent = self._live, self.parent
+        assert live is not None
+        try:
+            return live.watch_work(getattr(parent, name)(*args, **kwargs), name)
+        except RuntimeError as e:
+            raise translate_error(e, name, live) from e
 
 
 def name_group(options: Any, place: MemberPlace) -> None:

@@ -376,37 +376,37 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         result = args[0] if args else None
         if self._error is not None:
             return DummyWork(result)
+
+        def swallow(call: Callable[[], Any]) -> Any:
+            try:
+                return call()
+            except Exception as e:
+                self.report_error(e)
+                return result
+
         try:
-            return _SwallowingWork(super()._call(name, *args, **kwargs), result, self.report_error)
+            return _AlteredWork(super()._call(name, *args, **kwargs), swallow)
         except Exception as e:
             _log.warning("%s failed, and its error is swallowed: %s", name, e)
             self.report_error(e)
             return DummyWork(result)
 
 
-class _SwallowingWork(Work):
-    def __init__(self, work: Work, result: Any, on_error: Callable[[Exception], None]) -> None:
+class _AlteredWork(Work):
+    """A work whose outcome goes through a function, which gets a call that returns it or raises."""
+
+    def __init__(self, work: Work, alter: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
         self._work = work
-        self._result = result
-        self._on_error = on_error
+        self._alter = alter
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
-        except Exception as e:
-            self._on_error(e)
-            return True
+        work = self._work
+        self._alter(lambda: work.wait() if timeout is None else work.wait(timeout))
+        return True
 
     def get_future(self) -> Any:
-        def swallow(future: Future[Any]) -> Any:
-            try:
-                return future.value()
-            except Exception as e:
-                self._on_error(e)
-                return self._result
-
-        return self._work.get_future().then(swallow)
+        return self._work.get_future().then(lambda future: self._alter(future.value))
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
@@ -428,24 +428,14 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
         work = super()._call(name, *args, **kwargs)
         planted, self._future_error = self._future_error, None
-        return work if planted is None else _FailedWork(work, planted)
+        if planted is None:
+            return work
 
+        def fail(call: Callable[[], Any]) -> Any:
+            call()
+            raise planted
 
-class _FailedWork(Work):
-    def __init__(self, work: Work, error: Exception) -> None:
-        super().__init__()
-        self._work = work
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._work.wait()
-        raise self._error
-
-    def get_future(self) -> Any:
-        def fail(future: Future[Any]) -> Any:
-            raise self._error
-
-        return self._work.get_future().then(fail)
+        return _AlteredWork(work, fail)
 
 
 class AllreduceManager(Protocol):

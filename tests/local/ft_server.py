@@ -173,6 +173,13 @@ class Bench:
         for answer in answers:
             assert answer.result(PATIENCE_S).quorum_id == quorum_id
 
+    def enter_group(self, size: int = 1) -> tuple[Any, ...]:
+        """Bring a new group into a quorum; return its server and its workers' clients."""
+        server = self.serve(size)
+        clients = [self.client(rank, size) for rank in range(size)]
+        self.enter(*clients)
+        return server, *clients
+
     def end(self) -> None:
         """End all, the last one first."""
         for end in reversed(self._ends):

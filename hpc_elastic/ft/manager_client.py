@@ -189,8 +189,8 @@ class ManagerClient:
             `CheckpointBeforeLeave` if it has to save before it leaves.
 
         Raises:
-            TimeoutError: There was no quorum in time; it says what is waited for. Try again, or
-                give up.
+            TimeoutError: There was no quorum in time; the message names what is waited for. Try
+                again, or give up.
             GroupServerGoneError: The server has ended.
         """
         with self._changed:
@@ -355,8 +355,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 class QuorumSteps:
     """One worker's steps in its present quorum (pure).
 
-    `messages` has the rules. A worker that knows of a proposed switch waits at its step until it is
-    confirmed or withdrawn; meanwhile it accepts other proposals for the same step.
+    `messages` has the rules. A worker waits at the step of a proposed switch until that is confirmed
+    or withdrawn; meanwhile it accepts other proposals for the same step.
 
     Attributes:
         quorum_id: The quorum's; `NO_QUORUM` if none.

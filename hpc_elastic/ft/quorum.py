@@ -110,7 +110,7 @@ class ActiveQuorum:
 
     @classmethod
     def adopt(cls, quorum_id: int, size: int, now: float) -> ActiveQuorum:
-        """Return the quorum of an earlier lighthouse, of which only id and size are known yet."""
+        """Return the quorum of an earlier lighthouse; only its id and size are known yet."""
         quorum = cls(quorum_id, (), now)
         quorum.num_unconnected = quorum.size = size
         quorum.is_adopted = True

@@ -29,6 +29,7 @@ from hpc_elastic.ft.messages import (
     to_frame,
     unpack,
 )
+from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.transport.addresses import own_addresses
 from hpc_elastic.transport.auth import user_secret
 from hpc_elastic.transport.connection import BUFFER_BYTES, Listener, ServerConnection
@@ -63,11 +64,7 @@ class LighthouseOptions:
     heartbeat_timeout_ms: int = 5000
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: A number is out of range.
-        """
+        """Raise ConfigError if a number is out of range."""
         ranges = (("min_replicas", 1), ("join_timeout_ms", 0), ("quorum_tick_ms", 1),
                   ("heartbeat_timeout_ms", 100))  # fmt: skip
         for key, least in ranges:
@@ -140,8 +137,7 @@ async def serve(listener: Listener, options: LighthouseOptions) -> None:
     """
     state = LighthouseState(
         time.time_ns() // 1_000_000,
-        min_replicas=options.min_replicas,
-        join_timeout_s=options.join_timeout_ms / 1000,
+        QuorumRules(options.min_replicas, options.join_timeout_ms / 1000),
     )
     await Lighthouse(listener, state, options, user_secret(LIGHTHOUSE_PURPOSE)).serve()
 

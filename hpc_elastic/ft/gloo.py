@@ -171,8 +171,8 @@ def _own_address(store_host: str) -> str:
 # the other. The group keeps duplicates, so it never touches a descriptor that gloo has closed and
 # other code has opened again. It leaves the listener alone: gloo ends the process if that is shut.
 #
-# The connections of several ranks in one process cannot be distinguished: aborting one of them aborts
-# all.
+# The connections of several ranks in one process cannot be distinguished: aborting one of them
+# aborts all.
 
 
 _FDS = Path("/proc/self/fd")

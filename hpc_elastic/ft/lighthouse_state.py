@@ -114,22 +114,17 @@ class LighthouseState:
     def __init__(
         self,
         epoch: int,
+        rules: QuorumRules = QuorumRules(),  # noqa: B008 - immutable
         *,
-        min_replicas: int = 1,
-        join_timeout_s: float = 0.1,
         lost_members: Iterable[str] = (),
-        rules: QuorumRules | None = None,
     ) -> None:
         """Start an epoch without a quorum.
 
         Args:
             epoch: Higher than that of every lighthouse of this run before; at least 0.
-            min_replicas: The fewest members of a quorum, at least 1; groups may require more.
-            join_timeout_s: Wait of the first quorum for groups that are connected.
+            rules: Sizes and time-outs; groups may require more members.
             lost_members: Groups known to be dead (the leader before); not waited for.
-            rules: All of these and more, instead of ``min_replicas`` and ``join_timeout_s``.
         """
-        rules = rules or QuorumRules(min_replicas, join_timeout_s)
         self._registry = ReplicaRegistry(rules, lost_members)
         self._next_id = (epoch << EPOCH_SHIFT) + 1
         self._switch = StepAgreement[str](_AHEAD_S, epoch << EPOCH_SHIFT)

@@ -218,25 +218,23 @@ class ManagerClient:
         """
         with self._changed:
             quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
-        decision = self._send_vote(CommitVote(quorum_id, quorum_step, commit), timeout_s)
-        if decision is None and self._closed_reason is None:
-            # one no decides, unless all others have voted yes just now
-            no = CommitVote(quorum_id, quorum_step, commit=False)
-            decision = self._send_vote(no, _FINAL_VOTE_S)
-        if decision is None:
-            raise self._gone_error(self._closed_reason or "it does not answer")
-        return decision.commit
 
-    def _send_vote(self, vote: CommitVote, timeout_s: float) -> CommitDecision | None:
-        def is_decided() -> bool:
-            decision = self._decision
-            step = vote.quorum_id, vote.quorum_step
-            return decision is not None and (decision.quorum_id, decision.quorum_step) == step
+        def find_decision() -> CommitDecision | None:
+            d = self._decision
+            is_ours = d is not None and (d.quorum_id, d.quorum_step) == (quorum_id, quorum_step)
+            return d if is_ours else None
 
-        self._send(vote)
-        with self._changed:
-            self._changed.wait_for(lambda: is_decided() or self._closed_reason, timeout_s)
-            return self._decision if is_decided() else None
+        # without a decision, a no: it decides, unless all others have voted yes just now
+        for vote, wait_s in ((commit, timeout_s), (False, _FINAL_VOTE_S)):
+            self._send(CommitVote(quorum_id, quorum_step, vote))
+            with self._changed:
+                self._changed.wait_for(lambda: find_decision() or self._closed_reason, wait_s)
+                decision = find_decision()
+            if decision is not None:
+                return decision.commit
+            if self._closed_reason is not None:
+                break
+        raise self._gone_error(self._closed_reason or "it does not answer")
 
     def report_abort(self, quorum_id: int, reason: str) -> None:
         """Report that this quorum cannot go on; may be repeated, and costs one message.
@@ -355,7 +353,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 class QuorumSteps:
     """One worker's steps in its present quorum (pure).
 
-    `messages` has the rules. A worker waits at the step of a proposed switch until that is confirmed
+    `messages` has the rules. A worker waits at the step of a proposed switch until it is confirmed
     or withdrawn; meanwhile it accepts other proposals for the same step.
 
     Attributes:

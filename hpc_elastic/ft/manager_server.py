@@ -206,11 +206,7 @@ class ManagerServer:
         self._send_down(self._requests, QuorumWaiting(reason))
 
     def on_message(self, message: Message) -> None:
-        """Handle a message of the lighthouse.
-
-        Raises:
-            ValueError: It is not for a group.
-        """
+        """Handle a message of the lighthouse; raise ValueError if it is not for a group."""
         match message:
             case QuorumResults():
                 self._on_results(message)
@@ -260,11 +256,7 @@ class ManagerServer:
     # ---- workers ------------------------------------------------------------------------
 
     def on_worker_message(self, worker: WorkerConnection, message: Message) -> None:
-        """Handle a message of a worker.
-
-        Raises:
-            ValueError: It is not from a worker, or out of order.
-        """
+        """Handle a message of a worker; raise ValueError if it is none, or out of order."""
         if isinstance(message, Hello):
             self._add_worker(worker, message)
             return
@@ -562,11 +554,7 @@ class WorkerConnection:
 
 
 def open_listener(path: str) -> socket.socket:
-    """Open a Unix socket for workers, to which only this user can connect.
-
-    Raises:
-        OSError: The path is taken, or longer than the 107 bytes that the system allows.
-    """
+    """Open a Unix socket for workers of this user; its path may have 107 bytes."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
@@ -631,12 +619,7 @@ class CommitVotes:
         self._votes[rank] = vote
 
     def decide(self, group_world_size: int, *, all_live: bool) -> CommitDecision | None:
-        """Return the decision on the last step, once there is one: one no decides.
-
-        Args:
-            group_world_size: Number of yes votes needed.
-            all_live: Whether all workers live; a dead one votes no.
-        """
+        """Return the decision on the last step, once there is one: one no, or a death, decides."""
         if self._is_decided or not self._votes:
             return None
         commit = all_live and all(vote.commit for vote in self._votes.values())

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -248,7 +248,13 @@ class QuorumClient:
                 break
         answer = answer or self._client.request_quorum(request, timeout_s)
         if isinstance(answer, LeaveGranted):
-            wait_for_termination("this replica has left the quorum, as it was announced")
+            text = "this replica has left the quorum, as it was announced"
+            if not os.environ.get(SOCKET_ENV):
+                remedy = "end the script, or start it again to join again"
+                raise LeftQuorumError(f"{text}: {remedy}")
+            _log.info("%s; waiting to be stopped", text)
+            while True:
+                threading.Event().wait()
         if isinstance(answer, CheckpointBeforeLeave):
             raise CheckpointBeforeLeaveError
         if self._is_damaged and not answer.heals:
@@ -346,19 +352,6 @@ class QuorumClient:
         if self._stream is not None:
             self._stream.synchronize()
         return healed
-
-
-def wait_for_termination(reason: str) -> NoReturn:
-    """Wait until the agent of the run stops this process.
-
-    Raises:
-        LeftQuorumError: There is no agent.
-    """
-    if not os.environ.get(SOCKET_ENV):
-        raise LeftQuorumError(f"{reason}: end the script, or start it again to join again")
-    _log.info("%s; waiting to be stopped", reason)
-    while True:
-        threading.Event().wait()
 
 
 def run_in_background(call: Callable[[], T]) -> Future[T]:

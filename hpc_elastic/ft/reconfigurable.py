@@ -49,11 +49,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     """A process group whose members change with each `configure`."""
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        """Create the group, without members.
-
-        Args:
-            timeout: Of each operation, and of `configure`; above 0.
-        """
+        """Create the group, without members; the time-out is of operations and `configure`."""
         super().__init__(timeout)
         self._lock = threading.Lock()
         self._live: LiveGroup | None = None
@@ -313,14 +309,7 @@ class StoreAddress(NamedTuple):
 
 
 def parse_store_addr(store_addr: str) -> StoreAddress:
-    """Parse the address of a store and a prefix in it.
-
-    Args:
-        store_addr: ``host:port/some/prefix``; an IPv6 address may be in brackets.
-
-    Raises:
-        ConfigError: It has another form.
-    """
+    """Parse ``host:port/some/prefix`` (IPv6 in brackets); raise ConfigError for another form."""
     address, _, prefix = store_addr.partition("/")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -347,11 +336,7 @@ def connect_store(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
 
 
 def connect_store_ahead(store: str) -> None:
-    """Start to connect to a store that may be needed soon; return at once, and raise nothing.
-
-    Args:
-        store: ``host:port``.
-    """
+    """Start to connect to the store at ``host:port``, which may be needed soon; raise nothing."""
     where = parse_store_addr(store)
     if (where.host, where.port) not in _clients:
         CancellableTask[TCPStore](
@@ -460,11 +445,7 @@ _destroyers: set[threading.Thread] = set()
 
 
 def destroy_in_background(held: list[Any]) -> threading.Event:
-    """Take groups out of the list that holds them, and destroy them in the background.
-
-    Returns:
-        An event that is set when the groups' threads have ended.
-    """
+    """Empty a list of groups, and destroy them in the background; return an event for the end."""
     is_done = threading.Event()
     groups = held[:]
     held.clear()

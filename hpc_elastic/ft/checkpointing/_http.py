@@ -102,11 +102,7 @@ class HealRequest:
 
 
 def open_request(raw: bytes, key: bytes) -> HealRequest:
-    """Return the request in a head.
-
-    Raises:
-        AuthenticationError: It is none, or not signed with our key.
-    """
+    """Return the request in a head; raise AuthenticationError if it is none, or of another key."""
     try:
         first, headers = _open_head(raw)
         _, target, _ = first.split(" ")
@@ -140,11 +136,7 @@ class AnswerHead:
 
     @classmethod
     def parse(cls, raw: bytes) -> AnswerHead:
-        """Return it.
-
-        Raises:
-            AuthenticationError: It is none.
-        """
+        """Return it; raise AuthenticationError if it is none."""
         try:
             first, headers = _open_head(raw)
             length = int(headers["content-length"])
@@ -155,11 +147,7 @@ class AnswerHead:
             raise AuthenticationError(f"no answer of ours: {raw[:80]!r}") from e
 
     def check(self, key: bytes, nonce: str, body: bytes = b"") -> None:
-        """Return if the answer is the peer's, to this very request.
-
-        Raises:
-            AuthenticationError: It is not, or the peer does not know our key.
-        """
+        """Raise AuthenticationError if it is not the peer's, or not to this very request."""
         if self.status == FORBIDDEN:
             raise AuthenticationError(
                 "it does not know our key, or is another process: outside of a run all nodes need "
@@ -176,11 +164,7 @@ def seal_sums(key: bytes, nonce: str, sums: Sequence[bytes]) -> bytes:
 
 
 def check_sums(key: bytes, nonce: str, sums: Sequence[bytes], sealed: bytes) -> None:
-    """Return if a range is as it was sent.
-
-    Raises:
-        AuthenticationError: Bytes were damaged on their way, or are not the peer's.
-    """
+    """Raise AuthenticationError if a range was damaged on its way, or is not the peer's."""
     joined, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, nonce, joined)):
         raise AuthenticationError("the checksums are not signed with our key")
@@ -378,11 +362,7 @@ class StateServer:
     """Serves one replica's states with threads of its own, from its creation until `close`."""
 
     def __init__(self, key: bytes) -> None:
-        """Listen on a free port, on all interfaces.
-
-        Args:
-            key: Known to all replicas, and to no other process.
-        """
+        """Listen on a free port, on all interfaces; the key is known to all replicas alone."""
         self._key = key
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()

@@ -58,11 +58,7 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, raw: bytes) -> StateLayout:
-        """Return what `to_json` made.
-
-        Raises:
-            HealError: it did not make this.
-        """
+        """Return what `to_json` made; raise HealError if it did not make this."""
         try:
             known = json.loads(raw)
             specs = tuple(
@@ -89,11 +85,7 @@ class PackedState:
     """
 
     def __init__(self, state: object, step: int) -> None:
-        """Take a state apart.
-
-        Raises:
-            ConfigError: Something in it cannot be sent; the message names its path.
-        """
+        """Take a state apart; raise ConfigError with the path of what cannot be sent."""
         self.leaves: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._paths: list[str] = []

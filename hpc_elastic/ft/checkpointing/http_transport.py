@@ -570,11 +570,7 @@ class RangeScheduler:
         self.owner = source
 
     def find_slow(self, free: Fetcher, now: float) -> tuple[Fetcher | None, float]:
-        """Return the fetcher to cut off for one that has nothing to do, or when to call again.
-
-        Returns:
-            A connection to another source and 0, or None and seconds.
-        """
+        """Return a connection to cut off for a free one, and 0; or None, and when to call again."""
         limit_s = max(_LEAST_SLOW_S, _SLOW_FACTOR * self._slowest_s)
         taken = [(at, f) for f, (_, at) in self._under_way.items() if f.source != free.source]
         if not taken:
@@ -588,11 +584,7 @@ class RangeScheduler:
 
 
 def _open_socket(url: str) -> tuple[socket.socket, Any, str]:
-    """Return a socket for one of `StateServer.urls`, the address to connect to, and the token.
-
-    Raises:
-        OSError: Its host is unknown.
-    """
+    """Return a socket for one of `StateServer.urls`, the address to connect to, and the token."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 0
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -617,13 +609,7 @@ def request_body(connection: socket.socket, key: bytes, request: HealRequest) ->
 
 
 def send_done(urls: str, key: bytes, done: HealRequest) -> None:
-    """Send `done` to the first address of a peer that answers.
-
-    Args:
-        urls: `StateServer.urls`.
-        key: Known to all replicas.
-        done: The request, without its token and nonce.
-    """
+    """Send `done`, without its token and nonce yet, to the first of a peer's URLs that answers."""
     for url in urls.split(","):
         try:
             connection, address, token = _open_socket(url)

@@ -188,8 +188,8 @@ class LighthouseState:
         if self._registry.started_at is None:
             self._registry.started_at = now
         sends = self._abort_if_missing(now)
-        active = self._registry.quorum
-        if active is not None and active.first_shutdown is not None:
+        active = self._quorum
+        if active.first_shutdown is not None:
             replica, since = active.first_shutdown
             if now - since >= _LAST_BYTES_S:
                 sends += self._abort_quorum(f"{replica} is done")
@@ -218,9 +218,9 @@ class LighthouseState:
         return sends
 
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        registry, active = self._registry, self._registry.quorum
+        registry, active = self._registry, self._quorum
         self._next_id = max(self._next_id, request.quorum_id + 1)
-        if active is None or not active.is_active or not registry.is_member(replica):
+        if not active.is_active or not registry.is_member(replica):
             registry.add_request(replica, request, now)
             return []
         if request == self._answered.get(replica):  # repeated before the result had arrived
@@ -250,16 +250,14 @@ class LighthouseState:
     def _on_abort_report(
         self, replica: str, aborted: QuorumAborted, now: float
     ) -> list[ReplicaMessage]:
-        active = self._registry.quorum
-        if active is None or aborted.quorum_id != active.quorum_id:
-            return []
-        if not self._registry.is_member(replica):
+        is_present = aborted.quorum_id == self._quorum.quorum_id
+        if not is_present or not self._registry.is_member(replica):
             return []
         return self._abort_quorum(f"{replica}: {aborted.reason}", replica)
 
     def _on_switch_vote(self, replica: str, vote: SwitchVote, now: float) -> list[ReplicaMessage]:
-        active, switch = self._registry.quorum, self._switch
-        if active is None or not active.is_active or vote.quorum_id != active.quorum_id:
+        active, switch = self._quorum, self._switch
+        if not active.is_active or vote.quorum_id != active.quorum_id:
             return []
         if replica not in active.not_requesting:
             return []  # it requests already, and the proposal reached it after that
@@ -278,10 +276,10 @@ class LighthouseState:
         return sends
 
     def _on_shutdown(self, replica: str, now: float) -> list[ReplicaMessage]:
-        active = self._registry.quorum
+        active = self._quorum
         was_member = self._registry.is_member(replica)
         self._registry.drop_replica(replica)
-        if active is None or not was_member or not active.is_active:
+        if not was_member or not active.is_active:
             return []
         if not active.members and not active.num_unconnected:
             active.end_reason = "all its members are done"
@@ -293,13 +291,12 @@ class LighthouseState:
 
     @property
     def _quorum(self) -> ActiveQuorum:
-        assert self._registry.quorum is not None
         return self._registry.quorum
 
     def _advance(self, now: float) -> list[ReplicaMessage]:
         """Make all progress that needs no further event."""
-        active = self._registry.quorum
-        if active is not None and active.is_active:
+        active = self._quorum
+        if active.is_active:
             if self._switch.state is not AgreementState.CONFIRMED:
                 return self._consider_switch(active, now)
             timeout_s = self._registry.rules.live_timeout_s
@@ -314,8 +311,8 @@ class LighthouseState:
         Members that already request the next one are notified too: the result that brought them
         into this one may still have been under way when they requested.
         """
-        active = self._registry.quorum
-        if active is None or not active.is_active:
+        active = self._quorum
+        if not active.is_active:
             return []
         active.end_reason = reason
         aborted = QuorumAborted(active.quorum_id, reason)
@@ -415,17 +412,15 @@ class LighthouseState:
 
     def _grant_leaves(self, now: float) -> list[ReplicaMessage]:
         """Let groups leave that are under notice, request, and are in no active quorum."""
-        registry, active = self._registry, self._registry.quorum
+        registry, active = self._registry, self._quorum
         deadlines, requests = registry.leave_deadlines, registry.requests
         if not deadlines:
             return []
-        is_active = active is not None and active.is_active
-        leavers = [
-            r for r in requests if r in deadlines and not (is_active and registry.is_member(r))
-        ]
+        members = active.members if active.is_active else {}
+        leavers = [r for r in requests if r in deadlines and r not in members]
         if not leavers:
             return []
-        silent = active.not_requesting if active is not None else {}
+        silent = active.not_requesting
         staying = [q for r, q in requests.items() if r not in deadlines]
         saved = [q for q in requests.values() if q.is_saved]
         newest = max(leavers, key=lambda r: requests[r].step)
@@ -437,7 +432,7 @@ class LighthouseState:
         others_may_heal = bool(silent or registry.num_unconnected or staying)
         sends = []
         for replica in leavers:
-            is_free = is_active or _is_held(requests[replica], staying)
+            is_free = active.is_active or _is_held(requests[replica], staying)
             if not is_free and others_may_heal and self._has_time(replica, now):
                 continue
             if must_save and replica == newest and not is_free:
@@ -456,10 +451,10 @@ class LighthouseState:
 
     def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         """Continue the newest quorum that an earlier lighthouse has formed."""
-        active = self._registry.quorum
+        active = self._quorum
         self._next_id = max(self._next_id, status.quorum_id + 1)
-        is_own = active is not None and not active.is_adopted
-        if is_own or (active is not None and status.quorum_id <= active.quorum_id):
+        is_own = not active.is_adopted and active.quorum_id != NO_QUORUM
+        if is_own or status.quorum_id <= active.quorum_id:
             return []
         sends = self._abort_quorum(f"quorum {status.quorum_id} has been formed since")
         adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
@@ -489,11 +484,11 @@ class LighthouseState:
 
         A proposal of the earlier lighthouse is void once all have answered, or had the time to.
         """
-        active = self._registry.quorum
-        if self._is_complete or (active is not None and active.num_unconnected):
+        active = self._quorum
+        if self._is_complete or active.num_unconnected:
             return []
         self._is_complete = True
-        if active is None or not active.is_active:
+        if not active.is_active:
             return []
         if len(active.not_requesting) < len(active.members):
             return self._follow_request(now)
@@ -504,8 +499,8 @@ class LighthouseState:
 
     def _abort_if_missing(self, now: float) -> list[ReplicaMessage]:
         """Abort the quorum if a member has not connected to this lighthouse, and will not."""
-        registry, active = self._registry, self._registry.quorum
-        if active is None or not active.num_unconnected:
+        registry, active = self._registry, self._quorum
+        if not active.num_unconnected:
             return []
         if registry.is_reconnect_timeout_over(now):
             num, active.num_unconnected = active.num_unconnected, 0
@@ -517,8 +512,8 @@ class LighthouseState:
 
     def _expire_switch(self, now: float) -> list[ReplicaMessage]:
         """Withdraw a proposal that a member does not answer in time."""
-        switch, active = self._switch, self._registry.quorum
-        if active is None or not active.is_active or not switch.is_late(now):
+        switch, active = self._switch, self._quorum
+        if not active.is_active or not switch.is_late(now):
             return []
         awaited = list_some(sorted(switch.awaited))
         if switch.is_fixed:

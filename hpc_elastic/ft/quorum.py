@@ -38,6 +38,7 @@ its r-th worker, with the (i + r)-th member of the cohort.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,7 +46,13 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 
-from hpc_elastic.ft.messages import HealSource, QuorumRequest, QuorumResult, QuorumResults
+from hpc_elastic.ft.messages import (
+    NO_QUORUM,
+    HealSource,
+    QuorumRequest,
+    QuorumResult,
+    QuorumResults,
+)
 
 MAX_SOURCES = 4
 _LISTED = 5
@@ -77,10 +84,10 @@ class QuorumRules:
 
 
 class ActiveQuorum:
-    """The present quorum, or the last one.
+    """The present quorum, or the last one; before the first, an ended one without members.
 
     Attributes:
-        quorum_id: Its id.
+        quorum_id: Its id; `NO_QUORUM` before the first.
         members: Replica ids by rank, without those that are lost, done or dropped (ordered set).
         not_requesting: Members that do not request the next quorum (ordered set).
         size: Number of members when it was formed.
@@ -107,6 +114,13 @@ class ActiveQuorum:
         self._ranks: dict[str, int] = {m: i for i, m in enumerate(self.members)}
         self._first_request_at: float | None = None
         self._step_s = 0.0
+
+    @classmethod
+    def before_first(cls) -> ActiveQuorum:
+        """Return what stands for the quorum before there is one."""
+        quorum = cls(NO_QUORUM, (), -math.inf)
+        quorum.end_reason = "there was none"
+        return quorum
 
     @classmethod
     def adopt(cls, quorum_id: int, size: int, now: float) -> ActiveQuorum:
@@ -155,7 +169,7 @@ class ReplicaRegistry:
 
     Attributes:
         rules: Sizes and time-outs.
-        quorum: The present quorum, or the last one; None if there was none.
+        quorum: The present quorum, or the last one.
         requests: Open requests for the next quorum, by replica.
         idle: Connected groups that have neither requested a quorum nor been members (ordered set).
         connected: Groups with a connection.
@@ -167,7 +181,7 @@ class ReplicaRegistry:
 
     def __init__(self, rules: QuorumRules, lost: Iterable[str] = ()) -> None:
         self.rules = rules
-        self.quorum: ActiveQuorum | None = None
+        self.quorum = ActiveQuorum.before_first()
         self.requests: dict[str, QuorumRequest] = {}
         self.idle: dict[str, None] = {}
         self.connected: set[str] = set()
@@ -199,8 +213,7 @@ class ReplicaRegistry:
         """Ignore a group until it requests a quorum again."""
         self.requests.pop(replica, None)
         self.idle.pop(replica, None)
-        if self.quorum is not None:
-            self.quorum.remove_member(replica)
+        self.quorum.remove_member(replica)
 
     def add_request(self, replica: str, request: QuorumRequest, now: float) -> None:
         """Add a group's request for the next quorum."""
@@ -208,14 +221,14 @@ class ReplicaRegistry:
             self.first_request_at = now
         self.idle.pop(replica, None)
         self.requests[replica] = request
-        if self.quorum is not None and self.is_member(replica):
+        if self.is_member(replica):
             self.quorum.mark_requesting(replica, request.quorum_step, now)
 
     def remove_request(self, replica: str) -> None:
         """Remove a group's request; the group may be waited for again."""
         if self.requests.pop(replica, None) is None:
             return
-        if self.quorum is not None and self.is_member(replica):
+        if self.is_member(replica):
             self.quorum.not_requesting[replica] = None
         else:
             self.idle[replica] = None
@@ -233,27 +246,22 @@ class ReplicaRegistry:
 
     def is_member(self, replica: str) -> bool:
         """Return whether a group is a member of the last quorum, and has not left it."""
-        return self.quorum is not None and replica in self.quorum.members
+        return replica in self.quorum.members
 
     @property
     def num_unconnected(self) -> int:
         """Number of members of an adopted quorum that may still connect."""
-        if self.quorum is None:
-            return 0
         return max(0, self.quorum.num_unconnected - len(self.lost))
 
     @property
     def has_newcomers(self) -> bool:
         """Whether a group requests that the present quorum could take in."""
-        assert self.quorum is not None
         size = self.quorum.group_world_size
         return any(not size or len(r.metadata) == size for r in self.requests.values())
 
     def is_reconnect_timeout_over(self, now: float) -> bool:
         """Return whether members that have not connected to a new lighthouse had the time to."""
         quorum = self.quorum
-        if quorum is None:
-            return True
         num_requesting = len(quorum.members) - len(quorum.not_requesting)
         half_request = 2 * num_requesting >= quorum.size
         rules = self.rules
@@ -268,7 +276,7 @@ class ReplicaRegistry:
         quorum, rules, requests = self.quorum, self.rules, self.requests
         if not requests:
             return "no group requests a quorum"
-        if quorum is not None and (quorum.members or self.num_unconnected):
+        if quorum.members or self.num_unconnected:
             if self.num_unconnected and not self.is_reconnect_timeout_over(now):
                 return f"{self.num_unconnected} members of quorum {quorum.quorum_id} to reconnect"
             if quorum.not_requesting and not quorum.is_live_timeout_over(now, rules.live_timeout_s):
@@ -276,12 +284,13 @@ class ReplicaRegistry:
                 return f"previous members that have not requested: {missing}"
         else:
             waited_s = now - self.first_request_at
-            if quorum is None and now - (self.started_at or 0.0) < rules.startup_wait_s:
+            is_first = quorum.quorum_id == NO_QUORUM
+            if is_first and now - (self.started_at or 0.0) < rules.startup_wait_s:
                 return "groups that may be about to reconnect"
             is_early = waited_s < rules.join_timeout_s or len(requests) <= len(self.idle)
             if self.idle and is_early and waited_s < rules.live_timeout_s:
                 return f"groups that have not requested: {list_some(self.idle)}"
-        previous, live = (quorum.members, quorum.not_requesting) if quorum is not None else ({}, {})
+        previous, live = quorum.members, quorum.not_requesting
         order = [r for r in previous if r in requests]
         if not any(requests[r].shrink_only for r in order):
             order += sorted(r for r in requests if r not in previous)
@@ -305,9 +314,8 @@ class ReplicaRegistry:
 
     def _group_world_size(self, order: list[str]) -> int:
         """Return how many workers a group must have: as many as the first member."""
-        quorum = self.quorum
-        if quorum is not None and quorum.members and quorum.group_world_size:
-            return quorum.group_world_size
+        if self.quorum.members and self.quorum.group_world_size:
+            return self.quorum.group_world_size
         return len(self.requests[order[0]].metadata) if order else 0
 
 

@@ -10,6 +10,7 @@ from hpc_elastic.ft import quorum
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.manager_client import QuorumSteps
 from hpc_elastic.ft.messages import (
+    NO_QUORUM,
     CheckpointBeforeLeave,
     ConfirmSwitch,
     LeaveGranted,
@@ -40,7 +41,7 @@ class WaitsForNobody(LighthouseState):
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
         sends = super()._on_request(replica, request, now)
         standing = self._registry.quorum
-        if standing is not None and not standing.is_active:
+        if not standing.is_active:
             standing.not_requesting.clear()
         return sends
 
@@ -201,7 +202,7 @@ class AdoptsAnything(LighthouseState):
 
     def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         standing = self._registry.quorum
-        if standing is not None and status.quorum_id != standing.quorum_id:
+        if status.quorum_id != standing.quorum_id != NO_QUORUM:
             adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
             self._registry.quorum = adopted
             self._switch.state = AgreementState.IDLE

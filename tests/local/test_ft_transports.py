@@ -14,8 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ft_heals import LONG, NUM_MB, STEP, InThread, StallAfter, cut_after, is_equal, make_state
-from ft_relay import Relay
+from ft_heals import (
+    LONG,
+    NUM_MB,
+    STEP,
+    InThread,
+    Relay,
+    StallAfter,
+    cut_after,
+    is_equal,
+    make_state,
+)  # fmt: skip
 from group import eventually
 
 from hpc_elastic.errors import ConfigError

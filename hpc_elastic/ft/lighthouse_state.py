@@ -54,26 +54,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hpc_elastic.ft import quorum
-from hpc_elastic.ft.messages import (
-    EPOCH_SHIFT,
-    NO_QUORUM,
-    CancelRequest,
-    CheckpointBeforeLeave,
-    ConfirmSwitch,
-    LeaveGranted,
-    LeaveNotice,
-    Message,
-    ProposeSwitch,
-    QuorumAborted,
-    QuorumRequest,
-    QuorumResults,
-    QuorumWaiting,
-    ReplicaStatus,
-    Shutdown,
-    SwitchVote,
-    WorkersLost,
-)
+from hpc_elastic.ft import messages, quorum
 from hpc_elastic.ft.quorum import ActiveQuorum, QuorumRules, ReplicaRegistry, list_some
 from hpc_elastic.step_agreement import (
     LONGEST_PAUSE_S,
@@ -99,7 +80,7 @@ class ReplicaMessage:
     """A message to a replica group."""
 
     replica: str
-    message: Message
+    message: messages.Message
 
 
 class LighthouseState:
@@ -126,12 +107,12 @@ class LighthouseState:
             lost_members: Groups known to be dead (the leader before); not waited for.
         """
         self._registry = ReplicaRegistry(rules, lost_members)
-        self._next_id = (epoch << EPOCH_SHIFT) + 1
-        self._switch = StepAgreement[str](_AHEAD_S, epoch << EPOCH_SHIFT)
+        self._next_id = (epoch << messages.EPOCH_SHIFT) + 1
+        self._switch = StepAgreement[str](_AHEAD_S, epoch << messages.EPOCH_SHIFT)
         self._leavers: frozenset[str] = frozenset()
         """Members that are confirmed to leave at the switch."""
-        self._answered: dict[str, QuorumRequest] = {}
-        self._results: dict[str, QuorumResults] = {}
+        self._answered: dict[str, messages.QuorumRequest] = {}
+        self._results: dict[str, messages.QuorumResults] = {}
         self._is_complete = True
         """All members have connected to this lighthouse."""
         self._is_probing = False
@@ -148,29 +129,31 @@ class LighthouseState:
         self._registry.add_connection(replica)
         return []
 
-    def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
+    def on_message(
+        self, replica: str, message: messages.Message, now: float
+    ) -> list[ReplicaMessage]:
         """Handle a message of a connected group; ignore those that are not for a lighthouse."""
         registry, sends = self._registry, []
         if replica not in registry.connected:
             return []
         match message:
-            case ReplicaStatus():
+            case messages.ReplicaStatus():
                 sends = self._on_status(replica, message, now)
-            case QuorumRequest():
+            case messages.QuorumRequest():
                 sends = self._on_request(replica, message, now)
-            case CancelRequest():
+            case messages.CancelRequest():
                 registry.remove_request(replica)
-            case QuorumAborted():
+            case messages.QuorumAborted():
                 sends = self._on_abort_report(replica, message, now)
-            case SwitchVote():
+            case messages.SwitchVote():
                 sends = self._on_switch_vote(replica, message, now)
-            case LeaveNotice():
+            case messages.LeaveNotice():
                 if replica not in registry.leave_deadlines:
                     self._switch.hurry()
                 registry.leave_deadlines[replica] = now + message.left_s
-            case WorkersLost():
+            case messages.WorkersLost():
                 sends = self._on_workers_lost(replica, message, now)
-            case Shutdown():
+            case messages.Shutdown():
                 sends = self._on_shutdown(replica, now)
             case _:
                 return []
@@ -198,14 +181,19 @@ class LighthouseState:
 
     # ---- messages of groups --------------------------------------------------------------
 
-    def _on_status(self, replica: str, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        if status.quorum_id == NO_QUORUM:
+    def _on_status(
+        self, replica: str, status: messages.ReplicaStatus, now: float
+    ) -> list[ReplicaMessage]:
+        if status.quorum_id == messages.NO_QUORUM:
             return []
         sends = self._adopt(status, now)
         active = self._quorum
         if status.quorum_id != active.quorum_id:
             reason = f"quorum {active.quorum_id} has been formed without {replica}"
-            return [*sends, ReplicaMessage(replica, QuorumAborted(status.quorum_id, reason))]
+            return [
+                *sends,
+                ReplicaMessage(replica, messages.QuorumAborted(status.quorum_id, reason)),
+            ]
         active.add_reconnected(replica, status.replica_rank)
         self._registry.idle.pop(replica, None)
         if active.is_active and status.is_aborted:
@@ -213,11 +201,13 @@ class LighthouseState:
         if active.is_active:
             return [*sends, *self._resume_member(replica, now)]
         if not status.is_aborted:
-            aborted = QuorumAborted(status.quorum_id, active.end_reason or "")
+            aborted = messages.QuorumAborted(status.quorum_id, active.end_reason or "")
             sends.append(ReplicaMessage(replica, aborted))
         return sends
 
-    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
+    def _on_request(
+        self, replica: str, request: messages.QuorumRequest, now: float
+    ) -> list[ReplicaMessage]:
         registry, active = self._registry, self._quorum
         self._next_id = max(self._next_id, request.quorum_id + 1)
         if not active.is_active or not registry.is_member(replica):
@@ -248,14 +238,16 @@ class LighthouseState:
         return self._send_switch(switch.begin_at(steps.pop(), active.not_requesting, now), now)
 
     def _on_abort_report(
-        self, replica: str, aborted: QuorumAborted, now: float
+        self, replica: str, aborted: messages.QuorumAborted, now: float
     ) -> list[ReplicaMessage]:
         is_present = aborted.quorum_id == self._quorum.quorum_id
         if not is_present or not self._registry.is_member(replica):
             return []
         return self._abort_quorum(f"{replica}: {aborted.reason}", replica)
 
-    def _on_switch_vote(self, replica: str, vote: SwitchVote, now: float) -> list[ReplicaMessage]:
+    def _on_switch_vote(
+        self, replica: str, vote: messages.SwitchVote, now: float
+    ) -> list[ReplicaMessage]:
         active, switch = self._quorum, self._switch
         if not active.is_active or vote.quorum_id != active.quorum_id:
             return []
@@ -269,7 +261,9 @@ class LighthouseState:
         step_vote = StepVote(vote.number, vote.ok, vote.quorum_step, vote.rate)
         return self._send_switch(switch.vote(replica, step_vote, now), now)
 
-    def _on_workers_lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
+    def _on_workers_lost(
+        self, replica: str, lost: messages.WorkersLost, now: float
+    ) -> list[ReplicaMessage]:
         was_member = self._registry.is_member(replica)
         sends = self._abort_quorum(f"{replica}: {lost.reason}") if was_member else []
         self._registry.drop_replica(replica)
@@ -315,7 +309,7 @@ class LighthouseState:
         if not active.is_active:
             return []
         active.end_reason = reason
-        aborted = QuorumAborted(active.quorum_id, reason)
+        aborted = messages.QuorumAborted(active.quorum_id, reason)
         return [ReplicaMessage(r, aborted) for r in active.members if r != reporter]
 
     def _form_quorum(self, now: float) -> list[ReplicaMessage]:
@@ -368,7 +362,7 @@ class LighthouseState:
         active, message = self._quorum, self._switch_message(step)
         receivers = [r for r in active.members if r in active.not_requesting]
         by_replica = dict.fromkeys(receivers, message)
-        if isinstance(message, ConfirmSwitch):
+        if isinstance(message, messages.ConfirmSwitch):
             deadlines = self._registry.leave_deadlines
             leavers = frozenset(r for r in active.members if r in deadlines)
             last = len(leavers) == len(active.members)
@@ -380,23 +374,25 @@ class LighthouseState:
             by_replica |= dict.fromkeys((r for r in receivers if r in leavers), leave)
         return [ReplicaMessage(r, m) for r, m in by_replica.items()]
 
-    def _switch_message(self, step: Proposal | Confirmation) -> ProposeSwitch | ConfirmSwitch:
+    def _switch_message(
+        self, step: Proposal | Confirmation
+    ) -> messages.ProposeSwitch | messages.ConfirmSwitch:
         quorum_id = self._quorum.quorum_id
         if isinstance(step, Confirmation):
-            return ConfirmSwitch(quorum_id, step.number)
-        return ProposeSwitch(quorum_id, step.number, step.step)
+            return messages.ConfirmSwitch(quorum_id, step.number)
+        return messages.ProposeSwitch(quorum_id, step.number, step.step)
 
     def _carry_out_switch(self, active: ActiveQuorum, now: float) -> list[ReplicaMessage]:
         """End the quorum at its switch, where all members request the next one; some leave."""
         active.end_reason = "its members request the next one"
-        dropped = QuorumAborted(active.quorum_id, "did not request the next one in time")
+        dropped = messages.QuorumAborted(active.quorum_id, "did not request the next one in time")
         sends = [ReplicaMessage(r, dropped) for r in active.not_requesting]
         requests = self._registry.requests
         leavers = [r for r in active.members if r in self._leavers and r in requests]
         if self._is_state_unsaved(leavers):
             return [*sends, *self._grant_leaves(now)]
         for replica in leavers:
-            sends.append(ReplicaMessage(replica, LeaveGranted()))
+            sends.append(ReplicaMessage(replica, messages.LeaveGranted()))
             self._registry.drop_replica(replica)
         return sends
 
@@ -438,10 +434,10 @@ class LighthouseState:
             if must_save and replica == newest and not is_free:
                 # it requests again once it has saved, and is waited for
                 registry.remove_request(replica)
-                sends.append(ReplicaMessage(replica, CheckpointBeforeLeave()))
+                sends.append(ReplicaMessage(replica, messages.CheckpointBeforeLeave()))
             else:
                 registry.drop_replica(replica)
-                sends.append(ReplicaMessage(replica, LeaveGranted()))
+                sends.append(ReplicaMessage(replica, messages.LeaveGranted()))
         return sends
 
     def _has_time(self, replica: str, now: float) -> bool:
@@ -449,11 +445,11 @@ class LighthouseState:
 
     # ---- the quorum of an earlier lighthouse ---------------------------------------------
 
-    def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+    def _adopt(self, status: messages.ReplicaStatus, now: float) -> list[ReplicaMessage]:
         """Continue the newest quorum that an earlier lighthouse has formed."""
         active = self._quorum
         self._next_id = max(self._next_id, status.quorum_id + 1)
-        is_own = not active.is_adopted and active.quorum_id != NO_QUORUM
+        is_own = not active.is_adopted and active.quorum_id != messages.NO_QUORUM
         if is_own or status.quorum_id <= active.quorum_id:
             return []
         sends = self._abort_quorum(f"quorum {status.quorum_id} has been formed since")
@@ -469,13 +465,13 @@ class LighthouseState:
         if not self._is_complete:
             return []
         if self._switch.state is AgreementState.CONFIRMED:
-            confirm = ConfirmSwitch(self._quorum.quorum_id, self._switch.number)
+            confirm = messages.ConfirmSwitch(self._quorum.quorum_id, self._switch.number)
             leaves = replica in self._leavers
             last = leaves and len(self._leavers) == len(self._quorum.members)
             return [ReplicaMessage(replica, replace(confirm, leaves=leaves, last=last))]
         if self._switch.is_fixed:
             return [ReplicaMessage(replica, self._switch_message(self._switch.proposal))]
-        none = ProposeSwitch(self._quorum.quorum_id, 0, 0)
+        none = messages.ProposeSwitch(self._quorum.quorum_id, 0, 0)
         withdrawn = self._send_switch(self._switch.withdraw(now), now)
         return withdrawn or [ReplicaMessage(replica, none)]
 
@@ -531,12 +527,12 @@ class LighthouseState:
         self._reported_at = now
         misfits = registry.misfit_reasons()
         return [
-            ReplicaMessage(r, QuorumWaiting(misfits.get(r, self._waits_for)))
+            ReplicaMessage(r, messages.QuorumWaiting(misfits.get(r, self._waits_for)))
             for r in registry.requests
         ]
 
 
-def _is_held(request: QuorumRequest, by: list[QuorumRequest]) -> bool:
+def _is_held(request: messages.QuorumRequest, by: list[messages.QuorumRequest]) -> bool:
     """Return whether others have this state, or a newer one."""
     same = (request.step, request.state_version)
     return any(q.step > request.step or (q.step, q.state_version) == same for q in by)

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from hpc_elastic.ft.manager import Manager
 
 
-USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
 _MIB = 1024 * 1024
 _BUCKET_MB = 1024
 
@@ -194,7 +193,9 @@ class DiLoCo(_StepHooks):
             raise ConfigError("fragment_sync_delay", fragment_sync_delay, remedy)
         if not 0 <= fragment_update_alpha <= 1:
             raise ConfigError("fragment_update_alpha", fragment_update_alpha, "give 0 to 1")
-        buckets = use_bucketization or os.environ.get(USE_BUCKETIZATION_ENV, "False") == "True"
+        buckets = (
+            use_bucketization or os.environ.get("TORCHFT_USE_BUCKETIZATION", "False") == "True"
+        )
         options = SyncOptions(
             backup_device,
             pin_memory,

@@ -33,32 +33,8 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpc_elastic.errors import ConfigError, HpcElasticError
+from hpc_elastic.ft import messages
 from hpc_elastic.ft.manager_server import ManagerServerProcess, start_server_process
-from hpc_elastic.ft.messages import (
-    LIGHTHOUSE_ENV,
-    NO_QUORUM,
-    READ_BYTES,
-    SOCKET_ENV,
-    CancelRequest,
-    CheckpointBeforeLeave,
-    CommitDecision,
-    CommitVote,
-    ConfirmSwitch,
-    Hello,
-    LeaveGranted,
-    LineReader,
-    Message,
-    ProposeSwitch,
-    QuorumAborted,
-    QuorumRequest,
-    QuorumResult,
-    QuorumResults,
-    QuorumWaiting,
-    Shutdown,
-    SwitchVote,
-    Welcome,
-    to_line,
-)
 
 _SWITCH_S = 30.0
 """Longest wait for a switch decision. The lighthouse withdraws a proposal that is not confirmed
@@ -69,7 +45,7 @@ _SMOOTHING = 0.2
 
 _log = logging.getLogger(__name__)
 
-QuorumAnswer = QuorumResult | LeaveGranted | CheckpointBeforeLeave
+QuorumAnswer = messages.QuorumResult | messages.LeaveGranted | messages.CheckpointBeforeLeave
 
 
 class GroupServerGoneError(HpcElasticError, ConnectionError):
@@ -116,7 +92,7 @@ class ManagerClient:
         self._is_requesting = False
         self._answer: QuorumAnswer | None = None
         self._waits_for = ""
-        self._decision: CommitDecision | None = None
+        self._decision: messages.CommitDecision | None = None
         self._closed_reason: str | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout_s)
@@ -133,7 +109,7 @@ class ManagerClient:
         self._reader = threading.Thread(target=self._read, name="ft-client", daemon=True)
         self._reader.start()
         try:
-            self._send(Hello(group_rank, group_world_size, os.getpid()))
+            self._send(messages.Hello(group_rank, group_world_size, os.getpid()))
             with self._changed:
                 self._changed.wait_for(lambda: self.replica_id or self._closed_reason, timeout_s)
             if not self.replica_id:
@@ -181,7 +157,7 @@ class ManagerClient:
 
     # ---- requests -----------------------------------------------------------------------
 
-    def request_quorum(self, request: QuorumRequest, timeout_s: float) -> QuorumAnswer:
+    def request_quorum(self, request: messages.QuorumRequest, timeout_s: float) -> QuorumAnswer:
         """Request a place in the next quorum, and wait for the answer.
 
         Returns:
@@ -207,7 +183,7 @@ class ManagerClient:
                 return self._answer
         if self._closed_reason is not None:
             raise self._gone_error(self._closed_reason)
-        self._send(CancelRequest())
+        self._send(messages.CancelRequest())
         raise TimeoutError(f"no quorum within {timeout_s:g} s: {self._waits_for}")
 
     def vote(self, commit: bool, timeout_s: float) -> bool:
@@ -219,14 +195,14 @@ class ManagerClient:
         with self._changed:
             quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
 
-        def find_decision() -> CommitDecision | None:
+        def find_decision() -> messages.CommitDecision | None:
             d = self._decision
             is_ours = d is not None and (d.quorum_id, d.quorum_step) == (quorum_id, quorum_step)
             return d if is_ours else None
 
         # without a decision, a no: it decides, unless all others have voted yes just now
         for vote, wait_s in ((commit, timeout_s), (False, _FINAL_VOTE_S)):
-            self._send(CommitVote(quorum_id, quorum_step, vote))
+            self._send(messages.CommitVote(quorum_id, quorum_step, vote))
             with self._changed:
                 self._changed.wait_for(lambda: find_decision() or self._closed_reason, wait_s)
                 decision = find_decision()
@@ -245,7 +221,7 @@ class ManagerClient:
             is_news = self.steps.mark_aborted(quorum_id, reason)
         if is_news:
             with contextlib.suppress(GroupServerGoneError):
-                self._send(QuorumAborted(quorum_id, reason))
+                self._send(messages.QuorumAborted(quorum_id, reason))
 
     def close(self) -> None:
         """Report that this worker is done, and disconnect. May be repeated."""
@@ -254,17 +230,17 @@ class ManagerClient:
                 self._closed_reason = "the connection was closed"
             self._changed.notify_all()
         with contextlib.suppress(OSError), self._sending:
-            self._socket.sendall(to_line(Shutdown()))
+            self._socket.sendall(messages.to_line(messages.Shutdown()))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
             self._reader.join()
         self._socket.close()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         try:
             with self._sending:
-                self._socket.sendall(to_line(message))
+                self._socket.sendall(messages.to_line(message))
         except OSError as e:
             raise self._gone_error(self._closed_reason or str(e)) from e
 
@@ -277,9 +253,9 @@ class ManagerClient:
     # ---- the reading thread -------------------------------------------------------------
 
     def _read(self) -> None:
-        lines = LineReader()
+        lines = messages.LineReader()
         try:
-            while data := self._socket.recv(READ_BYTES):
+            while data := self._socket.recv(messages.READ_BYTES):
                 for message in lines.feed(data):
                     self._on_message(message)
             reason = "it closed the connection"
@@ -289,14 +265,14 @@ class ManagerClient:
             self._closed_reason = self._closed_reason or reason
             self._changed.notify_all()
 
-    def _on_message(self, message: Message) -> None:
-        reply: Message | None = None
+    def _on_message(self, message: messages.Message) -> None:
+        reply: messages.Message | None = None
         aborted = None
         with self._changed:
             match message:
-                case Welcome():
+                case messages.Welcome():
                     self.replica_id = message.replica_id
-                case QuorumResults():
+                case messages.QuorumResults():
                     (result,) = message.ranks
                     if self._is_requesting and message.number == self._number:
                         self.steps.enter_quorum(result.quorum_id)
@@ -304,22 +280,22 @@ class ManagerClient:
                     else:
                         # it crossed the cancellation, and the other members rely on this one
                         reason = "a worker had given up waiting for it"
-                        reply = QuorumAborted(result.quorum_id, reason)
-                case LeaveGranted():
-                    self.steps.enter_quorum(NO_QUORUM)
+                        reply = messages.QuorumAborted(result.quorum_id, reason)
+                case messages.LeaveGranted():
+                    self.steps.enter_quorum(messages.NO_QUORUM)
                     self._set_answer(message)
-                case CheckpointBeforeLeave():
+                case messages.CheckpointBeforeLeave():
                     self.steps.require_save()
                     self._set_answer(message)
-                case QuorumWaiting():
+                case messages.QuorumWaiting():
                     self._waits_for = message.text
-                case QuorumAborted():
+                case messages.QuorumAborted():
                     aborted = message if self.steps.on_abort(message) else None
-                case ProposeSwitch():
+                case messages.ProposeSwitch():
                     reply = self.steps.on_proposal(message, time.monotonic())
-                case ConfirmSwitch():
+                case messages.ConfirmSwitch():
                     self.steps.on_confirmation(message)
-                case CommitDecision():
+                case messages.CommitDecision():
                     self._decision = message
                     self.steps.on_commit_decision(message)
                 case _:
@@ -376,7 +352,7 @@ class QuorumSteps:
         self._is_single = is_single
         self._interval_s: float | None = None
         self._started_at: float | None = None
-        self.enter_quorum(NO_QUORUM)
+        self.enter_quorum(messages.NO_QUORUM)
         self.quorum_step = -1
 
     def enter_quorum(self, quorum_id: int) -> None:
@@ -386,9 +362,9 @@ class QuorumSteps:
         self.abort_reason: str | None = None
         self._all_know_abort = False
         """The server has notified all workers of the group that the quorum is aborted."""
-        self.must_request = quorum_id == NO_QUORUM
-        self.proposal: ProposeSwitch | None = None
-        self.confirmation: ConfirmSwitch | None = None
+        self.must_request = quorum_id == messages.NO_QUORUM
+        self.proposal: messages.ProposeSwitch | None = None
+        self.confirmation: messages.ConfirmSwitch | None = None
         self._settled = 0
         """The step up to which no proposal may be accepted any more."""
         self._must_save = False
@@ -451,7 +427,9 @@ class QuorumSteps:
             return 0.0
         return 1.0 / max(self._interval_s, now - self._started_at, 1e-6)
 
-    def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:
+    def on_proposal(
+        self, proposal: messages.ProposeSwitch, now: float
+    ) -> messages.SwitchVote | None:
         """Accept a proposal if its step has not started; return the answer, or None."""
         known, is_confirmed = self.proposal, self.confirmation is not None
         if proposal.quorum_id != self.quorum_id:
@@ -465,9 +443,9 @@ class QuorumSteps:
         if proposal.quorum_step > 0 and (ok or not is_confirmed):
             self.proposal = proposal if ok else None
         rate = self.steps_per_s(now)
-        return SwitchVote(self.quorum_id, proposal.number, ok, self._settled, rate)
+        return messages.SwitchVote(self.quorum_id, proposal.number, ok, self._settled, rate)
 
-    def on_confirmation(self, confirmation: ConfirmSwitch) -> None:
+    def on_confirmation(self, confirmation: messages.ConfirmSwitch) -> None:
         """Request a new quorum in the proposed step."""
         proposal = self.proposal
         if proposal is None or confirmation.quorum_id != self.quorum_id:
@@ -477,7 +455,7 @@ class QuorumSteps:
             reached = self.quorum_step >= proposal.quorum_step
             self.must_request = self.must_request or reached
 
-    def on_abort(self, aborted: QuorumAborted) -> bool:
+    def on_abort(self, aborted: messages.QuorumAborted) -> bool:
         """Record the lighthouse's abort; return whether it is news, and of this quorum."""
         if aborted.quorum_id != self.quorum_id:
             return False
@@ -495,7 +473,7 @@ class QuorumSteps:
         self.must_request = self.must_request or self._is_single
         return True
 
-    def on_commit_decision(self, decision: CommitDecision) -> None:
+    def on_commit_decision(self, decision: messages.CommitDecision) -> None:
         """Record the group's decision on a step: all its workers know the same now."""
         if decision.quorum_id == self.quorum_id and self._all_know_abort:
             self.must_request = True
@@ -571,7 +549,7 @@ def find_server(
         ConfigError: There is neither an agent nor a lighthouse, or the group's workers are on
             several hosts.
     """
-    if path := os.environ.get(SOCKET_ENV):
+    if path := os.environ.get(messages.SOCKET_ENV):
         return ManagerServerProcess(Path(path))
     # a restarted group must not read what the one before has written
     key = f"hpc_elastic/ft/server/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -586,12 +564,12 @@ def find_server(
             )
             raise ConfigError("world_size", place.world_size, remedy)
         return ManagerServerProcess(Path(server["path"]))
-    lighthouse = lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV)
+    lighthouse = lighthouse_addr or os.environ.get(messages.LIGHTHOUSE_ENV)
     if not lighthouse:
         remedy = (
             "there is no lighthouse: submit the script with launcher=slurm (or launcher=local) "
             "ft=true; or start `hpc-elastic lighthouse` and give its address here or in "
-            f"{LIGHTHOUSE_ENV}"
+            f"{messages.LIGHTHOUSE_ENV}"
         )
         raise ConfigError("lighthouse_addr", lighthouse, remedy)
     unique = str(uuid.uuid4())

@@ -31,38 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic._util import readable
-from hpc_elastic.ft.messages import (
-    LIGHTHOUSE_PURPOSE,
-    LIGHTHOUSE_SESSION,
-    MAX_LINE_BYTES,
-    NO_QUORUM,
-    READ_BYTES,
-    CancelRequest,
-    CheckpointBeforeLeave,
-    CommitDecision,
-    CommitVote,
-    ConfirmSwitch,
-    Hello,
-    LeaveGranted,
-    LeaveNotice,
-    LineReader,
-    Message,
-    ProposeSwitch,
-    QuorumAborted,
-    QuorumRequest,
-    QuorumResult,
-    QuorumResults,
-    QuorumWaiting,
-    ReplicaStatus,
-    Shutdown,
-    SwitchVote,
-    Welcome,
-    WorkersLost,
-    parse_address,
-    to_frame,
-    to_line,
-    unpack,
-)
+from hpc_elastic.ft import messages
 from hpc_elastic.transport.auth import AuthenticationError, user_secret
 from hpc_elastic.transport.connection import CONNECTION_ERRORS, ClientConnection, connect
 
@@ -87,7 +56,7 @@ class ManagerServer:
         self,
         path: Path,
         replica_id: str,
-        send: Callable[[Message], None],
+        send: Callable[[messages.Message], None],
         *,
         listener: socket.socket | None = None,
         on_empty: Callable[[], None] = lambda: None,
@@ -123,14 +92,14 @@ class ManagerServer:
         self._stopped: set[WorkerConnection] = set()
         self._done_ranks: set[int] = set()
         self._lost_reason: str | None = None
-        self._requests: dict[int, QuorumRequest] = {}
-        self._sent: QuorumRequest | None = None
+        self._requests: dict[int, messages.QuorumRequest] = {}
+        self._sent: messages.QuorumRequest | None = None
         """The group's request, without an answer so far."""
-        self._result: QuorumResult | None = None
+        self._result: messages.QuorumResult | None = None
         self._is_aborted = False
         self._quorum_step = 0
         self._proposal_number = 0
-        self._switch_votes: dict[int, SwitchVote] = {}
+        self._switch_votes: dict[int, messages.SwitchVote] = {}
         self._commit_votes = CommitVotes()
 
     # ---- life ---------------------------------------------------------------------------
@@ -175,7 +144,7 @@ class ManagerServer:
     def announce_leave(self, left_s: float) -> None:
         """Announce that the node is lost within this number of seconds."""
         self._leave_at = asyncio.get_running_loop().time() + left_s
-        self._send_up(LeaveNotice(left_s))
+        self._send_up(messages.LeaveNotice(left_s))
 
     # ---- the lighthouse -----------------------------------------------------------------
 
@@ -184,67 +153,69 @@ class ManagerServer:
         self._is_connected = True
         result = self._result
         if result is None:
-            self._send_up(ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
+            self._send_up(messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False))
         else:
             rank, size = result.replica_rank, result.replica_world_size
             self._send_up(
-                ReplicaStatus(result.quorum_id, rank, size, self._quorum_step, self._is_aborted)
+                messages.ReplicaStatus(
+                    result.quorum_id, rank, size, self._quorum_step, self._is_aborted
+                )
             )
         if self._lost_reason is not None:
-            self._send_up(WorkersLost(self._lost_reason))
+            self._send_up(messages.WorkersLost(self._lost_reason))
         if self._leave_at is not None:
             left_s = self._leave_at - asyncio.get_running_loop().time()
-            self._send_up(LeaveNotice(max(0.0, left_s)))
+            self._send_up(messages.LeaveNotice(max(0.0, left_s)))
         if self._is_done:
-            self._send_up(Shutdown())
+            self._send_up(messages.Shutdown())
         self._repeat_request()
 
     def on_disconnect(self, reason: str = _NO_CONNECTION) -> None:
         """Handle the loss of the connection. May be repeated, to give another reason."""
         self._is_connected = False
         self._disconnect_reason = reason
-        self._send_down(self._requests, QuorumWaiting(reason))
+        self._send_down(self._requests, messages.QuorumWaiting(reason))
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: messages.Message) -> None:
         """Handle a message of the lighthouse; raise ValueError if it is not for a group."""
         match message:
-            case QuorumResults():
+            case messages.QuorumResults():
                 self._on_results(message)
-            case QuorumAborted():
+            case messages.QuorumAborted():
                 self._abort_quorum(message)
-            case ProposeSwitch():
+            case messages.ProposeSwitch():
                 self._proposal_number, self._switch_votes = message.number, {}
                 self._send_down(self._workers, message)
-            case ConfirmSwitch():
+            case messages.ConfirmSwitch():
                 self._send_down(self._workers, message)
-            case LeaveGranted() | CheckpointBeforeLeave():
-                self.has_left |= isinstance(message, LeaveGranted)
+            case messages.LeaveGranted() | messages.CheckpointBeforeLeave():
+                self.has_left |= isinstance(message, messages.LeaveGranted)
                 self._requests, self._sent = {}, None
                 self._send_down(self._workers, message)
-            case QuorumWaiting():
+            case messages.QuorumWaiting():
                 self._send_down(self._requests, message)
             case _:
                 raise ValueError(f"not for a group: {message}")
 
-    def _send_up(self, message: Message) -> None:
+    def _send_up(self, message: messages.Message) -> None:
         if self._is_connected:
             self._send(message)
 
-    def _on_results(self, results: QuorumResults) -> None:
+    def _on_results(self, results: messages.QuorumResults) -> None:
         ranks = results.ranks
         if self._sent is None or len(ranks) != self._size:
-            quorum_id = ranks[0].quorum_id if ranks else NO_QUORUM
+            quorum_id = ranks[0].quorum_id if ranks else messages.NO_QUORUM
             reason = f"{self._replica_id} had given up waiting for it"
-            self._send_up(QuorumAborted(quorum_id, reason))
+            self._send_up(messages.QuorumAborted(quorum_id, reason))
             return
         if results.number != self._sent.number:
             return  # of an older request: the newer one aborts that quorum at the lighthouse
         requests, self._requests, self._sent = self._requests, {}, None
         self._result, self._is_aborted, self._quorum_step = ranks[0], False, 0
         for rank, result in enumerate(ranks):
-            self._workers[rank].send(QuorumResults((result,), requests[rank].number))
+            self._workers[rank].send(messages.QuorumResults((result,), requests[rank].number))
 
-    def _abort_quorum(self, aborted: QuorumAborted) -> bool:
+    def _abort_quorum(self, aborted: messages.QuorumAborted) -> bool:
         """Notify all workers, all in the same order relative to decisions; return if it is news."""
         result = self._result
         if result is None or aborted.quorum_id != result.quorum_id or self._is_aborted:
@@ -255,32 +226,32 @@ class ManagerServer:
 
     # ---- workers ------------------------------------------------------------------------
 
-    def on_worker_message(self, worker: WorkerConnection, message: Message) -> None:
+    def on_worker_message(self, worker: WorkerConnection, message: messages.Message) -> None:
         """Handle a message of a worker; raise ValueError if it is none, or out of order."""
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._add_worker(worker, message)
             return
         rank = worker.rank
         if rank is None:
             raise ValueError("a message before Hello")
         match message:
-            case QuorumRequest():
+            case messages.QuorumRequest():
                 self._requests[rank] = message
                 self._request_if_complete()
-            case CancelRequest():
+            case messages.CancelRequest():
                 self._requests.pop(rank, None)
                 if self._sent is not None:
                     self._sent = None
                     self._send_up(message)
-            case QuorumAborted():
+            case messages.QuorumAborted():
                 if self._abort_quorum(message):
                     self._send_up(message)
-            case SwitchVote():
+            case messages.SwitchVote():
                 self._on_switch_vote(rank, message)
-            case CommitVote():
+            case messages.CommitVote():
                 self._commit_votes.add_vote(rank, message)
                 self._decide_commit()
-            case Shutdown():
+            case messages.Shutdown():
                 self._done_ranks.add(rank)
                 self._requests.pop(rank, None)
                 if self._is_done:
@@ -323,7 +294,7 @@ class ManagerServer:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener, self._accept_all)
 
-    def _add_worker(self, worker: WorkerConnection, hello: Hello) -> None:
+    def _add_worker(self, worker: WorkerConnection, hello: messages.Hello) -> None:
         if self._size is None:
             self._size = hello.group_world_size
         if hello.group_world_size != self._size or not 0 <= hello.group_rank < self._size:
@@ -338,7 +309,7 @@ class ManagerServer:
         worker.rank = hello.group_rank
         self._done_ranks.discard(hello.group_rank)
         self._workers[hello.group_rank] = worker
-        worker.send(Welcome(self._replica_id))
+        worker.send(messages.Welcome(self._replica_id))
 
     def _close_connections(self) -> None:
         for worker in self._connections:
@@ -352,9 +323,9 @@ class ManagerServer:
         self._lost_reason = reason
         if not self._is_complete(self._requests):
             self._sent = None
-        self._send_up(WorkersLost(reason))
+        self._send_up(messages.WorkersLost(reason))
         if self._result is not None:
-            self._abort_quorum(QuorumAborted(self._result.quorum_id, reason))
+            self._abort_quorum(messages.QuorumAborted(self._result.quorum_id, reason))
         self._decide_commit()
 
     @property
@@ -364,7 +335,7 @@ class ManagerServer:
     def _is_complete(self, by_rank: Sized) -> bool:
         return len(by_rank) == self._size
 
-    def _send_down(self, ranks: Iterable[int], message: Message) -> None:
+    def _send_down(self, ranks: Iterable[int], message: messages.Message) -> None:
         for rank in list(ranks):
             if rank in self._workers:
                 self._workers[rank].send(message)
@@ -375,9 +346,9 @@ class ManagerServer:
         if not self._is_complete(self._requests):
             ranks = (str(r) for r in range(self._size or 0) if r not in self._requests)
             text = f"rank {', '.join(ranks)} of this replica group has not requested a quorum yet"
-            self._send_down(self._requests, QuorumWaiting(text))
+            self._send_down(self._requests, messages.QuorumWaiting(text))
         elif not self._is_connected:
-            self._send_down(self._requests, QuorumWaiting(self._disconnect_reason))
+            self._send_down(self._requests, messages.QuorumWaiting(self._disconnect_reason))
         elif self._sent is None:
             self._number += 1
             self._sent = replace(combine_requests(self._requests), number=self._number)
@@ -391,7 +362,7 @@ class ManagerServer:
             self._lost_reason = None
             self._send_up(self._sent)
 
-    def _on_switch_vote(self, rank: int, vote: SwitchVote) -> None:
+    def _on_switch_vote(self, rank: int, vote: messages.SwitchVote) -> None:
         self._quorum_step = max(self._quorum_step, vote.quorum_step)
         if vote.number != self._proposal_number:
             return
@@ -453,7 +424,7 @@ class WorkerConnection:
             raise PermissionError(f"process {self.pid} is user {uid}'s")
         self.rank: int | None = None
         self._server = server
-        self._lines = LineReader()
+        self._lines = messages.LineReader()
         self._unsent = b""
         self._is_open = True
         self._stopped_since: float | None = None
@@ -469,13 +440,13 @@ class WorkerConnection:
         self._loop.add_reader(self._pidfd, self._on_death)
         self._loop.add_reader(connection, self._read)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Queue a message; drop a worker that does not read for a MiB."""
         if not self._is_open:
             return
         is_waiting = bool(self._unsent)
-        self._unsent += to_line(message)
-        if len(self._unsent) > MAX_LINE_BYTES:
+        self._unsent += messages.to_line(message)
+        if len(self._unsent) > messages.MAX_LINE_BYTES:
             self._disconnect("it does not read")
         elif not is_waiting:
             self._write()
@@ -520,7 +491,7 @@ class WorkerConnection:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(READ_BYTES)
+            data = self._socket.recv(messages.READ_BYTES)
         except BlockingIOError:
             return
         except OSError as e:
@@ -543,7 +514,7 @@ class WorkerConnection:
     def _on_death(self) -> None:
         """Read the socket first: a `Shutdown` may be buffered."""
         with contextlib.suppress(OSError):
-            while self._is_open and (data := self._socket.recv(READ_BYTES)):
+            while self._is_open and (data := self._socket.recv(messages.READ_BYTES)):
                 self._handle(data)
         self._disconnect(f"process {self.pid} ended")
 
@@ -575,7 +546,7 @@ def open_listener(path: str) -> socket.socket:
 # ---- messages of several workers combined into one of their group (pure)
 
 
-def combine_requests(requests: Mapping[int, QuorumRequest]) -> QuorumRequest:
+def combine_requests(requests: Mapping[int, messages.QuorumRequest]) -> messages.QuorumRequest:
     """Return the request of a group, given those of all its workers by rank.
 
     Workers at different steps are no copy of the model: the group gets a state version of its own
@@ -606,10 +577,10 @@ class CommitVotes:
     """The votes of a group's workers on one step after the other."""
 
     def __init__(self) -> None:
-        self._votes: dict[int, CommitVote] = {}
+        self._votes: dict[int, messages.CommitVote] = {}
         self._is_decided = False
 
-    def add_vote(self, rank: int, vote: CommitVote) -> None:
+    def add_vote(self, rank: int, vote: messages.CommitVote) -> None:
         """Add a vote; ignore one on a step before the last."""
         known = next(iter(self._votes.values()), None)
         if known is not None and _step_of(vote) < _step_of(known):
@@ -618,7 +589,7 @@ class CommitVotes:
             self._votes, self._is_decided = {}, False
         self._votes[rank] = vote
 
-    def decide(self, group_world_size: int, *, all_live: bool) -> CommitDecision | None:
+    def decide(self, group_world_size: int, *, all_live: bool) -> messages.CommitDecision | None:
         """Return the decision on the last step, once there is one: one no, or a death, decides."""
         if self._is_decided or not self._votes:
             return None
@@ -627,10 +598,10 @@ class CommitVotes:
             return None
         self._is_decided = True
         vote = next(iter(self._votes.values()))
-        return CommitDecision(vote.quorum_id, vote.quorum_step, commit)
+        return messages.CommitDecision(vote.quorum_id, vote.quorum_step, commit)
 
 
-def _step_of(vote: CommitVote) -> tuple[int, int]:
+def _step_of(vote: messages.CommitVote) -> tuple[int, int]:
     return vote.quorum_id, vote.quorum_step
 
 
@@ -694,7 +665,7 @@ def start_server_process(
         ConfigError: The address has another form.
         OSError: The socket or the process cannot be created.
     """
-    parse_address(lighthouse_addr)
+    messages.parse_address(lighthouse_addr)
     path = Path(tempfile.mkdtemp(prefix="hpc-elastic-ft-")) / "socket"
     try:
         with open_listener(str(path)) as listener:
@@ -775,24 +746,24 @@ class LighthouseLink:
 
     def __init__(self, lighthouse: str, replica_id: str) -> None:
         self.replica_id = replica_id
-        self._address = parse_address(lighthouse)
+        self._address = messages.parse_address(lighthouse)
         self._stream: ClientConnection | None = None
         self._silence_s = _SILENCE_S
         self._has_received = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Queue a message, if there is a connection."""
         if self._stream is not None:
-            self._stream.send(to_frame(message))
+            self._stream.send(messages.to_frame(message))
 
     async def run(self, server: ManagerServer) -> None:
         """Connect, exchange messages, and connect again; until cancelled, which sends the queue."""
-        secret, (host, port) = user_secret(LIGHTHOUSE_PURPOSE), self._address
+        secret, (host, port) = user_secret(messages.LIGHTHOUSE_PURPOSE), self._address
         last_failure = None
         while True:
             try:
                 hello = {"replica": self.replica_id}
-                stream = await connect(host, port, secret, LIGHTHOUSE_SESSION, hello)
+                stream = await connect(host, port, secret, messages.LIGHTHOUSE_SESSION, hello)
             except OSError as e:
                 unproved = isinstance(e, AuthenticationError | ConnectionResetError)
                 failure = f"the lighthouse at {host}:{port} does not answer: {e}"
@@ -816,7 +787,7 @@ class LighthouseLink:
                 while True:
                     raw = await stream.receive()
                     if raw["type"] == "ft":
-                        server.on_message(unpack(raw["message"]))
+                        server.on_message(messages.unpack(raw["message"]))
                     elif raw["type"] == "terms":
                         self._silence_s = float(raw["silence_s"])
                     self._has_received = True

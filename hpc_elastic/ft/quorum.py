@@ -430,7 +430,7 @@ class CommittedProgress:
     @classmethod
     def loaded(cls, step: int, batches_committed: int) -> CommittedProgress:
         """Return the progress of a checkpoint that all groups load alike."""
-        return cls(step, batches_committed, loaded_version(step, batches_committed))
+        return cls(step, batches_committed, _hash(f"loaded|{step}|{batches_committed}"))
 
     def after_step(self, quorum_id: int, num_participants: int) -> CommittedProgress:
         """Return the progress after one more step, committed in a quorum by these contributors."""
@@ -445,14 +445,6 @@ class CommittedProgress:
 def random_version() -> str:
     """Return the version of a state that no other group has: one initialised at random."""
     return secrets.token_hex(_VERSION_BYTES)
-
-
-def loaded_version(step: int, batches_committed: int) -> str:
-    """Return the version of a state that all groups promise to have alike.
-
-    It was loaded from a checkpoint of that step, or initialised from one seed (step 0).
-    """
-    return _hash(f"loaded|{step}|{batches_committed}")
 
 
 def next_version(version: str, quorum_id: int, num_participants: int) -> str:

@@ -211,7 +211,7 @@ for line in sys.stdin:
         if not client.start_step(last_failed=False):
             report("on", client.steps.quorum_step)
             continue
-        known = quorum.loaded_version(0, 0)
+        known = quorum.CommittedProgress.loaded(0, 0).state_version
         request = QuorumRequest(
             client.steps.quorum_step, 0, known, client.steps.quorum_id, 0, 1, False, "h:1", ("m",)
         )

@@ -15,9 +15,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -266,35 +266,35 @@ class QuorumClient:
         return answer
 
     def _join(self, result: QuorumResult, moved: CommittedProgress | None) -> HealedState | None:
-        """Form the group, and send or fetch the state of this progress, unless it is None."""
-        with self._abortable(result.quorum_id) as is_new:
-            if moved is None or self._transport.needs_group:
-                self._configure(result, is_new=is_new)
-                return None if moved is None else self._move_state(result, moved)
-            # both at once, since the other members wait in `configure` for the healing ones
-            moving = run_in_background(lambda: self._move_state(result, moved))
-            try:
-                self._configure(result, is_new=is_new)
-            except BaseException:
-                self._transport.abort()
-                with suppress(Exception):
-                    moving.result()
-                raise
-            return moving.result()
+        """Form the group, and send or fetch the state of this progress, unless it is None.
 
-    @contextmanager
-    def _abortable(self, quorum_id: int) -> Iterator[bool]:
-        """Let `on_abort` abort the body; yield whether the group has to be formed."""
+        Meanwhile `on_abort` can abort it.
+        """
+        quorum_id = result.quorum_id
         self._transport.resume()
         with self._lock:
             is_new = quorum_id != self._configured
             self._entering, self._configured = quorum_id, NO_QUORUM
         try:
             self._raise_if_aborted(quorum_id)
-            yield is_new
+            if moved is None or self._transport.needs_group:
+                self._configure(result, is_new=is_new)
+                healed = None if moved is None else self._move_state(result, moved)
+            else:
+                # both at once, since the other members wait in `configure` for the healing ones
+                moving = run_in_background(lambda: self._move_state(result, moved))
+                try:
+                    self._configure(result, is_new=is_new)
+                except BaseException:
+                    self._transport.abort()
+                    with suppress(Exception):
+                        moving.result()
+                    raise
+                healed = moving.result()
             with self._lock:
                 self._raise_if_aborted(quorum_id)
                 self._configured = quorum_id
+            return healed
         finally:
             with self._lock:
                 self._entering = NO_QUORUM

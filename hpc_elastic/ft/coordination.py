@@ -21,14 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft import messages
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
-from hpc_elastic.ft.messages import (
-    LIGHTHOUSE_PURPOSE,
-    LIGHTHOUSE_SESSION,
-    parse_address,
-    to_frame,
-    unpack,
-)
 from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.transport.addresses import own_addresses
 from hpc_elastic.transport.auth import user_secret
@@ -139,7 +133,7 @@ async def serve(listener: Listener, options: LighthouseOptions) -> None:
         time.time_ns() // 1_000_000,
         QuorumRules(options.min_replicas, options.join_timeout_ms / 1000),
     )
-    await Lighthouse(listener, state, options, user_secret(LIGHTHOUSE_PURPOSE)).serve()
+    await Lighthouse(listener, state, options, user_secret(messages.LIGHTHOUSE_PURPOSE)).serve()
 
 
 def open_port(bind: str) -> tuple[Listener, str]:
@@ -150,7 +144,7 @@ def open_port(bind: str) -> tuple[Listener, str]:
         OSError: The address is not this host's, or the port is taken.
     """
     try:
-        host, port = parse_address(bind)
+        host, port = messages.parse_address(bind)
     except ConfigError as e:
         raise ConfigError("bind", bind, "give it as address:port, such as 0.0.0.0:29510") from e
     listener = Listener(host, port)
@@ -211,7 +205,7 @@ class Lighthouse:
                 connection.close()
 
     def _accept(self, accepted: socket.socket) -> None:
-        connection = ServerConnection(self._secret, LIGHTHOUSE_SESSION, self, self._buffer)
+        connection = ServerConnection(self._secret, messages.LIGHTHOUSE_SESSION, self, self._buffer)
         self._unauthenticated[connection] = None
         if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
             next(iter(self._unauthenticated)).abort("too many unauthenticated connections")
@@ -255,7 +249,7 @@ class Lighthouse:
             return
         now = self._received_at[connection] = self._loop.time()
         if message["type"] == "ft":
-            self._send_all(self._state.on_message(name, unpack(message["message"]), now))
+            self._send_all(self._state.on_message(name, messages.unpack(message["message"]), now))
         else:
             connection.send({"type": "beat"})
 
@@ -289,4 +283,4 @@ class Lighthouse:
         for send in sends:
             connection = self._connections.get(send.replica)
             if connection is not None:
-                connection.send(to_frame(send.message))
+                connection.send(messages.to_frame(send.message))

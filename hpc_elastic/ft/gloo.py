@@ -31,21 +31,8 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed.distributed_c10d import Work
 
-from hpc_elastic.ft.process_group import (
-    AbortedError,
-    LiveGroup,
-    ManagedWork,
-    MemberPlace,
-)
-from hpc_elastic.ft.reconfigurable import (
-    AbortableStore,
-    CancellableTask,
-    ReconfigurableProcessGroup,
-    connect_store,
-    destroy_in_background,
-    name_group,
-    parse_store_addr,
-)
+from hpc_elastic.ft import reconfigurable
+from hpc_elastic.ft.process_group import AbortedError, LiveGroup, ManagedWork, MemberPlace
 from hpc_elastic.transport.addresses import address_towards
 
 _log = logging.getLogger(__name__)
@@ -59,7 +46,7 @@ _WAIT_MOVES_DATA = {"send", "recv", "recv_anysource"}
 """Operations whose `wait` cannot be repeated."""
 
 
-class ProcessGroupGloo(ReconfigurableProcessGroup):
+class ProcessGroupGloo(reconfigurable.ReconfigurableProcessGroup):
     """A reconfigurable group over TCP, for tensors on CPUs (and, copied, on GPUs).
 
     The environment's ``GLOO_SOCKET_IFNAME`` names the interface; else it is the one by which the
@@ -70,17 +57,19 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         """Return its name."""
         return "hpc-elastic-gloo"
 
-    def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
-        where = parse_store_addr(place.store_addr)
-        client = connect_store(where, task)
-        store = AbortableStore(client, where.prefix, place.world_size, task)
+    def _build_group(
+        self, task: reconfigurable.CancellableTask[LiveGroup], place: MemberPlace
+    ) -> LiveGroup:
+        where = reconfigurable.parse_store_addr(place.store_addr)
+        client = reconfigurable.connect_store(where, task)
+        store = reconfigurable.AbortableStore(client, where.prefix, place.world_size, task)
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         own = {"interface": interface} if interface else {"hostname": _own_address(where.host)}
         options: Any = TorchGloo._Options()  # type: ignore[attr-defined]
         options._devices = [TorchGloo.create_device(**own, lazy_init=False)]
         options._timeout = _CONNECT
         options._threads = _THREADS
-        name_group(options, place)
+        reconfigurable.name_group(options, place)
         backend = TorchGloo(store, place.rank, place.world_size, options)
         backend._set_default_timeout(self._timeout)
         pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
@@ -135,7 +124,7 @@ class GlooGroup(LiveGroup):
         self.end_error = error
         connections, self._connections = self._connections, []
         break_connections(connections)
-        is_done = destroy_in_background(self._held)
+        is_done = reconfigurable.destroy_in_background(self._held)
         if isinstance(threading.current_thread(), threading._DummyThread):
             # A callback, on one of the very threads that are to end: it must not wait for itself.
             args = (is_done, error)

@@ -33,26 +33,14 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Work
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.process_group import (
-    DEFAULT_TIMEOUT,
-    LiveGroup,
-    ManagedWork,
-    MemberPlace,
-)
-from hpc_elastic.ft.reconfigurable import (
-    AbortableStore,
-    CancellableTask,
-    ReconfigurableProcessGroup,
-    connect_store,
-    name_group,
-    parse_store_addr,
-)
+from hpc_elastic.ft import reconfigurable
+from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT, LiveGroup, ManagedWork, MemberPlace
 
 _NEVER = timedelta(days=7)  # torch's watchdog ends the process; the WorkWatchdog aborts the group
 _OLDEST = (2, 26)
 
 
-class ProcessGroupNCCL(ReconfigurableProcessGroup):
+class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
     """A reconfigurable group over NCCL, for tensors on the current CUDA device.
 
     Every member sets its device (`torch.cuda.set_device`) before the first `configure`.
@@ -89,13 +77,15 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             torch.cuda.current_stream().synchronize()
         return self._error
 
-    def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
+    def _build_group(
+        self, task: reconfigurable.CancellableTask[LiveGroup], place: MemberPlace
+    ) -> LiveGroup:
         from torch.distributed import ProcessGroupNCCL as TorchNCCL
 
-        where = parse_store_addr(place.store_addr)
-        client = connect_store(where, task)
+        where = reconfigurable.parse_store_addr(place.store_addr)
+        client = reconfigurable.connect_store(where, task)
         # Wait until all members have come, since NCCL's own waiting cannot be interrupted.
-        store = AbortableStore(client, where.prefix, place.world_size, task)
+        store = reconfigurable.AbortableStore(client, where.prefix, place.world_size, task)
         store.set(f"here/{place.rank}", b"1")
         for rank in range(place.world_size):
             store.get(f"here/{rank}")
@@ -103,7 +93,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         options: Any = TorchNCCL.Options()
         options.config.blocking = 0  # else abort() waits for what it is to end
         options._timeout = _NEVER
-        name_group(options, place)
+        reconfigurable.name_group(options, place)
         # NCCL keeps its store for later communicators, and so gets one that outlives the task.
         kept = PrefixStore(where.prefix, client)
         backend = TorchNCCL(kept, place.rank, place.world_size, options)

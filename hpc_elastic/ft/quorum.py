@@ -46,13 +46,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 
-from hpc_elastic.ft.messages import (
-    NO_QUORUM,
-    HealSource,
-    QuorumRequest,
-    QuorumResult,
-    QuorumResults,
-)
+from hpc_elastic.ft import messages
 
 MAX_SOURCES = 4
 _LISTED = 5
@@ -118,7 +112,7 @@ class ActiveQuorum:
     @classmethod
     def before_first(cls) -> ActiveQuorum:
         """Return what stands for the quorum before there is one."""
-        quorum = cls(NO_QUORUM, (), -math.inf)
+        quorum = cls(messages.NO_QUORUM, (), -math.inf)
         quorum.end_reason = "there was none"
         return quorum
 
@@ -182,7 +176,7 @@ class ReplicaRegistry:
     def __init__(self, rules: QuorumRules, lost: Iterable[str] = ()) -> None:
         self.rules = rules
         self.quorum = ActiveQuorum.before_first()
-        self.requests: dict[str, QuorumRequest] = {}
+        self.requests: dict[str, messages.QuorumRequest] = {}
         self.idle: dict[str, None] = {}
         self.connected: set[str] = set()
         self.leave_deadlines: dict[str, float] = {}
@@ -215,7 +209,7 @@ class ReplicaRegistry:
         self.idle.pop(replica, None)
         self.quorum.remove_member(replica)
 
-    def add_request(self, replica: str, request: QuorumRequest, now: float) -> None:
+    def add_request(self, replica: str, request: messages.QuorumRequest, now: float) -> None:
         """Add a group's request for the next quorum."""
         if not self.requests:
             self.first_request_at = now
@@ -284,7 +278,7 @@ class ReplicaRegistry:
                 return f"previous members that have not requested: {missing}"
         else:
             waited_s = now - self.first_request_at
-            is_first = quorum.quorum_id == NO_QUORUM
+            is_first = quorum.quorum_id == messages.NO_QUORUM
             if is_first and now - (self.started_at or 0.0) < rules.startup_wait_s:
                 return "groups that may be about to reconnect"
             is_early = waited_s < rules.join_timeout_s or len(requests) <= len(self.idle)
@@ -345,7 +339,7 @@ class Cohort:
     healing: tuple[int, ...]
 
 
-def find_cohort(requests: Sequence[QuorumRequest]) -> Cohort:
+def find_cohort(requests: Sequence[messages.QuorumRequest]) -> Cohort:
     """Return the cohort of the members that made these requests, by rank; at least one."""
     step = max(r.step for r in requests)
     newest = Counter(r.state_version for r in requests if r.step == step)
@@ -356,8 +350,8 @@ def find_cohort(requests: Sequence[QuorumRequest]) -> Cohort:
 
 
 def assign_results(
-    quorum_id: int, members: Sequence[str], requests: Mapping[str, QuorumRequest]
-) -> dict[str, QuorumResults]:
+    quorum_id: int, members: Sequence[str], requests: Mapping[str, messages.QuorumRequest]
+) -> dict[str, messages.QuorumResults]:
     """Return the results of each member of a new quorum.
 
     Args:
@@ -370,22 +364,22 @@ def assign_results(
     group_world_size = len(by_rank[0].metadata)
     workers = [_results_of_rank(quorum_id, by_rank, cohort, r) for r in range(group_world_size)]
     return {
-        m: QuorumResults(tuple(w[i] for w in workers), requests[m].number)
+        m: messages.QuorumResults(tuple(w[i] for w in workers), requests[m].number)
         for i, m in enumerate(members)
     }
 
 
 def _results_of_rank(
-    quorum_id: int, requests: Sequence[QuorumRequest], cohort: Cohort, group_rank: int
-) -> list[QuorumResult]:
+    quorum_id: int, requests: Sequence[messages.QuorumRequest], cohort: Cohort, group_rank: int
+) -> list[messages.QuorumResult]:
     """Return the results of the workers with one rank in their groups, one of each group."""
     size, num = len(cohort.ranks), len(requests)
     primary = cohort.ranks[group_rank % size]
     following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
     store, next_store = requests[primary].store, requests[following].store
     cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
-    all_sources = [HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
-    sources: dict[int, tuple[HealSource, ...]] = {}
+    all_sources = [messages.HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
+    sources: dict[int, tuple[messages.HealSource, ...]] = {}
     first_source_of: dict[int, list[int]] = {}
     source_of: dict[int, list[int]] = {}
     for i, rank in enumerate(cohort.healing):
@@ -396,7 +390,7 @@ def _results_of_rank(
         for source in chosen:
             source_of.setdefault(source.replica_rank, []).append(rank)
     return [
-        QuorumResult(
+        messages.QuorumResult(
             quorum_id, rank, num, store, cohort.step, cohort.state_version, cohort_rank.get(rank),
             size, sources.get(rank, ()), tuple(first_source_of.get(rank, ())),
             tuple(source_of.get(rank, ())), next_store,

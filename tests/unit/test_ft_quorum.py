@@ -15,12 +15,7 @@ from hpc_elastic.ft.messages import (
     Shutdown,
     WorkersLost,
 )
-from hpc_elastic.ft.quorum import (
-    MAX_SOURCES,
-    CommittedProgress,
-    assign_results,
-    find_cohort,
-)
+from hpc_elastic.ft.quorum import MAX_SOURCES, CommittedProgress, assign_results, find_cohort
 
 
 def members(sent):

@@ -25,15 +25,8 @@ from urllib.parse import urlsplit
 import xxhash
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.checkpointing import _http
+from hpc_elastic.ft.checkpointing import _http, _layout
 from hpc_elastic.ft.checkpointing._http import AnswerHead, HealRequest, Offer, Pieces, StateServer
-from hpc_elastic.ft.checkpointing._layout import (
-    PackedState,
-    StateLayout,
-    Target,
-    digest,
-    stream_parts,
-)
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError, HealTimeoutError
 from hpc_elastic.transport.auth import peers_secret
 
@@ -105,11 +98,13 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             ConfigError: Something in the state cannot be sent; the message names its path.
         """
-        state = PackedState(state_dict, step)
+        state = _layout.PackedState(state_dict, step)
         layout = state.layout.to_json()
-        pieces = Pieces(stream_parts(state.layout, state.raw))
+        pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
         timeout_s = timeout.total_seconds()
-        self._server.offer(Offer(step, layout, digest(layout), pieces, len(dst_ranks), timeout_s))
+        self._server.offer(
+            Offer(step, layout, _layout.digest(layout), pieces, len(dst_ranks), timeout_s)
+        )
 
     def disallow_checkpoint(self) -> None:
         """Return once the state that was offered may change.
@@ -136,11 +131,11 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         began = time.monotonic()
         sources = json.loads(metadata) if metadata.startswith("[") else [metadata]
-        target: list[Target] = []
+        target: list[_layout.Target] = []
 
-        def allocate(layout: StateLayout) -> Pieces:
-            target.append(Target(layout, self._state_dict, in_place=self.in_place))
-            return Pieces(stream_parts(layout, target[0].raw))
+        def allocate(layout: _layout.StateLayout) -> Pieces:
+            target.append(_layout.Target(layout, self._state_dict, in_place=self.in_place))
+            return Pieces(_layout.stream_parts(layout, target[0].raw))
 
         timeout_s = timeout.total_seconds()
         fetch = Fetch(sources, self._key, step, timeout_s, self._num_connections, allocate)
@@ -207,7 +202,7 @@ class Fetch:
         step: int,
         timeout_s: float,
         num_connections: int,
-        allocate: Callable[[StateLayout], Pieces],
+        allocate: Callable[[_layout.StateLayout], Pieces],
     ) -> None:
         """Prepare it.
 
@@ -230,7 +225,7 @@ class Fetch:
         self._sockets: dict[Fetcher, socket.socket] = {}
         each = max(1, -(-num_connections // len(sources)))
         self._live = {Fetcher(s, n) for s in range(len(sources)) for n in range(each)}
-        self._layouts: dict[int, tuple[StateLayout, str]] = {}
+        self._layouts: dict[int, tuple[_layout.StateLayout, str]] = {}
         self._chosen: int | None = None
         self._answered: set[int] = set()
         self._first_layout_at = float("inf")
@@ -403,12 +398,12 @@ class Fetch:
 
     def _add_layout(self, fetcher: Fetcher, raw: bytes) -> None:
         """Add a source's layout, and wait until there is memory for the layout that is fetched."""
-        layout = StateLayout.from_json(raw)
+        layout = _layout.StateLayout.from_json(raw)
         with self._changed:
             if fetcher not in self._live:
                 raise HealError("its source is left out")
             self._first_layout_at = min(self._first_layout_at, time.monotonic())
-            self._layouts[fetcher.source] = layout, digest(raw)
+            self._layouts[fetcher.source] = layout, _layout.digest(raw)
             self._answered.add(fetcher.source)
             self._changed.notify_all()
             while self._chosen is None and not self._stopped:
@@ -432,7 +427,7 @@ class Fetch:
         with self._changed:
             while not self._ranges and not self._is_over():
                 self._changed.wait()
-            if self._digest != digest(raw):
+            if self._digest != _layout.digest(raw):
                 raise HealError("its state is not that of the best source")
 
     def _next_piece(self, fetcher: Fetcher) -> FetchedPiece | None:

@@ -212,10 +212,7 @@ class Manager:
     # ---- a step: quorum, collectives, commit ----------------------------------------------
 
     def start_quorum(
-        self,
-        allow_heal: bool = True,
-        shrink_only: bool = False,
-        timeout: timedelta | None = None,
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
         """Start a step, before its forward pass; `OptimizerWrapper.zero_grad` calls it.
 

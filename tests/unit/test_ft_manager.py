@@ -574,12 +574,7 @@ def test_without_a_run_and_a_lighthouse_both_remedies_are_named(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     own = resolve_place(0, 1, "h", 1)
     with pytest.raises(ConfigError, match=r"ft=true.*TORCHFT_LIGHTHOUSE"):
-        find_server(
-            own,
-            lighthouse_addr=None,
-            replica_id=None,
-            connect_timeout_s=1.0,
-        )
+        find_server(own, lighthouse_addr=None, replica_id=None, connect_timeout_s=1.0)
 
 
 def test_missing_place_in_the_group_names_argument_and_variable(monkeypatch):

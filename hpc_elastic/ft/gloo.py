@@ -1,9 +1,9 @@
 """ProcessGroupGloo: gloo in a process that outlives its peers, aborted and reconfigured in place.
 
-gloo's collectives can neither be interrupted nor notice that a peer is lost; they fail only when a
-connection breaks, or at their time-out. So this group keeps duplicates of its own connections, and
-breaks them to abort. The next `configure` makes a new group of torch's with a listener of its own;
-the old one's threads are ended in the background.
+gloo's collectives can neither be interrupted (not by its `abort` either) nor notice that a peer is
+lost; they fail only when a connection breaks, or at their time-out. So this group keeps duplicates
+of its own connections, and breaks them to abort. The next `configure` makes a new group of torch's
+with a listener of its own; the old one's threads are ended in the background.
 
 Private to torch, and named in a test: ``ProcessGroupGloo._Options`` with ``_devices``,
 ``_timeout`` and ``_threads``; ``_set_default_timeout``; ``ProcessGroup._register_backend`` and
@@ -153,12 +153,11 @@ def _own_address(store_host: str) -> str:
 
 
 # ---- the TCP connections of one gloo group, found among all of this process, to break them
-# gloo cannot be interrupted: its `abort` leaves a collective waiting for a silent peer. But it
-# fails at once when a connection breaks, so the group breaks its own. They are found exactly: gloo
-# publishes the address on which it listens (a ``sockaddr``, somewhere in what it writes to the
-# store), and a connection of the group has either the own listener as its own end, or a peer's as
-# the other. The group keeps duplicates, so it never touches a descriptor that gloo has closed and
-# other code has opened again. It leaves the listener alone: gloo ends the process if that is shut.
+# They are found exactly: gloo publishes the address on which it listens (a ``sockaddr``, somewhere
+# in what it writes to the store), and a connection of the group has either the own listener as its
+# own end, or a peer's as the other. The group keeps duplicates, so it never touches a descriptor
+# that gloo has closed and other code has opened again. It leaves the listener alone: gloo ends the
+# process if that is shut.
 #
 # The connections of several ranks in one process cannot be distinguished: aborting one of them
 # aborts all.

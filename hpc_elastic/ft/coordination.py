@@ -15,20 +15,15 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft import messages
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
-from hpc_elastic.ft.messages import (
-    LIGHTHOUSE_PURPOSE,
-    LIGHTHOUSE_SESSION,
-    parse_address,
-    to_frame,
-    unpack,
-)
+from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.transport.auth import user_secret
 from hpc_elastic.transport.connection import BUFFER_BYTES, Listener, ServerConnection
 from hpc_elastic.transport.interface import own_addresses
@@ -41,7 +36,7 @@ _STALL_S = 0.3
 """A lighthouse stalled if it has not ticked for longer: its process was stopped, or the script that
 it is a thread of held the interpreter lock."""
 _RECONNECT_S = 1.0
-"""How long replicas may take to reconnect whose connections ended during a stall."""
+"""Time of replicas to reconnect whose connections ended during a stall."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,24 +58,12 @@ class LighthouseOptions:
     heartbeat_timeout_ms: int = 5000
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: A number is out of range.
-        """
+        """Raise ConfigError if a number is out of range."""
         ranges = (("min_replicas", 1), ("join_timeout_ms", 0), ("quorum_tick_ms", 1),
                   ("heartbeat_timeout_ms", 100))  # fmt: skip
         for key, least in ranges:
             if getattr(self, key) < least:
                 raise ConfigError(key, getattr(self, key), f"at least {least}")
-
-    @property
-    def tick_s(self) -> float:
-        """Seconds between two ticks; whatever happens in between is handled at once."""
-        tick_s = self.quorum_tick_ms / 1000
-        if self.join_timeout_ms:
-            tick_s = min(tick_s, self.join_timeout_ms / 1000 / _TICKS_PER_JOIN)
-        return min(tick_s, _MAX_TICK_S)
 
 
 class LighthouseServer:
@@ -114,10 +97,16 @@ class LighthouseServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[None] | None = None
         started = threading.Event()
+
+        async def run() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._serving = asyncio.create_task(serve(self._listener, options))
+            started.set()
+            with suppress(asyncio.CancelledError):
+                await self._serving
+
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(options, started.set)),
-            name="lighthouse",
-            daemon=True,
+            target=lambda: asyncio.run(run()), name="lighthouse", daemon=True
         )
         self._thread.start()
         started.wait()
@@ -133,13 +122,6 @@ class LighthouseServer:
                 self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
 
-    async def _serve(self, options: LighthouseOptions, on_start: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._serving = asyncio.create_task(serve(self._listener, options))
-        on_start()
-        with suppress(asyncio.CancelledError):
-            await self._serving
-
 
 async def serve(listener: Listener, options: LighthouseOptions) -> None:
     """Serve a lighthouse until cancelled.
@@ -149,10 +131,9 @@ async def serve(listener: Listener, options: LighthouseOptions) -> None:
     """
     state = LighthouseState(
         time.time_ns() // 1_000_000,
-        min_replicas=options.min_replicas,
-        join_timeout_s=options.join_timeout_ms / 1000,
+        QuorumRules(options.min_replicas, options.join_timeout_ms / 1000),
     )
-    await Lighthouse(listener, state, options, user_secret(LIGHTHOUSE_PURPOSE)).serve()
+    await Lighthouse(listener, state, options, user_secret(messages.LIGHTHOUSE_PURPOSE)).serve()
 
 
 def open_port(bind: str) -> tuple[Listener, str]:
@@ -163,26 +144,19 @@ def open_port(bind: str) -> tuple[Listener, str]:
         OSError: The address is not this host's, or the port is taken.
     """
     try:
-        host, port = parse_address(bind)
+        host, port = messages.parse_address(bind)
     except ConfigError as e:
         raise ConfigError("bind", bind, "give it as address:port, such as 0.0.0.0:29510") from e
     listener = Listener(host, port)
-    shown = _reachable_host(host)
+    shown, is_unspecified = host, False
+    with suppress(ValueError):  # a name
+        is_unspecified = ipaddress.ip_address(host).is_unspecified
+    if is_unspecified:
+        shown = next(address for address in own_addresses())
+        if ipaddress.ip_address(shown).is_loopback:
+            with suppress(OSError):
+                shown = socket.gethostbyname(socket.gethostname())
     return listener, f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.port}"
-
-
-def _reachable_host(host: str) -> str:
-    try:
-        if not ipaddress.ip_address(host).is_unspecified:
-            return host
-    except ValueError:  # a name
-        return host
-    known = next(address for address in own_addresses())
-    if not ipaddress.ip_address(known).is_loopback:
-        return known
-    with suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return known
 
 
 class Lighthouse:
@@ -193,7 +167,9 @@ class Lighthouse:
     ) -> None:
         self._listener = listener
         self._state = state
-        self._tick_s = options.tick_s
+        self._tick_s = min(_MAX_TICK_S, options.quorum_tick_ms / 1000)
+        if options.join_timeout_ms:
+            self._tick_s = min(self._tick_s, options.join_timeout_ms / 1000 / _TICKS_PER_JOIN)
         self._silence_s = options.heartbeat_timeout_ms / 1000
         self._secret = secret
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -205,7 +181,7 @@ class Lighthouse:
         self._opening: set[asyncio.Task[None]] = set()
         self._reconnecting: dict[str, asyncio.TimerHandle] = {}
         """Replicas whose connections ended during a stall."""
-        self._ticked_at = self._stall_excused_until = 0.0
+        self._ticked_at = self._stalled_until = 0.0
         self._loop = asyncio.get_running_loop()
 
     async def serve(self) -> None:
@@ -217,7 +193,9 @@ class Lighthouse:
                 await asyncio.sleep(self._tick_s)
                 self._check_for_stall()
                 self._ticked_at = self._loop.time()
-                self._drop_silent()
+                since = self._loop.time() - self._silence_s
+                for connection in [c for c, at in self._received_at.items() if at < since]:
+                    connection.abort(f"silent for {self._silence_s:g} s")
                 self._send_all(self._state.on_tick(self._loop.time()))
         finally:
             self._listener.close()
@@ -227,20 +205,21 @@ class Lighthouse:
                 connection.close()
 
     def _accept(self, accepted: socket.socket) -> None:
-        connection = ServerConnection(self._secret, LIGHTHOUSE_SESSION, self, self._buffer)
+        connection = ServerConnection(self._secret, messages.LIGHTHOUSE_SESSION, self, self._buffer)
         self._unauthenticated[connection] = None
         if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
             next(iter(self._unauthenticated)).abort("too many unauthenticated connections")
-        task = asyncio.create_task(self._open(connection, accepted))
+
+        async def open_connection() -> None:
+            try:
+                await self._loop.connect_accepted_socket(lambda: connection, accepted)
+            except OSError as e:
+                accepted.close()
+                self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")
+
+        task = asyncio.create_task(open_connection())
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
-
-    async def _open(self, connection: ServerConnection, accepted: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: connection, accepted)
-        except OSError as e:
-            accepted.close()
-            self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")
 
     # ---- events of connections (`transport.connection.ConnectionOwner`) ------------------
 
@@ -252,7 +231,8 @@ class Lighthouse:
         self._unauthenticated.pop(connection, None)
         before = self._connections.pop(name, None)
         if before is not None:
-            self._forget(before)
+            self._names.pop(before, None)
+            self._received_at.pop(before, None)
             before.abort("it has reconnected")
         if name in self._reconnecting:
             self._reconnecting.pop(name).cancel()
@@ -269,19 +249,19 @@ class Lighthouse:
             return
         now = self._received_at[connection] = self._loop.time()
         if message["type"] == "ft":
-            self._send_all(self._state.on_message(name, unpack(message["message"]), now))
+            self._send_all(self._state.on_message(name, messages.unpack(message["message"]), now))
         else:
             connection.send({"type": "beat"})
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """Handle the end of a connection."""
         self._unauthenticated.pop(connection, None)
-        name = self._names.get(connection)
-        self._forget(connection)
+        name = self._names.pop(connection, None)
+        self._received_at.pop(connection, None)
         if name is not None:
             del self._connections[name]
             self._check_for_stall()
-            if self._loop.time() < self._stall_excused_until:
+            if self._loop.time() < self._stalled_until:
                 later = self._loop.call_later
                 self._reconnecting[name] = later(_RECONNECT_S, self._lose_replica, name, reason)
             else:
@@ -296,20 +276,11 @@ class Lighthouse:
         """Excuse silence and lost connections if this process has stalled: replicas reconnect."""
         now = self._loop.time()
         if now - self._ticked_at > self._tick_s + _STALL_S:
-            self._stall_excused_until = now + _RECONNECT_S
+            self._stalled_until = now + _RECONNECT_S
             self._received_at = dict.fromkeys(self._received_at, now)
-
-    def _forget(self, connection: ServerConnection) -> None:
-        self._names.pop(connection, None)
-        self._received_at.pop(connection, None)
-
-    def _drop_silent(self) -> None:
-        since = self._loop.time() - self._silence_s
-        for connection in [c for c, received in self._received_at.items() if received < since]:
-            connection.abort(f"silent for {self._silence_s:g} s")
 
     def _send_all(self, sends: Iterable[ReplicaMessage]) -> None:
         for send in sends:
             connection = self._connections.get(send.replica)
             if connection is not None:
-                connection.send(to_frame(send.message))
+                connection.send(messages.to_frame(send.message))

@@ -1,9 +1,9 @@
 """ProcessGroupGloo: gloo in a process that outlives its peers, aborted and reconfigured in place.
 
-gloo's collectives can neither be interrupted nor learn that a peer is lost; they fail only when a
-connection breaks, or at their time-out. So this group keeps duplicates of its own connections, and
-breaks them to abort. The next `configure` makes a new group of torch's with a listener of its own;
-the old one's threads are ended in the background.
+gloo's collectives can neither be interrupted (not by its `abort` either) nor notice that a peer is
+lost; they fail only when a connection breaks, or at their time-out. So this group keeps duplicates
+of its own connections, and breaks them to abort. The next `configure` makes a new group of torch's
+with a listener of its own; the old one's threads are ended in the background.
 
 Private to torch, and named in a test: ``ProcessGroupGloo._Options`` with ``_devices``,
 ``_timeout`` and ``_threads``; ``_set_default_timeout``; ``ProcessGroup._register_backend`` and
@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -31,17 +31,8 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed.distributed_c10d import Work
 
-from hpc_elastic.ft.process_group import AbortedError, ManagedWork, translate_error
-from hpc_elastic.ft.reconfigurable import (
-    AbortableStore,
-    CancellableTask,
-    LiveGroup,
-    MemberPlace,
-    ReconfigurableProcessGroup,
-    connect_store,
-    destroy_in_background,
-    parse_store_addr,
-)
+from hpc_elastic.ft import reconfigurable
+from hpc_elastic.ft.process_group import AbortedError, LiveGroup, ManagedWork, MemberPlace
 from hpc_elastic.transport.interface import address_towards
 
 _log = logging.getLogger(__name__)
@@ -55,7 +46,7 @@ _WAIT_MOVES_DATA = {"send", "recv", "recv_anysource"}
 """Operations whose `wait` cannot be repeated."""
 
 
-class ProcessGroupGloo(ReconfigurableProcessGroup):
+class ProcessGroupGloo(reconfigurable.ReconfigurableProcessGroup):
     """A reconfigurable group over TCP, for tensors on CPUs (and, copied, on GPUs).
 
     The environment's ``GLOO_SOCKET_IFNAME`` names the interface; else it is the one by which the
@@ -66,23 +57,37 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         """Return its name."""
         return "hpc-elastic-gloo"
 
-    def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
-        where = parse_store_addr(place.store_addr)
-        client = connect_store(where, task)
-        store = AbortableStore(client, where.prefix, place.world_size, task)
-        options = _options(place, where.host)
+    def _build_group(
+        self, task: reconfigurable.CancellableTask[LiveGroup], place: MemberPlace
+    ) -> LiveGroup:
+        where = reconfigurable.parse_store_addr(place.store_addr)
+        client = reconfigurable.connect_store(where, task)
+        store = reconfigurable.AbortableStore(client, where.prefix, place.world_size, task)
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        own = {"interface": interface} if interface else {"hostname": _own_address(where.host)}
+        options: Any = TorchGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [TorchGloo.create_device(**own, lazy_init=False)]
+        options._timeout = _CONNECT
+        options._threads = _THREADS
+        reconfigurable.name_group(options, place)
         backend = TorchGloo(store, place.rank, place.world_size, options)
         backend._set_default_timeout(self._timeout)
-        return GlooGroup(place, _torch_group(backend, place), _own_connections(store, place))
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        live, parent = self._live, self.parent
-        assert isinstance(live, GlooGroup)
-        try:
-            work = getattr(parent, name)(*args, **kwargs)
-        except RuntimeError as e:
-            raise translate_error(e, name, live) from e
-        return ManagedWork(work, name, live, is_abortable=name not in _WAIT_MOVES_DATA)
+        pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
+        gloo = TorchProcessGroup.BackendType.GLOO
+        pg._set_default_backend(gloo)
+        for device in ("cpu", "cuda", "xpu"):
+            if device == "cpu" or getattr(torch, device).is_available():
+                pg._register_backend(torch.device(device), gloo, backend)
+        published = {key.rpartition("/")[2]: value for key, value in store.values.items()}
+        listener = published.pop(str(place.rank), b"")
+        found = find_connections(listener, published.values())
+        if len(found) < place.world_size - 1:
+            _log.warning(
+                "%s: %d connections of gloo's found instead of %d: abort() cannot interrupt its "
+                "operations before their time-out. This release of torch (%s) may not be "
+                "supported.", place, len(found), place.world_size - 1, torch.__version__,
+            )  # fmt: skip
+        return GlooGroup(place, pg, found)
 
 
 class GlooGroup(LiveGroup):
@@ -107,6 +112,10 @@ class GlooGroup(LiveGroup):
         """Set the time-out of later operations."""
         self.pg.set_timeout(timeout)
 
+    def watch_work(self, work: Work, operation: str) -> ManagedWork:
+        """Return an operation that has just started here; it can be given up, if that is safe."""
+        return ManagedWork(work, operation, self, is_abortable=operation not in _WAIT_MOVES_DATA)
+
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
         """Break the connections, and wait until gloo's threads have ended.
 
@@ -115,7 +124,7 @@ class GlooGroup(LiveGroup):
         self.end_error = error
         connections, self._connections = self._connections, []
         break_connections(connections)
-        is_done = destroy_in_background(self._held)
+        is_done = reconfigurable.destroy_in_background(self._held)
         if isinstance(threading.current_thread(), threading._DummyThread):
             # A callback, on one of the very threads that are to end: it must not wait for itself.
             args = (is_done, error)
@@ -129,75 +138,29 @@ class GlooGroup(LiveGroup):
         if not in_time:
             _log.debug("%s: gloo is stuck; its operations are given up", self.place)
             for work in list(self.pending):
-                work.fail_future(error)
-
-
-def _options(place: MemberPlace, store_host: str) -> Any:
-    options = TorchGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_device(store_host)]
-    options._timeout = _CONNECT
-    options._threads = _THREADS
-    if place.global_ranks:
-        options.global_ranks_in_group = place.global_ranks
-    if place.quorum_id is not None:
-        options.group_name = f"ft_quorum_{place.quorum_id}_rank_{place.group_rank or 0}"
-    return options
-
-
-def _device(store_host: str) -> Any:
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if name:
-        return TorchGloo.create_device(interface=name, lazy_init=False)
-    return TorchGloo.create_device(hostname=_own_address(store_host), lazy_init=False)
+                work.end_future(None, error)
 
 
 def _own_address(store_host: str) -> str:
     """Return this node's address for its peers, which reach the store as well."""
     address = address_towards(store_host)
     if address.startswith("127.") and store_host not in ("localhost", address):
-        return _outward_address() or address  # a hosts file may name this host 127.0.1.1
+        # a hosts file may name this host 127.0.1.1
+        for known in (a for interface in psutil.net_if_addrs().values() for a in interface):
+            if known.family == socket.AF_INET and not known.address.startswith("127."):
+                return known.address
     return address
 
 
-def _outward_address() -> str | None:
-    addresses = (a for known in psutil.net_if_addrs().values() for a in known)
-    usable = (a.address for a in addresses if a.family == socket.AF_INET)
-    return next((a for a in usable if not a.startswith("127.")), None)
-
-
-def _torch_group(backend: TorchGloo, place: MemberPlace) -> TorchProcessGroup:
-    pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
-    pg._set_default_backend(TorchProcessGroup.BackendType.GLOO)
-    for device in ("cpu", "cuda", "xpu"):
-        if device == "cpu" or getattr(torch, device).is_available():
-            pg._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
-    return pg
-
-
-def _own_connections(store: AbortableStore, place: MemberPlace) -> list[socket.socket]:
-    published = {key.rpartition("/")[2]: value for key, value in store.values.items()}
-    own = published.get(str(place.rank), b"")
-    peers = [value for rank, value in published.items() if rank != str(place.rank)]
-    found = find_connections(own, peers)
-    if len(found) < place.world_size - 1:
-        _log.warning(
-            "%s: %d connections of gloo's found instead of %d: abort() cannot interrupt its "
-            "operations before their time-out. This release of torch (%s) may not be supported.",
-            place, len(found), place.world_size - 1, torch.__version__,
-        )  # fmt: skip
-    return found
-
-
 # ---- the TCP connections of one gloo group, found among all of this process, to break them
-# gloo cannot be interrupted: its `abort` leaves a collective waiting for a silent peer. But it
-# fails at once when a connection breaks, so the group breaks its own. They are found exactly: gloo
-# publishes the address on which it listens (a ``sockaddr``, somewhere in what it writes to the
-# store), and a connection of the group has either the own listener as its own end, or a peer's as
-# the other. The group keeps duplicates, so it never touches a descriptor that gloo has closed and
-# other code has opened again. It leaves the listener alone: gloo ends the process if that is shut.
+# They are found exactly: gloo publishes the address on which it listens (a ``sockaddr``, somewhere
+# in what it writes to the store), and a connection of the group has either the own listener as its
+# own end, or a peer's as the other. The group keeps duplicates, so it never touches a descriptor
+# that gloo has closed and other code has opened again. It leaves the listener alone: gloo ends the
+# process if that is shut.
 #
-# If several ranks of a group live in one process, their connections cannot be told apart: aborting
-# one of them aborts all.
+# The connections of several ranks in one process cannot be distinguished: aborting one of them
+# aborts all.
 
 
 _FDS = Path("/proc/self/fd")
@@ -222,12 +185,19 @@ def find_connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket
         peers: What gloo published for the others.
     """
     found: dict[int, socket.socket] = {}
-    for sock in _duplicates(own, peers):
-        inode = os.fstat(sock.fileno()).st_ino
-        if inode in found:  # a duplicate made here, or by other code that does the same
-            sock.close()
-        else:
-            found[inode] = sock
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
+            is_socket = str(entry.readlink()).startswith("socket:")
+            if not is_socket or not _is_of_group(int(entry.name), own, peers):
+                continue
+            sock = socket.socket(fileno=os.dup(int(entry.name)))
+            inode = os.fstat(sock.fileno()).st_ino
+            # another duplicate may be one made here, or by other code that does the same
+            if inode not in found and _is_of_group(sock.fileno(), own, peers):
+                found[inode] = sock
+            else:
+                sock.close()
     return list(found.values())
 
 
@@ -249,46 +219,25 @@ def break_connections(connections: Collection[socket.socket]) -> None:
     for sock in connections:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        if has_closed:
-            _drain(sock)  # a connection closed with unread bytes loses what was sent
+        if has_closed:  # a connection closed with unread bytes loses what was sent
+            with suppress(OSError):
+                while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
+                    pass
         sock.close()
-
-
-def _drain(sock: socket.socket) -> None:
-    with suppress(OSError):
-        while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
-            pass
 
 
 def _await_close_by_gloo(connections: Collection[socket.socket]) -> bool:
     """Wait briefly until gloo closes its own descriptors; return whether it has."""
     names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in connections}
     until = time.monotonic() + _CLOSE_S
-    while (num_open := _num_open(names)) > len(connections) and time.monotonic() < until:
+    while True:
+        num_open = 0
+        for entry in list(_FDS.iterdir()):
+            with suppress(OSError):  # closed meanwhile
+                num_open += str(entry.readlink()) in names
+        if num_open <= len(connections) or time.monotonic() >= until:
+            return num_open <= len(connections)
         time.sleep(_CLOSE_S / 50)
-    return num_open <= len(connections)
-
-
-def _num_open(names: Collection[str]) -> int:
-    count = 0
-    for entry in list(_FDS.iterdir()):
-        with suppress(OSError):  # closed meanwhile
-            count += str(entry.readlink()) in names
-    return count
-
-
-def _duplicates(own: bytes, peers: Collection[bytes]) -> Iterator[socket.socket]:
-    for entry in list(_FDS.iterdir()):
-        with suppress(OSError):  # closed meanwhile
-            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
-            is_socket = str(entry.readlink()).startswith("socket:")
-            if not is_socket or not _is_of_group(int(entry.name), own, peers):
-                continue
-            sock = socket.socket(fileno=os.dup(int(entry.name)))
-            if _is_of_group(sock.fileno(), own, peers):
-                yield sock
-            else:
-                sock.close()
 
 
 def _is_of_group(fd: int, own: bytes, peers: Collection[bytes]) -> bool:

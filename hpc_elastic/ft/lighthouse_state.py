@@ -51,30 +51,10 @@ the same step; only if one is past it the quorum is aborted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from hpc_elastic.ft import quorum
-from hpc_elastic.ft.messages import (
-    EPOCH_SHIFT,
-    NO_QUORUM,
-    CancelRequest,
-    CheckpointBeforeLeave,
-    ConfirmSwitch,
-    LeaveGranted,
-    LeaveNotice,
-    Message,
-    ProposeSwitch,
-    QuorumAborted,
-    QuorumRequest,
-    QuorumResults,
-    QuorumWaiting,
-    ReplicaStatus,
-    Shutdown,
-    SwitchVote,
-    WorkersLost,
-)
+from hpc_elastic.ft import messages, quorum
 from hpc_elastic.ft.quorum import ActiveQuorum, QuorumRules, ReplicaRegistry, list_some
 from hpc_elastic.step_agreement import (
     LONGEST_PAUSE_S,
@@ -100,7 +80,7 @@ class ReplicaMessage:
     """A message to a replica group."""
 
     replica: str
-    message: Message
+    message: messages.Message
 
 
 class LighthouseState:
@@ -115,60 +95,69 @@ class LighthouseState:
     def __init__(
         self,
         epoch: int,
+        rules: QuorumRules = QuorumRules(),  # noqa: B008 - immutable
         *,
-        min_replicas: int = 1,
-        join_timeout_s: float = 0.1,
         lost_members: Iterable[str] = (),
-        rules: QuorumRules | None = None,
     ) -> None:
         """Start an epoch without a quorum.
 
         Args:
             epoch: Higher than that of every lighthouse of this run before; at least 0.
-            min_replicas: The fewest members of a quorum, at least 1; groups may require more.
-            join_timeout_s: Wait of the first quorum for groups that are connected.
+            rules: Sizes and time-outs; groups may require more members.
             lost_members: Groups known to be dead (the leader before); not waited for.
-            rules: All of these and more, instead of ``min_replicas`` and ``join_timeout_s``.
         """
-        rules = rules or QuorumRules(min_replicas, join_timeout_s)
         self._registry = ReplicaRegistry(rules, lost_members)
-        self._next_id = (epoch << EPOCH_SHIFT) + 1
-        self._switch = StepAgreement[str](_AHEAD_S, epoch << EPOCH_SHIFT)
-        self._leaving: frozenset[str] = frozenset()
+        self._next_id = (epoch << messages.EPOCH_SHIFT) + 1
+        self._switch = StepAgreement[str](_AHEAD_S, epoch << messages.EPOCH_SHIFT)
+        self._leavers: frozenset[str] = frozenset()
         """Members that are confirmed to leave at the switch."""
-        self._answered: dict[str, QuorumRequest] = {}
-        self._results: dict[str, QuorumResults] = {}
+        self._answered: dict[str, messages.QuorumRequest] = {}
+        self._results: dict[str, messages.QuorumResults] = {}
         self._is_complete = True
         """All members have connected to this lighthouse."""
         self._is_probing = False
         """Asks all members for their steps, to find what an earlier lighthouse has confirmed."""
         self._waits_for = ""
         self._reported_at = -math.inf
-        self._handlers: dict[type, Callable[[str, Any, float], list[ReplicaMessage]]] = {
-            ReplicaStatus: self._on_status,
-            QuorumRequest: self._on_request,
-            CancelRequest: self._on_cancel,
-            QuorumAborted: self._on_abort_report,
-            SwitchVote: self._on_switch_vote,
-            LeaveNotice: self._on_leave_notice,
-            WorkersLost: self._on_workers_lost,
-            Shutdown: self._on_shutdown,
-        }
 
     # ---- events --------------------------------------------------------------------------
 
     def on_connect(self, replica: str, now: float) -> list[ReplicaMessage]:
         """Handle the (new) connection of a group; its status and its request follow."""
-        self._registry.mark_started(now)
+        if self._registry.started_at is None:
+            self._registry.started_at = now
         self._registry.add_connection(replica)
         return []
 
-    def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
+    def on_message(
+        self, replica: str, message: messages.Message, now: float
+    ) -> list[ReplicaMessage]:
         """Handle a message of a connected group; ignore those that are not for a lighthouse."""
-        handler = self._handlers.get(type(message))
-        if handler is None or replica not in self._registry.connected:
+        registry, sends = self._registry, []
+        if replica not in registry.connected:
             return []
-        return [*handler(replica, message, now), *self._advance(now)]
+        match message:
+            case messages.ReplicaStatus():
+                sends = self._on_status(replica, message, now)
+            case messages.QuorumRequest():
+                sends = self._on_request(replica, message, now)
+            case messages.CancelRequest():
+                registry.remove_request(replica)
+            case messages.QuorumAborted():
+                sends = self._on_abort_report(replica, message, now)
+            case messages.SwitchVote():
+                sends = self._on_switch_vote(replica, message, now)
+            case messages.LeaveNotice():
+                if replica not in registry.leave_deadlines:
+                    self._switch.hurry()
+                registry.leave_deadlines[replica] = now + message.left_s
+            case messages.WorkersLost():
+                sends = self._on_workers_lost(replica, message, now)
+            case messages.Shutdown():
+                sends = self._on_shutdown(replica, now)
+            case _:
+                return []
+        return [*sends, *self._advance(now)]
 
     def on_disconnect(self, replica: str, reason: str, now: float) -> list[ReplicaMessage]:
         """Handle the loss of a group, also of one that is known to be dead and never connected."""
@@ -179,46 +168,54 @@ class LighthouseState:
 
     def on_tick(self, now: float) -> list[ReplicaMessage]:
         """Handle time-outs; to be called every 20 to 100 ms. Nothing else depends on it."""
-        self._registry.mark_started(now)
-        sends = [*self._abort_if_missing(now), *self._abort_after_shutdown(now)]
+        if self._registry.started_at is None:
+            self._registry.started_at = now
+        sends = self._abort_if_missing(now)
+        active = self._quorum
+        if active.first_shutdown is not None:
+            replica, since = active.first_shutdown
+            if now - since >= _LAST_BYTES_S:
+                sends += self._abort_quorum(f"{replica} is done")
         sends += [*self._complete_adoption(now), *self._expire_switch(now)]
         return [*sends, *self._advance(now), *self._report_waiting(now)]
 
     # ---- messages of groups --------------------------------------------------------------
 
-    def _on_status(self, replica: str, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
-        if status.quorum_id == NO_QUORUM:
+    def _on_status(
+        self, replica: str, status: messages.ReplicaStatus, now: float
+    ) -> list[ReplicaMessage]:
+        if status.quorum_id == messages.NO_QUORUM:
             return []
         sends = self._adopt(status, now)
         active = self._quorum
         if status.quorum_id != active.quorum_id:
             reason = f"quorum {active.quorum_id} has been formed without {replica}"
-            return [*sends, ReplicaMessage(replica, QuorumAborted(status.quorum_id, reason))]
-        self._registry.add_reconnected(replica, status.replica_rank)
+            return [
+                *sends,
+                ReplicaMessage(replica, messages.QuorumAborted(status.quorum_id, reason)),
+            ]
+        active.add_reconnected(replica, status.replica_rank)
+        self._registry.idle.pop(replica, None)
         if active.is_active and status.is_aborted:
             return [*sends, *self._abort_quorum(f"{replica} reconnected without it", replica)]
         if active.is_active:
             return [*sends, *self._resume_member(replica, now)]
         if not status.is_aborted:
-            aborted = QuorumAborted(status.quorum_id, active.end_reason or "")
+            aborted = messages.QuorumAborted(status.quorum_id, active.end_reason or "")
             sends.append(ReplicaMessage(replica, aborted))
         return sends
 
-    def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        registry, active = self._registry, self._registry.quorum
+    def _on_request(
+        self, replica: str, request: messages.QuorumRequest, now: float
+    ) -> list[ReplicaMessage]:
+        registry, active = self._registry, self._quorum
         self._next_id = max(self._next_id, request.quorum_id + 1)
-        if active is None or not active.is_active or not registry.is_member(replica):
+        if not active.is_active or not registry.is_member(replica):
             registry.add_request(replica, request, now)
             return []
         if request == self._answered.get(replica):  # repeated before the result had arrived
             return [ReplicaMessage(replica, self._results[replica])]
         registry.add_request(replica, request, now)
-        return self._on_member_request(replica, request, active, now)
-
-    def _on_member_request(
-        self, replica: str, request: QuorumRequest, active: ActiveQuorum, now: float
-    ) -> list[ReplicaMessage]:
-        """Handle the request of a member of the active quorum for the next one."""
         switch = self._switch
         is_confirmed = switch.state is AgreementState.CONFIRMED
         if is_confirmed and request.quorum_step == switch.step:
@@ -240,23 +237,19 @@ class LighthouseState:
             return self._send_switch(switch.retain(active.not_requesting, now), now)
         return self._send_switch(switch.begin_at(steps.pop(), active.not_requesting, now), now)
 
-    def _on_cancel(self, replica: str, _: CancelRequest, now: float) -> list[ReplicaMessage]:
-        self._registry.remove_request(replica)
-        return []
-
     def _on_abort_report(
-        self, replica: str, aborted: QuorumAborted, now: float
+        self, replica: str, aborted: messages.QuorumAborted, now: float
     ) -> list[ReplicaMessage]:
-        active = self._registry.quorum
-        if active is None or aborted.quorum_id != active.quorum_id:
-            return []
-        if not self._registry.is_member(replica):
+        is_present = aborted.quorum_id == self._quorum.quorum_id
+        if not is_present or not self._registry.is_member(replica):
             return []
         return self._abort_quorum(f"{replica}: {aborted.reason}", replica)
 
-    def _on_switch_vote(self, replica: str, vote: SwitchVote, now: float) -> list[ReplicaMessage]:
-        active, switch = self._registry.quorum, self._switch
-        if active is None or not active.is_active or vote.quorum_id != active.quorum_id:
+    def _on_switch_vote(
+        self, replica: str, vote: messages.SwitchVote, now: float
+    ) -> list[ReplicaMessage]:
+        active, switch = self._quorum, self._switch
+        if not active.is_active or vote.quorum_id != active.quorum_id:
             return []
         if replica not in active.not_requesting:
             return []  # it requests already, and the proposal reached it after that
@@ -268,25 +261,19 @@ class LighthouseState:
         step_vote = StepVote(vote.number, vote.ok, vote.quorum_step, vote.rate)
         return self._send_switch(switch.vote(replica, step_vote, now), now)
 
-    def _on_leave_notice(
-        self, replica: str, notice: LeaveNotice, now: float
+    def _on_workers_lost(
+        self, replica: str, lost: messages.WorkersLost, now: float
     ) -> list[ReplicaMessage]:
-        if replica not in self._registry.leave_deadlines:
-            self._switch.hurry()
-        self._registry.leave_deadlines[replica] = now + notice.left_s
-        return []
-
-    def _on_workers_lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
         was_member = self._registry.is_member(replica)
         sends = self._abort_quorum(f"{replica}: {lost.reason}") if was_member else []
         self._registry.drop_replica(replica)
         return sends
 
-    def _on_shutdown(self, replica: str, _: Shutdown, now: float) -> list[ReplicaMessage]:
-        active = self._registry.quorum
+    def _on_shutdown(self, replica: str, now: float) -> list[ReplicaMessage]:
+        active = self._quorum
         was_member = self._registry.is_member(replica)
         self._registry.drop_replica(replica)
-        if active is None or not was_member or not active.is_active:
+        if not was_member or not active.is_active:
             return []
         if not active.members and not active.num_unconnected:
             active.end_reason = "all its members are done"
@@ -298,16 +285,16 @@ class LighthouseState:
 
     @property
     def _quorum(self) -> ActiveQuorum:
-        assert self._registry.quorum is not None
         return self._registry.quorum
 
     def _advance(self, now: float) -> list[ReplicaMessage]:
         """Make all progress that needs no further event."""
-        active = self._registry.quorum
-        if active is not None and active.is_active:
+        active = self._quorum
+        if active.is_active:
             if self._switch.state is not AgreementState.CONFIRMED:
                 return self._consider_switch(active, now)
-            if active.not_requesting and not self._is_live_timeout_over(now):
+            timeout_s = self._registry.rules.live_timeout_s
+            if active.not_requesting and not active.is_live_timeout_over(now, timeout_s):
                 return []
             return [*self._carry_out_switch(active, now), *self._form_quorum(now)]
         return [*self._grant_leaves(now), *self._form_quorum(now)]
@@ -318,11 +305,11 @@ class LighthouseState:
         Members that already request the next one are notified too: the result that brought them
         into this one may still have been under way when they requested.
         """
-        active = self._registry.quorum
-        if active is None or not active.is_active:
+        active = self._quorum
+        if not active.is_active:
             return []
         active.end_reason = reason
-        aborted = QuorumAborted(active.quorum_id, reason)
+        aborted = messages.QuorumAborted(active.quorum_id, reason)
         return [ReplicaMessage(r, aborted) for r in active.members if r != reporter]
 
     def _form_quorum(self, now: float) -> list[ReplicaMessage]:
@@ -336,13 +323,10 @@ class LighthouseState:
         self._switch = StepAgreement(_AHEAD_S, self._switch.number)
         if self._registry.requests:  # excluded by shrink_only: do not switch again at once
             self._switch.pause(LONGEST_PAUSE_S, now)
-        self._leaving = frozenset()
+        self._leavers = frozenset()
         self._is_complete, self._is_probing = True, False
         self._next_id += 1
         return [ReplicaMessage(m, results) for m, results in self._results.items()]
-
-    def _is_live_timeout_over(self, now: float) -> bool:
-        return self._quorum.is_live_timeout_over(now, self._registry.rules.live_timeout_s)
 
     # ---- switches ------------------------------------------------------------------------
 
@@ -378,55 +362,95 @@ class LighthouseState:
         active, message = self._quorum, self._switch_message(step)
         receivers = [r for r in active.members if r in active.not_requesting]
         by_replica = dict.fromkeys(receivers, message)
-        if isinstance(message, ConfirmSwitch):
-            self._leaving, last = leaving_at_switch(self._registry, now)
+        if isinstance(message, messages.ConfirmSwitch):
+            deadlines = self._registry.leave_deadlines
+            leavers = frozenset(r for r in active.members if r in deadlines)
+            last = len(leavers) == len(active.members)
+            newcomers = [r for r in self._registry.requests if r not in active.members]
+            if last and newcomers and all(self._has_time(r, now) for r in leavers):
+                leavers, last = frozenset(), False  # a newcomer joins first
+            self._leavers = leavers
             leave = replace(message, leaves=True, last=last)
-            by_replica |= dict.fromkeys((r for r in receivers if r in self._leaving), leave)
+            by_replica |= dict.fromkeys((r for r in receivers if r in leavers), leave)
         return [ReplicaMessage(r, m) for r, m in by_replica.items()]
 
-    def _switch_message(self, step: Proposal | Confirmation) -> ProposeSwitch | ConfirmSwitch:
+    def _switch_message(
+        self, step: Proposal | Confirmation
+    ) -> messages.ProposeSwitch | messages.ConfirmSwitch:
         quorum_id = self._quorum.quorum_id
         if isinstance(step, Confirmation):
-            return ConfirmSwitch(quorum_id, step.number)
-        return ProposeSwitch(quorum_id, step.number, step.step)
+            return messages.ConfirmSwitch(quorum_id, step.number)
+        return messages.ProposeSwitch(quorum_id, step.number, step.step)
 
     def _carry_out_switch(self, active: ActiveQuorum, now: float) -> list[ReplicaMessage]:
         """End the quorum at its switch, where all members request the next one; some leave."""
         active.end_reason = "its members request the next one"
-        dropped = QuorumAborted(active.quorum_id, "did not request the next one in time")
+        dropped = messages.QuorumAborted(active.quorum_id, "did not request the next one in time")
         sends = [ReplicaMessage(r, dropped) for r in active.not_requesting]
         requests = self._registry.requests
-        leaving = [r for r in active.members if r in self._leaving and r in requests]
-        if self._is_state_unsaved(leaving):
+        leavers = [r for r in active.members if r in self._leavers and r in requests]
+        if self._is_state_unsaved(leavers):
             return [*sends, *self._grant_leaves(now)]
-        for replica in leaving:
-            sends.append(ReplicaMessage(replica, LeaveGranted()))
+        for replica in leavers:
+            sends.append(ReplicaMessage(replica, messages.LeaveGranted()))
             self._registry.drop_replica(replica)
         return sends
 
-    def _is_state_unsaved(self, leaving: list[str]) -> bool:
-        return is_state_unsaved(self._registry, leaving)
+    def _is_state_unsaved(self, leavers: list[str]) -> bool:
+        """Return whether the newest state would leave with members that do not know it.
+
+        They came to the switch of an earlier lighthouse, and all others have left since.
+        """
+        requests = self._registry.requests
+        kept = [q for r, q in requests.items() if q.is_saved or r not in leavers]
+        newest = max((requests[r] for r in leavers), key=lambda q: q.step, default=None)
+        return newest is not None and newest.step > 0 and not _is_held(newest, kept)
 
     def _grant_leaves(self, now: float) -> list[ReplicaMessage]:
         """Let groups leave that are under notice, request, and are in no active quorum."""
+        registry, active = self._registry, self._quorum
+        deadlines, requests = registry.leave_deadlines, registry.requests
+        if not deadlines:
+            return []
+        members = active.members if active.is_active else {}
+        leavers = [r for r in requests if r in deadlines and r not in members]
+        if not leavers:
+            return []
+        silent = active.not_requesting
+        staying = [q for r, q in requests.items() if r not in deadlines]
+        saved = [q for q in requests.values() if q.is_saved]
+        newest = max(leavers, key=lambda r: requests[r].step)
+        must_save = (
+            all(r in deadlines for r in silent)
+            and requests[newest].step > 0
+            and not _is_held(requests[newest], saved)
+        )
+        others_may_heal = bool(silent or registry.num_unconnected or staying)
         sends = []
-        for replica, must_save in [*leaving_now(self._registry, now)]:
-            if must_save:  # it requests again once it has saved, and is waited for
-                self._registry.remove_request(replica)
-                sends.append(ReplicaMessage(replica, CheckpointBeforeLeave()))
+        for replica in leavers:
+            is_free = active.is_active or _is_held(requests[replica], staying)
+            if not is_free and others_may_heal and self._has_time(replica, now):
+                continue
+            if must_save and replica == newest and not is_free:
+                # it requests again once it has saved, and is waited for
+                registry.remove_request(replica)
+                sends.append(ReplicaMessage(replica, messages.CheckpointBeforeLeave()))
             else:
-                self._registry.drop_replica(replica)
-                sends.append(ReplicaMessage(replica, LeaveGranted()))
+                registry.drop_replica(replica)
+                sends.append(ReplicaMessage(replica, messages.LeaveGranted()))
         return sends
+
+    def _has_time(self, replica: str, now: float) -> bool:
+        return self._registry.leave_deadlines[replica] - now >= ENOUGH_TO_HEAL_S
 
     # ---- the quorum of an earlier lighthouse ---------------------------------------------
 
-    def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+    def _adopt(self, status: messages.ReplicaStatus, now: float) -> list[ReplicaMessage]:
         """Continue the newest quorum that an earlier lighthouse has formed."""
-        active = self._registry.quorum
+        active = self._quorum
         self._next_id = max(self._next_id, status.quorum_id + 1)
-        is_own = active is not None and not active.is_adopted
-        if is_own or (active is not None and status.quorum_id <= active.quorum_id):
+        is_own = not active.is_adopted and active.quorum_id != messages.NO_QUORUM
+        if is_own or status.quorum_id <= active.quorum_id:
             return []
         sends = self._abort_quorum(f"quorum {status.quorum_id} has been formed since")
         adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
@@ -441,13 +465,13 @@ class LighthouseState:
         if not self._is_complete:
             return []
         if self._switch.state is AgreementState.CONFIRMED:
-            confirm = ConfirmSwitch(self._quorum.quorum_id, self._switch.number)
-            leaves = replica in self._leaving
-            last = leaves and len(self._leaving) == len(self._quorum.members)
+            confirm = messages.ConfirmSwitch(self._quorum.quorum_id, self._switch.number)
+            leaves = replica in self._leavers
+            last = leaves and len(self._leavers) == len(self._quorum.members)
             return [ReplicaMessage(replica, replace(confirm, leaves=leaves, last=last))]
         if self._switch.is_fixed:
             return [ReplicaMessage(replica, self._switch_message(self._switch.proposal))]
-        none = ProposeSwitch(self._quorum.quorum_id, 0, 0)
+        none = messages.ProposeSwitch(self._quorum.quorum_id, 0, 0)
         withdrawn = self._send_switch(self._switch.withdraw(now), now)
         return withdrawn or [ReplicaMessage(replica, none)]
 
@@ -456,11 +480,11 @@ class LighthouseState:
 
         A proposal of the earlier lighthouse is void once all have answered, or had the time to.
         """
-        active = self._registry.quorum
-        if self._is_complete or (active is not None and active.num_unconnected):
+        active = self._quorum
+        if self._is_complete or active.num_unconnected:
             return []
         self._is_complete = True
-        if active is None or not active.is_active:
+        if not active.is_active:
             return []
         if len(active.not_requesting) < len(active.members):
             return self._follow_request(now)
@@ -471,8 +495,8 @@ class LighthouseState:
 
     def _abort_if_missing(self, now: float) -> list[ReplicaMessage]:
         """Abort the quorum if a member has not connected to this lighthouse, and will not."""
-        registry, active = self._registry, self._registry.quorum
-        if active is None or not active.num_unconnected:
+        registry, active = self._registry, self._quorum
+        if not active.num_unconnected:
             return []
         if registry.is_reconnect_timeout_over(now):
             num, active.num_unconnected = active.num_unconnected, 0
@@ -482,18 +506,10 @@ class LighthouseState:
             return self._abort_quorum(f"{lost}: lost with the lighthouse")
         return []
 
-    def _abort_after_shutdown(self, now: float) -> list[ReplicaMessage]:
-        """Abort the quorum some time after the first member was done."""
-        active = self._registry.quorum
-        if active is None or active.first_shutdown is None:
-            return []
-        replica, since = active.first_shutdown
-        return self._abort_quorum(f"{replica} is done") if now - since >= _LAST_BYTES_S else []
-
     def _expire_switch(self, now: float) -> list[ReplicaMessage]:
         """Withdraw a proposal that a member does not answer in time."""
-        switch, active = self._switch, self._registry.quorum
-        if active is None or not active.is_active or not switch.is_late(now):
+        switch, active = self._switch, self._quorum
+        if not active.is_active or not switch.is_late(now):
             return []
         awaited = list_some(sorted(switch.awaited))
         if switch.is_fixed:
@@ -502,7 +518,7 @@ class LighthouseState:
         return self._send_switch(switch.withdraw(now), now)
 
     def _report_waiting(self, now: float) -> list[ReplicaMessage]:
-        """Tell waiting groups what the quorum waits for; not often, since they may be many."""
+        """Report what the quorum waits for; not often, since the waiting groups may be many."""
         registry = self._registry
         if not registry.requests or now - registry.first_request_at < _FIRST_REPORT_S:
             return []
@@ -511,77 +527,12 @@ class LighthouseState:
         self._reported_at = now
         misfits = registry.misfit_reasons()
         return [
-            ReplicaMessage(r, QuorumWaiting(misfits.get(r, self._waits_for)))
+            ReplicaMessage(r, messages.QuorumWaiting(misfits.get(r, self._waits_for)))
             for r in registry.requests
         ]
 
 
-# ---- leaving: which groups leave when, and whether the newest state leaves with them
-
-
-def leaving_at_switch(registry: ReplicaRegistry, now: float) -> tuple[frozenset[str], bool]:
-    """Return which members leave at a switch that is confirmed now, and whether all do.
-
-    If all are to leave and a newcomer waits, none does: the newcomer joins first.
-    """
-    assert registry.quorum is not None
-    members, deadlines = registry.quorum.members, registry.leave_deadlines
-    leaving = frozenset(r for r in members if r in deadlines)
-    is_last = len(leaving) == len(members)
-    has_newcomers = any(r not in members for r in registry.requests)
-    if is_last and has_newcomers and all(_has_time(registry, r, now) for r in leaving):
-        return frozenset(), False
-    return leaving, is_last
-
-
-def is_state_unsaved(registry: ReplicaRegistry, leaving: Collection[str]) -> bool:
-    """Return whether the newest state would leave with members that do not know they are the last.
-
-    They came to the switch of an earlier lighthouse, and all others have left since.
-    """
-    requests = registry.requests
-    kept = [q for r, q in requests.items() if q.is_saved or r not in leaving]
-    newest = max((requests[r] for r in leaving), key=lambda q: q.step, default=None)
-    return newest is not None and _is_worth_saving(newest, kept)
-
-
-def leaving_now(registry: ReplicaRegistry, now: float) -> Iterator[tuple[str, bool]]:
-    """Yield the groups that leave outside of an active quorum, and whether each has to save."""
-    deadlines = registry.leave_deadlines
-    if not deadlines:
-        return
-    active = registry.quorum
-    is_active = active is not None and active.is_active
-    leaving = [
-        r for r in registry.requests if r in deadlines and not (is_active and registry.is_member(r))
-    ]
-    if not leaving:
-        return
-    silent = active.not_requesting if active is not None else {}
-    stays_silent = any(r not in deadlines for r in silent)
-    staying = [q for r, q in registry.requests.items() if r not in deadlines]
-    newest = max(leaving, key=lambda r: registry.requests[r].step)
-    saved = [q for q in registry.requests.values() if q.is_saved]
-    must_save = not stays_silent and _is_worth_saving(registry.requests[newest], saved)
-    for replica in leaving:
-        request = registry.requests[replica]
-        if is_active or _is_held(request, staying):
-            yield replica, False
-        elif not _has_time(registry, replica, now) or not (
-            silent or registry.num_unconnected or staying
-        ):
-            yield replica, replica == newest and must_save
-
-
-def _is_worth_saving(request: QuorumRequest, kept: list[QuorumRequest]) -> bool:
-    return request.step > 0 and not _is_held(request, kept)
-
-
-def _is_held(request: QuorumRequest, by: list[QuorumRequest]) -> bool:
+def _is_held(request: messages.QuorumRequest, by: list[messages.QuorumRequest]) -> bool:
     """Return whether others have this state, or a newer one."""
     same = (request.step, request.state_version)
     return any(q.step > request.step or (q.step, q.state_version) == same for q in by)
-
-
-def _has_time(registry: ReplicaRegistry, replica: str, now: float) -> bool:
-    return registry.leave_deadlines[replica] - now >= ENOUGH_TO_HEAL_S

@@ -41,10 +41,8 @@ if TYPE_CHECKING:
     from hpc_elastic.ft.manager import Manager
 
 
-USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
 _MIB = 1024 * 1024
 _BUCKET_MB = 1024
-"""Default size of a bucket in MiB."""
 
 
 class _StepHooks:
@@ -181,10 +179,23 @@ class DiLoCo(_StepHooks):
         fragment_update_alpha: float = 0.0,
     ) -> None:
         super().__init__(manager, inner_optimizer)
-        _check_schedule(manager, len(model_fragments), sync_every, fragment_sync_delay)
+        num = len(model_fragments)
+        if manager._use_async_quorum:
+            remedy = "make the Manager with use_async_quorum=False: DiLoCo heals before it averages"
+            raise ConfigError("use_async_quorum", True, remedy)
+        if not num:
+            raise ConfigError("model_fragments", [], "give at least one module")
+        if sync_every < 1 or sync_every % num:
+            remedy = f"give a multiple of the number of fragments, {num}"
+            raise ConfigError("sync_every", sync_every, remedy)
+        if not 0 <= fragment_sync_delay < sync_every // num:  # one at a time is under way
+            remedy = f"give 0 to {sync_every // num - 1}, less than the steps between two"
+            raise ConfigError("fragment_sync_delay", fragment_sync_delay, remedy)
         if not 0 <= fragment_update_alpha <= 1:
             raise ConfigError("fragment_update_alpha", fragment_update_alpha, "give 0 to 1")
-        buckets = use_bucketization or os.environ.get(USE_BUCKETIZATION_ENV, "False") == "True"
+        buckets = (
+            use_bucketization or os.environ.get("TORCHFT_USE_BUCKETIZATION", "False") == "True"
+        )
         options = SyncOptions(
             backup_device,
             pin_memory,
@@ -192,13 +203,18 @@ class DiLoCo(_StepHooks):
             should_quantize,
             fragment_update_alpha,
         )
-        outer = _one_per_fragment(outer_optimizer, len(model_fragments))
+        outer = outer_optimizer
+        if not isinstance(outer, list):
+            outer = [outer] * num
+        if len(outer) != num:
+            remedy = f"give one for each of the {num} fragments, or one for all"
+            raise ConfigError("outer_optimizer", f"{len(outer)} optimizers", remedy)
         self._fragments = [
             Fragment(manager, i, module, outer[i], options)
             for i, module in enumerate(model_fragments)
         ]
         self._local_step = 0
-        self._sync_every = sync_every // len(model_fragments)
+        self._sync_every = sync_every // num
         self._fragment_sync_delay = fragment_sync_delay
 
     def _on_step(self) -> None:
@@ -216,38 +232,6 @@ class DiLoCo(_StepHooks):
         It depends on the committed steps alone, so a fragment that failed is repeated.
         """
         return self._fragments[self._manager.current_step() % len(self._fragments)]
-
-
-def _check_schedule(
-    manager: Manager, num_fragments: int, sync_every: int, fragment_sync_delay: int
-) -> None:
-    """Check that one fragment at a time is under way.
-
-    Raises:
-        ConfigError: An argument excludes that.
-    """
-    if manager._use_async_quorum:
-        remedy = "make the Manager with use_async_quorum=False: DiLoCo heals before it averages"
-        raise ConfigError("use_async_quorum", True, remedy)
-    if not num_fragments:
-        raise ConfigError("model_fragments", [], "give at least one module")
-    if sync_every < 1 or sync_every % num_fragments:
-        remedy = f"give a multiple of the number of fragments, {num_fragments}"
-        raise ConfigError("sync_every", sync_every, remedy)
-    if not 0 <= fragment_sync_delay < sync_every // num_fragments:
-        remedy = f"give 0 to {sync_every // num_fragments - 1}, less than the steps between two"
-        raise ConfigError("fragment_sync_delay", fragment_sync_delay, remedy)
-
-
-def _one_per_fragment(
-    outer_optimizer: optim.Optimizer | list[optim.Optimizer], num_fragments: int
-) -> Sequence[optim.Optimizer]:
-    if not isinstance(outer_optimizer, list):
-        return [outer_optimizer] * num_fragments
-    if len(outer_optimizer) != num_fragments:
-        remedy = f"give one for each of the {num_fragments} fragments, or one for all"
-        raise ConfigError("outer_optimizer", f"{len(outer_optimizer)} optimizers", remedy)
-    return outer_optimizer
 
 
 # ---- fragments of a model under DiLoCo
@@ -333,35 +317,21 @@ class Fragment:
         self._averaging = None
         mixes = self._options.update_alpha > 0
         trained = {name: p.clone() for name, p in self._local().items()} if mixes else {}
-        self._reset_to_global()
+        for name, parameter in self._local().items():
+            parameter.copy_(self.original_parameters[name])
         committed = self._manager.should_commit()
         if committed:
-            self._step_global()
-            self._mix_in(trained)
+            self._outer_optimizer.zero_grad()  # other fragments may have the same one
+            for name, parameter in self._module.named_parameters():
+                parameter.grad = like(self._gradients[name], parameter)
+            self._outer_optimizer.step()
+            for name, parameter in self._local().items():
+                self.original_parameters[name].copy_(parameter)
+                if mixes:
+                    parameter.lerp_(trained[name], self._options.update_alpha)
         self._outer_optimizer.zero_grad()
         self._gradients = {}
         return committed
-
-    def _step_global(self) -> None:
-        self._outer_optimizer.zero_grad()  # other fragments may have the same one
-        for name, parameter in self._module.named_parameters():
-            parameter.grad = like(self._gradients[name], parameter)
-        self._outer_optimizer.step()
-        self._save_global()
-
-    def _mix_in(self, trained: Tensors) -> None:
-        """Mix the locally trained parameters in."""
-        for name, parameter in self._local().items():
-            if name in trained:
-                parameter.lerp_(trained[name], self._options.update_alpha)
-
-    def _save_global(self) -> None:
-        for name, parameter in self._local().items():
-            self.original_parameters[name].copy_(parameter)
-
-    def _reset_to_global(self) -> None:
-        for name, parameter in self._local().items():
-            parameter.copy_(self.original_parameters[name])
 
     def _local(self) -> Tensors:
         """Return this rank's parameters, sharing the memory of the model's."""
@@ -415,9 +385,15 @@ class Averaging:
         self._buckets = (
             [[t] for t in tensors] if bucket_bytes is None else list(_packed(tensors, bucket_bytes))
         )
-        self._stream = _side_stream()
+        self._stream: torch.Stream | None = None
+        if torch.accelerator.is_available():  # it waits for the training's work so far
+            self._stream = torch.Stream(device=torch.accelerator.current_accelerator())
+            self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream or nullcontext():
-            self._flat = [_flattened(bucket) for bucket in self._buckets]
+            self._flat = [
+                b[0] if len(b) == 1 else torch.cat([t.reshape(-1) for t in b])
+                for b in self._buckets
+            ]
             self._works: list[Any] = [
                 manager.allreduce(flat, should_quantize=should_quantize) for flat in self._flat
             ]
@@ -427,7 +403,10 @@ class Averaging:
         with self._stream or nullcontext():
             for bucket, flat, work in zip(self._buckets, self._flat, self._works, strict=True):
                 work.wait()
-                _unpack(flat, bucket)
+                if len(bucket) > 1:
+                    pieces = torch.split(flat, [t.numel() for t in bucket])
+                    for tensor, piece in zip(bucket, pieces, strict=True):
+                        tensor.copy_(piece.view_as(tensor))
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
         self._works, self._flat, self._buckets = [], [], []
@@ -449,15 +428,6 @@ def like(shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return sharded
 
 
-def _side_stream() -> torch.Stream | None:
-    """Return a stream beside the training's that waits for the training's work so far."""
-    if not torch.accelerator.is_available():
-        return None
-    stream = torch.Stream(device=torch.accelerator.current_accelerator())
-    stream.wait_stream(torch.accelerator.current_stream())
-    return stream
-
-
 def _packed(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors in buckets, in the same order on all replicas."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -471,15 +441,3 @@ def _packed(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list
                 bucket = []
             bucket.append(tensor)
         yield bucket
-
-
-def _flattened(bucket: list[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor with the contents of all; a single tensor itself."""
-    return bucket[0] if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
-
-
-def _unpack(flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
-    if len(bucket) > 1:
-        pieces = torch.split(flat, [t.numel() for t in bucket])
-        for tensor, piece in zip(bucket, pieces, strict=True):
-            tensor.copy_(piece.view_as(tensor))

@@ -39,12 +39,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
 from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
-from hpc_elastic.ft.manager_client import (
-    GroupPlace,
-    ManagerClient,
-    find_server,
-    resolve_place,
-)
+from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.ft.process_group import (
     DummyWork,
@@ -56,7 +51,6 @@ from hpc_elastic.ft.process_group import (
 from hpc_elastic.ft.quorum import CommittedProgress
 from hpc_elastic.ft.quorum_client import (
     CheckpointBeforeLeaveError,
-    EnterRequest,
     HealedState,
     LeftQuorumError,
     Limits,
@@ -167,10 +161,14 @@ class Manager:
         TORCHFT_CONNECT_TIMEOUT_SEC and TORCHFT_QUORUM_RETRIES.
         """
         del port, hostname, heartbeat_interval
-        connect_s = _seconds("TORCHFT_CONNECT_TIMEOUT_SEC", connect_timeout)
+
+        def seconds(name: str, given: timedelta) -> float:
+            return float(os.environ.get(f"TORCHFT_{name}_SEC") or given.total_seconds())
+
+        connect_s = seconds("CONNECT_TIMEOUT", connect_timeout)
         self._limits = Limits(
-            timeout_s=_seconds("TORCHFT_TIMEOUT_SEC", timeout),
-            quorum_timeout_s=_seconds("TORCHFT_QUORUM_TIMEOUT_SEC", quorum_timeout),
+            timeout_s=seconds("TIMEOUT", timeout),
+            quorum_timeout_s=seconds("QUORUM_TIMEOUT", quorum_timeout),
             quorum_retries=int(os.environ.get("TORCHFT_QUORUM_RETRIES", quorum_retries)),
             min_replicas=min_replica_size,
         )
@@ -181,9 +179,13 @@ class Manager:
         self._max_retries = max_retries
         self._progress = CommittedProgress.initial(init_sync=init_sync)
         self._step = StepState(is_over=True, is_started=False)
-        self._states = StateDictRegistry(self._limits.timeout_s)
+        self._loads: dict[str, Callable[[Any], None]] = {}
+        self._saves: dict[str, Callable[[], Any]] = {}
+        self._reading = threading.Lock()
+        """Held while peers may not read the state, and by the thread that reads it for them."""
+        self._may_read = True
         if load_state_dict is not None and state_dict is not None:
-            self._states.register("default", load_state_dict, state_dict)
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
         self._place = resolve_place(rank, world_size, store_addr, store_port)
         self._server = find_server(
             self._place,
@@ -202,23 +204,15 @@ class Manager:
             timeout_s=connect_s,
         )
         self._quorum = QuorumClient(
-            self._client, pg, self._transport, self._states.peer_state, self._limits, self._place
+            self._client, pg, self._transport, self._peer_state, self._limits, self._place
         )
-        self._policy = CheckpointPolicy(
-            self._client,
-            self._place,
-            self._limits.timeout_s,
-            lambda: self._step.participation.rank == 0,
-        )
-        checkpoint_trigger.answer_by(self._policy.decide)
+        self._save_agreement: SaveAgreement | None = None
+        checkpoint_trigger.answer_by(self._should_checkpoint)
 
     # ---- a step: quorum, collectives, commit ----------------------------------------------
 
     def start_quorum(
-        self,
-        allow_heal: bool = True,
-        shrink_only: bool = False,
-        timeout: timedelta | None = None,
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
         """Start a step, before its forward pass; `OptimizerWrapper.zero_grad` calls it.
 
@@ -240,14 +234,16 @@ class Manager:
         must_heal = allow_heal and step.quorum is not None and not step.all_current
         if self._client.start_step(last_failed=step.needs_quorum or must_heal):
             seconds = self._limits.quorum_timeout_s if timeout is None else timeout.total_seconds()
-            request = self._enter_request(step, seconds)
-            step.entering = run_in_background(lambda: self._enter_quorum(step, request))
+            progress = self._progress
+            step.entering = run_in_background(lambda: self._enter_quorum(step, progress, seconds))
             if not self._use_async_quorum or (allow_heal and self._progress.step == 0):
                 self.wait_quorum()
                 self._apply_healed(step)
         elif step.quorum is not None:
-            step.participation = self._participation(step.quorum, step.all_current)
-            reason = self._client.abort_reason
+            step.participation = find_participation(
+                step.quorum, self._max_participants, all_current=step.all_current
+            )
+            reason = self._client.steps.abort_reason
             if self._place.world_size > 1 and reason is not None:
                 step.fail(RuntimeError(f"the quorum is aborted: {reason}"))
 
@@ -298,7 +294,17 @@ class Manager:
         is_mean = reduce_op == ReduceOp.AVG
         if is_mean and not torch.is_floating_point(tensor):
             raise ValueError(f"the mean of {tensor.dtype} is not defined: use ReduceOp.SUM")
-        step = self._step_with_quorum()
+        self.wait_quorum()
+        step = self._step
+        may_retry = step.is_fresh and not step.is_participation_known
+        if (
+            may_retry
+            and self._place.world_size == 1
+            and self._client.steps.abort_reason is not None
+        ):
+            # it was aborted before this step did anything
+            timeout_s = self._limits.quorum_timeout_s
+            self._enter_quorum(step, self._progress, timeout_s, is_late=True)
         if step.error is not None:
             return DummyWork(tensor)
         if step.participation.rank is None:
@@ -331,14 +337,44 @@ class Manager:
         self.wait_quorum()
         step = self._step
         step.wait_for_works()
-        self._check_process_group(step)
+        synchronize_device()
+        group_error = self._pg.errored()
+        # A quorum that was aborted after all collectives of the step costs nothing. But it is
+        # certain that they are done only on the CPU, and if no wrapper swallows their errors.
+        swallows = isinstance(self._pg, ErrorSwallowingProcessGroupWrapper)
+        is_done = not step.used_device and not swallows
+        if group_error is not None and not (
+            is_done and self._client.steps.abort_reason is not None
+        ):
+            self._fail_step(step, group_error)
         self._apply_healed(step)
-        commit = step.error is None and step.participation.size >= self._limits.min_replicas
+        is_too_small = step.participation.size < self._limits.min_replicas
+        commit = step.error is None and not is_too_small
         if self._place.world_size > 1:
             seconds = self._limits.timeout_s if timeout is None else timeout.total_seconds()
             commit = self._client.vote(commit, seconds)
-        self._finish_step(step, commit)
-        return commit
+        self._transport.disallow_checkpoint()
+        if commit:
+            step.is_over = True
+            self._progress = self._progress.after_step(
+                self._client.steps.quorum_id, step.participation.size
+            )
+            step.commit_failures = 0
+            step.all_current |= step.allow_heal
+            return True
+        reason = "another rank of the group could not commit"
+        if is_too_small:
+            reason = "too few participants"
+        elif step.error is not None:
+            reason = str(step.error)
+        self._abandon_step(step, reason)
+        step.commit_failures += 1
+        if self._max_retries is not None and step.commit_failures > self._max_retries:
+            raise RuntimeError(
+                f"{step.commit_failures} steps in a row were not committed, more than "
+                f"max_retries={self._max_retries}; the last one: {step.error}"
+            )
+        return False
 
     def report_error(self, e: Exception) -> None:
         """Record an error of this step: it is not committed, here or in other groups.
@@ -399,7 +435,7 @@ class Manager:
 
     def quorum_id(self) -> int:
         """Return the id of the last quorum entered; -1 before the first."""
-        return self._client.quorum_id
+        return self._client.steps.quorum_id
 
     def group_rank(self) -> int:
         """Return this worker's rank in its replica group."""
@@ -444,7 +480,9 @@ class Manager:
         Raises:
             ValueError: The key is taken.
         """
-        self._states.register(key, load_state_dict, state_dict)
+        if key in self._loads:
+            raise ValueError(f"key={key!r}: a state of that key is registered already")
+        self._loads[key], self._saves[key] = load_state_dict, state_dict
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
@@ -458,12 +496,16 @@ class Manager:
         Returns once no peer reads it. Between `should_commit` and the next `start_quorum` no peer
         does, so this is needed for changes within a step only.
         """
-        self._states.disallow_reading()
+        if self._may_read:
+            self._may_read = False
+            self._reading.acquire()
         self._transport.disallow_checkpoint()
 
     def allow_state_dict_read(self) -> None:
         """Let peers read the state again."""
-        self._states.allow_reading()
+        if not self._may_read:
+            self._may_read = True
+            self._reading.release()
 
     def heal_from_one_source(self) -> None:
         """Fetch a state from one peer alone; for algorithms whose replicas differ at a step.
@@ -487,7 +529,34 @@ class Manager:
 
     def _manager_state_dict(self) -> dict[str, Any]:
         """Return the state in the form in which peers send it (torchft's private name)."""
-        return self._states.peer_state(self._progress)
+        return self._peer_state(self._progress)
+
+    def _peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
+        """Return the live tensors of all parts, and their progress (on the quorum's thread).
+
+        Raises:
+            TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
+            RuntimeError: No state is registered.
+        """
+        self._require_state()
+        timeout_s = self._limits.timeout_s
+        if not self._reading.acquire(timeout=timeout_s):
+            raise TimeoutError(
+                f"a peer needs the state, and reading it has been disallowed for "
+                f"{timeout_s:g} s: call allow_state_dict_read"
+            )
+        try:
+            user = {key: save() for key, save in self._saves.items()}
+        finally:
+            self._reading.release()
+        return {"user": user, "torchft": asdict(progress)}
+
+    def _require_state(self) -> None:
+        if not self._loads:
+            raise RuntimeError(
+                "a replica has to heal, but there is no state to send or to load: give the "
+                "Manager load_state_dict and state_dict, or call register_state_dict_fn"
+            )
 
     # ---- parts of a step ------------------------------------------------------------------
 
@@ -503,30 +572,23 @@ class Manager:
             self._step.is_participation_known = True
         return self._step.participation
 
-    def _participation(self, quorum: QuorumResult, all_current: bool) -> Participation:
-        return participation(quorum, self._max_participants, all_current=all_current)
-
-    def _step_with_quorum(self) -> StepState:
-        """Wait for the quorum; if it was aborted before this step did anything, enter another."""
-        self.wait_quorum()
-        step = self._step
-        may_retry = step.is_fresh and not step.is_participation_known
-        if may_retry and self._place.world_size == 1 and self._client.abort_reason is not None:
-            request = self._enter_request(step, self._limits.quorum_timeout_s)
-            self._enter_quorum(step, request, is_late=True)
-        return step
-
-    def _enter_request(self, step: StepState, timeout_s: float) -> EnterRequest:
-        return EnterRequest(
-            self._progress, step.commit_failures, step.allow_heal, step.shrink_only, timeout_s
-        )
-
     def _enter_quorum(
-        self, step: StepState, request: EnterRequest, *, is_late: bool = False
+        self,
+        step: StepState,
+        progress: CommittedProgress,
+        timeout_s: float,
+        *,
+        is_late: bool = False,
     ) -> None:
         """Enter a quorum for a step (``is_late``: its forward pass is over)."""
         try:
-            entered = self._quorum.enter_quorum(request)
+            entered = self._quorum.enter_quorum(
+                progress,
+                timeout_s,
+                commit_failures=step.commit_failures,
+                allow_heal=step.allow_heal,
+                shrink_only=step.shrink_only,
+            )
         except CheckpointBeforeLeaveError as e:
             _log.warning("%s", e)
             step.participation = Participation(rank=0, size=1)
@@ -534,7 +596,9 @@ class Manager:
             return
         quorum = step.quorum = entered.result
         heals_first = step.allow_heal and (not self._use_async_quorum or quorum.max_step == 0)
-        step.participation = self._participation(quorum, heals_first)
+        step.participation = find_participation(
+            quorum, self._max_participants, all_current=heals_first
+        )
         step.all_current = quorum.cohort_size == quorum.replica_world_size
         step.needs_quorum = False
         step.healed = entered.healed
@@ -551,60 +615,26 @@ class Manager:
             _log.info("step %d failed: %s", self._newest.step, error)
             if step is self._step and step.entering is None:
                 reason = f"a member has an error: {error}"
-                self._quorum.report_abort(self._client.quorum_id, reason)
-
-    def _check_process_group(self, step: StepState) -> None:
-        """Record an error of the process group that no collective has raised.
-
-        A quorum that was aborted after all collectives of the step costs nothing. But it is certain
-        that they are done only on the CPU, and if no wrapper swallows their errors.
-        """
-        synchronize_device()
-        error = self._pg.errored()
-        if error is None:
-            return
-        is_done = not step.used_device and not isinstance(
-            self._pg, ErrorSwallowingProcessGroupWrapper
-        )
-        if not (is_done and self._client.abort_reason is not None):
-            self._fail_step(step, error)
+                self._quorum.report_abort(self._client.steps.quorum_id, reason)
 
     def _apply_healed(self, step: StepState) -> None:
         healed = step.healed
         if healed is not None:
-            self._states.apply(healed.user)
+            self._require_state()
+            missing = sorted(self._loads.keys() - healed.user.keys())
+            if missing:
+                text = f"the peer's state has no {missing}: register the same keys on all"
+                raise RuntimeError(text)
+            for key, load in self._loads.items():
+                load(healed.user[key])
             step.healed, self._progress = None, healed.progress
             _log.info("healed: now at step %d", healed.progress.step)
-
-    def _finish_step(self, step: StepState, commit: bool) -> None:
-        """Count the step, or request a new quorum for the next one."""
-        self._transport.disallow_checkpoint()
-        if commit:
-            step.is_over = True
-            self._progress = self._progress.after_step(
-                self._client.quorum_id, step.participation.size
-            )
-            step.commit_failures = 0
-            step.all_current |= step.allow_heal
-            return
-        reason = "another rank of the group could not commit"
-        if step.participation.size < self._limits.min_replicas:
-            reason = "too few participants"
-        elif step.error is not None:
-            reason = str(step.error)
-        self._abandon_step(step, reason)
-        step.commit_failures += 1
-        if self._max_retries is not None and step.commit_failures > self._max_retries:
-            raise RuntimeError(
-                f"{step.commit_failures} steps in a row were not committed, more than "
-                f"max_retries={self._max_retries}; the last one: {step.error}"
-            )
 
     def _abandon_step(self, step: StepState, reason: str) -> None:
         """Let the next step start with a new quorum, here and on all other members."""
         step.is_over = step.needs_quorum = True
         self._quorum.report_abort(
-            self._client.quorum_id, f"a member did not commit a step: {reason}"
+            self._client.steps.quorum_id, f"a member did not commit a step: {reason}"
         )
         step.wait_for_works()
 
@@ -620,10 +650,30 @@ class Manager:
             self._abandon_step(step, "a step was started and not committed")
         self._apply_healed(step)
 
+    def _should_checkpoint(self, step: int, by_step: bool, by_time: bool) -> bool:
+        """Return whether to save after this step, for `should_checkpoint`.
 
-def _seconds(variable: str, given: timedelta) -> float:
-    text = os.environ.get(variable)
-    return float(text) if text else given.total_seconds()
+        One group saves for all, since all have the same parameters: the first of the participants.
+        It saves when that is due, and in the last step before all leave; that save is urgent, since
+        a group that has left can commit nothing. All ranks of the group answer the same; if a save
+        is due by a clock, it is the clock of rank 0, and one step later.
+
+        Args:
+            step: The script's.
+            by_step: A save is due by the count of steps, on all ranks.
+            by_time: A save is due by this process's clock.
+        """
+        is_last = self._client.settle_next_step()
+        is_saver = self._step.participation.rank == 0
+        reporting.save_is_last(is_saver and is_last)
+        if not is_saver:
+            return False
+        if self._place.world_size > 1:
+            if self._save_agreement is None:
+                store = self._place.connect_store(self._limits.timeout_s)
+                self._save_agreement = SaveAgreement(store, is_first=self._place.rank == 0)
+            by_time = self._save_agreement.should_save(due=by_time)
+        return by_step or by_time or is_last
 
 
 @dataclass(frozen=True)
@@ -639,7 +689,7 @@ class Participation:
     size: int
 
 
-def participation(
+def find_participation(
     quorum: QuorumResult, max_participants: int | None, *, all_current: bool
 ) -> Participation:
     """Return a member's part; the size is the same on all members.
@@ -730,93 +780,8 @@ class StepState:
             work.wait()
 
 
-class StateDictRegistry:
-    """The user's state functions by key, and a lock against reading a state that changes.
-
-    The state is read on the Manager's quorum thread, and changed on the main thread.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._loads: dict[str, Callable[[Any], None]] = {}
-        self._saves: dict[str, Callable[[], Any]] = {}
-        self._lock = threading.Lock()
-        self._is_allowed = True
-
-    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        """Add a part of the state.
-
-        Raises:
-            ValueError: There is one of that key.
-        """
-        if key in self._loads:
-            raise ValueError(f"key={key!r}: a state of that key is registered already")
-        self._loads[key], self._saves[key] = load, save
-
-    def disallow_reading(self) -> None:
-        """Wait for the readers, and let none start; a second call in a row does nothing."""
-        if self._is_allowed:
-            self._is_allowed = False
-            self._lock.acquire()
-
-    def allow_reading(self) -> None:
-        """Let the state be read again."""
-        if not self._is_allowed:
-            self._is_allowed = True
-            self._lock.release()
-
-    def peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
-        """Return the state for peers: the live tensors of all parts, and their progress.
-
-        Raises:
-            TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
-            RuntimeError: No state is registered.
-        """
-        self._require_state()
-        if not self._lock.acquire(timeout=self._timeout_s):
-            raise TimeoutError(
-                f"a peer needs the state, and reading it has been disallowed for "
-                f"{self._timeout_s:g} s: call allow_state_dict_read"
-            )
-        try:
-            user = {key: save() for key, save in self._saves.items()}
-        finally:
-            self._lock.release()
-        return {"user": user, "torchft": asdict(progress)}
-
-    def apply(self, user: dict[str, Any]) -> None:
-        """Pass each part of a peer's state to its function.
-
-        Raises:
-            RuntimeError: No state is registered, or the peer has registered other keys.
-        """
-        self._require_state()
-        missing = sorted(self._loads.keys() - user.keys())
-        if missing:
-            raise RuntimeError(f"the peer's state has no {missing}: register the same keys on all")
-        for key, load in self._loads.items():
-            load(user[key])
-
-    def _require_state(self) -> None:
-        if not self._loads:
-            raise RuntimeError(
-                "a replica has to heal, but there is no state to send or to load: give the "
-                "Manager load_state_dict and state_dict, or call register_state_dict_fn"
-            )
-
-
-# ---- saving: whether this replica group saves after a step, for `should_checkpoint`
-# One group saves for all, since all have the same parameters: the first of the participants. It
-# saves when that is due, and in the last step before all leave; that save is urgent, since a group
-# that has left can commit nothing. All ranks of the group answer the same; if a clock says that it
-# is due, it is the clock of rank 0, and one step later.
-
-
-_SAVE_KEY = "hpc_elastic/ft/save"
-
-
 class SaveAgreement:
-    """The same answer on all ranks of a group, each of which asks once a step.
+    """The same answer on all ranks of a group; each rank calls it once a step.
 
     Rank 0 announces the next step in the group's store, before any rank can have the decision on
     that step. Each rank reads the store once a step.
@@ -831,7 +796,8 @@ class SaveAgreement:
         self._is_first = is_first
         self._num_asked = 0
         self._announced = 0
-        self._prefix = f"{_SAVE_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix = f"hpc_elastic/ft/save/{restarts}"
 
     def should_save(self, *, due: bool) -> bool:
         """Return whether to save after this step.
@@ -845,50 +811,3 @@ class SaveAgreement:
             self._announced = self._num_asked + 1
             self._store.add(f"{self._prefix}/{self._announced}", 1)  # returns once it is stored
         return yes
-
-
-class CheckpointPolicy:
-    """One worker's answers to `should_checkpoint`.
-
-    Args:
-        client: For `ManagerClient.settle_next_step`.
-        place: This worker's place in its group.
-        timeout_s: For the connection to the group's store.
-        is_saver: Returns whether this group saves for all, by the present quorum.
-    """
-
-    def __init__(
-        self,
-        client: ManagerClient,
-        place: GroupPlace,
-        timeout_s: float,
-        is_saver: Callable[[], bool],
-    ) -> None:
-        self._client = client
-        self._place = place
-        self._timeout_s = timeout_s
-        self._is_saver = is_saver
-        self._agreement: SaveAgreement | None = None
-
-    def decide(self, step: int, by_step: bool, by_time: bool) -> bool:
-        """Return whether to save now.
-
-        Args:
-            step: The script's.
-            by_step: A save is due by the count of steps, on all ranks.
-            by_time: A save is due by this process's clock.
-        """
-        is_last = self._client.settle_next_step()
-        is_saver = self._is_saver()
-        reporting.save_is_last(is_saver and is_last)
-        if not is_saver:
-            return False
-        if self._place.world_size > 1:
-            by_time = self._agree(by_time)
-        return by_step or by_time or is_last
-
-    def _agree(self, due: bool) -> bool:
-        if self._agreement is None:
-            store = self._place.connect_store(self._timeout_s)
-            self._agreement = SaveAgreement(store, is_first=self._place.rank == 0)
-        return self._agreement.should_save(due=due)

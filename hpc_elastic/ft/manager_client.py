@@ -6,7 +6,7 @@ threads may be anywhere, in a collective or in C++, when the quorum is aborted.
 
     client = ManagerClient(path, group_rank, group_world_size, on_abort=abort, timeout_s=60)
     if client.start_step(last_failed=last_failed):
-        result = client.request_quorum(QuorumRequest(client.quorum_step, ...), timeout_s=60)
+        result = client.request_quorum(QuorumRequest(client.steps.quorum_step, ...), timeout_s=60)
 
 In a group of several workers all must reach the same conclusion, or one would wait in a collective
 of the group for another that waits for the quorum. So after an abort they request a new quorum only
@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,32 +33,8 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpc_elastic.errors import ConfigError, HpcElasticError
-from hpc_elastic.ft.manager_server_process import ManagerServerProcess, start_server_process
-from hpc_elastic.ft.messages import (
-    LIGHTHOUSE_ENV,
-    NO_QUORUM,
-    READ_BYTES,
-    SOCKET_ENV,
-    CancelRequest,
-    CheckpointBeforeLeave,
-    CommitDecision,
-    CommitVote,
-    ConfirmSwitch,
-    Hello,
-    LeaveGranted,
-    LineReader,
-    Message,
-    ProposeSwitch,
-    QuorumAborted,
-    QuorumRequest,
-    QuorumResult,
-    QuorumResults,
-    QuorumWaiting,
-    Shutdown,
-    SwitchVote,
-    Welcome,
-    to_line,
-)
+from hpc_elastic.ft import messages
+from hpc_elastic.ft.manager_server import ManagerServerProcess, start_server_process
 
 _SWITCH_S = 30.0
 """Longest wait for a switch decision. The lighthouse withdraws a proposal that is not confirmed
@@ -69,7 +45,7 @@ _SMOOTHING = 0.2
 
 _log = logging.getLogger(__name__)
 
-QuorumAnswer = QuorumResult | LeaveGranted | CheckpointBeforeLeave
+QuorumAnswer = messages.QuorumResult | messages.LeaveGranted | messages.CheckpointBeforeLeave
 
 
 class GroupServerGoneError(HpcElasticError, ConnectionError):
@@ -81,6 +57,7 @@ class ManagerClient:
 
     Attributes:
         replica_id: The group's name among its peers.
+        steps: The worker's steps in its present quorum; only this class changes them.
     """
 
     def __init__(
@@ -108,21 +85,31 @@ class ManagerClient:
         self.replica_id = ""
         self._path = path
         self._on_abort = on_abort
-        self._steps = QuorumSteps(is_single=group_world_size == 1)
+        self.steps = QuorumSteps(is_single=group_world_size == 1)
         self._changed = threading.Condition(threading.Lock())
         self._sending = threading.Lock()
         self._number = 0
         self._is_requesting = False
         self._answer: QuorumAnswer | None = None
         self._waits_for = ""
-        self._decision: CommitDecision | None = None
+        self._decision: messages.CommitDecision | None = None
         self._closed_reason: str | None = None
-        self._socket = _connect(path, timeout_s)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(str(path))
+        except OSError as e:
+            self._socket.close()
+            raise GroupServerGoneError(
+                f"the server of this replica group cannot be reached at {path}: {e}. Is its "
+                "process alive, and on this node?"
+            ) from e
+        self._socket.settimeout(None)
         _clients.add(self)
         self._reader = threading.Thread(target=self._read, name="ft-client", daemon=True)
         self._reader.start()
         try:
-            self._send(Hello(group_rank, group_world_size, os.getpid()))
+            self._send(messages.Hello(group_rank, group_world_size, os.getpid()))
             with self._changed:
                 self._changed.wait_for(lambda: self.replica_id or self._closed_reason, timeout_s)
             if not self.replica_id:
@@ -143,7 +130,7 @@ class ManagerClient:
             last_failed: The last step was not committed. In a group of several workers: by the
                 common decision.
         """
-        steps = self._steps
+        steps = self.steps
         with self._changed:
             steps.start_step(time.monotonic())
             if steps.is_undecided and not last_failed:
@@ -158,7 +145,7 @@ class ManagerClient:
             Whether the script has to save now: this group leaves in the next step, and no other
             group has its state.
         """
-        steps = self._steps
+        steps = self.steps
         with self._changed:
             if steps.is_next_undecided:
                 self._wait_while(lambda: steps.is_next_undecided)
@@ -168,29 +155,9 @@ class ManagerClient:
     def _wait_while(self, is_undecided: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: not is_undecided() or self._closed_reason, _SWITCH_S)
 
-    @property
-    def quorum_step(self) -> int:
-        """Number of the last step started, in the present quorum."""
-        return self._steps.quorum_step
-
-    @property
-    def quorum_id(self) -> int:
-        """The present quorum's id; `messages.NO_QUORUM` before the first."""
-        return self._steps.quorum_id
-
-    @property
-    def abort_reason(self) -> str | None:
-        """Why the present quorum is aborted; None if it is not."""
-        return self._steps.abort_reason
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the script had to save at the end of the step before (`settle_next_step`)."""
-        return self._steps.is_saved
-
     # ---- requests -----------------------------------------------------------------------
 
-    def request_quorum(self, request: QuorumRequest, timeout_s: float) -> QuorumAnswer:
+    def request_quorum(self, request: messages.QuorumRequest, timeout_s: float) -> QuorumAnswer:
         """Request a place in the next quorum, and wait for the answer.
 
         Returns:
@@ -198,8 +165,8 @@ class ManagerClient:
             `CheckpointBeforeLeave` if it has to save before it leaves.
 
         Raises:
-            TimeoutError: There was no quorum in time; it says what is waited for. Try again, or
-                give up.
+            TimeoutError: There was no quorum in time; the message names what is waited for. Try
+                again, or give up.
             GroupServerGoneError: The server has ended.
         """
         with self._changed:
@@ -216,7 +183,7 @@ class ManagerClient:
                 return self._answer
         if self._closed_reason is not None:
             raise self._gone_error(self._closed_reason)
-        self._send(CancelRequest())
+        self._send(messages.CancelRequest())
         raise TimeoutError(f"no quorum within {timeout_s:g} s: {self._waits_for}")
 
     def vote(self, commit: bool, timeout_s: float) -> bool:
@@ -226,26 +193,24 @@ class ManagerClient:
             GroupServerGoneError: The server has ended.
         """
         with self._changed:
-            quorum_id, quorum_step = self._steps.quorum_id, self._steps.quorum_step
-        decision = self._send_vote(CommitVote(quorum_id, quorum_step, commit), timeout_s)
-        if decision is None and self._closed_reason is None:
-            # one no decides, unless all others have voted yes just now
-            no = CommitVote(quorum_id, quorum_step, commit=False)
-            decision = self._send_vote(no, _FINAL_VOTE_S)
-        if decision is None:
-            raise self._gone_error(self._closed_reason or "it does not answer")
-        return decision.commit
+            quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
 
-    def _send_vote(self, vote: CommitVote, timeout_s: float) -> CommitDecision | None:
-        def is_decided() -> bool:
-            decision = self._decision
-            step = vote.quorum_id, vote.quorum_step
-            return decision is not None and (decision.quorum_id, decision.quorum_step) == step
+        def find_decision() -> messages.CommitDecision | None:
+            d = self._decision
+            is_ours = d is not None and (d.quorum_id, d.quorum_step) == (quorum_id, quorum_step)
+            return d if is_ours else None
 
-        self._send(vote)
-        with self._changed:
-            self._changed.wait_for(lambda: is_decided() or self._closed_reason, timeout_s)
-            return self._decision if is_decided() else None
+        # without a decision, a no: it decides, unless all others have voted yes just now
+        for vote, wait_s in ((commit, timeout_s), (False, _FINAL_VOTE_S)):
+            self._send(messages.CommitVote(quorum_id, quorum_step, vote))
+            with self._changed:
+                self._changed.wait_for(lambda: find_decision() or self._closed_reason, wait_s)
+                decision = find_decision()
+            if decision is not None:
+                return decision.commit
+            if self._closed_reason is not None:
+                break
+        raise self._gone_error(self._closed_reason or "it does not answer")
 
     def report_abort(self, quorum_id: int, reason: str) -> None:
         """Report that this quorum cannot go on; may be repeated, and costs one message.
@@ -253,10 +218,10 @@ class ManagerClient:
         A server that has ended is no error here: the next request raises it.
         """
         with self._changed:
-            is_news = self._steps.mark_aborted(quorum_id, reason)
+            is_news = self.steps.mark_aborted(quorum_id, reason)
         if is_news:
             with contextlib.suppress(GroupServerGoneError):
-                self._send(QuorumAborted(quorum_id, reason))
+                self._send(messages.QuorumAborted(quorum_id, reason))
 
     def close(self) -> None:
         """Report that this worker is done, and disconnect. May be repeated."""
@@ -265,17 +230,17 @@ class ManagerClient:
                 self._closed_reason = "the connection was closed"
             self._changed.notify_all()
         with contextlib.suppress(OSError), self._sending:
-            self._socket.sendall(to_line(Shutdown()))
+            self._socket.sendall(messages.to_line(messages.Shutdown()))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
             self._reader.join()
         self._socket.close()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         try:
             with self._sending:
-                self._socket.sendall(to_line(message))
+                self._socket.sendall(messages.to_line(message))
         except OSError as e:
             raise self._gone_error(self._closed_reason or str(e)) from e
 
@@ -288,9 +253,9 @@ class ManagerClient:
     # ---- the reading thread -------------------------------------------------------------
 
     def _read(self) -> None:
-        lines = LineReader()
+        lines = messages.LineReader()
         try:
-            while data := self._socket.recv(READ_BYTES):
+            while data := self._socket.recv(messages.READ_BYTES):
                 for message in lines.feed(data):
                     self._on_message(message)
             reason = "it closed the connection"
@@ -300,9 +265,41 @@ class ManagerClient:
             self._closed_reason = self._closed_reason or reason
             self._changed.notify_all()
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: messages.Message) -> None:
+        reply: messages.Message | None = None
+        aborted = None
         with self._changed:
-            reply, aborted = self._handle(message)
+            match message:
+                case messages.Welcome():
+                    self.replica_id = message.replica_id
+                case messages.QuorumResults():
+                    (result,) = message.ranks
+                    if self._is_requesting and message.number == self._number:
+                        self.steps.enter_quorum(result.quorum_id)
+                        self._set_answer(result)
+                    else:
+                        # it crossed the cancellation, and the other members rely on this one
+                        reason = "a worker had given up waiting for it"
+                        reply = messages.QuorumAborted(result.quorum_id, reason)
+                case messages.LeaveGranted():
+                    self.steps.enter_quorum(messages.NO_QUORUM)
+                    self._set_answer(message)
+                case messages.CheckpointBeforeLeave():
+                    self.steps.require_save()
+                    self._set_answer(message)
+                case messages.QuorumWaiting():
+                    self._waits_for = message.text
+                case messages.QuorumAborted():
+                    aborted = message if self.steps.on_abort(message) else None
+                case messages.ProposeSwitch():
+                    reply = self.steps.on_proposal(message, time.monotonic())
+                case messages.ConfirmSwitch():
+                    self.steps.on_confirmation(message)
+                case messages.CommitDecision():
+                    self._decision = message
+                    self.steps.on_commit_decision(message)
+                case _:
+                    raise ValueError(f"not for a worker: {message}")
             self._changed.notify_all()
         if reply is not None:
             self._send(reply)
@@ -312,61 +309,9 @@ class ManagerClient:
             except Exception:
                 _log.exception("quorum %d was aborted, and its handler failed", aborted.quorum_id)
 
-    def _handle(self, message: Message) -> tuple[Message | None, QuorumAborted | None]:
-        """Return the reply, and the quorum if it has just been found aborted."""
-        match message:
-            case Welcome():
-                self.replica_id = message.replica_id
-            case QuorumResults():
-                return self._on_results(message), None
-            case LeaveGranted():
-                self._steps.enter_quorum(NO_QUORUM)
-                self._set_answer(message)
-            case CheckpointBeforeLeave():
-                self._steps.require_save()
-                self._set_answer(message)
-            case QuorumWaiting():
-                self._waits_for = message.text
-            case QuorumAborted():
-                return None, message if self._steps.on_abort(message) else None
-            case ProposeSwitch():
-                return self._steps.on_proposal(message, time.monotonic()), None
-            case ConfirmSwitch():
-                self._steps.on_confirmation(message)
-            case CommitDecision():
-                self._decision = message
-                self._steps.on_commit_decision(message)
-            case _:
-                raise ValueError(f"not for a worker: {message}")
-        return None, None
-
-    def _on_results(self, results: QuorumResults) -> QuorumAborted | None:
-        (result,) = results.ranks
-        if self._is_requesting and results.number == self._number:
-            self._steps.enter_quorum(result.quorum_id)
-            self._set_answer(result)
-            return None
-        # it crossed the cancellation, and the other members rely on this one
-        return QuorumAborted(result.quorum_id, "a worker had given up waiting for it")
-
     def _set_answer(self, answer: QuorumAnswer) -> None:
         self._answer = answer
         self._is_requesting = False
-
-
-def _connect(path: Path, timeout_s: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(str(path))
-    except OSError as e:
-        connection.close()
-        raise GroupServerGoneError(
-            f"the server of this replica group cannot be reached at {path}: {e}. Is its process "
-            "alive, and on this node?"
-        ) from e
-    connection.settimeout(None)
-    return connection
 
 
 _clients: weakref.WeakSet[ManagerClient] = weakref.WeakSet()
@@ -384,8 +329,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 class QuorumSteps:
     """One worker's steps in its present quorum (pure).
 
-    `messages` has the rules. A worker that knows of a proposed switch waits at its step until it is
-    confirmed or withdrawn; meanwhile it accepts other proposals for the same step.
+    `messages` has the rules. A worker waits at the step of a proposed switch until it is confirmed
+    or withdrawn; meanwhile it accepts other proposals for the same step.
 
     Attributes:
         quorum_id: The quorum's; `NO_QUORUM` if none.
@@ -407,7 +352,7 @@ class QuorumSteps:
         self._is_single = is_single
         self._interval_s: float | None = None
         self._started_at: float | None = None
-        self.enter_quorum(NO_QUORUM)
+        self.enter_quorum(messages.NO_QUORUM)
         self.quorum_step = -1
 
     def enter_quorum(self, quorum_id: int) -> None:
@@ -417,9 +362,9 @@ class QuorumSteps:
         self.abort_reason: str | None = None
         self._all_know_abort = False
         """The server has notified all workers of the group that the quorum is aborted."""
-        self.must_request = quorum_id == NO_QUORUM
-        self.proposal: ProposeSwitch | None = None
-        self.confirmation: ConfirmSwitch | None = None
+        self.must_request = quorum_id == messages.NO_QUORUM
+        self.proposal: messages.ProposeSwitch | None = None
+        self.confirmation: messages.ConfirmSwitch | None = None
         self._settled = 0
         """The step up to which no proposal may be accepted any more."""
         self._must_save = False
@@ -451,22 +396,13 @@ class QuorumSteps:
         return self._is_undecided_at(self.quorum_step + 1)
 
     @property
-    def is_switch_next(self) -> bool:
-        """Whether the step after the one started is the one of a confirmed switch."""
-        proposal = self.proposal
-        return (
-            self.confirmation is not None
-            and proposal is not None
-            and self.abort_reason is None
-            and self.quorum_step + 1 == proposal.quorum_step
-        )
-
-    @property
     def must_save(self) -> bool:
         """Whether the group leaves after the step started, and no other group has its state."""
-        confirmation = self.confirmation if self.is_switch_next else None
-        leaves_last = confirmation is not None and confirmation.leaves and confirmation.last
-        return self._must_save or leaves_last
+        switch, confirmation = self.proposal, self.confirmation
+        if switch is None or confirmation is None or self.abort_reason is not None:
+            return self._must_save
+        is_next = self.quorum_step + 1 == switch.quorum_step
+        return self._must_save or (is_next and confirmation.leaves and confirmation.last)
 
     def require_save(self) -> None:
         """Record that there is no quorum for the step started: its end is for saving."""
@@ -491,24 +427,25 @@ class QuorumSteps:
             return 0.0
         return 1.0 / max(self._interval_s, now - self._started_at, 1e-6)
 
-    def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:
+    def on_proposal(
+        self, proposal: messages.ProposeSwitch, now: float
+    ) -> messages.SwitchVote | None:
         """Accept a proposal if its step has not started; return the answer, or None."""
+        known, is_confirmed = self.proposal, self.confirmation is not None
         if proposal.quorum_id != self.quorum_id:
             return None
         if proposal.number == 0:
-            self.proposal = None if self.confirmation is None else self.proposal
+            self.proposal = known if is_confirmed else None
             return None
-        known = self.proposal
-        is_confirmed = self.confirmation is not None and known is not None
         if is_confirmed and known is not None and proposal.quorum_step != known.quorum_step:
             return None  # of another lighthouse, which does not know yet what is confirmed
         ok = self._settled < proposal.quorum_step
-        if proposal.quorum_step > 0 and (ok or self.confirmation is None):
+        if proposal.quorum_step > 0 and (ok or not is_confirmed):
             self.proposal = proposal if ok else None
         rate = self.steps_per_s(now)
-        return SwitchVote(self.quorum_id, proposal.number, ok, self._settled, rate)
+        return messages.SwitchVote(self.quorum_id, proposal.number, ok, self._settled, rate)
 
-    def on_confirmation(self, confirmation: ConfirmSwitch) -> None:
+    def on_confirmation(self, confirmation: messages.ConfirmSwitch) -> None:
         """Request a new quorum in the proposed step."""
         proposal = self.proposal
         if proposal is None or confirmation.quorum_id != self.quorum_id:
@@ -518,7 +455,7 @@ class QuorumSteps:
             reached = self.quorum_step >= proposal.quorum_step
             self.must_request = self.must_request or reached
 
-    def on_abort(self, aborted: QuorumAborted) -> bool:
+    def on_abort(self, aborted: messages.QuorumAborted) -> bool:
         """Record the lighthouse's abort; return whether it is news, and of this quorum."""
         if aborted.quorum_id != self.quorum_id:
             return False
@@ -536,7 +473,7 @@ class QuorumSteps:
         self.must_request = self.must_request or self._is_single
         return True
 
-    def on_commit_decision(self, decision: CommitDecision) -> None:
+    def on_commit_decision(self, decision: messages.CommitDecision) -> None:
         """Record the group's decision on a step: all its workers know the same now."""
         if decision.quorum_id == self.quorum_id and self._all_know_abort:
             self.must_request = True
@@ -544,7 +481,7 @@ class QuorumSteps:
 
 # ---- the worker's place in its group, and the group's server
 # In a run the agent has started the server, and names its socket in the environment. Elsewhere the
-# group's first rank starts one (`manager_server_process`), and publishes it in the group's store.
+# group's first rank starts one (`manager_server`), and publishes it in the group's store.
 
 
 @dataclass(frozen=True)
@@ -565,12 +502,9 @@ class GroupPlace:
     def connect_store(self, timeout_s: float) -> TCPStore:
         """Return a connection to the group's store."""
         return TCPStore(
-            self.store_addr,
-            self.store_port,
-            is_master=False,
-            wait_for_workers=False,
+            self.store_addr, self.store_port, is_master=False, wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-        )
+        )  # fmt: skip
 
 
 def resolve_place(
@@ -581,21 +515,19 @@ def resolve_place(
     Raises:
         ConfigError: The environment has no value.
     """
-    env = os.environ
+
+    def require(name: str, argument: str) -> str:
+        if not os.environ.get(name):
+            remedy = f"give it to the Manager, or set {name}, as torchrun and a run do"
+            raise ConfigError(argument, None, remedy)
+        return os.environ[name]
+
     return GroupPlace(
-        rank=rank if rank is not None else int(_require(env, "RANK", "rank")),
-        world_size=world_size or int(_require(env, "WORLD_SIZE", "world_size")),
-        store_addr=store_addr or _require(env, "MASTER_ADDR", "store_addr"),
-        store_port=store_port or int(_require(env, "MASTER_PORT", "store_port")),
+        rank=rank if rank is not None else int(require("RANK", "rank")),
+        world_size=world_size or int(require("WORLD_SIZE", "world_size")),
+        store_addr=store_addr or require("MASTER_ADDR", "store_addr"),
+        store_port=store_port or int(require("MASTER_PORT", "store_port")),
     )
-
-
-def _require(env: Mapping[str, str], name: str, argument: str) -> str:
-    if not env.get(name):
-        raise ConfigError(
-            argument, None, f"give it to the Manager, or set {name}, as torchrun and a run do"
-        )
-    return env[name]
 
 
 def find_server(
@@ -617,40 +549,33 @@ def find_server(
         ConfigError: There is neither an agent nor a lighthouse, or the group's workers are on
             several hosts.
     """
-    path = os.environ.get(SOCKET_ENV)
-    if path:
+    if path := os.environ.get(messages.SOCKET_ENV):
         return ManagerServerProcess(Path(path))
+    # a restarted group must not read what the one before has written
+    key = f"hpc_elastic/ft/server/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     host = socket.gethostname()
     if place.rank > 0:
-        server = json.loads(place.connect_store(connect_timeout_s).get(_server_key()))
+        server = json.loads(place.connect_store(connect_timeout_s).get(key))
         if server["host"] != host:
-            raise ConfigError(
-                "world_size",
-                place.world_size,
+            remedy = (
                 f"the workers of a replica group must be on one host; rank 0 is on "
                 f"{server['host']}, rank {place.rank} on {host}: make each host a replica group of "
-                "its own",
+                "its own"
             )
+            raise ConfigError("world_size", place.world_size, remedy)
         return ManagerServerProcess(Path(server["path"]))
-    lighthouse = lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV)
+    lighthouse = lighthouse_addr or os.environ.get(messages.LIGHTHOUSE_ENV)
     if not lighthouse:
-        raise ConfigError(
-            "lighthouse_addr",
-            lighthouse,
+        remedy = (
             "there is no lighthouse: submit the script with launcher=slurm (or launcher=local) "
             "ft=true; or start `hpc-elastic lighthouse` and give its address here or in "
-            f"{LIGHTHOUSE_ENV}",
+            f"{messages.LIGHTHOUSE_ENV}"
         )
+        raise ConfigError("lighthouse_addr", lighthouse, remedy)
     unique = str(uuid.uuid4())
     name = f"{replica_id}:{unique}" if replica_id else unique
     started = start_server_process(lighthouse, name, place.world_size)
     if place.world_size > 1:
         text = json.dumps({"path": str(started.path), "host": host})
-        place.connect_store(connect_timeout_s).set(_server_key(), text)
+        place.connect_store(connect_timeout_s).set(key, text)
     return started
-
-
-def _server_key() -> str:
-    """Return the store's key; a restarted group must not read what the one before has written."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"hpc_elastic/ft/server/{attempt}"

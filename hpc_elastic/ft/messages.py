@@ -4,9 +4,9 @@ Theory of operation
 -------------------
 A *replica group* is the set of workers of one array task: one copy of the model. Each group has a
 *manager server* (`manager_server`) outside of its training processes: in the agent of a run, or in
-a small process of its own (`manager_server_process`). It represents its workers at the *lighthouse*
-(`lighthouse_state`), which decides about the quorum (`quorum`). The lighthouse is part of a run's
-leader, or stands alone (`coordination.LighthouseServer`).
+a small process of its own. It represents its workers at the *lighthouse* (`lighthouse_state`),
+which decides about the quorum (`quorum`). The lighthouse is part of a run's leader, or stands alone
+(`coordination.LighthouseServer`).
 
     worker  --Unix socket-->  manager server  --signed connection-->  lighthouse
 
@@ -44,8 +44,7 @@ This module needs only the standard library: a manager server process starts wit
 from __future__ import annotations
 
 import json
-import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import ConfigError
@@ -66,8 +65,12 @@ MAX_LINE_BYTES = 1 << 20
 Json = dict[str, Any]
 
 
+class Message:
+    """Base of the messages; the name of a class is the ``type`` of its JSON object."""
+
+
 @dataclass(frozen=True)
-class Hello:
+class Hello(Message):
     """Worker to server, first."""
 
     group_rank: int
@@ -76,14 +79,14 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Welcome:
+class Welcome(Message):
     """Server to worker, in answer to `Hello`."""
 
     replica_id: str
 
 
 @dataclass(frozen=True)
-class QuorumRequest:
+class QuorumRequest(Message):
     """Up: a worker, or (with the metadata of all its ranks) a group, requests a quorum.
 
     Attributes:
@@ -114,12 +117,12 @@ class QuorumRequest:
 
 
 @dataclass(frozen=True)
-class CancelRequest:
+class CancelRequest(Message):
     """Up: the last `QuorumRequest` is void."""
 
 
 @dataclass(frozen=True)
-class QuorumAborted:
+class QuorumAborted(Message):
     """Up: the sender cannot go on in this quorum. Down: it is over for all members."""
 
     quorum_id: int
@@ -127,7 +130,7 @@ class QuorumAborted:
 
 
 @dataclass(frozen=True)
-class ProposeSwitch:
+class ProposeSwitch(Message):
     """Down: all members may have to request the next quorum at this quorum step.
 
     Step 0 only asks how far the members are; number 0 withdraws the last proposal.
@@ -139,7 +142,7 @@ class ProposeSwitch:
 
 
 @dataclass(frozen=True)
-class SwitchVote:
+class SwitchVote(Message):
     """Up, in answer to a proposal.
 
     Attributes:
@@ -157,7 +160,7 @@ class SwitchVote:
 
 
 @dataclass(frozen=True)
-class ConfirmSwitch:
+class ConfirmSwitch(Message):
     """Down: all members request the next quorum at the proposed step.
 
     Attributes:
@@ -180,7 +183,7 @@ class HealSource:
 
 
 @dataclass(frozen=True)
-class QuorumResult:
+class QuorumResult(Message):
     """Down, in answer to `QuorumRequest`: one worker's place in a new quorum.
 
     Attributes:
@@ -219,7 +222,7 @@ class QuorumResult:
 
 
 @dataclass(frozen=True)
-class QuorumResults:
+class QuorumResults(Message):
     """Down: the results of the workers of one group, by group rank.
 
     Attributes:
@@ -227,17 +230,17 @@ class QuorumResults:
         number: Of the request that it answers: requests and answers may cross.
     """
 
-    ranks: tuple[QuorumResult, ...] = field(default=())
+    ranks: tuple[QuorumResult, ...] = ()
     number: int = 0
 
 
 @dataclass(frozen=True)
-class LeaveGranted:
+class LeaveGranted(Message):
     """Down, in answer to `QuorumRequest`: the group has left the quorum as announced."""
 
 
 @dataclass(frozen=True)
-class CheckpointBeforeLeave:
+class CheckpointBeforeLeave(Message):
     """Down, in answer to `QuorumRequest`: the group leaves once it has saved its state.
 
     No other group has that state. There is no quorum for the step that requested one: it fails, and
@@ -246,14 +249,14 @@ class CheckpointBeforeLeave:
 
 
 @dataclass(frozen=True)
-class QuorumWaiting:
+class QuorumWaiting(Message):
     """Down: which groups the quorum waits for; the text of a worker's time-out error."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class CommitVote:
+class CommitVote(Message):
     """Worker to server, in groups of several workers: whether this worker can commit the step."""
 
     quorum_id: int
@@ -262,7 +265,7 @@ class CommitVote:
 
 
 @dataclass(frozen=True)
-class CommitDecision:
+class CommitDecision(Message):
     """Server to its workers: whether the group commits the step."""
 
     quorum_id: int
@@ -271,26 +274,26 @@ class CommitDecision:
 
 
 @dataclass(frozen=True)
-class LeaveNotice:
+class LeaveNotice(Message):
     """Up: the group's node is lost in ``left_s`` seconds; it is to leave at the next switch."""
 
     left_s: float
 
 
 @dataclass(frozen=True)
-class WorkersLost:
+class WorkersLost(Message):
     """Up: workers of this group are dead, or stopped for longer than a moment."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Shutdown:
+class Shutdown(Message):
     """Worker to server, and up: it is done and leaves on purpose."""
 
 
 @dataclass(frozen=True)
-class ReplicaStatus:
+class ReplicaStatus(Message):
     """Group to lighthouse, first on each connection: the quorum that it is in.
 
     Attributes:
@@ -307,29 +310,7 @@ class ReplicaStatus:
     is_aborted: bool
 
 
-Message = (
-    Hello
-    | Welcome
-    | QuorumRequest
-    | CancelRequest
-    | QuorumAborted
-    | ProposeSwitch
-    | SwitchVote
-    | ConfirmSwitch
-    | QuorumResult
-    | QuorumResults
-    | LeaveGranted
-    | CheckpointBeforeLeave
-    | QuorumWaiting
-    | CommitVote
-    | CommitDecision
-    | LeaveNotice
-    | WorkersLost
-    | Shutdown
-    | ReplicaStatus
-)
-
-_TYPES: dict[str, Any] = {t.__name__: t for t in typing.get_args(Message)}
+_TYPES: dict[str, Any] = {t.__name__: t for t in Message.__subclasses__()}
 _NESTED: dict[Any, dict[str, Any]] = {
     QuorumResult: {"sources": HealSource},
     QuorumResults: {"ranks": QuorumResult},
@@ -409,14 +390,10 @@ class LineReader:
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > MAX_LINE_BYTES:
             raise ValueError(f"a line longer than {MAX_LINE_BYTES} bytes")
-        return [_parse_line(line) for line in lines]
-
-
-def _parse_line(line: bytes) -> Message:
-    raw = json.loads(line)
-    if not isinstance(raw, dict):
-        raise ValueError("not a JSON object")
-    return unpack(raw)
+        read = [json.loads(line) for line in lines]
+        if not all(isinstance(raw, dict) for raw in read):
+            raise ValueError("not a JSON object")
+        return [unpack(raw) for raw in read]
 
 
 def parse_address(text: str) -> tuple[str, int]:

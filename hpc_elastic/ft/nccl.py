@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,22 +33,14 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Work
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT, ManagedWork, translate_error
-from hpc_elastic.ft.reconfigurable import (
-    AbortableStore,
-    CancellableTask,
-    LiveGroup,
-    MemberPlace,
-    ReconfigurableProcessGroup,
-    connect_store,
-    parse_store_addr,
-)
+from hpc_elastic.ft import reconfigurable
+from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT, LiveGroup, ManagedWork, MemberPlace
 
 _NEVER = timedelta(days=7)  # torch's watchdog ends the process; the WorkWatchdog aborts the group
 _OLDEST = (2, 26)
 
 
-class ProcessGroupNCCL(ReconfigurableProcessGroup):
+class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
     """A reconfigurable group over NCCL, for tensors on the current CUDA device.
 
     Every member sets its device (`torch.cuda.set_device`) before the first `configure`.
@@ -60,7 +52,13 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         Raises:
             ConfigError: There is no NCCL, or one that cannot be aborted safely.
         """
-        _require_nccl()
+        if not dist.is_nccl_available():
+            remedy = "this torch has no NCCL; use ProcessGroupGloo"
+            raise ConfigError("pg", "ProcessGroupNCCL", remedy)
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        if tuple(version[:2]) < _OLDEST:
+            remedy = f"its abort can hang; use NCCL {'.'.join(map(str, _OLDEST))} or later"
+            raise ConfigError("NCCL", ".".join(map(str, version)), remedy)
         super().__init__(timeout)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         seconds = str(max(1, round(timeout.total_seconds())))
@@ -79,29 +77,30 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             torch.cuda.current_stream().synchronize()
         return self._error
 
-    def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
-        where = parse_store_addr(place.store_addr)
-        client = connect_store(where, task)
-        _barrier(AbortableStore(client, where.prefix, place.world_size, task), place)
+    def _build_group(
+        self, task: reconfigurable.CancellableTask[LiveGroup], place: MemberPlace
+    ) -> LiveGroup:
+        from torch.distributed import ProcessGroupNCCL as TorchNCCL
+
+        where = reconfigurable.parse_store_addr(place.store_addr)
+        client = reconfigurable.connect_store(where, task)
+        # Wait until all members have come, since NCCL's own waiting cannot be interrupted.
+        store = reconfigurable.AbortableStore(client, where.prefix, place.world_size, task)
+        store.set(f"here/{place.rank}", b"1")
+        for rank in range(place.world_size):
+            store.get(f"here/{rank}")
         task.waits_for = "NCCL's communicator"
+        options: Any = TorchNCCL.Options()
+        options.config.blocking = 0  # else abort() waits for what it is to end
+        options._timeout = _NEVER
+        reconfigurable.name_group(options, place)
         # NCCL keeps its store for later communicators, and so gets one that outlives the task.
-        backend = _make_backend(PrefixStore(where.prefix, client), place)
-        group = NCCLGroup(place, backend, WorkWatchdog(self._on_timeout))
+        kept = PrefixStore(where.prefix, client)
+        backend = TorchNCCL(kept, place.rank, place.world_size, options)
+        backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        group = NCCLGroup(place, backend, WorkWatchdog(lambda why: self.abort(why=why)))
         group.set_timeout(self._timeout)
         return group
-
-    def _on_timeout(self, why: str) -> None:
-        self.abort(why=why)
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        live, parent = self._live, self.parent
-        assert isinstance(live, NCCLGroup)
-        try:
-            work = getattr(parent, name)(*args, **kwargs)
-        except RuntimeError as e:
-            raise translate_error(e, name, live) from e
-        live.watchdog.add_work(work, name, live.timeout_s)
-        return ManagedWork(work, name, live)
 
 
 class NCCLGroup(LiveGroup):
@@ -126,6 +125,11 @@ class NCCLGroup(LiveGroup):
         """Set the time-out of later operations."""
         self.timeout_s = timeout.total_seconds()
 
+    def watch_work(self, work: Work, operation: str) -> ManagedWork:
+        """Return an operation that has just started here, and watch its deadline."""
+        self.watchdog.add_work(work, operation, self.timeout_s)
+        return ManagedWork(work, operation, self)
+
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
         """End the kernels on the GPU, and all that waits for them.
 
@@ -139,52 +143,14 @@ class NCCLGroup(LiveGroup):
         abort()
 
 
-def _require_nccl() -> None:
-    if not dist.is_nccl_available():
-        raise ConfigError("pg", "ProcessGroupNCCL", "this torch has no NCCL; use ProcessGroupGloo")
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    if tuple(version[:2]) < _OLDEST:
-        remedy = f"its abort can hang; use NCCL {'.'.join(map(str, _OLDEST))} or later"
-        raise ConfigError("NCCL", ".".join(map(str, version)), remedy)
-
-
-def _barrier(store: AbortableStore, place: MemberPlace) -> None:
-    """Wait until all members have come, since NCCL's own waiting cannot be interrupted."""
-    store.set(f"here/{place.rank}", b"1")
-    for rank in range(place.world_size):
-        store.get(f"here/{rank}")
-
-
-def _make_backend(store: Any, place: MemberPlace) -> Any:
-    from torch.distributed import ProcessGroupNCCL as TorchNCCL
-
-    options: Any = TorchNCCL.Options()
-    options.config.blocking = 0  # else abort() waits for what it is to end
-    options._timeout = _NEVER
-    if place.global_ranks:
-        options.global_ranks_in_group = place.global_ranks
-    if place.quorum_id is not None:
-        options.group_name = f"ft_quorum_{place.quorum_id}_rank_{place.group_rank or 0}"
-    backend = TorchNCCL(store, place.rank, place.world_size, options)
-    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return backend
-
-
 # ---- the watchdog: operations on a GPU end by themselves, and no thread waits for them on the CPU
 
 
 _CHECK_EVERY_S = 0.5
 
 
-class Completable(Protocol):
-    """The part of torch's Work that a `WorkWatchdog` uses."""
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended."""
-
-
 class _Operation(NamedTuple):
-    work: Completable
+    work: Work
     name: str
     timeout_s: float
     until: float
@@ -205,7 +171,7 @@ class WorkWatchdog:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add_work(self, work: Completable, name: str, timeout_s: float) -> None:
+    def add_work(self, work: Work, name: str, timeout_s: float) -> None:
         """Watch an operation that has just started."""
         self._remove_completed()
         self._operations.append(_Operation(work, name, timeout_s, time.monotonic() + timeout_s))
@@ -223,14 +189,15 @@ class WorkWatchdog:
     def _run(self) -> None:
         while not self._stopped.wait(_CHECK_EVERY_S):
             self._remove_completed()
-            missed = self._first_missed(time.monotonic())
-            if missed is not None and not self._stopped.is_set():
-                self._stopped.set()
-                self._on_timeout(f"{missed.name} timed out after {missed.timeout_s:g} s")
-
-    def _first_missed(self, now: float) -> _Operation | None:
-        late = (o for o in list(self._operations) if o.until < now and not o.work.is_completed())
-        return next(late, None)
+            now = time.monotonic()
+            for operation in list(self._operations):
+                if operation.until >= now or operation.work.is_completed():
+                    continue
+                if not self._stopped.is_set():
+                    self._stopped.set()
+                    reason = f"{operation.name} timed out after {operation.timeout_s:g} s"
+                    self._on_timeout(reason)
+                break
 
     def _remove_completed(self) -> None:
         try:

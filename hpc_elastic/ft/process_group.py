@@ -12,7 +12,9 @@ import logging
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -304,22 +306,12 @@ class ProcessGroupDummy(ProcessGroupWrapper):
         """
         if (rank, world) != (0, 1):
             raise ValueError(f"rank={rank}, world={world}: a dummy group is rank 0 of 1")
-        super().__init__()
+        super().__init__(pg=ProcessGroup(0, 1))
         self.configure_count = 0
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         """Count the call."""
         self.configure_count += 1
-
-    def abort(self) -> None:
-        """Do nothing."""
-
-    def shutdown(self) -> None:
-        """Do nothing."""
-
-    def errored(self) -> Exception | None:
-        """Return None: nothing fails here."""
-        return None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Do nothing."""
@@ -327,10 +319,6 @@ class ProcessGroupDummy(ProcessGroupWrapper):
     def size(self) -> int:
         """Return 1."""
         return 1
-
-    def rank(self) -> int:
-        """Return 0."""
-        return 0
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return its name."""
@@ -388,37 +376,37 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         result = args[0] if args else None
         if self._error is not None:
             return DummyWork(result)
+
+        def swallow(call: Callable[[], Any]) -> Any:
+            try:
+                return call()
+            except Exception as e:
+                self.report_error(e)
+                return result
+
         try:
-            return _SwallowingWork(super()._call(name, *args, **kwargs), result, self.report_error)
+            return _AlteredWork(super()._call(name, *args, **kwargs), swallow)
         except Exception as e:
             _log.warning("%s failed, and its error is swallowed: %s", name, e)
             self.report_error(e)
             return DummyWork(result)
 
 
-class _SwallowingWork(Work):
-    def __init__(self, work: Work, result: Any, on_error: Callable[[Exception], None]) -> None:
+class _AlteredWork(Work):
+    """A work whose outcome goes through a function, which gets a call that returns it or raises."""
+
+    def __init__(self, work: Work, alter: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
         self._work = work
-        self._result = result
-        self._on_error = on_error
+        self._alter = alter
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
-        except Exception as e:
-            self._on_error(e)
-            return True
+        work = self._work
+        self._alter(lambda: work.wait() if timeout is None else work.wait(timeout))
+        return True
 
     def get_future(self) -> Any:
-        def swallow(future: Future[Any]) -> Any:
-            try:
-                return future.value()
-            except Exception as e:
-                self._on_error(e)
-                return self._result
-
-        return self._work.get_future().then(swallow)
+        return self._work.get_future().then(lambda future: self._alter(future.value))
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
@@ -440,24 +428,14 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
         work = super()._call(name, *args, **kwargs)
         planted, self._future_error = self._future_error, None
-        return work if planted is None else _FailedWork(work, planted)
+        if planted is None:
+            return work
 
+        def fail(call: Callable[[], Any]) -> Any:
+            call()
+            raise planted
 
-class _FailedWork(Work):
-    def __init__(self, work: Work, error: Exception) -> None:
-        super().__init__()
-        self._work = work
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._work.wait()
-        raise self._error
-
-    def get_future(self) -> Any:
-        def fail(future: Future[Any]) -> Any:
-            raise self._error
-
-        return self._work.get_future().then(fail)
+        return _AlteredWork(work, fail)
 
 
 class AllreduceManager(Protocol):
@@ -528,23 +506,67 @@ class DummyWork(Work):
         return self._future
 
 
-class WorkGroup(Protocol):
-    """The group of a `ManagedWork`.
+@dataclass(frozen=True)
+class MemberPlace:
+    """One member's place in a group: the arguments of `ProcessGroup.configure`."""
+
+    store_addr: str
+    replica_id: str
+    rank: int
+    world_size: int
+    quorum_id: int | None = None
+    group_rank: int | None = None
+    group_world_size: int | None = None
+    global_ranks: list[int] | None = None
+
+    def __str__(self) -> str:
+        quorum = "" if self.quorum_id is None else f" of quorum {self.quorum_id}"
+        member = f"rank {self.rank} of {self.world_size}, {self.replica_id}"
+        return f"the process group{quorum} ({member}) at {self.store_addr}"
+
+
+class LiveGroup(ABC):
+    """A group of torch's behind a `ProcessGroup`, with what is needed to end it.
 
     Attributes:
-        place: Describes the group in errors.
-        end_error: Why the group has ended; None while it has not.
-        is_at_rest: The group has ended, and operations that have not failed are stuck.
-        pending: Works whose futures the group has to fail when it is at rest.
+        place: This member's.
+        end_error: Why it has ended; None while it has not.
+        is_at_rest: It has ended, and operations that have not failed are stuck in the backend.
+        pending: Works whose futures have not completed.
     """
 
-    place: Any
-    end_error: Exception | None
-    is_at_rest: bool
-    pending: set[ManagedWork]
+    def __init__(self, place: MemberPlace) -> None:
+        self.place = place
+        self.end_error: Exception | None = None
+        self.is_at_rest = False
+        self.pending: set[ManagedWork] = set()
+
+    @property
+    @abstractmethod
+    def pg(self) -> TorchProcessGroup:
+        """torch's group, which does the operations."""
+
+    @abstractmethod
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of later operations."""
+
+    def watch_work(self, work: Work, operation: str) -> ManagedWork:
+        """Return an operation that has just started here, whose errors name it and the group."""
+        return ManagedWork(work, operation, self)
+
+    @abstractmethod
+    def end_group(self, error: Exception, *, finish_pending: bool) -> None:
+        """Fail everything that is pending; what was sent still arrives.
+
+        Nothing is written to any tensor after it has returned.
+
+        Args:
+            error: Raised by pending operations, unless torch had another error before.
+            finish_pending: Operations that have started here may complete first, if they can.
+        """
 
 
-_POLL = timedelta(seconds=0.1)
+_POLL_S = 0.1
 _TIMED_OUT = re.compile(r"timed out(?: waiting (\d+)ms)?|timeout", re.IGNORECASE)
 
 
@@ -571,7 +593,7 @@ class ManagedWork(Work):
         self,
         work: Work,
         operation: str = "",
-        group: WorkGroup | None = None,
+        group: LiveGroup | None = None,
         *,
         is_abortable: bool = False,
     ) -> None:
@@ -640,6 +662,11 @@ class ManagedWork(Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future: of the tensor and without errors if managed, else of torch's value."""
+
+        def end_managed(done: Future[Any]) -> Any:
+            self._finish(self._outcome_of(done)[1])
+            return self._result
+
         if self._future is None:
             if self._succeeded is not None:
                 self._future = Future()
@@ -647,16 +674,13 @@ class ManagedWork(Work):
             elif self._abortable_in is not None:
                 self._future = Future()
                 self._abortable_in.pending.add(self)
-                self._work.get_future().add_done_callback(self._on_completed)
+                done = self._work.get_future()
+                done.add_done_callback(lambda done: self.end_future(*self._outcome_of(done)))
             elif self._on_error is not None:
-                self._future = self._work.get_future().then(self._managed_result)
+                self._future = self._work.get_future().then(end_managed)
             else:
                 self._future = self._work.get_future()
         return self._future
-
-    def fail_future(self, error: Exception) -> None:
-        """End the future of an abortable work with an error, unless it has ended (any thread)."""
-        self._end_future(None, error)
 
     def is_completed(self) -> bool:
         """Return whether it has ended, successfully or not."""
@@ -699,7 +723,8 @@ class ManagedWork(Work):
             if group.is_at_rest and group.end_error and not self._work.is_completed():
                 raise group.end_error
             try:
-                return self._work.wait(_POLL if until is None else _shorter(until))
+                rest_s = _POLL_S if until is None else until - time.monotonic()
+                return self._work.wait(timedelta(seconds=max(0.001, min(_POLL_S, rest_s))))
             except RuntimeError:
                 if self._work.is_completed():
                     return self._wait_for_torch(None)
@@ -717,14 +742,6 @@ class ManagedWork(Work):
                 raise
             raise translate_error(e, self._operation, self._group) from e
 
-    def _on_completed(self, done: Future[Any]) -> None:
-        value, error = self._outcome_of(done)
-        self._end_future(value, error)
-
-    def _managed_result(self, done: Future[Any]) -> Any:
-        self._finish(self._outcome_of(done)[1])
-        return self._result
-
     def _outcome_of(self, done: Future[Any]) -> tuple[Any, Exception | None]:
         try:
             return done.value(), None
@@ -733,7 +750,8 @@ class ManagedWork(Work):
                 return None, translate_error(e, self._operation, self._group)
             return None, e
 
-    def _end_future(self, value: Any, error: Exception | None) -> None:
+    def end_future(self, value: Any, error: Exception | None) -> None:
+        """End the future of an abortable work, unless it has ended (any thread)."""
         assert self._abortable_in is not None and self._future is not None
         self._abortable_in.pending.discard(self)
         if not self._is_open.acquire(blocking=False):
@@ -760,11 +778,7 @@ class ManagedWork(Work):
             self._on_error(error)
 
 
-def _shorter(until: float) -> timedelta:
-    return max(timedelta(milliseconds=1), min(_POLL, timedelta(seconds=until - time.monotonic())))
-
-
-def translate_error(error: RuntimeError, operation: str, group: WorkGroup) -> Exception:
+def translate_error(error: RuntimeError, operation: str, group: LiveGroup) -> Exception:
     """Return an error of gloo's or NCCL's as one of this module's, which names the group."""
     if isinstance(error, ProcessGroupError):
         return error

@@ -38,6 +38,7 @@ its r-th worker, with the (i + r)-th member of the cohort.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 
-from hpc_elastic.ft.messages import HealSource, QuorumRequest, QuorumResult, QuorumResults
+from hpc_elastic.ft import messages
 
 MAX_SOURCES = 4
 _LISTED = 5
@@ -64,7 +65,7 @@ class QuorumRules:
         short_reconnect_timeout_s: The same if at least half of the quorum requests the next one:
             most likely the missing members aborted it, or have left. A live one joins again at the
             next switch.
-        startup_wait_s: A lighthouse that knows of no quorum forms none for this time after its
+        startup_wait_s: A lighthouse without a quorum forms none for this time after its
             start, since members of one may be reconnecting.
     """
 
@@ -77,15 +78,15 @@ class QuorumRules:
 
 
 class ActiveQuorum:
-    """The present quorum, or the last one.
+    """The present quorum, or the last one; before the first, an ended one without members.
 
     Attributes:
-        quorum_id: Its id.
+        quorum_id: Its id; `NO_QUORUM` before the first.
         members: Replica ids by rank, without those that are lost, done or dropped (ordered set).
         not_requesting: Members that do not request the next quorum (ordered set).
         size: Number of members when it was formed.
-        num_unconnected: Members of an adopted quorum that have not connected to this lighthouse;
-            only their number is known.
+        num_unconnected: Number of members of an adopted quorum that have not connected to this
+            lighthouse; their names are unknown.
         end_reason: Why it ended; None while it is active.
         formed_at: When it was formed, or adopted.
         is_adopted: A lighthouse before this one formed it.
@@ -109,8 +110,15 @@ class ActiveQuorum:
         self._step_s = 0.0
 
     @classmethod
+    def before_first(cls) -> ActiveQuorum:
+        """Return what stands for the quorum before there is one."""
+        quorum = cls(messages.NO_QUORUM, (), -math.inf)
+        quorum.end_reason = "there was none"
+        return quorum
+
+    @classmethod
     def adopt(cls, quorum_id: int, size: int, now: float) -> ActiveQuorum:
-        """Return the quorum of an earlier lighthouse, of which only id and size are known yet."""
+        """Return the quorum of an earlier lighthouse; only its id and size are known yet."""
         quorum = cls(quorum_id, (), now)
         quorum.num_unconnected = quorum.size = size
         quorum.is_adopted = True
@@ -154,7 +162,8 @@ class ReplicaRegistry:
     """All replica groups known to one lighthouse.
 
     Attributes:
-        quorum: The present quorum, or the last one; None if there was none.
+        rules: Sizes and time-outs.
+        quorum: The present quorum, or the last one.
         requests: Open requests for the next quorum, by replica.
         idle: Connected groups that have neither requested a quorum nor been members (ordered set).
         connected: Groups with a connection.
@@ -166,8 +175,8 @@ class ReplicaRegistry:
 
     def __init__(self, rules: QuorumRules, lost: Iterable[str] = ()) -> None:
         self.rules = rules
-        self.quorum: ActiveQuorum | None = None
-        self.requests: dict[str, QuorumRequest] = {}
+        self.quorum = ActiveQuorum.before_first()
+        self.requests: dict[str, messages.QuorumRequest] = {}
         self.idle: dict[str, None] = {}
         self.connected: set[str] = set()
         self.leave_deadlines: dict[str, float] = {}
@@ -177,11 +186,6 @@ class ReplicaRegistry:
 
     # ---- events --------------------------------------------------------------------------
 
-    def mark_started(self, now: float) -> None:
-        """Record the start of the lighthouse; only the first call counts."""
-        if self.started_at is None:
-            self.started_at = now
-
     def add_connection(self, replica: str) -> None:
         """Add a group that has connected (again); its earlier request is void."""
         self.connected.add(replica)
@@ -190,12 +194,6 @@ class ReplicaRegistry:
         self.leave_deadlines.pop(replica, None)
         if not self.is_member(replica):
             self.idle[replica] = None
-
-    def add_reconnected(self, replica: str, rank: int) -> None:
-        """Record that a connected group is a member of the quorum."""
-        assert self.quorum is not None
-        self.quorum.add_reconnected(replica, rank)
-        self.idle.pop(replica, None)
 
     def remove_connection(self, replica: str) -> None:
         """Remove a group whose connection is lost, or that is known to be dead."""
@@ -209,23 +207,22 @@ class ReplicaRegistry:
         """Ignore a group until it requests a quorum again."""
         self.requests.pop(replica, None)
         self.idle.pop(replica, None)
-        if self.quorum is not None:
-            self.quorum.remove_member(replica)
+        self.quorum.remove_member(replica)
 
-    def add_request(self, replica: str, request: QuorumRequest, now: float) -> None:
+    def add_request(self, replica: str, request: messages.QuorumRequest, now: float) -> None:
         """Add a group's request for the next quorum."""
         if not self.requests:
             self.first_request_at = now
         self.idle.pop(replica, None)
         self.requests[replica] = request
-        if self.quorum is not None and self.is_member(replica):
+        if self.is_member(replica):
             self.quorum.mark_requesting(replica, request.quorum_step, now)
 
     def remove_request(self, replica: str) -> None:
         """Remove a group's request; the group may be waited for again."""
         if self.requests.pop(replica, None) is None:
             return
-        if self.quorum is not None and self.is_member(replica):
+        if self.is_member(replica):
             self.quorum.not_requesting[replica] = None
         else:
             self.idle[replica] = None
@@ -243,32 +240,22 @@ class ReplicaRegistry:
 
     def is_member(self, replica: str) -> bool:
         """Return whether a group is a member of the last quorum, and has not left it."""
-        return self.quorum is not None and replica in self.quorum.members
+        return replica in self.quorum.members
 
     @property
     def num_unconnected(self) -> int:
         """Number of members of an adopted quorum that may still connect."""
-        if self.quorum is None:
-            return 0
         return max(0, self.quorum.num_unconnected - len(self.lost))
-
-    @property
-    def has_live_members(self) -> bool:
-        """Whether there are live previous members."""
-        return self.quorum is not None and bool(self.quorum.members)
 
     @property
     def has_newcomers(self) -> bool:
         """Whether a group requests that the present quorum could take in."""
-        assert self.quorum is not None
         size = self.quorum.group_world_size
         return any(not size or len(r.metadata) == size for r in self.requests.values())
 
     def is_reconnect_timeout_over(self, now: float) -> bool:
         """Return whether members that have not connected to a new lighthouse had the time to."""
         quorum = self.quorum
-        if quorum is None:
-            return True
         num_requesting = len(quorum.members) - len(quorum.not_requesting)
         half_request = 2 * num_requesting >= quorum.size
         rules = self.rules
@@ -280,13 +267,35 @@ class ReplicaRegistry:
 
         The last quorum has ended. The text is for users, and short however many are missing.
         """
-        if not self.requests:
+        quorum, rules, requests = self.quorum, self.rules, self.requests
+        if not requests:
             return "no group requests a quorum"
-        if self.has_live_members or self.num_unconnected:
-            waits_for = self._awaited_members(now)
+        if quorum.members or self.num_unconnected:
+            if self.num_unconnected and not self.is_reconnect_timeout_over(now):
+                return f"{self.num_unconnected} members of quorum {quorum.quorum_id} to reconnect"
+            if quorum.not_requesting and not quorum.is_live_timeout_over(now, rules.live_timeout_s):
+                missing = list_some(quorum.not_requesting)
+                return f"previous members that have not requested: {missing}"
         else:
-            waits_for = self._awaited_connections(now)
-        return waits_for or self._members_or_reason()
+            waited_s = now - self.first_request_at
+            is_first = quorum.quorum_id == messages.NO_QUORUM
+            if is_first and now - (self.started_at or 0.0) < rules.startup_wait_s:
+                return "groups that may be about to reconnect"
+            is_early = waited_s < rules.join_timeout_s or len(requests) <= len(self.idle)
+            if self.idle and is_early and waited_s < rules.live_timeout_s:
+                return f"groups that have not requested: {list_some(self.idle)}"
+        previous, live = quorum.members, quorum.not_requesting
+        order = [r for r in previous if r in requests]
+        if not any(requests[r].shrink_only for r in order):
+            order += sorted(r for r in requests if r not in previous)
+        size = self._group_world_size(order)
+        order = [r for r in order if len(requests[r].metadata) == size]
+        least = max([rules.min_replicas, *(requests[r].min_replicas for r in order)])
+        if len(order) < least:
+            return f"{least - len(order)} more groups ({len(order)} of at least {least} request)"
+        if len(order) <= len(live):
+            return f"a majority: {list_some(live)} live and do not request"
+        return tuple(order)
 
     def misfit_reasons(self) -> dict[str, str]:
         """Return why groups cannot join whose number of workers differs from the members'."""
@@ -297,48 +306,9 @@ class ReplicaRegistry:
             if len(q.metadata) != size
         }
 
-    def _awaited_members(self, now: float) -> str:
-        quorum = self.quorum
-        assert quorum is not None
-        if self.num_unconnected and not self.is_reconnect_timeout_over(now):
-            return f"{self.num_unconnected} members of quorum {quorum.quorum_id} to reconnect"
-        timeout_s = self.rules.live_timeout_s
-        if quorum.not_requesting and not quorum.is_live_timeout_over(now, timeout_s):
-            return f"previous members that have not requested: {list_some(quorum.not_requesting)}"
-        return ""
-
-    def _awaited_connections(self, now: float) -> str:
-        waited_s = now - self.first_request_at
-        if self.quorum is None and now - (self.started_at or 0.0) < self.rules.startup_wait_s:
-            return "groups that may be about to reconnect"
-        if not self.idle or waited_s >= self.rules.live_timeout_s:
-            return ""
-        if waited_s < self.rules.join_timeout_s or len(self.requests) <= len(self.idle):
-            return f"groups that have not requested: {list_some(self.idle)}"
-        return ""
-
-    def _members_or_reason(self) -> tuple[str, ...] | str:
-        order = self._eligible()
-        others = self.quorum.not_requesting if self.quorum is not None else {}
-        least = max([self.rules.min_replicas, *(self.requests[r].min_replicas for r in order)])
-        if len(order) < least:
-            return f"{least - len(order)} more groups ({len(order)} of at least {least} request)"
-        if len(order) <= len(others):
-            return f"a majority: {list_some(others)} live and do not request"
-        return tuple(order)
-
-    def _eligible(self) -> list[str]:
-        """Return the groups that can be members, by rank."""
-        previous = self.quorum.members if self.quorum is not None else {}
-        order = [r for r in previous if r in self.requests]
-        if not any(self.requests[r].shrink_only for r in order):
-            order += sorted(r for r in self.requests if r not in previous)
-        size = self._group_world_size(order)
-        return [r for r in order if len(self.requests[r].metadata) == size]
-
     def _group_world_size(self, order: list[str]) -> int:
         """Return how many workers a group must have: as many as the first member."""
-        if self.has_live_members and self.quorum is not None and self.quorum.group_world_size:
+        if self.quorum.members and self.quorum.group_world_size:
             return self.quorum.group_world_size
         return len(self.requests[order[0]].metadata) if order else 0
 
@@ -369,7 +339,7 @@ class Cohort:
     healing: tuple[int, ...]
 
 
-def find_cohort(requests: Sequence[QuorumRequest]) -> Cohort:
+def find_cohort(requests: Sequence[messages.QuorumRequest]) -> Cohort:
     """Return the cohort of the members that made these requests, by rank; at least one."""
     step = max(r.step for r in requests)
     newest = Counter(r.state_version for r in requests if r.step == step)
@@ -380,8 +350,8 @@ def find_cohort(requests: Sequence[QuorumRequest]) -> Cohort:
 
 
 def assign_results(
-    quorum_id: int, members: Sequence[str], requests: Mapping[str, QuorumRequest]
-) -> dict[str, QuorumResults]:
+    quorum_id: int, members: Sequence[str], requests: Mapping[str, messages.QuorumRequest]
+) -> dict[str, messages.QuorumResults]:
     """Return the results of each member of a new quorum.
 
     Args:
@@ -394,22 +364,22 @@ def assign_results(
     group_world_size = len(by_rank[0].metadata)
     workers = [_results_of_rank(quorum_id, by_rank, cohort, r) for r in range(group_world_size)]
     return {
-        m: QuorumResults(tuple(w[i] for w in workers), requests[m].number)
+        m: messages.QuorumResults(tuple(w[i] for w in workers), requests[m].number)
         for i, m in enumerate(members)
     }
 
 
 def _results_of_rank(
-    quorum_id: int, requests: Sequence[QuorumRequest], cohort: Cohort, group_rank: int
-) -> list[QuorumResult]:
+    quorum_id: int, requests: Sequence[messages.QuorumRequest], cohort: Cohort, group_rank: int
+) -> list[messages.QuorumResult]:
     """Return the results of the workers with one rank in their groups, one of each group."""
     size, num = len(cohort.ranks), len(requests)
     primary = cohort.ranks[group_rank % size]
     following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
     store, next_store = requests[primary].store, requests[following].store
     cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
-    all_sources = [HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
-    sources: dict[int, tuple[HealSource, ...]] = {}
+    all_sources = [messages.HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
+    sources: dict[int, tuple[messages.HealSource, ...]] = {}
     first_source_of: dict[int, list[int]] = {}
     source_of: dict[int, list[int]] = {}
     for i, rank in enumerate(cohort.healing):
@@ -420,7 +390,7 @@ def _results_of_rank(
         for source in chosen:
             source_of.setdefault(source.replica_rank, []).append(rank)
     return [
-        QuorumResult(
+        messages.QuorumResult(
             quorum_id, rank, num, store, cohort.step, cohort.state_version, cohort_rank.get(rank),
             size, sources.get(rank, ()), tuple(first_source_of.get(rank, ())),
             tuple(source_of.get(rank, ())), next_store,
@@ -454,7 +424,7 @@ class CommittedProgress:
     @classmethod
     def loaded(cls, step: int, batches_committed: int) -> CommittedProgress:
         """Return the progress of a checkpoint that all groups load alike."""
-        return cls(step, batches_committed, loaded_version(step, batches_committed))
+        return cls(step, batches_committed, _hash(f"loaded|{step}|{batches_committed}"))
 
     def after_step(self, quorum_id: int, num_participants: int) -> CommittedProgress:
         """Return the progress after one more step, committed in a quorum by these contributors."""
@@ -469,14 +439,6 @@ class CommittedProgress:
 def random_version() -> str:
     """Return the version of a state that no other group has: one initialised at random."""
     return secrets.token_hex(_VERSION_BYTES)
-
-
-def loaded_version(step: int, batches_committed: int) -> str:
-    """Return the version of a state that all groups promise to have alike.
-
-    It was loaded from a checkpoint of that step, or initialised from one seed (step 0).
-    """
-    return _hash(f"loaded|{step}|{batches_committed}")
 
 
 def next_version(version: str, quorum_id: int, num_participants: int) -> str:

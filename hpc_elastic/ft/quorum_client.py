@@ -15,18 +15,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport
-from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient, QuorumAnswer
+from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     SOCKET_ENV,
@@ -83,25 +83,6 @@ class Limits:
     quorum_timeout_s: float
     quorum_retries: int
     min_replicas: int
-
-
-@dataclass(frozen=True)
-class EnterRequest:
-    """A worker's request to enter a quorum.
-
-    Attributes:
-        progress: Of its parameters as they are.
-        commit_failures: Steps in a row that were not committed.
-        allow_heal: Whether states are sent and fetched.
-        shrink_only: No group may join now.
-        timeout_s: For one request, and for all attempts to enter.
-    """
-
-    progress: CommittedProgress
-    commit_failures: int
-    allow_heal: bool
-    shrink_only: bool
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -166,20 +147,21 @@ class QuorumClient:
         """Abort what is under way in a quorum that was aborted (the client's reading thread)."""
         _log.info("quorum %d is aborted: %s", quorum_id, reason)
         self._abort(quorum_id)
+
+        def retry() -> None:
+            while self._abort(quorum_id) and quorum_id == self._entering:
+                time.sleep(_RETRY_ABORT_S)
+
         with self._lock:
             is_entering = quorum_id == self._entering
         if is_entering:  # what was about to start when it was aborted has started by now
-            threading.Thread(target=self._retry_abort, args=(quorum_id,), daemon=True).start()
+            threading.Thread(target=retry, daemon=True).start()
 
     def report_abort(self, quorum_id: int, reason: str) -> None:
         """Abort the quorum for all members, and what is under way here."""
-        if quorum_id != NO_QUORUM and self._client.abort_reason is None:
+        if quorum_id != NO_QUORUM and self._client.steps.abort_reason is None:
             self._client.report_abort(quorum_id, reason)
             self._abort(quorum_id)
-
-    def _retry_abort(self, quorum_id: int) -> None:
-        while self._abort(quorum_id) and quorum_id == self._entering:
-            time.sleep(_RETRY_ABORT_S)
 
     def _abort(self, quorum_id: int) -> bool:
         with self._lock:
@@ -191,8 +173,23 @@ class QuorumClient:
 
     # ---- enter ----------------------------------------------------------------------------
 
-    def enter_quorum(self, request: EnterRequest) -> Entered:
+    def enter_quorum(
+        self,
+        progress: CommittedProgress,
+        timeout_s: float,
+        *,
+        commit_failures: int,
+        allow_heal: bool,
+        shrink_only: bool,
+    ) -> Entered:
         """Request a quorum until one is entered, or the attempts are used up.
+
+        Args:
+            progress: Of the worker's parameters as they are.
+            timeout_s: For one request, and for all attempts to enter.
+            commit_failures: Steps in a row that were not committed.
+            allow_heal: Whether states are sent and fetched.
+            shrink_only: No group may join now.
 
         Raises:
             CheckpointBeforeLeaveError: There is none; the state has to be saved at the end of this
@@ -201,18 +198,37 @@ class QuorumClient:
             LeftQuorumError: This replica has left, as announced.
             GroupServerGoneError: The group's server has ended; start the worker again.
         """
-        deadline = time.monotonic() + request.timeout_s
+        client = self._client
+        deadline = time.monotonic() + timeout_s
         own_failures = 0
         while True:
             requested_at = time.monotonic()
-            result = self._request_result(request)
+            request = QuorumRequest(
+                quorum_step=client.steps.quorum_step,
+                step=-1 if self._is_damaged else progress.step,
+                state_version=random_version() if self._is_damaged else progress.state_version,
+                quorum_id=client.steps.quorum_id,
+                commit_failures=commit_failures,
+                min_replicas=self._limits.min_replicas,
+                shrink_only=shrink_only,
+                store=self._place.store,
+                metadata=(self._transport.metadata(),),
+                is_saved=client.steps.is_saved,
+            )
+            result = self._request_result(request, timeout_s)
             answered_at = time.monotonic()
             try:
-                healed = self._join(result, request)
+                healed = self._join(result, progress if allow_heal else None)
             except Exception as e:
                 self._is_damaged |= result.heals and getattr(self._transport, "in_place", False)
-                own_failures += self._client.abort_reason is None
-                self._report_failure(result.quorum_id, e)
+                own_failures += client.steps.abort_reason is None
+                if isinstance(e, QuorumAbortedError) or client.steps.abort_reason is not None:
+                    text = "quorum %d was aborted while it was entered: %s"
+                    _log.info(text, result.quorum_id, e)
+                else:
+                    text = "quorum %d could not be entered"
+                    _log.warning(text, result.quorum_id, exc_info=e)
+                client.report_abort(result.quorum_id, f"a member could not enter it: {e}")
                 is_late = time.monotonic() > deadline or own_failures >= _MAX_OWN_FAILURES
                 if is_late or self._place.world_size > 1:
                     return Entered(result, error=e)
@@ -224,17 +240,21 @@ class QuorumClient:
                 )  # fmt: skip
                 return Entered(result, healed)
 
-    def _report_failure(self, quorum_id: int, error: Exception) -> None:
-        if isinstance(error, QuorumAbortedError) or self._client.abort_reason is not None:
-            _log.info("quorum %d was aborted while it was entered: %s", quorum_id, error)
-        else:
-            _log.warning("quorum %d could not be entered", quorum_id, exc_info=error)
-        self._client.report_abort(quorum_id, f"a member could not enter it: {error}")
-
-    def _request_result(self, request: EnterRequest) -> QuorumResult:
-        answer = self._request_answer(request)
+    def _request_result(self, request: QuorumRequest, timeout_s: float) -> QuorumResult:
+        answer = None
+        for _ in range(self._limits.quorum_retries):
+            with suppress(TimeoutError):
+                answer = self._client.request_quorum(request, timeout_s)
+                break
+        answer = answer or self._client.request_quorum(request, timeout_s)
         if isinstance(answer, LeaveGranted):
-            wait_for_termination("this replica has left the quorum, as it was announced")
+            text = "this replica has left the quorum, as it was announced"
+            if not os.environ.get(SOCKET_ENV):
+                remedy = "end the script, or start it again to join again"
+                raise LeftQuorumError(f"{text}: {remedy}")
+            _log.info("%s; waiting to be stopped", text)
+            while True:
+                threading.Event().wait()
         if isinstance(answer, CheckpointBeforeLeave):
             raise CheckpointBeforeLeaveError
         if self._is_damaged and not answer.heals:
@@ -245,65 +265,42 @@ class QuorumClient:
             )
         return answer
 
-    def _request_answer(self, request: EnterRequest) -> QuorumAnswer:
-        progress = request.progress
-        message = QuorumRequest(
-            quorum_step=self._client.quorum_step,
-            step=-1 if self._is_damaged else progress.step,
-            state_version=random_version() if self._is_damaged else progress.state_version,
-            quorum_id=self._client.quorum_id,
-            commit_failures=request.commit_failures,
-            min_replicas=self._limits.min_replicas,
-            shrink_only=request.shrink_only,
-            store=self._place.store,
-            metadata=(self._transport.metadata(),),
-            is_saved=self._client.is_saved,
-        )
-        for _ in range(self._limits.quorum_retries):
-            with suppress(TimeoutError):
-                return self._client.request_quorum(message, request.timeout_s)
-        return self._client.request_quorum(message, request.timeout_s)
+    def _join(self, result: QuorumResult, moved: CommittedProgress | None) -> HealedState | None:
+        """Form the group, and send or fetch the state of this progress, unless it is None.
 
-    def _join(self, result: QuorumResult, request: EnterRequest) -> HealedState | None:
-        with self._abortable(result.quorum_id) as is_new:
-            if request.allow_heal and not self._transport.needs_group:
-                return self._configure_and_move_state(result, request.progress, is_new=is_new)
-            self._configure(result, is_new=is_new)
-            return self._move_state(result, request.progress) if request.allow_heal else None
-
-    def _configure_and_move_state(
-        self, result: QuorumResult, progress: CommittedProgress, *, is_new: bool
-    ) -> HealedState | None:
-        """Do both at once, since the other members wait in `configure` for the healing ones."""
-        moving = run_in_background(lambda: self._move_state(result, progress))
-        try:
-            self._configure(result, is_new=is_new)
-        except BaseException:
-            self._transport.abort()
-            with suppress(Exception):
-                moving.result()
-            raise
-        return moving.result()
-
-    @contextmanager
-    def _abortable(self, quorum_id: int) -> Iterator[bool]:
-        """Let `on_abort` abort the body; yield whether the group has to be formed."""
+        Meanwhile `on_abort` can abort it.
+        """
+        quorum_id = result.quorum_id
         self._transport.resume()
         with self._lock:
             is_new = quorum_id != self._configured
             self._entering, self._configured = quorum_id, NO_QUORUM
         try:
             self._raise_if_aborted(quorum_id)
-            yield is_new
+            if moved is None or self._transport.needs_group:
+                self._configure(result, is_new=is_new)
+                healed = None if moved is None else self._move_state(result, moved)
+            else:
+                # both at once, since the other members wait in `configure` for the healing ones
+                moving = run_in_background(lambda: self._move_state(result, moved))
+                try:
+                    self._configure(result, is_new=is_new)
+                except BaseException:
+                    self._transport.abort()
+                    with suppress(Exception):
+                        moving.result()
+                    raise
+                healed = moving.result()
             with self._lock:
                 self._raise_if_aborted(quorum_id)
                 self._configured = quorum_id
+            return healed
         finally:
             with self._lock:
                 self._entering = NO_QUORUM
 
     def _raise_if_aborted(self, quorum_id: int) -> None:
-        reason = self._client.abort_reason
+        reason = self._client.steps.abort_reason
         if reason is not None:
             raise QuorumAbortedError(f"quorum {quorum_id} was aborted: {reason}")
 
@@ -329,52 +326,32 @@ class QuorumClient:
 
     def _move_state(self, result: QuorumResult, progress: CommittedProgress) -> HealedState | None:
         """Send this replica's state, or fetch a peer's, on a stream beside the training's."""
+        use_all = self._transport.multi_source and not self.one_source
+        timeout = timedelta(seconds=self._limits.timeout_s)
+        healed = None
         with self._stream or nullcontext():
-            destinations = result.source_of if self._several_sources else result.first_source_of
+            destinations = result.source_of if use_all else result.first_source_of
             if destinations:
                 sent = replace(progress, state_version=result.state_version)
-                timeout = timedelta(seconds=self._limits.timeout_s)
                 state = self._get_state(sent)
                 self._transport.send_checkpoint(list(destinations), sent.step, state, timeout)
-            healed = self._fetch_state(result) if result.heals else None
+            if result.heals:
+                best, step = result.sources[0], result.max_step
+                metadata = best.metadata
+                if use_all:
+                    metadata = json.dumps([source.metadata for source in result.sources])
+                state = self._transport.recv_checkpoint(best.replica_rank, metadata, step, timeout)
+                fetched = CommittedProgress(**state["torchft"])
+                if (fetched.step, fetched.state_version) != (step, result.state_version):
+                    raise ValueError(
+                        f"a peer sent the state of step {fetched.step}, with another history than "
+                        f"that of the quorum (step {step})"
+                    )
+                self._is_damaged = False
+                healed = HealedState(state["user"], fetched)
         if self._stream is not None:
             self._stream.synchronize()
         return healed
-
-    @property
-    def _several_sources(self) -> bool:
-        return self._transport.multi_source and not self.one_source
-
-    def _fetch_state(self, result: QuorumResult) -> HealedState:
-        best = result.sources[0]
-        metadata = best.metadata
-        if self._several_sources:
-            metadata = json.dumps([source.metadata for source in result.sources])
-        timeout = timedelta(seconds=self._limits.timeout_s)
-        state = self._transport.recv_checkpoint(
-            best.replica_rank, metadata, result.max_step, timeout
-        )
-        progress = CommittedProgress(**state["torchft"])
-        if (progress.step, progress.state_version) != (result.max_step, result.state_version):
-            raise ValueError(
-                f"a peer sent the state of step {progress.step}, with another history than "
-                f"that of the quorum (step {result.max_step})"
-            )
-        self._is_damaged = False
-        return HealedState(state["user"], progress)
-
-
-def wait_for_termination(reason: str) -> NoReturn:
-    """Wait until the agent of the run stops this process.
-
-    Raises:
-        LeftQuorumError: There is no agent.
-    """
-    if not os.environ.get(SOCKET_ENV):
-        raise LeftQuorumError(f"{reason}: end the script, or start it again to join again")
-    _log.info("%s; waiting to be stopped", reason)
-    while True:
-        threading.Event().wait()
 
 
 def run_in_background(call: Callable[[], T]) -> Future[T]:

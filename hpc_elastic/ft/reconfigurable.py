@@ -22,93 +22,34 @@ import socket
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's
 from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed import Work
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.process_group import (
     DEFAULT_TIMEOUT,
     AbortedError,
     CollectiveTimeoutError,
-    ManagedWork,
+    LiveGroup,
+    MemberPlace,
     NotConfiguredError,
     ProcessGroupWrapper,
+    translate_error,
 )
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class MemberPlace:
-    """One member's place in a group: the arguments of `ProcessGroup.configure`."""
-
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    quorum_id: int | None = None
-    group_rank: int | None = None
-    group_world_size: int | None = None
-    global_ranks: list[int] | None = None
-
-    def __str__(self) -> str:
-        quorum = "" if self.quorum_id is None else f" of quorum {self.quorum_id}"
-        member = f"rank {self.rank} of {self.world_size}, {self.replica_id}"
-        return f"the process group{quorum} ({member}) at {self.store_addr}"
-
-
-class LiveGroup(ABC):
-    """A group of torch's, with what is needed to end it (a `process_group.WorkGroup`).
-
-    Attributes:
-        place: This member's.
-        end_error: Why it has ended; None while it has not.
-        is_at_rest: It has ended, and operations that have not failed are stuck in the backend.
-        pending: Works whose futures have not completed.
-    """
-
-    def __init__(self, place: MemberPlace) -> None:
-        self.place = place
-        self.end_error: Exception | None = None
-        self.is_at_rest = False
-        self.pending: set[ManagedWork] = set()
-
-    @property
-    @abstractmethod
-    def pg(self) -> TorchProcessGroup:
-        """torch's group, which does the operations."""
-
-    @abstractmethod
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of later operations."""
-
-    @abstractmethod
-    def end_group(self, error: Exception, *, finish_pending: bool) -> None:
-        """Fail everything that is pending; what was sent still arrives.
-
-        Nothing is written to any tensor after it has returned.
-
-        Args:
-            error: Raised by pending operations, unless torch had another error before.
-            finish_pending: Operations that have started here may complete first, if they can.
-        """
 
 
 class ReconfigurableProcessGroup(ProcessGroupWrapper):
     """A process group whose members change with each `configure`."""
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        """Create the group, without members.
-
-        Args:
-            timeout: Of each operation, and of `configure`; above 0.
-        """
+        """Create the group, without members; the time-out is of operations and `configure`."""
         super().__init__(timeout)
         self._lock = threading.Lock()
         self._live: LiveGroup | None = None
@@ -125,20 +66,33 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             timeout_s=self._timeout.total_seconds(),
             name=str(place),
         )
-        self._start_task(task)
+        with self._lock:
+            old, self._live = self._live, None
+            earlier, self._task = self._task, task
+            self._error = None
+        if earlier is not None:
+            earlier.cancel(AbortedError("configure() was called again"))
+        task.start()
+        if old is not None:
+            error = AbortedError(f"{old.place} was replaced by a later one")
+            old.end_group(error, finish_pending=True)
         try:
             live = task.result()
         except BaseException as e:
-            self._forget_failed(task, e)
+            task.cancel(AbortedError("interrupted"))
+            with self._lock:
+                if self._task is task:
+                    self._task = None
+                    self._error = e if isinstance(e, Exception) else None
             raise
         with self._lock:
             is_current = self._task is task  # else it was aborted just now
             if is_current:
                 self._task, self._live = None, live
         if not is_current:
-            error = self._error or AbortedError(f"{place} was aborted")
-            live.end_group(error, finish_pending=False)
-            raise error
+            reason = self._error or AbortedError(f"{place} was aborted")
+            live.end_group(reason, finish_pending=False)
+            raise reason
 
     def abort(self, errored: bool = True, *, why: str = "it was aborted") -> None:
         """Fail everything that is pending, `configure` too (any thread, at any time).
@@ -205,25 +159,21 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         """Form a group, on the task's thread."""
         raise NotImplementedError
 
-    def _start_task(self, task: CancellableTask[LiveGroup]) -> None:
-        with self._lock:
-            old, self._live = self._live, None
-            earlier, self._task = self._task, task
-            self._error = None
-        if earlier is not None:
-            earlier.cancel(AbortedError("configure() was called again"))
-        task.start()
-        if old is not None:
-            error = AbortedError(f"{old.place} was replaced by a later one")
-            old.end_group(error, finish_pending=True)
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
+        live, parent = self._live, self.parent
+        assert live is not None
+        try:
+            return live.watch_work(getattr(parent, name)(*args, **kwargs), name)
+        except RuntimeError as e:
+            raise translate_error(e, name, live) from e
 
-    def _forget_failed(self, task: CancellableTask[LiveGroup], error: BaseException) -> None:
-        if not task.cancel(AbortedError("interrupted")):
-            _log.debug("%s", error)
-        with self._lock:
-            if self._task is task:
-                self._task = None
-                self._error = error if isinstance(error, Exception) else None
+
+def name_group(options: Any, place: MemberPlace) -> None:
+    """Set the ranks and the name of a group in its backend's options, for torch's debugging."""
+    if place.global_ranks:
+        options.global_ranks_in_group = place.global_ranks
+    if place.quorum_id is not None:
+        options.group_name = f"ft_quorum_{place.quorum_id}_rank_{place.group_rank or 0}"
 
 
 # ---- one cancellable attempt to build something together with others
@@ -359,14 +309,7 @@ class StoreAddress(NamedTuple):
 
 
 def parse_store_addr(store_addr: str) -> StoreAddress:
-    """Parse the address of a store and a prefix in it.
-
-    Args:
-        store_addr: ``host:port/some/prefix``; an IPv6 address may be in brackets.
-
-    Raises:
-        ConfigError: It has another form.
-    """
+    """Parse ``host:port/some/prefix`` (IPv6 in brackets); raise ConfigError for another form."""
     address, _, prefix = store_addr.partition("/")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -379,8 +322,12 @@ def connect_store(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
     key = where.host, where.port
     with _lock:
         client = _clients.pop(key, None)
-    if client is None or not _is_alive(client):
-        client = _new_client(where, task)
+    if client is not None:
+        try:
+            client.check(["any"])
+        except RuntimeError:  # its process has ended
+            client = None
+    client = client or _new_client(where, task)
     with _lock:
         _clients[key] = client  # now the youngest
         while len(_clients) > _KEPT_CLIENTS:
@@ -389,11 +336,7 @@ def connect_store(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
 
 
 def connect_store_ahead(store: str) -> None:
-    """Start to connect to a store that may be needed soon; return at once, and raise nothing.
-
-    Args:
-        store: ``host:port``.
-    """
+    """Start to connect to the store at ``host:port``, which may be needed soon; raise nothing."""
     where = parse_store_addr(store)
     if (where.host, where.port) not in _clients:
         CancellableTask[TCPStore](
@@ -426,14 +369,29 @@ class AbortableStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""
-        self._wait_for([key])
+        self.wait([key])
         value = self._store.get(key)
         self.values[key] = value
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist; the task's time counts, not this one."""
-        self._wait_for(keys)
+        # Polled, since a wait in a TCPStore cannot be interrupted, and logs each time-out.
+        delay_s, polls = _SHORTEST_S, 0
+        while True:
+            self._task.check()
+            if self._store.check(keys):
+                return
+            if polls % _POLLS_PER_REPORT == 0:
+                missing = ", ".join(keys)
+                head, _, rank = keys[0].rpartition("/")
+                if rank.isdigit():  # name the ranks that have not come, as gloo's keys end in one
+                    every = range(self._num_ranks)
+                    ranks = [str(r) for r in every if not self.check([f"{head}/{r}"])]
+                    missing = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
+                self._task.waits_for = missing
+            self._task.pause(delay_s)
+            delay_s, polls = min(delay_s * 1.3, _LONGEST_S), polls + 1
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
@@ -443,37 +401,14 @@ class AbortableStore(Store):
         """Add to a counter."""
         return self._store.add(key, amount)
 
-    def _wait_for(self, keys: list[str]) -> None:
-        # Polled, since a wait in a TCPStore cannot be interrupted, and logs each time-out.
-        delay_s, polls = _SHORTEST_S, 0
-        while True:
-            self._task.check()
-            if self._store.check(keys):
-                return
-            if polls % _POLLS_PER_REPORT == 0:
-                self._task.waits_for = self._missing_ranks(keys)
-            self._task.pause(delay_s)
-            delay_s, polls = min(delay_s * 1.3, _LONGEST_S), polls + 1
-
-    def _missing_ranks(self, keys: list[str]) -> str:
-        """Name the ranks that have not come, if keys end in a rank, as gloo's do."""
-        head, _, rank = keys[0].rpartition("/")
-        if not rank.isdigit():
-            return ", ".join(keys)
-        ranks = [r for r in range(self._num_ranks) if not self.check([f"{head}/{r}"])]
-        return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
-
-
-def _is_alive(client: TCPStore) -> bool:
-    try:
-        client.check(["any"])
-    except RuntimeError:  # its process has ended
-        return False
-    return True
-
 
 def _new_client(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
-    address = _resolve(where)
+    try:
+        found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
+    except OSError as e:
+        remedy = f"cannot be resolved ({e}); give a numeric address"
+        raise ConfigError("store_addr", where.host, remedy) from e
+    address = str(sorted(found, key=lambda a: a[0] != socket.AF_INET)[0][4][0])
     task.waits_for = f"the store at {where.host}:{where.port}"
     while True:
         timeout_s = max(0.1, min(_CONNECT_S, task.remaining_s))
@@ -490,15 +425,6 @@ def _new_client(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
             continue
         client.set_timeout(timedelta(seconds=_OPERATION_S))
         return client
-
-
-def _resolve(where: StoreAddress) -> str:
-    try:
-        found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
-    except OSError as e:
-        remedy = f"cannot be resolved ({e}); give a numeric address"
-        raise ConfigError("store_addr", where.host, remedy) from e
-    return str(sorted(found, key=lambda a: a[0] != socket.AF_INET)[0][4][0])
 
 
 # ---- destroying torch's groups
@@ -519,30 +445,25 @@ _destroyers: set[threading.Thread] = set()
 
 
 def destroy_in_background(held: list[Any]) -> threading.Event:
-    """Take groups out of the list that holds them, and destroy them in the background.
-
-    Returns:
-        An event that is set when the groups' threads have ended.
-    """
+    """Empty a list of groups, and destroy them in the background; return an event for the end."""
     is_done = threading.Event()
     groups = held[:]
     held.clear()
-    name = "hpc-elastic-ft-destroy"
-    thread = threading.Thread(target=_destroy, args=(groups, is_done), name=name, daemon=True)
+
+    def destroy() -> None:
+        until = time.monotonic() + _OTHER_REFERENCES_S
+        while groups:
+            if sys.getrefcount(groups[-1]) > _OWN_REFERENCES and time.monotonic() < until:
+                time.sleep(_REFERENCE_POLL_S)  # another thread is inside an operation
+            else:
+                groups.pop()
+        is_done.set()
+        _destroyers.discard(threading.current_thread())
+
+    thread = threading.Thread(target=destroy, name="hpc-elastic-ft-destroy", daemon=True)
     _destroyers.add(thread)
     thread.start()
     return is_done
-
-
-def _destroy(groups: list[Any], is_done: threading.Event) -> None:
-    until = time.monotonic() + _OTHER_REFERENCES_S
-    while groups:
-        if sys.getrefcount(groups[-1]) > _OWN_REFERENCES and time.monotonic() < until:
-            time.sleep(_REFERENCE_POLL_S)  # another thread is inside an operation
-        else:
-            groups.pop()
-    is_done.set()
-    _destroyers.discard(threading.current_thread())
 
 
 @atexit.register

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.ft.lighthouse_state import LighthouseState
 from hpc_elastic.ft.messages import unpack
+from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.rendezvous import task_recovery
 from hpc_elastic.rendezvous.effects import (
     Append,
@@ -105,9 +106,9 @@ class LeaderState:
         if rules.ft:
             self.rounds = replicas = self.replica_rules(claim, rules, now, rng)
             lost, members = replicas.inherited_losses, replicas.run.ranks.members
-            lighthouse = LighthouseState(
-                claim.epoch, min_replicas=rules.min_nodes, lost_members=map(replica_name, lost)
-            )
+            sizes = QuorumRules(min_replicas=rules.min_nodes)
+            lost_names = map(replica_name, lost)
+            lighthouse = LighthouseState(claim.epoch, sizes, lost_members=lost_names)
             self._quorum = QuorumBridge(lighthouse, replicas)
             self._inherited_notes += [departed_note(agent, members) for agent in lost]
         else:

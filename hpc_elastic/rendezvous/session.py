@@ -80,7 +80,7 @@ class Session:
         self.replica: ManagerServer | None = None
         """Serves the workers of this node, if they are a replica of their own."""
         if ft_socket is not None:
-            self.replica = ManagerServer(ft_socket, replica_name(me), self)
+            self.replica = ManagerServer(ft_socket, replica_name(me), self.send)
         self._following = FollowerState(
             me, self._office.liveness, time.monotonic(),
             stays=self.replica is not None, generation=self._office.generation,

@@ -4,8 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.ft.manager_server import ManagerServer
-from hpc_elastic.ft.manager_server_process import LighthouseLink
+from hpc_elastic.ft.manager_server import LighthouseLink, ManagerServer
 
 _POLL_S = 0.01
 
@@ -21,7 +20,7 @@ def agent(driver: Any, library: str, *, lighthouse: str, replica_id: str, path: 
 
 async def _serve(driver: Any, lighthouse: str, replica_id: str, path: str) -> None:
     link = LighthouseLink(lighthouse, replica_id)
-    server = ManagerServer(Path(path), replica_id, link)
+    server = ManagerServer(Path(path), replica_id, link.send)
     server.expect_workers(1)
     await server.start()
     tasks = [

@@ -74,7 +74,9 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = ManagerServer(self.path, "group-a", self.received, on_empty=self.is_empty.set)
+        self.server = ManagerServer(
+            self.path, "group-a", self.received.send, on_empty=self.is_empty.set
+        )
         self._run(self.server.start())
         self.do(self.server.expect_workers, size)
 
@@ -113,7 +115,15 @@ class Server:
 def request_of(client: ManagerClient, rank: int = 0, *, failures: int = 0) -> QuorumRequest:
     """Return the request of a worker at its quorum step."""
     return QuorumRequest(
-        client.quorum_step, 5, "version", client.quorum_id, failures, 1, False, "h:1", (f"m{rank}",)
+        client.steps.quorum_step,
+        5,
+        "version",
+        client.steps.quorum_id,
+        failures,
+        1,
+        False,
+        "h:1",
+        (f"m{rank}",),
     )
 
 
@@ -163,6 +173,13 @@ class Bench:
         for answer in answers:
             assert answer.result(PATIENCE_S).quorum_id == quorum_id
 
+    def enter_group(self, size: int = 1) -> tuple[Any, ...]:
+        """Bring a new group into a quorum; return its server and its workers' clients."""
+        server = self.serve(size)
+        clients = [self.client(rank, size) for rank in range(size)]
+        self.enter(*clients)
+        return server, *clients
+
     def end(self) -> None:
         """End all, the last one first."""
         for end in reversed(self._ends):
@@ -182,7 +199,7 @@ def report(*what):
 
 where, server = sys.argv[1], None
 if where.startswith("http"):
-    from hpc_elastic.ft.manager_server_process import start_server_process
+    from hpc_elastic.ft.manager_server import start_server_process
     server = start_server_process(where, sys.argv[2], 1)
     where = server.path
 on_abort = lambda q, reason: report("aborted", q, reason)
@@ -192,11 +209,11 @@ for line in sys.stdin:
     what, _, number = line.strip().partition(" ")
     if what == "step":
         if not client.start_step(last_failed=False):
-            report("on", client.quorum_step)
+            report("on", client.steps.quorum_step)
             continue
-        known = quorum.loaded_version(0, 0)
+        known = quorum.CommittedProgress.loaded(0, 0).state_version
         request = QuorumRequest(
-            client.quorum_step, 0, known, client.quorum_id, 0, 1, False, "h:1", ("m",)
+            client.steps.quorum_step, 0, known, client.steps.quorum_id, 0, 1, False, "h:1", ("m",)
         )
         try:
             answer = client.request_quorum(request, float(number or 30))

@@ -1,20 +1,202 @@
-"""Plays a schedule of faults to real processes, and collects what they tell."""
+"""Random schedules of faults, played to real processes, and a verdict on what these report."""
 
 import itertools
 import math
 import os
+import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import ft_verdict
 from ft.crew import Crew, Member
 from ft.libraries import OURS, Lighthouse
-from ft_schedule import HARD, Fault, Schedule
-from ft_verdict import Commit, Life
+
+# ---- schedules for a training of two to five replicas (pure)
+
+HARD = ("kill", "node", "stop")
+"""The others lose a step by them. A worker dies; its agent dies with it; it is stopped."""
+SOFT = ("coordinator", "slow", "hold", "join", "notice")
+"""Nobody loses anything by them: the coordinator dies; a worker is slow, or holds the GIL; one
+joins; one leaves, as announced."""
+KINDS = (*HARD, *SOFT)
+SPAN_S = 2.0
+_LENGTHS_S = {
+    "kill": (0.0, 0.8),  # until a new process takes its place
+    "node": (0.0, 0.8),
+    "stop": (0.05, 1.8),  # until it continues
+    "coordinator": (0.0, 1.2),  # until another one is started
+    "slow": (0.05, 0.8),
+    "hold": (0.2, 1.5),
+    "join": (0.0, 0.0),
+    "notice": (0.0, 0.5),  # until a new process takes the place of the one that has left
+}
+PLACES = ("quorum", "allreduce", "commit")
+"""Before which call of its step a replica is slow, or holds the GIL."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens: `HARD` or `SOFT`, so many seconds after the begin, for so long.
+
+    Attributes:
+        slot: Which replica it is about; "join" has none: the last slot's first process starts.
+        place: One of `PLACES`.
+    """
+
+    at_s: float
+    kind: str
+    slot: int
+    length_s: float
+    place: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A training and what happens to it.
+
+    Attributes:
+        slots: Replicas.
+        agents: Each has an agent, which can be given a notice; else the Manager starts its server.
+        late: The last of them starts only when "join" says so.
+        step_s: How long a step's computation takes, by slot.
+        sync: Whether the quorum is waited for at the begin of a step.
+        numbers: Floats in the state.
+    """
+
+    seed: int
+    slots: int
+    agents: bool
+    late: bool
+    step_s: tuple[float, ...]
+    sync: bool
+    numbers: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def is_soft(self) -> bool:
+        """Whether no step may be lost."""
+        return not any(fault.kind in HARD for fault in self.faults)
+
+
+def schedule(seed: int) -> Schedule:
+    """Return the schedule of that seed; one in four has soft faults only."""
+    rng = random.Random(seed)
+    slots = rng.randint(2, 5)
+    agents = seed % 2 == 0
+    soft = ("coordinator", "slow", "hold", *(["notice"] if agents else []))
+    kinds = soft if seed % 8 in (3, 6) else (*HARD, *HARD, *soft)
+    faults = [_fault(rng, rng.choice(kinds), slots) for _ in range(rng.randint(1, 6))]
+    late = rng.random() < 0.4
+    if late:
+        faults.append(_fault(rng, "join", slots))
+    return Schedule(
+        seed, slots, agents, late,
+        step_s=tuple(rng.choice((0.0, 0.002, 0.01)) for _ in range(slots)),
+        sync=rng.random() < 0.3,
+        numbers=rng.choice((100, 1 << 14, 1 << 18)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )  # fmt: skip
+
+
+def _fault(rng: random.Random, kind: str, slots: int) -> Fault:
+    return Fault(
+        at_s=rng.uniform(0.0, SPAN_S),
+        kind=kind,
+        slot=rng.randrange(slots),
+        length_s=rng.uniform(*_LENGTHS_S[kind]),
+        place=rng.choice(PLACES),
+    )
+
+
+# ---- the verdict (pure)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A committed step: its number (from 1), the state's hash before and after, contributors."""
+
+    step: int
+    before: str
+    after: str
+    participants: int
+    at_s: float = 0.0
+
+
+@dataclass
+class Life:
+    """One process of a replica.
+
+    Attributes:
+        hit: It was killed or stopped at some time.
+        failed: Steps that it did not commit, with the reasons.
+        wrong: What its gradients' means were not.
+        final: The hash of its last state, and its step; None: it did not live to the end.
+    """
+
+    name: str
+    hit: bool = False
+    commits: list[Commit] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    final: tuple[str, int] | None = None
+
+
+def judge(lives: Sequence[Life]) -> list[str]:
+    """Return what is wrong with a training that has ended; empty: nothing."""
+    found = [f"{life.name}: {wrong}" for life in lives for wrong in life.wrong]
+    finals = {life.final for life in lives if life.final is not None}
+    if len(finals) != 1:
+        return [*found, f"the last states differ: { {life.name: life.final for life in lives} }"]
+    ((last, step),) = finals
+    lineage, broken = trace(last, step, [c for life in lives for c in life.commits])
+    found += broken
+    for life in lives:
+        away = [c.step for c in life.commits if lineage.get(c.step) != c.after]
+        if away and not life.hit:
+            found.append(
+                f"{life.name}, which nothing happened to, made steps that are lost: {away}"
+            )
+    return found
+
+
+def trace(last: str, step: int, commits: Iterable[Commit]) -> tuple[dict[int, str], list[str]]:
+    """Follow the last state back to its origin; return the hash after each step, and complaints."""
+    by_state: dict[tuple[int, str], set[str]] = {}
+    for commit in commits:
+        by_state.setdefault((commit.step, commit.after), set()).add(commit.before)
+    lineage: dict[int, str] = {}
+    while step > 0:
+        befores = by_state.get((step, last), set())
+        if not befores:
+            return lineage, [f"nobody told of having made step {step} to {last}"]
+        if len(befores) > 1:
+            return lineage, [f"step {step} to {last} was made from {len(befores)} states"]
+        lineage[step] = last
+        (last,), step = befores, step - 1
+    return lineage, []
+
+
+def failures(lives: Sequence[Life], bound: int) -> list[str]:
+    """Return the failed steps of those that had more of them than others were hit."""
+    too_many = [life for life in lives if not life.hit and len(life.failed) > bound]
+    return [f"{life.name} failed {why}" for life in too_many for why in life.failed]
+
+
+def dropped(lives: Sequence[Life], slots: int) -> list[str]:
+    """Return whose steps were made by fewer once all had been there."""
+    found = []
+    for life in lives:
+        sizes = [commit.participants for commit in life.commits]
+        if slots in sizes and (fewer := [s for s in sizes[sizes.index(slots) :] if s != slots]):
+            found.append(f"{life.name} made {len(fewer)} steps without all {slots}: {fewer[:9]}")
+    return found
+
+
+# ---- the play
+
 
 PATIENCE_S = 60.0
 LAST_STEPS, LAG_S = 20, 1.0
@@ -229,10 +411,10 @@ def _life(member: Member, hit: bool) -> Life:
 
 def verdict(plan: Schedule, lives: list[Life]) -> list[str]:
     """Return what is wrong with how a schedule went."""
-    found = ft_verdict.judge(lives)
-    found += ft_verdict.failures(lives, sum(fault.kind in HARD for fault in plan.faults))
+    found = judge(lives)
+    found += failures(lives, sum(fault.kind in HARD for fault in plan.faults))
     if plan.is_soft and all(fault.kind != "notice" for fault in plan.faults):
-        found += ft_verdict.dropped(lives, plan.slots)
+        found += dropped(lives, plan.slots)
     return found
 
 

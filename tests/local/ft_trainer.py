@@ -12,12 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_elastic.ft import (
-    DistributedDataParallel,
-    Manager,
-    Optimizer,
-    ProcessGroupGloo,
-)
+from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(seconds=20)

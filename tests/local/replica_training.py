@@ -55,8 +55,8 @@ class Worker:
                 self.note(made=True)
             else:
                 self.failures += 1
-                self.client.report_abort(self.client.quorum_id, "a step failed")
-                self.note(failed=self.client.abort_reason)
+                self.client.report_abort(self.client.steps.quorum_id, "a step failed")
+                self.note(failed=self.client.steps.abort_reason)
             time.sleep(STEP_S)
         self.client.close()
         return self.step
@@ -74,8 +74,9 @@ class Worker:
         from hpc_elastic.ft.messages import QuorumRequest, QuorumResult
 
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        at = self.client.steps
         request = QuorumRequest(
-            self.client.quorum_step, self.step, self.state_version, self.client.quorum_id,
+            at.quorum_step, self.step, self.state_version, at.quorum_id,
             self.failures, 1, False, store, ("here",),
         )  # fmt: skip
         answer = self.client.request_quorum(request, timeout_s=GIVE_UP_S)
@@ -92,11 +93,11 @@ class Worker:
 
     def all_meet(self) -> bool:
         """Wait until all members have come to this step; return False if the quorum is aborted."""
-        key = f"ft/{self.place.quorum_id}/{self.client.quorum_step}"
+        key = f"ft/{self.place.quorum_id}/{self.client.steps.quorum_step}"
         with contextlib.suppress(RuntimeError):  # torch's error: the store is gone
             num = self.store.add(key, 1)
             while num < self.place.replica_world_size:
-                if self.aborted.is_set() or self.client.abort_reason:
+                if self.aborted.is_set() or self.client.steps.abort_reason:
                     return False
                 time.sleep(0.002)
                 num = self.store.add(key, 0)

@@ -50,7 +50,7 @@ def test_step_in_an_active_quorum_sends_nothing(bench):
     bench.enter(client)
     for step in range(1, 100):
         assert not client.start_step(last_failed=False)
-        assert client.quorum_step == step
+        assert client.steps.quorum_step == step
     assert not server.received.messages
 
 
@@ -70,9 +70,7 @@ def test_all_ranks_request_as_one(bench):
 
 def test_failed_step_requests_again(bench):
     """The step after one that was not committed needs a quorum."""
-    server = bench.serve()
-    client = bench.client()
-    bench.enter(client)
+    server, client = bench.enter_group()
     bench.request(client, failures=1)
     request = server.received.next(QuorumRequest)
     assert (request.quorum_step, request.quorum_id, request.commit_failures) == (1, Q, 1)
@@ -81,15 +79,13 @@ def test_failed_step_requests_again(bench):
 
 def test_abort_reaches_every_rank_once(bench):
     """Each worker is called back once, and not for an older quorum."""
-    server = bench.serve(size=2)
-    clients = [bench.client(rank, 2) for rank in range(2)]
-    bench.enter(*clients)
+    server, *clients = bench.enter_group(2)
     server.send(QuorumAborted(Q - 1, "old"))
     server.send(QuorumAborted(Q, "b died"))
     server.send(QuorumAborted(Q, "b died again"))
     until(lambda: len(bench.aborts) == 2)
     assert bench.aborts == [(Q, "b died")] * 2
-    assert clients[0].abort_reason == "b died"
+    assert clients[0].steps.abort_reason == "b died"
 
 
 def test_abort_calls_back_while_the_worker_waits(bench):
@@ -107,9 +103,7 @@ def test_abort_calls_back_while_the_worker_waits(bench):
 
 def test_abort_by_one_rank_reaches_all(bench):
     """Its report goes up once, and to the other ranks."""
-    server = bench.serve(size=2)
-    clients = [bench.client(rank, 2) for rank in range(2)]
-    bench.enter(*clients)
+    server, *clients = bench.enter_group(2)
     clients[1].report_abort(Q, "mine")
     clients[1].report_abort(Q, "mine")
     clients[1].report_abort(Q - 1, "of another")
@@ -120,9 +114,7 @@ def test_abort_by_one_rank_reaches_all(bench):
 
 def test_group_commits_if_all_ranks_can(bench):
     """One no decides for all."""
-    bench.serve(size=2)
-    clients = [bench.client(rank, 2) for rank in range(2)]
-    bench.enter(*clients)
+    _, *clients = bench.enter_group(2)
     votes = [bench.threads.submit(client.vote, True, PATIENCE_S) for client in clients]
     assert [vote.result(PATIENCE_S) for vote in votes] == [True, True]
     for client in clients:
@@ -133,18 +125,14 @@ def test_group_commits_if_all_ranks_can(bench):
 
 def test_vote_without_a_decision_is_a_no_for_all(bench):
     """A rank that votes late does not commit either."""
-    bench.serve(size=2)
-    clients = [bench.client(rank, 2) for rank in range(2)]
-    bench.enter(*clients)
+    _, *clients = bench.enter_group(2)
     assert not clients[0].vote(True, 0.05)
     assert not clients[1].vote(True, PATIENCE_S)
 
 
 def test_new_lighthouse_gets_everything(bench):
     """Without one, requests wait; the next gets the group's status, then its request."""
-    server = bench.serve()
-    client = bench.client()
-    bench.enter(client)
+    server, client = bench.enter_group()
     server.do(server.server.on_disconnect)
     server.do(server.server.announce_leave, 60.0)
     assert client.start_step(last_failed=True)
@@ -177,7 +165,7 @@ def test_time_out_cancels_the_request(bench):
     server.received.next(CancelRequest)
     server.place(Q)
     assert server.received.next(QuorumAborted).quorum_id == Q
-    assert client.quorum_id == NO_QUORUM
+    assert client.steps.quorum_id == NO_QUORUM
 
 
 def test_result_of_an_older_request_is_ignored(bench):
@@ -200,9 +188,7 @@ def test_result_of_an_older_request_is_ignored(bench):
 
 def test_proposal_is_answered_for_all_ranks(bench):
     """The group accepts a step that none has started, waits, and requests when it is confirmed."""
-    server = bench.serve(size=2)
-    clients = [bench.client(rank, 2) for rank in range(2)]
-    bench.enter(*clients)
+    server, *clients = bench.enter_group(2)
     assert not clients[1].start_step(last_failed=False)
     server.send(ProposeSwitch(Q, 3, 1))
     assert not server.received.next(SwitchVote).ok
@@ -217,9 +203,7 @@ def test_proposal_is_answered_for_all_ranks(bench):
 
 def test_proposal_is_withdrawn(bench):
     """A waiting worker goes on then, and requests if the quorum is aborted."""
-    server = bench.serve()
-    client = bench.client()
-    bench.enter(client)
+    server, client = bench.enter_group()
     server.send(ProposeSwitch(Q, 1, 1))
     server.received.next(SwitchVote)
     needs = bench.threads.submit(client.start_step, last_failed=False)
@@ -234,9 +218,7 @@ def test_proposal_is_withdrawn(bench):
 
 def test_end_of_a_step_waits_for_the_confirmation(bench):
     """The worker learns there whether it has to save."""
-    server = bench.serve()
-    client = bench.client()
-    bench.enter(client)
+    server, client = bench.enter_group()
     assert not client.settle_next_step()
     server.send(ProposeSwitch(Q, 1, 1))
     assert not server.received.next(SwitchVote).ok
@@ -250,9 +232,7 @@ def test_end_of_a_step_waits_for_the_confirmation(bench):
 
 def test_leave_is_granted(bench):
     """The request ends with it, and the end of the workers is no loss any more."""
-    server = bench.serve()
-    client = bench.client()
-    bench.enter(client)
+    server, client = bench.enter_group()
     server.do(server.server.announce_leave, 60.0)
     assert server.received.next(LeaveNotice).left_s == 60.0
     answer = bench.request(client, failures=1)
@@ -267,9 +247,7 @@ def test_leave_is_granted(bench):
 
 def test_checkpoint_before_leave(bench):
     """The request ends with it; the workers make one more step, so the group has not left."""
-    server = bench.serve(size=2)
-    clients = [bench.client(rank, 2) for rank in range(2)]
-    bench.enter(*clients)
+    server, *clients = bench.enter_group(2)
     server.send(QuorumAborted(Q, "b died"))
     votes = [bench.threads.submit(client.vote, False, PATIENCE_S) for client in clients]
     assert not any(vote.result(PATIENCE_S) for vote in votes)
@@ -282,7 +260,7 @@ def test_checkpoint_before_leave(bench):
     assert not any(vote.result(PATIENCE_S) for vote in votes)
     assert all(client.settle_next_step() for client in clients)
     assert all(client.start_step(last_failed=True) for client in clients)
-    assert all(client.is_saved for client in clients)
+    assert all(client.steps.is_saved for client in clients)
 
 
 # ---- the life of workers ------------------------------------------------------------------------
@@ -290,9 +268,7 @@ def test_checkpoint_before_leave(bench):
 
 def test_shutdown_of_all_ranks(bench):
     """The group reports it, and nothing is lost."""
-    server = bench.serve(size=2)
-    clients = [bench.client(rank, 2) for rank in range(2)]
-    bench.enter(*clients)
+    server, *clients = bench.enter_group(2)
     clients[0].close()
     clients[1].close()
     assert server.is_empty.wait(PATIENCE_S)
@@ -348,9 +324,7 @@ def test_stopped_worker_is_lost_until_it_continues(bench):
 
 def test_new_workers_are_expected(bench):
     """When the agent starts the workers again, nothing is left of those before."""
-    server = bench.serve()
-    client = bench.client()
-    bench.enter(client)
+    server, client = bench.enter_group()
     server.do(server.server.expect_workers, 2)
     server.received.next(WorkersLost)
     clients = [bench.client(rank, 2) for rank in range(2)]
@@ -362,9 +336,7 @@ def test_new_workers_are_expected(bench):
 
 def test_server_that_has_ended(bench):
     """A worker trains on, and learns it when it needs a quorum."""
-    server = bench.serve()
-    client = bench.client()
-    bench.enter(client)
+    server, client = bench.enter_group()
     server.end_server()
     assert not client.start_step(last_failed=False)
     client.report_abort(Q, "no matter")

@@ -10,9 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ft_stage
-import ft_verdict
-from ft_schedule import HARD, SOFT, schedule
-from ft_verdict import Commit, Life
+from ft_stage import HARD, SOFT, Commit, Life, judge, schedule
 
 LONG = os.environ.get("HPC_ELASTIC_LONG") == "1"
 SEEDS = range(200) if LONG else (0, 1, 2, 3, 4, 6)
@@ -54,10 +52,10 @@ def steps(name, *states, hit=False, final=True):
 
 def test_verdict_notices_what_must_not_be():
     """Other last states, a step from two states, and lost steps of an innocent are found."""
-    assert ft_verdict.judge([steps("a", *"0123"), steps("b", *"0123")]) == []
-    assert "differ" in ft_verdict.judge([steps("a", *"0123"), steps("b", *"0124")])[0]
-    assert "2 states" in ft_verdict.judge([steps("a", *"0123"), steps("b", *"0x23")])[0]
+    assert judge([steps("a", *"0123"), steps("b", *"0123")]) == []
+    assert "differ" in judge([steps("a", *"0123"), steps("b", *"0124")])[0]
+    assert "2 states" in judge([steps("a", *"0123"), steps("b", *"0x23")])[0]
     lost = steps("b", *"01x", final=False)
-    assert "lost: [2]" in ft_verdict.judge([steps("a", *"0123"), lost])[0]
+    assert "lost: [2]" in judge([steps("a", *"0123"), lost])[0]
     lost.hit = True
-    assert ft_verdict.judge([steps("a", *"0123"), lost]) == []
+    assert judge([steps("a", *"0123"), lost]) == []

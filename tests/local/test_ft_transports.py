@@ -14,8 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ft_heals import LONG, NUM_MB, STEP, InThread, StallAfter, cut_after, is_equal, make_state
-from ft_relay import Relay
+from ft_heals import (
+    LONG,
+    NUM_MB,
+    STEP,
+    InThread,
+    Relay,
+    StallAfter,
+    cut_after,
+    is_equal,
+    make_state,
+)  # fmt: skip
 from group import eventually
 
 from hpc_elastic.errors import ConfigError
@@ -361,7 +370,7 @@ def test_a_source_that_was_not_needed_does_not_wait(
     transport, source, relay, stall, late, monkeypatch
 ):
     """It is told that others gave all, even if it offers its state after that."""
-    monkeypatch.setattr("hpc_elastic.ft.checkpointing._server.ARRIVAL_S", 40.0)
+    monkeypatch.setattr("hpc_elastic.ft.checkpointing._http.ARRIVAL_S", 40.0)
     a, b = source(make_state()), transport()
     if not late:
         b.send_checkpoint([1], STEP, make_state(), LONG)

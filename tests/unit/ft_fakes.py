@@ -18,6 +18,7 @@ class FakeClient:
 
     def __init__(self, on_abort):
         self.on_abort = on_abort
+        self.steps = self
         self.replica_id = "r"
         self.quorum_id = NO_QUORUM
         self.quorum_step = -1
@@ -190,8 +191,11 @@ def state_of(step=7, value=3.0, version="L"):
     return {"user": {"default": {"w": torch.tensor([value])}}, "torchft": progress}
 
 
-def make(monkeypatch, *answers, has_state=True, **arguments):
-    """Return a Manager and its fakes: manager, client, group, transport, and the user's tensor."""
+def make(monkeypatch, *answers, has_state=True, loaded=None, peer_state=None, **arguments):
+    """Return a Manager and its fakes: manager, client, group, transport, and the user's tensor.
+
+    It has loaded the checkpoint ``loaded``, and ``peer_state`` is what a peer sends.
+    """
     group, transport, w = FakeGroup(), FakeTransport(), torch.tensor([1.0])
     made = []
 
@@ -214,6 +218,9 @@ def make(monkeypatch, *answers, has_state=True, **arguments):
     )
     (client,) = made
     client.answers.extend(answers)
+    transport.state = peer_state
+    if loaded is not None:
+        manager.load_state_dict(loaded)
     return SimpleNamespace(
         manager=manager,
         client=client,
@@ -222,3 +229,10 @@ def make(monkeypatch, *answers, has_state=True, **arguments):
         w=w,
         should_save=policies[0],
     )
+
+
+def start(monkeypatch, *answers, **arguments):
+    """Return what `make` does, in its first step."""
+    made = make(monkeypatch, *answers, **arguments)
+    made.manager.start_quorum()
+    return made

@@ -102,6 +102,20 @@ class Groups:
         return sent
 
 
+def formed(*names, **changes):
+    """Bring groups into a first quorum; return the lighthouse with them, and the quorum's id."""
+    groups = Groups()
+    return groups, groups.form(*names, **changes)
+
+
+def with_newcomer():
+    """Bring a and b into a quorum that c requests to join; return what `formed` does."""
+    groups, first = formed("a", "b")
+    groups.connect("c")
+    groups.request("c")
+    return groups, first
+
+
 def of(messages, type_):
     """The only message of this type."""
     (message,) = [m for m in messages if isinstance(m, type_)]

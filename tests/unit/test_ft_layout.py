@@ -19,8 +19,8 @@ def through(state, like=None, *, in_place=False):
     for spec, raw in zip(layout.specs, sent.raw, strict=True):
         stream[spec.begin : spec.begin + spec.num_bytes] = raw.numpy().tobytes()
     target = Target(layout, lambda: like, in_place=in_place)
-    for begin, view in target.views():
-        view[:] = stream[begin : begin + len(view)]
+    for begin, num_bytes, read in layouts.stream_parts(layout, target.raw):
+        read(0, num_bytes)[:] = stream[begin : begin + num_bytes]
     return target.state()
 
 

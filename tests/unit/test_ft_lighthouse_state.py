@@ -1,7 +1,7 @@
 """LighthouseState: aborts, switches, leaving, and the quorum of an earlier lighthouse."""
 
 import pytest
-from ft_groups import Groups, aborted, last, of, quorum_of, request, results
+from ft_groups import Groups, aborted, formed, last, of, quorum_of, request, results, with_newcomer
 
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.messages import (
@@ -26,23 +26,20 @@ from hpc_elastic.ft.messages import (
 
 def test_loss_of_a_member_is_sent_to_all_others():
     """Not only to its ring neighbours; the reason names it."""
-    groups = Groups()
-    groups.form("a", "b", "c")
+    groups, _ = formed("a", "b", "c")
     assert aborted(groups.disconnect("b", "killed")) == {"a": "b: killed", "c": "b: killed"}
 
 
 def test_abort_is_sent_once():
     """The second loss in one quorum sends nothing."""
-    groups = Groups()
-    groups.form("a", "b", "c")
+    groups, _ = formed("a", "b", "c")
     groups.disconnect("b")
     assert groups.disconnect("c") == {}
 
 
 def test_abort_is_sent_to_a_stopped_member_too():
     """It learns of the abort before it waits for the others."""
-    groups = Groups()
-    groups.form("a", "b")
+    groups, _ = formed("a", "b")
     assert aborted(groups.send("b", WorkersLost("stopped"))) == {
         "a": "b: stopped",
         "b": "b: stopped",
@@ -51,16 +48,14 @@ def test_abort_is_sent_to_a_stopped_member_too():
 
 def test_report_of_a_member_is_sent_to_the_others():
     """They would wait for it in their collectives."""
-    groups = Groups()
-    first = groups.form("a", "b", "c")
+    groups, first = formed("a", "b", "c")
     sent = groups.send("a", QuorumAborted(first, "reset by peer"))
     assert aborted(sent) == {"b": "a: reset by peer", "c": "a: reset by peer"}
 
 
 def test_report_of_an_older_quorum_is_ignored():
     """It crossed the results of the new one."""
-    groups = Groups()
-    first = groups.form("a", "b")
+    groups, first = formed("a", "b")
     groups.send("a", QuorumAborted(first, "x"))
     groups.request("a", "b", quorum_id=first)
     assert groups.send("b", QuorumAborted(first, "x")) == {}
@@ -68,10 +63,7 @@ def test_report_of_an_older_quorum_is_ignored():
 
 def test_loss_of_a_newcomer_aborts_nothing():
     """It is no member."""
-    groups = Groups()
-    groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, _ = with_newcomer()
     assert aborted(groups.disconnect("c")) == {}
 
 
@@ -84,8 +76,7 @@ def test_messages_of_unknown_groups_are_ignored():
 
 def test_repeated_request_gets_the_same_result():
     """The connection was replaced before the result came; a new quorum would cost a step."""
-    groups = Groups()
-    first = groups.form("a", "b", number=7)
+    groups, first = formed("a", "b", number=7)
     sent = groups.request("a", number=7)
     assert quorum_of(sent) == first
     assert list(sent) == ["a"]
@@ -94,8 +85,7 @@ def test_repeated_request_gets_the_same_result():
 
 def test_later_request_is_no_repeated_one():
     """The group had cancelled the earlier one, and accepts no result of it."""
-    groups = Groups()
-    first = groups.form("a", "b", number=7)
+    groups, first = formed("a", "b", number=7)
     assert "b" in aborted(groups.request("a", number=8))
     groups.request("b", quorum_id=first, number=3)
     assert [groups.received[n][-1].number for n in "ab"] == [8, 3]
@@ -103,8 +93,7 @@ def test_later_request_is_no_repeated_one():
 
 def test_another_process_of_the_same_name_is_no_member():
     """Its request differs, so the quorum ends."""
-    groups = Groups()
-    groups.form("a", "b")
+    groups, _ = formed("a", "b")
     sent = groups.send("a", request(store="other:1"))
     assert "b" in aborted(sent)
 
@@ -114,8 +103,7 @@ def test_another_process_of_the_same_name_is_no_member():
 
 def test_newcomer_joins_at_a_switch():
     """All members request at one confirmed step, and no step fails."""
-    groups = Groups()
-    first = groups.form("a", "b")
+    groups, first = formed("a", "b")
     groups.connect("c")
     sent = groups.request("c")
     assert [of(sent[n], ProposeSwitch) for n in "ab"] == [ProposeSwitch(first, 1, 0)] * 2
@@ -134,10 +122,7 @@ def test_newcomer_joins_at_a_switch():
 
 def test_confirmed_switch_waits_for_long_steps():
     """Steps may be an hour apart; no member is dropped, and nothing is proposed again."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     step, _ = groups.agree("a", "b")
     assert set(groups.wait(4 * 3600.0)) == {"c"}
     groups.request("a", quorum_id=first, quorum_step=step)
@@ -147,20 +132,14 @@ def test_confirmed_switch_waits_for_long_steps():
 
 def test_proposal_is_withdrawn_if_the_newcomer_is_lost():
     """No member waits at it in vain."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     sent = groups.disconnect("c")
     assert [of(sent[n], ProposeSwitch) for n in "ab"] == [ProposeSwitch(first, 0, 0)] * 2
 
 
 def test_proposal_is_withdrawn_if_a_member_does_not_answer():
     """It may hold the interpreter lock; it stays a member, and is asked again later."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     groups.vote(1, "a")
     sent = groups.wait(5.1)
     assert of(sent["a"], ProposeSwitch) == ProposeSwitch(first, 0, 0)
@@ -170,10 +149,7 @@ def test_proposal_is_withdrawn_if_a_member_does_not_answer():
 
 def test_request_outside_of_the_switch_aborts_the_quorum():
     """Its step failed, and the others would wait for it."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     step, _ = groups.agree("a", "b")
     assert "b" in aborted(
         groups.request("a", quorum_id=first, quorum_step=step - 1, commit_failures=1)
@@ -182,28 +158,21 @@ def test_request_outside_of_the_switch_aborts_the_quorum():
 
 def test_quorum_after_an_abort_includes_newcomers():
     """The switch is void."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     groups.disconnect("a")
     assert list(results(groups.request("b", quorum_id=first, quorum_step=9))) == ["b", "c"]
 
 
 def test_switch_does_not_wait_for_a_member_that_is_done():
     """It does not answer any more."""
-    groups = Groups()
-    groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, _ = with_newcomer()
     groups.vote(3, "a")
     assert of(groups.send("b", Shutdown())["a"], ProposeSwitch).quorum_step == 4
 
 
 def test_quorum_is_aborted_some_time_after_a_shutdown():
     """The node may be lost with open connections; the last bytes have arrived by then."""
-    groups = Groups()
-    groups.form("a", "b", "c")
+    groups, _ = formed("a", "b", "c")
     groups.send("b", Shutdown())
     assert groups.wait(1.9) == {}
     assert aborted(groups.wait(0.2)) == {"a": "b is done", "c": "b is done"}
@@ -227,6 +196,15 @@ OLD = (3 << EPOCH_SHIFT) + 1
 """A quorum of an earlier lighthouse."""
 
 
+def adopted(*names, waited_s=0.0, **given):
+    """Let members of that quorum connect to a new lighthouse."""
+    groups = Groups(epoch=4)
+    groups.reconnect(OLD, *names, **given)
+    if waited_s:
+        groups.wait(waited_s)
+    return groups
+
+
 def test_quorum_of_an_earlier_lighthouse_continues():
     """Its members are asked for their steps, and earlier proposals are withdrawn."""
     groups = Groups(epoch=4)
@@ -242,9 +220,7 @@ def test_quorum_of_an_earlier_lighthouse_continues():
 
 def test_proposal_is_not_withdrawn_while_one_member_may_have_a_confirmation():
     """That member does not answer, but requests at the confirmed step; the others follow."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", "b", "c")
-    groups.wait(0.05)
+    groups = adopted("a", "b", "c", waited_s=0.05)
     groups.vote(5, "a", "b")
     assert groups.wait(1.0) == {}
     sent = groups.request("c", quorum_id=OLD, quorum_step=6)
@@ -253,24 +229,20 @@ def test_proposal_is_not_withdrawn_while_one_member_may_have_a_confirmation():
 
 def test_member_that_does_not_answer_delays_the_others_briefly():
     """It may hold the interpreter lock."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", "b")
-    groups.wait(0.05)
+    groups = adopted("a", "b", waited_s=0.05)
     groups.vote(5, "a")
     assert groups.wait(5.1) == {n: [ProposeSwitch(OLD, 0, 0)] for n in "ab"}
 
 
 def test_proposal_is_not_withdrawn_before_all_have_reconnected():
     """One of them may have a confirmation."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", size=2)
+    groups = adopted("a", size=2)
     assert groups.wait(0.05) == {}
 
 
 def test_half_confirmed_switch_is_carried_out():
     """One member requests without a failure: so do the others, at the same step."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", "b")
+    groups = adopted("a", "b")
     assert groups.request("a", quorum_id=OLD, quorum_step=7, step=7) == {}
     sent = groups.wait(0.05)
     number = (4 << EPOCH_SHIFT) + 1
@@ -282,9 +254,7 @@ def test_half_confirmed_switch_is_carried_out():
 
 def test_no_vote_of_a_member_that_has_requested_aborts():
     """It requests at that step itself, and votes that it has started it."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", "b", "c")
-    groups.wait(0.05)
+    groups = adopted("a", "b", "c", waited_s=0.05)
     groups.request("a", "b", quorum_id=OLD, quorum_step=7)
     assert aborted(groups.vote(7, "b", ok=False)) == {}
     assert "c" in groups.vote(6, "c")
@@ -292,9 +262,7 @@ def test_no_vote_of_a_member_that_has_requested_aborts():
 
 def test_member_past_the_step_of_a_request_aborts_the_quorum():
     """It waits in a collective for the one that requests."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", "b")
-    groups.wait(0.05)
+    groups = adopted("a", "b", waited_s=0.05)
     groups.request("a", quorum_id=OLD, quorum_step=7)
     assert "b" in aborted(groups.vote(7, "b", ok=False))
 
@@ -347,8 +315,7 @@ def test_dead_leader_that_had_left_before_aborts_nothing():
 
 def test_member_that_never_connected_may_be_known_to_be_dead():
     """The run reports that its node is lost."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", size=2)
+    groups = adopted("a", size=2)
     groups.disconnect("b", "its node is down")
     assert "a" in aborted(groups.wait(0.4))
     assert list(results(groups.request("a", quorum_id=OLD))) == ["a"]
@@ -356,8 +323,7 @@ def test_member_that_never_connected_may_be_known_to_be_dead():
 
 def test_abort_of_an_adopted_quorum_is_sent_on():
     """To the members that do not know of it."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", size=2)
+    groups = adopted("a", size=2)
     groups.connect("b")
     sent = groups.send("b", ReplicaStatus(OLD, 1, 2, 3, is_aborted=True))
     assert list(aborted(sent)) == ["a"]
@@ -365,8 +331,7 @@ def test_abort_of_an_adopted_quorum_is_sent_on():
 
 def test_member_of_an_older_quorum_is_notified():
     """The newest quorum counts, in any order of reports."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", size=2)
+    groups = adopted("a", size=2)
     sent = groups.reconnect(OLD + 1, "b", "c")
     assert list(aborted(sent)) == ["a"]
     groups.connect("d")
@@ -375,8 +340,7 @@ def test_member_of_an_older_quorum_is_notified():
 
 def test_newcomer_waits_until_all_members_have_reconnected():
     """Then there is a switch, as always."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", size=2)
+    groups = adopted("a", size=2)
     groups.connect("n")
     assert groups.send("n", ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False)) == {}
     assert groups.request("n") == {}
@@ -389,9 +353,7 @@ def test_newcomer_waits_until_all_members_have_reconnected():
 @pytest.mark.parametrize("others", [(), ("b",)])
 def test_another_process_of_the_same_name_ends_an_adopted_quorum(others):
     """Its request is of no quorum, so the process that was a member is gone; the next one forms."""
-    groups = Groups(epoch=4)
-    groups.reconnect(OLD, "a", *others)
-    groups.wait(0.05)
+    groups = adopted("a", *others, waited_s=0.05)
     groups.connect("a")
     groups.send("a", ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
     sent = groups.send("a", request(store="other:1"))
@@ -402,10 +364,7 @@ def test_another_process_of_the_same_name_ends_an_adopted_quorum(others):
 
 def test_reconnected_member_gets_the_confirmation_again():
     """Its connection was replaced; it stays a member."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     groups.agree("a", "b")
     groups.connect("a")
     sent = groups.send("a", ReplicaStatus(first, 0, 2, 3, is_aborted=False))
@@ -414,10 +373,7 @@ def test_reconnected_member_gets_the_confirmation_again():
 
 def test_proposal_is_withdrawn_if_a_member_reconnects():
     """It may have missed it, and all agree again."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     groups.vote(3, "a", "b")
     groups.connect("a")
     sent = groups.send("a", ReplicaStatus(first, 0, 2, 3, is_aborted=False))
@@ -436,8 +392,7 @@ def notice(groups, *names, left_s=60.0):
 
 def test_member_under_notice_leaves_at_a_switch():
     """No step fails; the confirmation announces it, and the others go on."""
-    groups = Groups()
-    first = groups.form("a", "b", "c")
+    groups, first = formed("a", "b", "c")
     notice(groups, "b")
     step, confirms = groups.agree("a", "b", "c")
     assert [c.leaves for c in confirms.values()] == [False, True, False]
@@ -452,8 +407,7 @@ def test_member_under_notice_leaves_at_a_switch():
 
 def test_last_members_learn_that_the_state_leaves_with_them():
     """So that they save it before."""
-    groups = Groups()
-    first = groups.form("a", "b")
+    groups, first = formed("a", "b")
     notice(groups, "a", "b")
     step, confirms = groups.agree("a", "b")
     assert {(c.leaves, c.last) for c in confirms.values()} == {(True, True)}
@@ -464,8 +418,7 @@ def test_last_members_learn_that_the_state_leaves_with_them():
 
 def test_single_member_leaves():
     """At a switch with itself."""
-    groups = Groups()
-    first = groups.form("a")
+    groups, first = formed("a")
     notice(groups, "a")
     step, _ = groups.agree("a")
     assert groups.request("a", quorum_id=first, quorum_step=step) == {"a": [LeaveGranted()]}
@@ -474,8 +427,7 @@ def test_single_member_leaves():
 @pytest.mark.parametrize(("left_s", "leaves"), [(60.0, False), (1.0, True)])
 def test_newcomer_joins_before_the_last_member_leaves(left_s, leaves):
     """If there is time for it; the member leaves at the switch after that."""
-    groups = Groups()
-    first = groups.form("a")
+    groups, first = formed("a")
     notice(groups, "a", left_s=left_s)
     groups.connect("b")
     groups.request("b")
@@ -490,10 +442,7 @@ def test_newcomer_joins_before_the_last_member_leaves(left_s, leaves):
 
 def test_notice_after_the_confirmation_waits_for_the_next_switch():
     """A member that does not know that it leaves may not have saved."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     step, _ = groups.agree("a", "b")
     notice(groups, "b")
     groups.request("a", quorum_id=first, quorum_step=step)
@@ -519,8 +468,7 @@ def test_last_member_below_the_minimum_saves_before_it_leaves():
 
 def test_one_of_the_members_with_the_newest_state_saves():
     """All would write to the same place."""
-    groups = Groups()
-    first = groups.form("a", "b", "c")
+    groups, first = formed("a", "b", "c")
     notice(groups, "a", "b")
     groups.disconnect("c")
     groups.request("a", quorum_id=first, step=4)
@@ -546,8 +494,7 @@ def test_newcomer_joins_the_member_that_has_saved():
 
 def test_member_that_saves_is_waited_for():
     """No group starts from scratch meanwhile."""
-    groups = Groups()
-    first = groups.form("a", "b")
+    groups, first = formed("a", "b")
     notice(groups, "a")
     groups.disconnect("b")
     assert groups.request("a", quorum_id=first, step=4) == {"a": [CheckpointBeforeLeave()]}
@@ -560,8 +507,7 @@ def test_member_that_saves_is_waited_for():
 
 def test_newcomer_under_notice_leaves_when_it_requests():
     """It does not join for a moment."""
-    groups = Groups()
-    groups.form("a")
+    groups, _ = formed("a")
     groups.connect("b")
     notice(groups, "b")
     assert groups.request("b") == {"b": [LeaveGranted()]}
@@ -570,8 +516,7 @@ def test_newcomer_under_notice_leaves_when_it_requests():
 
 def test_waiting_newcomer_leaves_on_notice():
     """The switch that was started for it is withdrawn."""
-    groups = Groups()
-    first = groups.form("a")
+    groups, first = formed("a")
     groups.connect("b")
     groups.request("b")
     sent = notice(groups, "b")
@@ -580,8 +525,7 @@ def test_waiting_newcomer_leaves_on_notice():
 
 def test_members_leave_an_aborted_quorum_once_all_have_requested():
     """If another member has their state."""
-    groups = Groups()
-    first = groups.form("a", "b", "c")
+    groups, first = formed("a", "b", "c")
     notice(groups, "b")
     groups.disconnect("c")
     assert groups.request("b", quorum_id=first, step=3, state_version="x") == {}
@@ -592,8 +536,7 @@ def test_members_leave_an_aborted_quorum_once_all_have_requested():
 
 def test_only_member_with_the_newest_state_lets_others_heal_first():
     """It is a member once more, and leaves at the next switch."""
-    groups = Groups()
-    first = groups.form("a", "b", "c")
+    groups, first = formed("a", "b", "c")
     notice(groups, "b")
     groups.disconnect("c")
     groups.request("b", quorum_id=first, step=4, state_version="y")
@@ -604,8 +547,7 @@ def test_only_member_with_the_newest_state_lets_others_heal_first():
 
 def test_newest_of_the_members_under_notice_saves():
     """The others have nothing to save."""
-    groups = Groups()
-    first = groups.form("a", "b", "c")
+    groups, first = formed("a", "b", "c")
     notice(groups, "a", "b")
     groups.disconnect("c")
     groups.request("a", quorum_id=first, step=3, state_version="x")
@@ -615,8 +557,7 @@ def test_newest_of_the_members_under_notice_saves():
 
 def test_member_without_time_leaves_at_once():
     """It does not wait for live members that do not request."""
-    groups = Groups()
-    first = groups.form("a", "b", "c")
+    groups, first = formed("a", "b", "c")
     notice(groups, "b", left_s=8.0)
     groups.disconnect("c")
     groups.request("b", quorum_id=first, step=4)

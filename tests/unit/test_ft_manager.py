@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from ft_fakes import heals, make, place, state_of
+from ft_fakes import heals, make, place, start, state_of
 from torch.distributed import HashStore, ReduceOp
 from torch.futures import Future
 
@@ -61,8 +61,7 @@ def test_mean_is_over_the_participants(monkeypatch, op, expected):
 
 def test_mean_of_integers_is_refused(monkeypatch):
     """As in torchft."""
-    made = make(monkeypatch, place())
-    made.manager.start_quorum()
+    made = start(monkeypatch, place())
     with pytest.raises(ValueError, match="int64"):
         made.manager.allreduce(torch.tensor([1]))
 
@@ -144,9 +143,7 @@ def test_spare_adds_zero(monkeypatch):
 
 def test_healing_replica_adds_zero_and_applies_the_state_before_the_commit(monkeypatch):
     """Async mode: the mean is that of the others, and the step counts from theirs."""
-    made = make(monkeypatch, heals())
-    made.manager.load_state_dict(STEP_3)
-    made.transport.state = state_of(step=7, value=3.0)
+    made = make(monkeypatch, heals(), loaded=STEP_3, peer_state=state_of(step=7, value=3.0))
     made.group.others = 5.0
     made.manager.start_quorum()
     made.manager.wait_quorum()
@@ -163,9 +160,7 @@ def test_healing_replica_adds_zero_and_applies_the_state_before_the_commit(monke
 
 def test_healed_replica_participates_from_the_next_step_on(monkeypatch):
     """Without any message: after the commit of the first step all have the newest state."""
-    made = make(monkeypatch, heals())
-    made.manager.load_state_dict(STEP_3)
-    made.transport.state = state_of()
+    made = make(monkeypatch, heals(), loaded=STEP_3, peer_state=state_of())
     one_step(made.manager)
     made.manager.start_quorum()
     assert made.manager.participating_rank() == 1
@@ -203,8 +198,7 @@ def test_source_sends_its_state_with_its_progress(monkeypatch):
 @pytest.mark.parametrize(("one_source", "metadata"), [(False, '["there"]'), (True, "there")])
 def test_metadata_of_the_sources(monkeypatch, one_source, metadata):
     """As JSON, the best first; of one alone if the replicas differ (LocalSGD)."""
-    made = make(monkeypatch, heals())
-    made.manager.load_state_dict(STEP_3)
+    made = make(monkeypatch, heals(), loaded=STEP_3)
     made.transport.multi_source = True
     if one_source:
         made.manager.heal_from_one_source()
@@ -248,8 +242,7 @@ def test_reading_the_state_can_be_disallowed(monkeypatch):
 
 def test_error_costs_the_step_and_is_reported_at_once(monkeypatch):
     """It is not raised; the next step requests a new quorum, with the number of failures."""
-    made = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
-    made.manager.start_quorum()
+    made = start(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
     made.manager.wait_quorum()
     made.group.error = RuntimeError("peer lost")
     made.manager.allreduce(torch.tensor([1.0])).wait()
@@ -265,8 +258,7 @@ def test_error_costs_the_step_and_is_reported_at_once(monkeypatch):
 
 def test_collectives_after_an_error_do_nothing(monkeypatch):
     """The tensor stays as it is."""
-    made = make(monkeypatch, place())
-    made.manager.start_quorum()
+    made = start(monkeypatch, place())
     made.manager.report_error(ValueError("mine"))
     tensor = torch.tensor([5.0])
     assert made.manager.allreduce(tensor).wait()
@@ -291,8 +283,7 @@ def test_abort_ends_the_collectives_under_way(monkeypatch):
 
 def test_abort_after_the_last_collective_costs_no_step(monkeypatch):
     """Its result is right; the next step requests."""
-    made = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1), step=1))
-    made.manager.start_quorum()
+    made = start(monkeypatch, place(), place(2, size=1, cohort=(0, 1), step=1))
     made.manager.allreduce(torch.tensor([1.0])).wait()
     made.client.abort()
     assert made.manager.should_commit()
@@ -302,8 +293,7 @@ def test_abort_after_the_last_collective_costs_no_step(monkeypatch):
 
 def test_error_that_only_the_process_group_knows(monkeypatch):
     """A wrapper may swallow errors: the step fails all the same."""
-    made = make(monkeypatch, place())
-    made.manager.start_quorum()
+    made = start(monkeypatch, place())
     made.manager.allreduce(torch.tensor([1.0])).wait()
     made.group.error = RuntimeError("seen by the watchdog")
     assert not made.manager.should_commit()
@@ -311,8 +301,7 @@ def test_error_that_only_the_process_group_knows(monkeypatch):
 
 def test_step_without_a_decision_has_failed(monkeypatch):
     """Its peers may have committed it: the replica must not go on as if it had not been."""
-    made = make(monkeypatch, place(), place(2))
-    made.manager.start_quorum()
+    made = start(monkeypatch, place(), place(2))
     made.manager.allreduce(torch.tensor([1.0])).wait()
     made.manager.start_quorum()
     made.manager.wait_quorum()
@@ -322,9 +311,14 @@ def test_step_without_a_decision_has_failed(monkeypatch):
 
 def test_too_few_participants_do_not_commit(monkeypatch):
     """All members find the same, and request again."""
-    made = make(monkeypatch, heals(), place(2, step=7), min_replica_size=2)
-    made.manager.load_state_dict(STEP_3)
-    made.transport.state = state_of()
+    made = make(
+        monkeypatch,
+        heals(),
+        place(2, step=7),
+        min_replica_size=2,
+        loaded=STEP_3,
+        peer_state=state_of(),
+    )
     assert not one_step(made.manager)[1]
     assert "too few participants" in made.client.reports[0][1]
     assert one_step(made.manager)[1]
@@ -333,8 +327,7 @@ def test_too_few_participants_do_not_commit(monkeypatch):
 
 def test_more_failures_in_a_row_than_allowed_raise(monkeypatch):
     """With the last error."""
-    made = make(monkeypatch, place(), max_retries=0)
-    made.manager.start_quorum()
+    made = start(monkeypatch, place(), max_retries=0)
     made.manager.report_error(ValueError("mine"))
     with pytest.raises(RuntimeError, match=r"max_retries=0.*mine"):
         made.manager.should_commit()
@@ -342,8 +335,7 @@ def test_more_failures_in_a_row_than_allowed_raise(monkeypatch):
 
 def test_late_error_of_an_earlier_step_costs_nothing_now(monkeypatch):
     """It belongs to its own step."""
-    made = make(monkeypatch, place())
-    made.manager.start_quorum()
+    made = start(monkeypatch, place())
     future = Future()
     wrapped = made.manager.wrap_future(future, 5)
     made.manager.allreduce(torch.tensor([1.0])).wait()
@@ -357,8 +349,7 @@ def test_late_error_of_an_earlier_step_costs_nothing_now(monkeypatch):
 
 def test_wrapped_future_always_holds_a_value(monkeypatch):
     """Its own, or the default after an error, or after the time-out."""
-    made = make(monkeypatch, place())
-    made.manager.start_quorum()
+    made = start(monkeypatch, place())
     good, never = Future(), Future()
     wrapped = made.manager.wrap_future(good, 5)
     good.set_result(3)
@@ -374,8 +365,7 @@ def test_wrapped_future_always_holds_a_value(monkeypatch):
 
 def test_abort_before_the_first_collective_costs_no_step(monkeypatch):
     """Another quorum is entered in its place, while the forward pass goes on."""
-    made = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
-    made.manager.start_quorum()
+    made = start(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
     made.manager.wait_quorum()
     made.client.abort()
     tensor = torch.tensor([4.0])
@@ -387,8 +377,7 @@ def test_abort_before_the_first_collective_costs_no_step(monkeypatch):
 
 def test_abort_after_the_script_knows_its_part_costs_the_step(monkeypatch):
     """It may have chosen samples by it."""
-    made = make(monkeypatch, place())
-    made.manager.start_quorum()
+    made = start(monkeypatch, place())
     assert made.manager.num_participants() == 2
     made.client.abort()
     made.manager.allreduce(torch.tensor([4.0])).wait()
@@ -398,8 +387,7 @@ def test_abort_after_the_script_knows_its_part_costs_the_step(monkeypatch):
 
 def test_abort_in_a_group_of_several_ranks_costs_the_step(monkeypatch):
     """None of them enters another quorum alone within a step."""
-    made = make(monkeypatch, place(), world_size=2)
-    made.manager.start_quorum()
+    made = start(monkeypatch, place(), world_size=2)
     made.manager.wait_quorum()
     made.client.abort()
     made.manager.allreduce(torch.tensor([4.0])).wait()
@@ -440,9 +428,7 @@ def test_own_failure_to_enter_is_reported_and_retried(monkeypatch):
 )
 def test_member_that_cannot_heal_gives_the_step_up(monkeypatch, state, error):
     """After three attempts; the script goes on."""
-    made = make(monkeypatch, *(heals(n) for n in (1, 2, 3)))
-    made.manager.load_state_dict(STEP_3)
-    made.transport.state = state
+    made = make(monkeypatch, *(heals(n) for n in (1, 2, 3)), loaded=STEP_3, peer_state=state)
     assert not one_step(made.manager)[1]
     assert error in str(made.manager.errored())
     assert made.w.item() == 1.0
@@ -451,8 +437,7 @@ def test_member_that_cannot_heal_gives_the_step_up(monkeypatch, state, error):
 
 def test_state_received_in_place_in_part_is_of_no_step(monkeypatch):
     """Any peer's replaces it; without one the script has to load a checkpoint."""
-    made = make(monkeypatch, heals(), place(2, size=1, cohort=(0, 1), step=-1))
-    made.manager.load_state_dict(STEP_3)
+    made = make(monkeypatch, heals(), place(2, size=1, cohort=(0, 1), step=-1), loaded=STEP_3)
     made.transport.in_place = True
     made.transport.state = OSError("the peer is lost")
     made.manager.start_quorum()
@@ -463,10 +448,13 @@ def test_state_received_in_place_in_part_is_of_no_step(monkeypatch):
 
 def test_healed_state_is_applied_though_the_step_fails(monkeypatch):
     """So the replica requests the next quorum with it."""
-    made = make(monkeypatch, heals(), place(2, rank=1, cohort=(1, 2), step=7))
-    made.manager.load_state_dict(STEP_3)
-    made.transport.state = state_of(value=3.0)
-    made.manager.start_quorum()
+    made = start(
+        monkeypatch,
+        heals(),
+        place(2, rank=1, cohort=(1, 2), step=7),
+        loaded=STEP_3,
+        peer_state=state_of(value=3.0),
+    )
     made.manager.wait_quorum()
     made.manager.report_error(ValueError("mine"))
     assert not made.manager.should_commit()
@@ -477,10 +465,7 @@ def test_healed_state_is_applied_though_the_step_fails(monkeypatch):
 
 def test_healed_state_that_was_not_applied_does_not_count(monkeypatch):
     """Its quorum was aborted before the first collective: the replica still has to heal."""
-    made = make(monkeypatch, heals(), heals(2))
-    made.manager.load_state_dict(STEP_3)
-    made.transport.state = state_of(value=3.0)
-    made.manager.start_quorum()
+    made = start(monkeypatch, heals(), heals(2), loaded=STEP_3, peer_state=state_of(value=3.0))
     made.manager.wait_quorum()
     made.client.abort()
     made.manager.allreduce(torch.tensor([4.0])).wait()
@@ -589,12 +574,7 @@ def test_without_a_run_and_a_lighthouse_both_remedies_are_named(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     own = resolve_place(0, 1, "h", 1)
     with pytest.raises(ConfigError, match=r"ft=true.*TORCHFT_LIGHTHOUSE"):
-        find_server(
-            own,
-            lighthouse_addr=None,
-            replica_id=None,
-            connect_timeout_s=1.0,
-        )
+        find_server(own, lighthouse_addr=None, replica_id=None, connect_timeout_s=1.0)
 
 
 def test_missing_place_in_the_group_names_argument_and_variable(monkeypatch):

@@ -214,7 +214,7 @@ def test_stuck_work_ends_with_its_group(is_managed):
     future = works[0].get_future()
     assert group.pending == {works[0]}
     group.end_error, group.is_at_rest = AbortedError("peer lost"), True
-    works[0].fail_future(group.end_error)
+    works[0].end_future(None, group.end_error)
     assert not group.pending
     if is_managed:
         assert future.wait() is tensor and not works[0].wait() and not works[1].wait()

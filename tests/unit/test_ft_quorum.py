@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 
 import pytest
-from ft_groups import Groups, aborted, quorum_of, request, results
+from ft_groups import Groups, aborted, formed, quorum_of, request, results, with_newcomer
 
 from hpc_elastic.ft.messages import (
     EPOCH_SHIFT,
@@ -15,12 +15,7 @@ from hpc_elastic.ft.messages import (
     Shutdown,
     WorkersLost,
 )
-from hpc_elastic.ft.quorum import (
-    MAX_SOURCES,
-    CommittedProgress,
-    assign_results,
-    find_cohort,
-)
+from hpc_elastic.ft.quorum import MAX_SOURCES, CommittedProgress, assign_results, find_cohort
 
 
 def members(sent):
@@ -81,8 +76,7 @@ def test_waiting_group_learns_what_it_waits_for():
 
 def test_group_of_another_size_is_excluded():
     """It learns why: there is no process group over groups of one worker and of two."""
-    groups = Groups()
-    groups.form("a")
+    groups, _ = formed("a")
     groups.connect("b")
     assert groups.send("b", request(metadata=("x", "y"))) == {}
     (waiting,) = groups.wait(1.5)["b"]
@@ -109,8 +103,7 @@ def test_ids_rise_above_those_of_earlier_lighthouses():
 
 def test_quorum_is_formed_at_once_if_all_live_members_request():
     """A dead member is not waited for, and no time-out is."""
-    groups = Groups()
-    groups.form("a", "b", "c")
+    groups, _ = formed("a", "b", "c")
     groups.disconnect("c")
     assert members(groups.request("a")) == []
     assert members(groups.request("b")) == ["a", "b"]
@@ -118,8 +111,7 @@ def test_quorum_is_formed_at_once_if_all_live_members_request():
 
 def test_newcomers_that_request_become_members():
     """They follow the previous members, in the order of their ids."""
-    groups = Groups()
-    groups.form("m", "n")
+    groups, _ = formed("m", "n")
     groups.connect("z")
     groups.connect("b")
     groups.request("z", "b")
@@ -129,8 +121,7 @@ def test_newcomers_that_request_become_members():
 
 def test_newcomers_that_do_not_request_are_not_waited_for():
     """They import for some time, and the others train."""
-    groups = Groups()
-    groups.form("a", "b")
+    groups, _ = formed("a", "b")
     groups.connect("c")
     groups.disconnect("b")
     assert members(groups.request("a")) == ["a"]
@@ -169,8 +160,7 @@ def test_members_with_long_steps_are_waited_for_longer():
 
 def test_stopped_member_is_not_waited_for_until_it_requests_again():
     """It joins again as a newcomer."""
-    groups = Groups()
-    first = groups.form("a", "b")
+    groups, first = formed("a", "b")
     groups.send("a", WorkersLost("stopped"))
     assert members(groups.request("b", quorum_id=first, commit_failures=1)) == ["b"]
     groups.send("b", QuorumAborted(first + 1, "x"))
@@ -197,8 +187,7 @@ def test_cancelled_request_is_void():
 
 def test_member_that_is_done_is_not_waited_for():
     """And no message is sent: others may still be receiving its last bytes."""
-    groups = Groups()
-    groups.form("a", "b")
+    groups, _ = formed("a", "b")
     assert groups.send("b", Shutdown()) == {}
     assert groups.disconnect("b") == {}
     assert members(groups.request("a", commit_failures=1)) == ["a"]
@@ -218,10 +207,7 @@ def test_quorum_after_all_members_are_done_is_a_first_one():
 
 def test_shrink_only_excludes_newcomers():
     """If one member sets it; the newcomer waits on."""
-    groups = Groups()
-    first = groups.form("a", "b")
-    groups.connect("c")
-    groups.request("c")
+    groups, first = with_newcomer()
     groups.request("a", quorum_id=first, commit_failures=1, shrink_only=True)
     assert members(groups.request("b", quorum_id=first)) == ["a", "b"]
     groups.disconnect("a")
@@ -230,8 +216,7 @@ def test_shrink_only_excludes_newcomers():
 
 def test_shrink_only_of_a_newcomer_does_not_count():
     """It would exclude others for as long as it waits."""
-    groups = Groups()
-    first = groups.form("a")
+    groups, first = formed("a")
     groups.connect("b")
     groups.connect("c")
     groups.request("b", shrink_only=True)
@@ -241,8 +226,7 @@ def test_shrink_only_of_a_newcomer_does_not_count():
 
 def test_commit_failures_need_a_new_quorum():
     """With another id, so the process group is formed again; all members are notified."""
-    groups = Groups()
-    first = groups.form("a", "b")
+    groups, first = formed("a", "b")
     sent = groups.request("a", quorum_id=first, quorum_step=3, commit_failures=1)
     assert list(aborted(sent)) == ["a", "b"]
     assert quorum_of(groups.request("b", quorum_id=first, quorum_step=4)) == first + 1

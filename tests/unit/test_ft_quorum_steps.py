@@ -10,12 +10,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic.ft.manager_client import QuorumSteps
-from hpc_elastic.ft.manager_server import (
-    CommitVotes,
-    combine_requests,
-    combine_switch_votes,
-    missing_ranks,
-)
+from hpc_elastic.ft.manager_server import CommitVotes, combine_requests
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CommitDecision,
@@ -152,9 +147,9 @@ def test_next_step_is_the_switch():
     """A worker knows it before it starts that step."""
     steps = in_quorum(started=1)
     steps.on_proposal(ProposeSwitch(Q, 1, 2), 1.0)
-    assert steps.is_next_undecided and not steps.is_switch_next
+    assert steps.is_next_undecided and not steps.must_save
     steps.on_confirmation(ConfirmSwitch(Q, 1, leaves=True, last=True))
-    assert steps.is_switch_next and not steps.is_next_undecided
+    assert steps.must_save and not steps.is_next_undecided
 
 
 def test_messages_of_other_quorums_are_ignored():
@@ -261,12 +256,6 @@ def test_torn_group_heals():
     assert torn.state_version != "a"
 
 
-def test_combined_switch_vote():
-    """A group accepts if all its workers do, and is as far as the furthest."""
-    votes = {0: SwitchVote(Q, 1, True, 3, 2.0), 1: SwitchVote(Q, 1, False, 4, 1.0)}
-    assert combine_switch_votes(votes) == SwitchVote(Q, 1, False, 4, 2.0)
-
-
 def test_commit_decision():
     """One no decides; a yes needs all workers, alive; each step gets one decision."""
     votes = CommitVotes()
@@ -284,16 +273,11 @@ def test_commit_decision():
     assert votes.decide(2, all_live=False) == CommitDecision(Q + 1, 0, False)
 
 
-def test_missing_ranks_are_named():
-    """In the error of a worker that waits for others of its own group."""
-    assert "rank 1, 3" in missing_ranks({0: 0, 2: 0}, 4)
-
-
 def test_server_process_needs_the_standard_library_only():
     """It starts without site-packages, so that it is there before torch is imported."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import hpc_elastic.ft.manager_server_process\n"
+        "import hpc_elastic.ft.manager_server\n"
         "known = sys.stdlib_module_names | {'hpc_elastic', '__main__'}\n"
         "print({m.partition('.')[0] for m in sys.modules} - known)"
     )

@@ -28,7 +28,7 @@ def test_whoever_fails_the_rest_give_everything(seed):
             piece = busy.pop(who)
             got |= dict.fromkeys(range(piece.begin // 4096, -(-piece.end // 4096)), who.source)
             board.finish(who, 0.0)
-        elif piece := board.take(who, 0.0):
+        elif piece := board.take_piece(who, 0.0):
             busy[who] = piece
     assert set(got) == set(range(-(-ALL // 4096)))
     assert {got[i] for i in range(SMALL // 4096)} == {board.owner}
@@ -38,7 +38,7 @@ def test_an_empty_state_is_complete():
     """There is nothing to take."""
     board = RangeScheduler(0, 0, owner=0)
     assert board.is_complete
-    assert board.take(Fetcher(0, 0), 0.0) is None
+    assert board.take_piece(Fetcher(0, 0), 0.0) is None
 
 
 def test_who_takes_much_longer_than_all_before_is_cut_off_by_another_source():
@@ -46,9 +46,9 @@ def test_who_takes_much_longer_than_all_before_is_cut_off_by_another_source():
     board = RangeScheduler(0, 3 * PIECE_BYTES, owner=0)
     slow, same, other = Fetcher(0, 0), Fetcher(0, 1), Fetcher(1, 0)
     for who in (slow, same, other):
-        board.take(who, 10.0)
+        board.take_piece(who, 10.0)
     for who in (same, other):
         board.finish(who, 11.0)
-    assert board.slowest(other, 12.0) == (None, 2.0)
-    assert board.slowest(other, 14.0) == (slow, 0.0)
-    assert board.slowest(same, 99.0)[0] is None
+    assert board.find_slow(other, 12.0) == (None, 2.0)
+    assert board.find_slow(other, 14.0) == (slow, 0.0)
+    assert board.find_slow(same, 99.0)[0] is None

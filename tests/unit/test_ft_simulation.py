@@ -10,11 +10,7 @@ from simulation.ft import MUTANTS, Simulator
 
 SCHEDULES = 2_000
 MUTANT_SCHEDULES = 600
-RARE = {
-    "greets nobody": 220,
-    "lets the last go": 1700,
-    "renames are not fenced": 600,
-}
+RARE = {"greets nobody": 220, "lets the last go": 1700, "renames are not fenced": 600}
 """Planted bugs that take luck: the seed to begin with."""
 
 

@@ -5,10 +5,6 @@
 """
 
 from hpc_elastic.ft.checkpointing.http_transport import HTTPTransport
-from hpc_elastic.ft.checkpointing.transport import (
-    CheckpointTransport,
-    HealError,
-    HealTimeoutError,
-)
+from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError, HealTimeoutError
 
 __all__ = ["CheckpointTransport", "HTTPTransport", "HealError", "HealTimeoutError"]

@@ -1,4 +1,4 @@
-"""Requests for a state and their answers: HTTP, signed on both sides (pure).
+"""States over HTTP: the requests and answers, signed on both sides, and the server of a replica.
 
     GET /<token>/layout?step=5&client=..&nonce=..&wait_s=60 HTTP/1.1    the layout (`_layout`)
     GET /<token>/data?...&digest=..&begin=0&end=8388608 HTTP/1.1        a range of its bytes
@@ -6,45 +6,61 @@
     GET /<token>/done?step=5&client=..&nonce=.. HTTP/1.1                others gave all of it
 
 The path is signed with the key that the replicas share; the token is the server's, drawn when it
-began, and a nonce counts once. An answer's head is signed with the nonce it answers, so it can
-neither be made nor kept by a stranger. A range is followed by a checksum of each block of it
-(XXH3) and a signature of all of them (HMAC, RFC 2104): the sums find damage, the signature finds a
-range of another request; who can change packets on their way and forge XXH3 is not kept out.
+began, and a nonce counts once. An answer's head is signed with the nonce it answers, so no other
+process can make or keep one. A range is followed by a checksum of each block of it (XXH3) and a
+signature of all of them (HMAC, RFC 2104): the sums find damage, the signature finds a range of
+another request. An attacker that changes packets on their way and forges XXH3 is not kept out.
 Nothing on the wire is secret.
+
+A state is offered out of the tensors' own memory, from `StateServer.offer` until
+`StateServer.withdraw`, which waits for the destinations that were announced. A destination is known
+by its name for the fetch; it has come with its first request, and is done when it has closed its
+last connection, for whatever reason. So the server does not wait for a peer that has all it wants,
+nor for one that has died. A destination that had all from others first sends `done`; that may
+arrive before the offer.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
 import socket
 import struct
+import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from hashlib import blake2b
-from typing import Literal, TypeVar
+from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
+import xxhash
+
+from hpc_elastic.ft.checkpointing._layout import Part
 from hpc_elastic.transport.auth import AuthenticationError, is_signed, sign
+from hpc_elastic.transport.interface import own_addresses
 
 BLOCK_BYTES = 1 << 20
-"""One checksum each. So many fit into a core's cache, where the sum costs little."""
+"""One checksum each. A block fits into a core's cache, where the sum costs little."""
 SUM_BYTES = 8
 MAC_BYTES = 32
 MAX_HEAD_BYTES = 4096
 MAX_LAYOUT_BYTES = 1 << 30
 END = b"\r\n\r\n"
 OK, FORBIDDEN, CONFLICT = 200, 403, 409
-_REASONS = {OK: "OK", FORBIDDEN: "Forbidden", CONFLICT: "Conflict"}
 
 Verb = Literal["layout", "data", "done"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class HealRequest:
-    """What a replica asks of a peer.
+    """A replica's request to a peer.
 
     Attributes:
         token: The server's.
@@ -85,17 +101,8 @@ class HealRequest:
         return f"GET {target} HTTP/1.1\r\nHost: peer\r\nX-Mac: {mac}\r\n\r\n".encode()
 
 
-def new_token() -> str:
-    """Return a fresh random word: a token, a nonce, a client's name."""
-    return secrets.token_hex(16)
-
-
 def open_request(raw: bytes, key: bytes) -> HealRequest:
-    """Return the request in a head.
-
-    Raises:
-        AuthenticationError: it is none, or not signed with our key.
-    """
+    """Return the request in a head; raise AuthenticationError if it is none, or of another key."""
     try:
         first, headers = _open_head(raw)
         _, target, _ = first.split(" ")
@@ -112,19 +119,16 @@ def open_request(raw: bytes, key: bytes) -> HealRequest:
 
 
 def answer_head(key: bytes, nonce: str, status: int, num_bytes: int, body: bytes = b"") -> bytes:
-    """Return the head of an answer; ``body`` is what it signs, all of it but for a range."""
-    mac = sign(key, _answer(nonce, status, num_bytes, body))
-    lines = (
-        f"HTTP/1.1 {status} {_REASONS[status]}",
-        f"Content-Length: {num_bytes}",
-        f"X-Mac: {mac}",
-    )
+    """Return the head of an answer; it signs ``body``, which is empty for a range."""
+    mac = sign(key, _signed_text(nonce, status, num_bytes, body))
+    reason = {OK: "OK", FORBIDDEN: "Forbidden", CONFLICT: "Conflict"}[status]
+    lines = f"HTTP/1.1 {status} {reason}", f"Content-Length: {num_bytes}", f"X-Mac: {mac}"
     return "\r\n".join(lines).encode() + END
 
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """The head of an answer, not yet checked: `check` is for when its body is there."""
+    """The head of an answer; its body has to be there before `check`."""
 
     status: int
     num_bytes: int
@@ -132,11 +136,7 @@ class AnswerHead:
 
     @classmethod
     def parse(cls, raw: bytes) -> AnswerHead:
-        """Return it.
-
-        Raises:
-            AuthenticationError: it is none.
-        """
+        """Return it; raise AuthenticationError if it is none."""
         try:
             first, headers = _open_head(raw)
             length = int(headers["content-length"])
@@ -147,17 +147,13 @@ class AnswerHead:
             raise AuthenticationError(f"no answer of ours: {raw[:80]!r}") from e
 
     def check(self, key: bytes, nonce: str, body: bytes = b"") -> None:
-        """Return if the answer is the peer's, to this very request.
-
-        Raises:
-            AuthenticationError: it is not, or the peer takes us for a stranger.
-        """
+        """Raise AuthenticationError if it is not the peer's, or not to this very request."""
         if self.status == FORBIDDEN:
             raise AuthenticationError(
                 "it does not know our key, or is another process: outside of a run all nodes need "
                 "the same ~/.config/hpc_elastic/key"
             )
-        if not is_signed(key, _answer(nonce, self.status, self.num_bytes, body), self.mac):
+        if not is_signed(key, _signed_text(nonce, self.status, self.num_bytes, body), self.mac):
             raise AuthenticationError("the answer is not signed with our key")
 
 
@@ -168,11 +164,7 @@ def seal_sums(key: bytes, nonce: str, sums: Sequence[bytes]) -> bytes:
 
 
 def check_sums(key: bytes, nonce: str, sums: Sequence[bytes], sealed: bytes) -> None:
-    """Return if a range is as it was sent.
-
-    Raises:
-        AuthenticationError: bytes were damaged on their way, or are not the peer's.
-    """
+    """Raise AuthenticationError if a range was damaged on its way, or is not the peer's."""
     joined, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, nonce, joined)):
         raise AuthenticationError("the checksums are not signed with our key")
@@ -184,7 +176,7 @@ def _mac(key: bytes, nonce: str, sums: bytes) -> bytes:
     return hmac.digest(key, f"sums|{nonce}|".encode() + sums, "sha256")
 
 
-def _answer(nonce: str, status: int, num_bytes: int, body: bytes) -> str:
+def _signed_text(nonce: str, status: int, num_bytes: int, body: bytes) -> str:
     return f"answer|{nonce}|{status}|{num_bytes}|{blake2b(body).hexdigest()}"
 
 
@@ -197,15 +189,9 @@ def _open_head(raw: bytes) -> tuple[str, dict[str, str]]:
 # ---- Blocking sockets that move many bytes: with time-outs, without the interpreter in the way
 
 
-R = TypeVar("R")
-
 _BUFFER_BYTES = 1 << 20
 _MAX_VIEWS = 512
 """In one call; the system takes 1024."""
-
-
-Part = tuple[int, int, Callable[[int, int], memoryview]]
-"""Place in a stream of bytes, length, and how to get a range of it."""
 
 
 class Pieces:
@@ -227,7 +213,7 @@ class Pieces:
 
 
 def prepare(sock: socket.socket, timeout_s: float) -> None:
-    """Make a connection block, in the kernel, for so long at most without any progress."""
+    """Let a connection block in the kernel, at most ``timeout_s`` without any progress."""
     sock.settimeout(None)
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -249,7 +235,7 @@ def cut(sock: socket.socket) -> None:
 
 
 def is_gone(sock: socket.socket) -> bool:
-    """Tell whether the other side, which is waiting for us, has ended the connection."""
+    """Return whether the other side, which is waiting for an answer, has disconnected."""
     try:
         return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -262,27 +248,25 @@ def receive_head(sock: socket.socket) -> bytes:
     """Return all up to an empty line, at which the other side waits or a body begins.
 
     Raises:
-        ConnectionError: the connection has ended.
-        TimeoutError: nothing came.
-        AuthenticationError: it is too long.
+        ConnectionError: The connection has ended.
+        TimeoutError: Nothing came.
+        AuthenticationError: It is too long.
     """
     head = b""
     while not head.endswith(END):
-        seen = _patiently(lambda: sock.recv(MAX_HEAD_BYTES, socket.MSG_PEEK))
-        if not seen or len(head) + len(seen) > MAX_HEAD_BYTES:
-            raise (
-                ConnectionResetError("ended")
-                if not seen
-                else AuthenticationError("a head too long")
-            )
+        with _timeouts():
+            seen = sock.recv(MAX_HEAD_BYTES, socket.MSG_PEEK)
+        if not seen:
+            raise ConnectionResetError("the connection has ended")
+        if len(head) + len(seen) > MAX_HEAD_BYTES:
+            raise AuthenticationError("a head too long")
         at = (head[-3:] + seen).find(END)
-        take = len(seen) if at < 0 else at + len(END) - len(head[-3:])
-        head += sock.recv(take)
+        head += sock.recv(len(seen) if at < 0 else at + len(END) - len(head[-3:]))
     return head
 
 
 def receive(sock: socket.socket, num_bytes: int) -> bytes:
-    """Return exactly so many bytes; raises as `receive_into`."""
+    """Return exactly this number of bytes; raises as `receive_into`."""
     raw = bytearray(num_bytes)
     receive_into(sock, [memoryview(raw)])
     return bytes(raw)
@@ -292,40 +276,300 @@ def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
     """Fill buffers.
 
     Raises:
-        ConnectionError: the connection has ended.
-        TimeoutError: nothing came for the connection's time.
+        ConnectionError: The connection has ended.
+        TimeoutError: Nothing came for the connection's time.
     """
-    left = [view for view in views if len(view)]
-    while left:
-        some = left[:_MAX_VIEWS]
-        count = _patiently(lambda: sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0])  # noqa: B023
-        if not count:
-            raise ConnectionResetError("the connection has ended")
-        left = _after(left, count)
+    _move(views, lambda some: sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0])
 
 
 def send(sock: socket.socket, views: Sequence[memoryview | bytes]) -> None:
     """Send buffers; raises as `receive_into`."""
-    left = [memoryview(view) for view in views if len(view)]
-    while left:
-        some = left[:_MAX_VIEWS]
-        left = _after(left, _patiently(lambda: sock.sendmsg(some)))  # noqa: B023
+    _move([memoryview(view) for view in views], sock.sendmsg)
 
 
-def _patiently(call: Callable[[], R]) -> R:
+def _move(views: Sequence[memoryview], call: Callable[[list[memoryview]], int]) -> None:
+    """Call until all bytes of the buffers are moved; each call returns how many it has moved."""
+    remaining = [view for view in views if len(view)]
+    while remaining:
+        with _timeouts():
+            count = call(remaining[:_MAX_VIEWS])
+        if not count:
+            raise ConnectionResetError("the connection has ended")
+        done = 0
+        while done < len(remaining) and count >= len(remaining[done]):
+            count -= len(remaining[done])
+            done += 1
+        remaining = remaining[done:]
+        if count:
+            remaining[0] = remaining[0][count:]
+
+
+@contextmanager
+def _timeouts() -> Iterator[None]:
     try:
-        return call()
+        yield
     except BlockingIOError as e:  # SO_RCVTIMEO, SO_SNDTIMEO
         raise TimeoutError("no progress") from e
 
 
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of buffers after so many bytes."""
-    done = 0
-    while done < len(views) and count >= len(views[done]):
-        count -= len(views[done])
-        done += 1
-    left = views[done:]
-    if count:
-        left[0] = left[0][count:]
-    return left
+# ---- the server
+
+
+ARRIVAL_S = 10.0
+"""A destination that has not come by then cannot reach us, and has another source or fails."""
+_IDLE_S = 60.0
+_LONGEST_WAIT_S = 3600.0
+_POLL_S = 0.2
+_MAX_CONNECTIONS = 128
+
+
+@dataclass
+class Offer:
+    """A state that is offered, and its clients.
+
+    Attributes:
+        step: Of the state.
+        layout: As it is sent.
+        digest: Of the layout.
+        pieces: The state's bytes, where they are.
+        num_clients: Number of destinations that are announced.
+        timeout_s: How long they may take.
+    """
+
+    step: int
+    layout: bytes
+    digest: str
+    pieces: Pieces
+    num_clients: int
+    timeout_s: float
+    since: float = field(default_factory=time.monotonic)
+    is_open: bool = True
+    clients: dict[str, set[socket.socket]] = field(default_factory=dict)
+    nonces: set[str] = field(default_factory=set)
+
+    def wait_s(self) -> float:
+        """Return for how long clients are still to be waited for, in seconds; 0 if for none."""
+        if any(self.clients.values()):
+            until = self.timeout_s
+        elif len(self.clients) < self.num_clients:
+            until = min(self.timeout_s, ARRIVAL_S)
+        else:
+            return 0.0
+        return max(0.0, self.since + until - time.monotonic())
+
+
+class StateServer:
+    """Serves one replica's states with threads of its own, from its creation until `close`."""
+
+    def __init__(self, key: bytes) -> None:
+        """Listen on a free port, on all interfaces; the key is known to all replicas alone."""
+        self._key = key
+        self._token = secrets.token_hex(16)
+        self._changed = threading.Condition()
+        self._offer: Offer | None = None
+        self._num_reading = 0
+        self._early: set[tuple[int, str]] = set()
+        self._aborted = self._closed = False
+        self._connections: dict[socket.socket, bool] = {}
+        self._threads: set[threading.Thread] = set()
+        self._socket = _listen()
+        self._acceptor = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
+        self._acceptor.start()
+
+    @cached_property
+    def urls(self) -> str:
+        """Where peers reach it: one URL for each of this node's addresses, the best first."""
+        port = self._socket.getsockname()[1]
+        hosts = (f"[{a}]" if ":" in a else a for a in dict.fromkeys(own_addresses()))
+        return ",".join(f"http://{host}:{port}/{self._token}" for host in hosts)
+
+    def offer(self, offer: Offer) -> None:
+        """Offer a state in place of the last one; not after `abort`."""
+        with self._changed:
+            if self._offer:
+                self._close_offer(self._offer)
+            if not self._aborted:
+                self._offer = offer
+                offer.clients |= {
+                    client: set() for step, client in self._early if step == offer.step
+                }
+                self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """Return once no peer reads the state: all have it, are gone, or have had their time."""
+        with self._changed:
+            offer = self._offer
+            while offer and offer.is_open and not self._aborted and (rest_s := offer.wait_s()):
+                self._changed.wait(rest_s)
+            if offer:
+                missing = offer.num_clients - len(offer.clients)
+                if offer.is_open and not self._aborted and missing > 0:
+                    text = "%d of %d that were to heal from us never came"
+                    _log.warning(text, missing, offer.num_clients)
+                if offer.is_open and not self._aborted and any(offer.clients.values()):
+                    text = "a replica did not fetch our state within %.3g s"
+                    _log.warning(text, offer.timeout_s)
+                self._close_offer(offer)
+            while self._num_reading:  # their connections are cut
+                self._changed.wait()
+
+    def abort(self) -> None:
+        """End what is under way, and take no request until `resume`."""
+        with self._changed:
+            self._aborted = True
+            if self._offer:
+                self._close_offer(self._offer)
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Take requests again."""
+        with self._changed:
+            self._aborted = False
+            self._early.clear()
+
+    def close(self, *, wait: bool) -> None:
+        """End everything. May be repeated."""
+        self.abort()
+        with self._changed:
+            self._closed = True
+            close(self._socket)
+            self._changed.notify_all()
+            for connection in self._connections:
+                cut(connection)
+            threads = [self._acceptor, *self._threads]
+        for thread in threads if wait else ():
+            thread.join()
+
+    def _close_offer(self, offer: Offer) -> None:
+        offer.is_open = False
+        for connections in offer.clients.values():
+            for connection in connections:
+                cut(connection)
+        if self._offer is offer:
+            self._offer = None
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as e:
+                if self._closed or self._socket.fileno() < 0:
+                    return
+                _log.warning("no connection can be taken for now: %s", e)
+                time.sleep(0.1)  # too many open files
+                continue
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="heal", daemon=True
+            )
+            with self._changed:
+                if self._closed:
+                    close(connection)
+                    continue
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    # unauthenticated ones first, the oldest of them
+                    cut(min(self._connections, key=lambda c: self._connections[c]))
+                self._connections[connection] = False
+                self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            prepare(connection, _IDLE_S)
+            while self._answer_request(connection, receive_head(connection)):
+                pass
+        except OSError as e:  # the peer is gone, or none of ours
+            _log.debug("a connection has ended: %s", e)
+        finally:
+            with self._changed:
+                del self._connections[connection]
+                self._threads.discard(threading.current_thread())
+                if self._offer:
+                    for connections in self._offer.clients.values():
+                        connections.discard(connection)
+                self._changed.notify_all()
+            close(connection)
+
+    def _answer_request(self, connection: socket.socket, head: bytes) -> bool:
+        """Answer a request; return False if that was the last of its connection."""
+
+        def answer(status: int, body: bytes) -> None:
+            head = answer_head(self._key, request.nonce, status, len(body), body)
+            send(connection, [head, body])
+
+        try:
+            request = open_request(head, self._key)
+            if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+                raise AuthenticationError("for another server")
+        except AuthenticationError:  # a peer that has the wrong key can report this
+            send(connection, [answer_head(b"", "", FORBIDDEN, 0)])
+            raise
+        with self._changed:
+            self._connections[connection] = True
+            if request.verb == "done":
+                if self._offer and self._offer.step == request.step:
+                    self._offer.clients.setdefault(request.client, set())
+                else:
+                    self._early.add((request.step, request.client))
+                self._changed.notify_all()
+        if request.verb == "done":
+            answer(OK, b"")
+            return False
+        found = self._find_offer(request, connection)
+        if isinstance(found, str):
+            answer(CONFLICT, found.encode())
+            return False
+        if request.verb == "layout":
+            answer(OK, found.layout)
+            return True
+        send(connection, [answer_head(self._key, request.nonce, OK, request.num_body_bytes)])
+        sums = [self._send_block(connection, found, begin, end) for begin, end in request.blocks()]
+        send(connection, [seal_sums(self._key, request.nonce, sums)])
+        return True
+
+    def _find_offer(self, request: HealRequest, connection: socket.socket) -> Offer | str:
+        """Return the offer that a request is for, or why there is none; wait for one if it may."""
+        until = time.monotonic() + min(request.wait_s, _LONGEST_WAIT_S)
+        with self._changed:
+            while not self._offer and not self._closed and (rest_s := until - time.monotonic()) > 0:
+                self._changed.wait(min(rest_s, _POLL_S))
+                if is_gone(connection):  # it is not to count as one that has come
+                    raise ConnectionResetError("the peer did not wait")
+            offer = self._offer
+            if offer is None:
+                return f"it offers no state (step {request.step} is asked for)"
+            if offer.step != request.step:
+                return f"it offers step {offer.step}, not {request.step}"
+            if request.verb == "data" and offer.digest != request.digest:
+                return "its state is not the one whose layout was given"
+            if request.nonce in offer.nonces:
+                raise AuthenticationError("a request that was made before")
+            offer.nonces.add(request.nonce)
+            offer.clients.setdefault(request.client, set()).add(connection)
+            return offer
+
+    def _send_block(self, to: socket.socket, offer: Offer, begin: int, end: int) -> bytes:
+        """Send a block, which `withdraw` waits for; return its checksum."""
+        with self._changed:
+            if not offer.is_open:
+                raise ConnectionAbortedError("the offer is over")
+            self._num_reading += 1
+        try:
+            views = list(offer.pieces.cut(begin, end))
+            checksum = xxhash.xxh3_64()
+            for view in views:  # first: what is sent next is in the cache then
+                checksum.update(view)
+            send(to, views)
+            return checksum.digest()
+        finally:
+            with self._changed:
+                self._num_reading -= 1
+                self._changed.notify_all()
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError:  # switched off on this node
+            pass
+    return socket.create_server(("", 0))

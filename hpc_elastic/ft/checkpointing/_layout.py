@@ -58,11 +58,7 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, raw: bytes) -> StateLayout:
-        """Return what `to_json` made.
-
-        Raises:
-            HealError: it did not make this.
-        """
+        """Return what `to_json` made; raise HealError if it did not make this."""
         try:
             known = json.loads(raw)
             specs = tuple(
@@ -75,7 +71,7 @@ class StateLayout:
 
 
 def digest(raw: bytes) -> str:
-    """Return what tells layouts apart, of `StateLayout.to_json`."""
+    """Return the digest of a layout's JSON; equal layouts have equal ones."""
     return blake2b(raw, digest_size=16).hexdigest()
 
 
@@ -89,51 +85,47 @@ class PackedState:
     """
 
     def __init__(self, state: object, step: int) -> None:
-        """Take a state apart.
-
-        Raises:
-            ConfigError: something in it can not be sent; the message names its path.
-        """
+        """Take a state apart; raise ConfigError with the path of what cannot be sent."""
         self.leaves: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._paths: list[str] = []
         self._known: dict[object, int] = {}
-        encoded = tree_codec.encode(state, "", self._leaf)
+        encoded = tree_codec.encode(state, "", self._encode_leaf)
         self.raw = [as_bytes(t) for t in self._tensors]
-        self.layout = self._lay_out(encoded, step)
-
-    def _lay_out(self, encoded: Any, step: int) -> StateLayout:
         sizes = [len(raw) for raw in self.raw]
         order = sorted(range(len(sizes)), key=lambda i: sizes[i] > SMALL_BYTES)
         ends = list(itertools.accumulate(sizes[i] for i in order))
         begins = {i: end - sizes[i] for i, end in zip(order, ends, strict=True)}
         specs = tuple(
-            Spec(path, _name(t.dtype), tuple(t.shape), t.stride(), begins[i], sizes[i])
+            Spec(path, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(),
+                 begins[i], sizes[i])
             for i, (path, t) in enumerate(zip(self._paths, self._tensors, strict=True))
-        )
+        )  # fmt: skip
         small = sum(n for n in sizes if n <= SMALL_BYTES)
-        return StateLayout(step, encoded, specs, small, sum(sizes))
+        self.layout = StateLayout(step, encoded, specs, small, sum(sizes))
 
-    def _leaf(self, path: str, leaf: Any) -> tuple[str, Any] | None:
-        if isinstance(leaf, torch.Tensor):
-            return self._tensor(path, leaf)
+    def _encode_leaf(self, path: str, leaf: Any) -> tuple[str, Any] | None:
+        key = f"state: {path}"
         if type(leaf) is np.ndarray:  # a subclass, as a masked array, has more than its numbers
-            return "array", self._add(path, leaf, _of_array(path, leaf))
-        return None
-
-    def _tensor(self, path: str, leaf: torch.Tensor) -> tuple[str, Any]:
+            try:
+                array = plain(torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy()))
+            except (TypeError, ValueError) as e:  # texts and objects; negative strides
+                raise ConfigError(key, leaf.dtype, f"torch has no such array: {e}") from e
+            return "array", self._add(path, leaf, array)
+        if not isinstance(leaf, torch.Tensor):
+            return None
         local, kind = _local(leaf), "dtensor" if is_dtensor(leaf) else "tensor"
         if type(local) not in _TENSORS or local.layout != torch.strided or local.is_quantized:
             what = f"{type(local).__name__} of layout {local.layout}, dtype {local.dtype}"
-            raise ConfigError(f"state: {path}", what, "only dense tensors can be sent: convert it")
+            raise ConfigError(key, what, "only dense tensors can be sent: convert it")
         if local.is_meta:
-            raise ConfigError(f"state: {path}", "a meta tensor", "it has no data: initialise it")
+            raise ConfigError(key, "a meta tensor", "it has no data: initialise it")
         return kind, self._add(path, leaf, plain(local))
 
     def _add(self, path: str, leaf: Any, tensor: torch.Tensor) -> int:
         """Return the tensor's number: that of an equal one in the same memory, such as a tied one.
 
-        What has been copied to be sent is always new.
+        A copy that was made to be sent is always new.
         """
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         number = self._known.setdefault(key if tensor.numel() else path, len(self._tensors))
@@ -165,62 +157,58 @@ class Target:
             device: Type of the device whose memory can be received into.
         """
         self.layout = layout
-        self._state_dict = like
-        self._device = device
+        self._get_own = like
         self._in_place: set[int] = set()
-        self.raw = [self._memory(i, spec, reuse=in_place) for i, spec in enumerate(layout.specs)]
+        self.raw: list[torch.Tensor] = []
+        for number, spec in enumerate(layout.specs):
+            own = self._own.get(spec.path) if in_place else None
+            if own is not None and own.raw.device.type == device and own.can_hold(spec):
+                self._in_place.add(number)
+                self.raw.append(own.raw)
+            else:
+                self.raw.append(allocate(spec.num_bytes))
 
-    def views(self) -> list[tuple[int, memoryview]]:
-        """Return each tensor's memory and its place in the stream, in the stream's order."""
-        found = zip(self.layout.specs, self.raw, strict=True)
-        ordered = sorted(((s.begin, raw) for s, raw in found if s.num_bytes), key=lambda p: p[0])
-        return [(begin, view(raw)) for begin, raw in ordered]
+    @cached_property
+    def _own(self) -> dict[str, _OwnTensor]:
+        found: dict[str, _OwnTensor] = {}
+        if self._get_own is None:
+            return found
+        state = PackedState(self._get_own(), self.layout.step)
+        for leaf, raw, spec in zip(state.leaves, state.raw, state.layout.specs, strict=True):
+            # Two keys with one path, such as 1 and "1": neither is taken for the other.
+            found[spec.path] = _OwnTensor(leaf, raw[:0] if spec.path in found else raw, spec)
+        return found
 
     def state(self) -> Any:
-        """Return the state; call it once all bytes are there.
+        """Return the state; call it once all bytes have arrived.
 
         Raises:
-            HealError: the peer has a DTensor where this replica has none, or the layout is none.
+            HealError: The peer has a DTensor where this replica has none, or the layout is none.
         """
         made: dict[tuple[str, int], Any] = {}
 
-        def leaf(kind: str, of: Any) -> Any:
+        def decode_leaf(kind: str, number: Any) -> Any:
             if kind not in ("tensor", "dtensor", "array"):
                 raise KeyError(kind)
-            if (kind, of) not in made:  # tied ones stay tied
-                made[kind, of] = self._leaf(kind, of)
-            return made[kind, of]
+            if (kind, number) not in made:  # tied ones stay tied
+                made[kind, number] = self._make_leaf(kind, number)
+            return made[kind, number]
 
         try:
-            return tree_codec.decode(self.layout.tree, leaf)
+            return tree_codec.decode(self.layout.tree, decode_leaf)
         except ValueError as e:
             raise HealError(f"not a state that a peer of this version sent: {e}") from e
 
-    @cached_property
-    def _like(self) -> dict[str, _Own]:
-        return (
-            _by_path(PackedState(self._state_dict(), self.layout.step)) if self._state_dict else {}
-        )
-
-    def _memory(self, number: int, spec: Spec, *, reuse: bool) -> torch.Tensor:
-        found = self._like.get(spec.path) if reuse else None
-        if found is not None and _same(found, spec, self._device):
-            self._in_place.add(number)
-            return found.raw
-        return allocate(spec.num_bytes)
-
-    def _leaf(self, kind: str, number: int) -> Any:
+    def _make_leaf(self, kind: str, number: int) -> Any:
         spec, raw = self.layout.specs[number], self.raw[number]
         if number in self._in_place:
-            return self._like[spec.path].leaf
-        dtype = getattr(torch, spec.dtype)
-        tensor = raw.view(dtype).as_strided(spec.shape, spec.stride)
+            return self._own[spec.path].leaf
+        tensor = raw.view(getattr(torch, spec.dtype)).as_strided(spec.shape, spec.stride)
         if kind == "array":
             return tensor.numpy()
-        return tensor if kind == "tensor" else self._distributed(spec, tensor)
-
-    def _distributed(self, spec: Spec, local: torch.Tensor) -> torch.Tensor:
-        found = self._like.get(spec.path)
+        if kind == "tensor":
+            return tensor
+        found = self._own.get(spec.path)
         if found is None or not is_dtensor(found.leaf):
             raise HealError(
                 f"state: {spec.path} is a DTensor at the peer, and its mesh is not known here: "
@@ -230,22 +218,32 @@ class Target:
 
         own = found.leaf
         return DTensor.from_local(
-            local.to(own.device), own.device_mesh, own.placements,
+            tensor.to(own.device), own.device_mesh, own.placements,
             run_check=False, shape=own.shape, stride=own.stride(),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Own:
-    """A tensor of this replica."""
+class _OwnTensor:
+    """A tensor of this replica, and its bytes as they would be sent."""
 
     leaf: Any
     raw: torch.Tensor
     spec: Spec
 
+    def can_hold(self, spec: Spec) -> bool:
+        """Return whether the bytes of ``spec`` may be written into the leaf's own memory."""
+        own = self.spec
+        same_form = (own.dtype, own.shape, own.stride) == (spec.dtype, spec.shape, spec.stride)
+        if not same_form or len(self.raw) != spec.num_bytes:
+            return False
+        if isinstance(self.leaf, np.ndarray):
+            return bool(self.leaf.ctypes.data == self.raw.data_ptr())
+        return not len(self.raw) or bool(_local(self.leaf).data_ptr() == self.raw.data_ptr())
+
 
 def is_dtensor(tensor: object) -> bool:
-    """Tell whether it is a DTensor, without the import of a second that has none can save."""
+    """Return whether it is a DTensor; importing their module would take a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -255,54 +253,18 @@ def _local(leaf: Any) -> Any:
     return leaf.to_local() if is_dtensor(leaf) else leaf
 
 
-def _by_path(state: PackedState) -> dict[str, _Own]:
-    rows = zip(state.leaves, state.raw, state.layout.specs, strict=True)
-    found: dict[str, _Own] = {}
-    for leaf, raw, spec in rows:
-        # Two keys with one path, such as 1 and "1": neither is taken for the other.
-        found[spec.path] = _Own(leaf, raw[:0] if spec.path in found else raw, spec)
-    return found
+# ---- The bytes of tensors, and memory to receive them into
 
 
-def _same(own: _Own, spec: Spec, device: str) -> bool:
-    form = (own.spec.dtype, own.spec.shape, own.spec.stride) == (
-        spec.dtype,
-        spec.shape,
-        spec.stride,
-    )
-    here = own.raw.device.type == device and len(own.raw) == spec.num_bytes
-    return form and here and _shares_memory(own)
-
-
-def _shares_memory(own: _Own) -> bool:
-    """Tell whether the bytes are the leaf's own, not a copy that was made to send them."""
-    if isinstance(own.leaf, np.ndarray):
-        return bool(own.leaf.ctypes.data == own.raw.data_ptr())
-    return not len(own.raw) or bool(_local(own.leaf).data_ptr() == own.raw.data_ptr())
-
-
-def _of_array(path: str, array: np.ndarray) -> torch.Tensor:
-    try:
-        writable = array if array.flags.writeable else array.copy()
-        return plain(torch.from_numpy(np.asarray(writable)))
-    except (TypeError, ValueError) as e:  # texts and objects; negative strides
-        raise ConfigError(f"state: {path}", array.dtype, f"torch has no such array: {e}") from e
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# ---- The bytes of tensors: where they are, and memory to receive them into
-
-
+Part = tuple[int, int, Callable[[int, int], memoryview]]
+"""Place in a stream of bytes, length, and how to get a range of it."""
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether a tensor's elements lie side by side, in whatever order of dimensions."""
+    """Return whether a tensor's elements lie side by side, in any order of dimensions."""
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True)):
         if size == 1:
@@ -347,8 +309,8 @@ def allocate(num_bytes: int) -> torch.Tensor:
 def reader(raw: torch.Tensor) -> Callable[[int, int], memoryview]:
     """Return a function that gives a range of a tensor's bytes; on a GPU it copies just that.
 
-    To be called when the bytes are final for the calling thread's stream; the ranges may be asked
-    for by other threads.
+    Call it when the bytes are final for the calling thread's stream. Other threads may then ask for
+    the ranges.
     """
     if raw.device.type == "cpu":
         buffer = view(raw)
@@ -369,3 +331,10 @@ def reader(raw: torch.Tensor) -> Callable[[int, int], memoryview]:
         return view(bounce)
 
     return read
+
+
+def stream_parts(layout: StateLayout, raw: Sequence[torch.Tensor]) -> list[Part]:
+    """Return the bytes of a state's tensors as the parts of one stream, in its order."""
+    rows = zip(layout.specs, raw, strict=True)
+    ordered = sorted((row for row in rows if row[0].num_bytes), key=lambda row: row[0].begin)
+    return [(spec.begin, spec.num_bytes, reader(tensor)) for spec, tensor in ordered]

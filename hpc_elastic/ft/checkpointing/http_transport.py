@@ -4,8 +4,7 @@
 
 It serves the state where it is, without a copy; takes it from several peers at once; receives into
 fresh memory, so that a heal that fails changes nothing; proves on both sides that the other belongs
-to the run; and checks every block. See `_http` for what is sent, `_server` and `http_transport`
-for how.
+to the run; and checks every block. `_http` has the messages and the server.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 import socket
 import threading
 import time
@@ -26,9 +26,7 @@ import xxhash
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.checkpointing import _http, _layout
-from hpc_elastic.ft.checkpointing._http import AnswerHead, HealRequest, Pieces
-from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target, digest
-from hpc_elastic.ft.checkpointing._server import Offer, StateServer
+from hpc_elastic.ft.checkpointing._http import AnswerHead, HealRequest, Offer, Pieces, StateServer
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError, HealTimeoutError
 from hpc_elastic.transport.auth import peers_secret
 
@@ -36,6 +34,8 @@ T = TypeVar("T")
 
 _NUM_CONNECTIONS = 2
 """One thread alone is slower than a network of 25 Gbit/s or the loopback."""
+
+_ABORTED = "the fetch of the state was aborted: the quorum is broken"
 
 _log = logging.getLogger(__name__)
 
@@ -59,18 +59,18 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Args:
             timeout: As torchft's; not used, since each call brings its own.
-            num_chunks: How many connections to fetch over at least; 0: two, or one to each source.
+            num_chunks: Least number of connections to fetch over; 0: two, or one to each source.
             state_dict: Returns this replica's present state, of the same form as the peers'.
                 Needed if there are DTensors in it, and for ``in_place``.
             in_place: Receive into the tensors of ``state_dict()`` that are on the CPU. Saves the
                 memory of a second state; but nothing may use them meanwhile (so only where the
                 quorum is not asynchronous), and a heal that fails leaves them half changed.
-            key: What all replicas know and nobody else does; None: the run's secret, outside of a
-                run the key of this user.
+            key: Known to all replicas, and to no other process; None: the run's secret, outside of
+                a run the key of this user.
 
         Raises:
-            ConfigError: an argument can not work.
-            OSError: no port is free, or the key can not be read.
+            ConfigError: An argument cannot work.
+            OSError: No port is free, or the key cannot be read.
         """
         if num_chunks < 0:
             raise ConfigError("num_chunks", num_chunks, "give a number of connections, or 0")
@@ -91,28 +91,26 @@ class HTTPTransport(CheckpointTransport[T]):
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
     ) -> None:
-        """Offer a state to so many peers; returns at once.
+        """Offer a state to these peers; returns at once.
 
         It is read where it is, until `disallow_checkpoint` has returned.
 
         Raises:
-            ConfigError: something in the state can not be sent; the message names its path.
+            ConfigError: Something in the state cannot be sent; the message names its path.
         """
-        state = PackedState(state_dict, step)
+        state = _layout.PackedState(state_dict, step)
         layout = state.layout.to_json()
-        rows = sorted(zip(state.layout.specs, state.raw, strict=True), key=lambda row: row[0].begin)
-        pieces = Pieces(
-            [(s.begin, s.num_bytes, _layout.reader(raw)) for s, raw in rows if s.num_bytes]
-        )
+        pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
+        timeout_s = timeout.total_seconds()
         self._server.offer(
-            Offer(step, layout, digest(layout), pieces, len(dst_ranks), timeout.total_seconds())
+            Offer(step, layout, _layout.digest(layout), pieces, len(dst_ranks), timeout_s)
         )
 
     def disallow_checkpoint(self) -> None:
         """Return once the state that was offered may change.
 
         It waits for the peers that it was offered to, until the time-out of the offer; for those
-        that never came at most `server.ARRIVAL_S`; for none after `abort`.
+        that never came at most `_http.ARRIVAL_S`; for none after `abort`.
         """
         self._server.withdraw()
 
@@ -128,25 +126,31 @@ class HTTPTransport(CheckpointTransport[T]):
             timeout: For everything.
 
         Raises:
-            HealError: no source gave it; the message says why, source by source.
-            HealTimeoutError: none did in time.
+            HealError: No source gave it; the message has the reason of each.
+            HealTimeoutError: None did in time.
         """
         began = time.monotonic()
         sources = json.loads(metadata) if metadata.startswith("[") else [metadata]
-        wanted = WantedState(
-            sources, self._key, step, timeout.total_seconds(), self._num_connections
-        )
-        target: list[Target] = []
+        target: list[_layout.Target] = []
 
-        def make(layout: StateLayout) -> Pieces:
-            target.append(Target(layout, self._state_dict, in_place=self.in_place))
-            return Pieces([(at, len(v), _ranges(v)) for at, v in target[0].views()])
+        def allocate(layout: _layout.StateLayout) -> Pieces:
+            target.append(_layout.Target(layout, self._state_dict, in_place=self.in_place))
+            return Pieces(_layout.stream_parts(layout, target[0].raw))
 
+        timeout_s = timeout.total_seconds()
+        fetch = Fetch(sources, self._key, step, timeout_s, self._num_connections, allocate)
         try:
-            self._run(Fetch(wanted, make))
+            with self._lock:
+                if self._aborted:
+                    raise HealError(_ABORTED)
+                self._fetch = fetch
+            fetch.run()
         except HealError as e:
             e.add_note(f"the best source is replica {src_rank}")
             raise
+        finally:
+            with self._lock:
+                self._fetch = None
         took_s = time.monotonic() - began
         done = target[0].layout.num_bytes / 1e6
         _log.info("step %d: %.1f MB from %d peers in %.3f s", step, done, len(sources), took_s)
@@ -172,78 +176,61 @@ class HTTPTransport(CheckpointTransport[T]):
         self.abort()
         self._server.close(wait=wait)
 
-    def _run(self, fetch: Fetch) -> None:
-        with self._lock:
-            if self._aborted:
-                raise HealError("the fetch of the state was aborted: the quorum is broken")
-            self._fetch = fetch
-        try:
-            fetch.run()
-        finally:
-            with self._lock:
-                self._fetch = None
+
+# ---- one fetch: from several sources, over several connections at once, into memory of the caller
+# Each connection has a thread: it gets the layout, then one range after the other. What the sources
+# must have in common is the layout, with the step and all values in it: that of the best source
+# that answers counts, and others that differ are left out. A source that fails or is slow is left
+# out, too, as long as there is another.
 
 
-def _ranges(view: memoryview) -> Callable[[int, int], Any]:
-    return lambda begin, end: view[begin:end]
-
-
-# ---- Fetches a state from its sources, over several connections at once, into memory of the caller
-# Each connection has a thread: it gets the layout, then one range after the other
-# (`http_transport`). What the sources must have in common is the layout, with the step and all
-# values in it: that of the best source that answers counts, and others that differ are left out.
-# A source that fails or is slow is left out, too, as long as there is another.
-
-
+CONNECT_TIMEOUT_S = 5.0
 _BEST_S = 1.0
-"""So much later than another's may the best source's layout come."""
+"""The layout of the best source may come this much later than another's."""
 _WORTH_BYTES = 32 << 20
-"""A connection more is worth its beginning if there is so much for each."""
+"""A further connection is worth its start if there are as many bytes for each."""
 _FAILURES = (OSError, HealError)
 
 
-@dataclass(frozen=True)
-class WantedState:
-    """What is fetched, and whence.
-
-    Attributes:
-        sources: `StateServer.urls` of each, the best first.
-        key: What all replicas know.
-        step: Of the state.
-        timeout_s: For everything.
-        num_connections: In all, if there are fewer sources; one to each at least.
-    """
-
-    sources: Sequence[str]
-    key: bytes
-    step: int
-    timeout_s: float
-    num_connections: int
-
-
 class Fetch:
-    """One fetch: `run` once."""
+    """One fetch of a state: `run` once."""
 
-    def __init__(self, wanted: WantedState, make: Callable[[StateLayout], Pieces]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[str],
+        key: bytes,
+        step: int,
+        timeout_s: float,
+        num_connections: int,
+        allocate: Callable[[_layout.StateLayout], Pieces],
+    ) -> None:
         """Prepare it.
 
         Args:
-            wanted: What and whence.
-            make: Called once with the layout; returns the memory to fill.
+            sources: `StateServer.urls` of each, the best first.
+            key: Known to all replicas.
+            step: Of the state.
+            timeout_s: For everything.
+            num_connections: In all, if there are fewer sources; one to each at least.
+            allocate: Called once with the layout; returns the memory to fill.
         """
-        self._wanted = wanted
-        self._make = make
-        self._client = _http.new_token()
-        self._until = time.monotonic() + wanted.timeout_s
+        self._sources = sources
+        self._key = key
+        self._step = step
+        self._timeout_s = timeout_s
+        self._allocate = allocate
+        self._client = secrets.token_hex(16)
+        self._until = time.monotonic() + timeout_s
         self._changed = threading.Condition()
         self._sockets: dict[Fetcher, socket.socket] = {}
-        self._live = set(_fetchers(wanted))
-        self._layouts: dict[int, tuple[StateLayout, str]] = {}
+        each = max(1, -(-num_connections // len(sources)))
+        self._live = {Fetcher(s, n) for s in range(len(sources)) for n in range(each)}
+        self._layouts: dict[int, tuple[_layout.StateLayout, str]] = {}
         self._chosen: int | None = None
         self._answered: set[int] = set()
         self._first_layout_at = float("inf")
         self._failures: dict[int, str] = {}
-        self._board: RangeScheduler | None = None
+        self._ranges: RangeScheduler | None = None
         self._digest = ""
         self._memory = Pieces([])
         self._stopped = False
@@ -253,36 +240,40 @@ class Fetch:
         """Return once the memory is filled; nothing is written into it after that, or an error.
 
         Raises:
-            HealError: no source could give all of it; the message says why, source by source.
-            HealTimeoutError: none did in time.
+            HealError: No source could give all of it; the message has the reason of each.
+            HealTimeoutError: None did in time.
         """
         threads = [
-            threading.Thread(
-                target=self._fetch, args=(fetcher, place), name="heal-fetch", daemon=True
-            )
-            for place, fetcher in enumerate(sorted(self._live, key=lambda w: (w.number, w.source)))
+            threading.Thread(target=self._fetch, args=(f, i), name="heal-fetch", daemon=True)
+            for i, f in enumerate(sorted(self._live, key=lambda f: (f.number, f.source)))
         ]
         for thread in threads:
             thread.start()
         with self._changed:
-            while not self._is_over() and (left := self._until - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while not self._is_over() and (rest_s := self._until - time.monotonic()) > 0:
+                self._changed.wait(rest_s)
             aborted, live = self._stopped, {fetcher.source for fetcher in self._live}
         self.abort()
         for thread in threads:
             thread.join()
-        self._raise_unless_complete(aborted=aborted, live=live)
-        self._notify_unused_sources()
-
-    def _notify_unused_sources(self) -> None:
-        """Send `done` to the sources that have not answered yet, so that they do not wait."""
-        for number, urls in enumerate(self._wanted.sources):
-            if number not in self._answered:
-                note = HealRequest("", "done", self._wanted.step, self._client, "")
-                args = urls, self._wanted.key, note
-                threading.Thread(
-                    target=notify_done, args=args, name="heal-done", daemon=True
-                ).start()
+        if self._fatal:
+            raise self._fatal
+        if not (self._ranges and self._ranges.is_complete):
+            if aborted:
+                raise HealError(_ABORTED)
+            for source in live:
+                late = (
+                    "has not sent all" if source in self._layouts else "has not offered its state"
+                )
+                self._failures.setdefault(source, f"{late} in time")
+            reasons = (f"{self._name(i)}: {why}" for i, why in sorted(self._failures.items()))
+            text = f"the state of step {self._step} could not be fetched: {'; '.join(reasons)}"
+            raise HealTimeoutError(f"{text} ({self._timeout_s:.3g} s)") if live else HealError(text)
+        for number, urls in enumerate(self._sources):
+            if number not in self._answered:  # it shall not wait
+                done = HealRequest("", "done", self._step, self._client, "")
+                args = urls, self._key, done
+                threading.Thread(target=send_done, args=args, name="heal-done", daemon=True).start()
 
     def abort(self) -> None:
         """End it, at once (any thread)."""
@@ -293,193 +284,167 @@ class Fetch:
             self._changed.notify_all()
 
     def _is_over(self) -> bool:
-        complete = self._board is not None and self._board.is_complete
+        complete = self._ranges is not None and self._ranges.is_complete
         return complete or self._stopped or not self._live or self._fatal is not None
 
-    def _raise_unless_complete(self, *, aborted: bool, live: set[int]) -> None:
-        if self._fatal:
-            raise self._fatal
-        if self._board and self._board.is_complete:
-            return
-        if aborted:
-            raise HealError("the fetch of the state was aborted: the quorum is broken")
-        for source in live:
-            late = "has not sent all" if source in self._layouts else "has not offered its state"
-            self._failures.setdefault(source, f"{late} in time")
-        text = "; ".join(f"{self._name(i)}: {why}" for i, why in sorted(self._failures.items()))
-        text = f"the state of step {self._wanted.step} could not be fetched: {text}"
-        raise (
-            HealTimeoutError(f"{text} ({self._wanted.timeout_s:.3g} s)")
-            if live
-            else HealError(text)
-        )
-
     def _name(self, source: int) -> str:
-        return re.sub(r"/[0-9a-f]*(?=,|$)", "", self._wanted.sources[source])
+        return re.sub(r"/[0-9a-f]*(?=,|$)", "", self._sources[source])  # without its tokens
 
     def _fetch(self, fetcher: Fetcher, place: int) -> None:
         try:
             if self._is_needed(fetcher, place):
-                self._work(fetcher, self._connect(fetcher))
+                connection = self._connect(fetcher)
+                token = self._sources[fetcher.source].rpartition("/")[2]
+                while (piece := self._next_piece(fetcher)) is not None:
+                    self._receive_piece(connection, self._request(token, "data", piece))
+                    with self._changed:
+                        assert self._ranges
+                        self._ranges.finish(fetcher, time.monotonic())
+                        self._changed.notify_all()
         except _FAILURES as e:
-            self._fail(fetcher, str(e) or type(e).__name__)
+            self._handle_failure(fetcher, str(e) or type(e).__name__)
         except BaseException as e:  # a state of ours that does not fit, or a bug
             with self._changed:
                 self._fatal = self._fatal or e
         finally:
             with self._changed:
                 self._live.discard(fetcher)
-                connection = self._sockets.pop(fetcher, None)
+                last = self._sockets.pop(fetcher, None)
                 self._changed.notify_all()
-            if connection:
-                _http.close(connection)
+            if last:
+                _http.close(last)
 
     def _is_needed(self, fetcher: Fetcher, place: int) -> bool:
-        """Wait until a connection is wanted, by its place in the line; False if it never is.
+        """Wait until a connection is wanted, by its place in the line; return False if it never is.
 
         The first begins at once, the others where there is enough to fetch, or if another source
         is in trouble.
         """
-        patience = time.monotonic() + _BEST_S
+        until = time.monotonic() + _BEST_S
         with self._changed:
             while place and not self._is_over():
-                is_worth_it = self._board and self._board.num_bytes >= place * _WORTH_BYTES
-                left = patience - time.monotonic()
-                if is_worth_it or self._failures or left <= 0:
+                is_worth_it = self._ranges and self._ranges.num_bytes >= place * _WORTH_BYTES
+                rest_s = until - time.monotonic()
+                if is_worth_it or self._failures or rest_s <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(rest_s)
             return fetcher.source not in self._failures and not self._is_over()
 
-    def _fail(self, fetcher: Fetcher, why: str) -> None:
+    def _handle_failure(self, fetcher: Fetcher, why: str) -> None:
+        """Go on without a source, as long as there is another.
+
+        Its other connections are cut; those that were fetching come here, too, once they notice.
+        """
         with self._changed:
             if self._stopped:
                 return
-            self._live.discard(fetcher)
-            known = self._failures.setdefault(fetcher.source, why) is not why
-            if self._live and not known:
-                _log.warning("healing goes on without %s: %s", self._name(fetcher.source), why)
-            if self._board:
-                self._board.put_back(fetcher)
-            if any(w.source != fetcher.source for w in self._live):
-                self._drop_source(fetcher.source)
-
-    def _drop_source(self, source: int) -> None:
-        """End all connections to a source; those that fetch from it `_fail`, too, once they see."""
-        for other in [w for w in self._live if w.source == source]:
-            if other in self._sockets:
-                _http.cut(self._sockets[other])
-            if not (self._board and self._board.is_fetching(other)):
-                self._live.discard(other)
-        live = {w.source for w in self._live}
-        if source in live:
-            return
-        if not self._board:
-            self._layouts.pop(source, None)
-        elif self._board.owner == source:
-            self._board.set_owner(min(live))
+            failed, live = fetcher.source, self._live
+            live.discard(fetcher)
+            known = self._failures.setdefault(failed, why) is not why
+            if live and not known:
+                _log.warning("healing goes on without %s: %s", self._name(failed), why)
+            if self._ranges:
+                self._ranges.put_back(fetcher)
+            if all(f.source == failed for f in live):
+                return
+            for other in [f for f in live if f.source == failed]:
+                if other in self._sockets:
+                    _http.cut(self._sockets[other])
+                if not (self._ranges and self._ranges.is_fetching(other)):
+                    live.discard(other)
+            sources = {f.source for f in live}
+            if failed in sources:
+                return
+            if not self._ranges:
+                self._layouts.pop(failed, None)
+            elif self._ranges.owner == failed:
+                self._ranges.set_owner(min(sources))
 
     def _connect(self, fetcher: Fetcher) -> socket.socket:
-        """Connect to the first of the source's addresses that answers as ours."""
+        """Connect to the first of the source's addresses that answers as ours; take its layout."""
         failure: Exception = HealError("it has no address")
-        for url in self._wanted.sources[fetcher.source].split(","):
+        for url in self._sources[fetcher.source].split(","):
             try:
-                return self._introduce(fetcher, url)
+                connection, address, token = _open_socket(url)
+                with self._changed:
+                    if old := self._sockets.get(fetcher):
+                        _http.close(old)
+                    self._sockets[fetcher] = connection
+                    if self._stopped:
+                        raise ConnectionAbortedError("aborted")
+                # `run` cuts it off when time is up, with a message of its own
+                until_cut = max(0.001, self._until - time.monotonic()) + 1.0
+                connection.settimeout(min(CONNECT_TIMEOUT_S, until_cut))
+                connection.connect(address)
+                _http.prepare(connection, until_cut)
+                raw = request_body(connection, self._key, self._request(token, "layout"))
+                self._add_layout(fetcher, raw)
+                return connection
             except OSError as e:
                 failure = e
                 if self._stopped:
                     break
         raise failure
 
-    def _introduce(self, fetcher: Fetcher, url: str) -> socket.socket:
-        place = Address.of(url)
-        connection = socket.socket(place.family, socket.SOCK_STREAM)
-        with self._changed:
-            if old := self._sockets.get(fetcher):
-                _http.close(old)
-            self._sockets[fetcher] = connection
-            if self._stopped:
-                raise ConnectionAbortedError("aborted")
-        until_cut = self._left() + 1.0  # `run` cuts it off when time is up, and says why
-        connection.settimeout(min(CONNECT_TIMEOUT_S, until_cut))
-        connection.connect(place.where)
-        _http.prepare(connection, until_cut)
-        request = self._request(place.token, "layout")
-        self._take_layout(fetcher, request_body(connection, self._wanted.key, request))
-        return connection
-
-    def _left(self) -> float:
-        return max(0.001, self._until - time.monotonic())
-
     def _request(
         self, token: str, verb: _http.Verb, piece: FetchedPiece | None = None
     ) -> HealRequest:
         begin, end = (piece.begin, piece.end) if piece else (0, 0)
+        wait_s = max(0.001, self._until - time.monotonic()) + 1.0
         return HealRequest(
-            token, verb, self._wanted.step, self._client, _http.new_token(),
-            self._left() + 1.0, self._digest if piece else "", begin, end,
+            token, verb, self._step, self._client, secrets.token_hex(16),
+            wait_s, self._digest if piece else "", begin, end,
         )  # fmt: skip
 
-    def _take_layout(self, fetcher: Fetcher, raw: bytes) -> None:
-        """Take a source's layout, and wait until there is memory for the layout that is fetched."""
-        layout = StateLayout.from_json(raw)
+    def _add_layout(self, fetcher: Fetcher, raw: bytes) -> None:
+        """Add a source's layout, and wait until there is memory for the layout that is fetched."""
+        layout = _layout.StateLayout.from_json(raw)
         with self._changed:
             if fetcher not in self._live:
                 raise HealError("its source is left out")
             self._first_layout_at = min(self._first_layout_at, time.monotonic())
-            self._layouts[fetcher.source] = layout, digest(raw)
+            self._layouts[fetcher.source] = layout, _layout.digest(raw)
             self._answered.add(fetcher.source)
             self._changed.notify_all()
             while self._chosen is None and not self._stopped:
-                left = self._first_layout_at + _BEST_S - time.monotonic()
+                rest_s = self._first_layout_at + _BEST_S - time.monotonic()
                 best = min(self._layouts)
-                if left <= 0 or not any(w.source < best for w in self._live):
+                if rest_s <= 0 or not any(f.source < best for f in self._live):
                     self._chosen = best
                 else:
-                    self._changed.wait(left)
+                    self._changed.wait(rest_s)
             chosen = None if self._digest else self._chosen
             if chosen is not None:
                 layout, self._digest = self._layouts[chosen]
         if chosen is not None:
-            self._begin(layout, chosen)
+            memory = self._allocate(layout)  # outside of the lock, for `abort`
+            with self._changed:
+                live = {f.source for f in self._live}
+                owner = chosen if chosen in live else min(live)
+                self._memory = memory
+                self._ranges = RangeScheduler(layout.small_bytes, layout.num_bytes, owner)
+                self._changed.notify_all()
         with self._changed:
-            while not self._board and not self._is_over():
+            while not self._ranges and not self._is_over():
                 self._changed.wait()
-            if self._digest != digest(raw):
+            if self._digest != _layout.digest(raw):
                 raise HealError("its state is not that of the best source")
 
-    def _begin(self, layout: StateLayout, chosen: int) -> None:
-        memory = self._make(layout)  # outside of the lock, for `abort`
-        with self._changed:
-            live = {w.source for w in self._live}
-            owner = chosen if chosen in live else min(live)
-            self._memory = memory
-            self._board = RangeScheduler(layout.small_bytes, layout.num_bytes, owner)
-            self._changed.notify_all()
-
-    def _work(self, fetcher: Fetcher, connection: socket.socket) -> None:
-        token = Address.of(self._wanted.sources[fetcher.source].split(",")[0]).token
-        while (piece := self._next(fetcher)) is not None:
-            self._receive(connection, self._request(token, "data", piece))
-            with self._changed:
-                assert self._board
-                self._board.finish(fetcher, time.monotonic())
-                self._changed.notify_all()
-
-    def _next(self, fetcher: Fetcher) -> FetchedPiece | None:
+    def _next_piece(self, fetcher: Fetcher) -> FetchedPiece | None:
         """Return what to fetch next; None if all is done or the fetch is over."""
         with self._changed:
-            while self._board and not self._is_over() and fetcher in self._live:
+            while self._ranges and not self._is_over() and fetcher in self._live:
                 now = time.monotonic()
-                if piece := self._board.take(fetcher, now):
+                if piece := self._ranges.take_piece(fetcher, now):
                     return piece
-                slow, left = self._board.slowest(fetcher, now)
+                slow, rest_s = self._ranges.find_slow(fetcher, now)
                 if slow and slow in self._sockets:
                     _http.cut(self._sockets[slow])
-                self._changed.wait(left or 1.0)
+                self._changed.wait(rest_s or 1.0)
             return None
 
-    def _receive(self, connection: socket.socket, request: HealRequest) -> None:
-        key, sums = self._wanted.key, []
+    def _receive_piece(self, connection: socket.socket, request: HealRequest) -> None:
+        key, sums = self._key, []
         _http.send(connection, [request.seal(key)])
         head = AnswerHead.parse(_http.receive_head(connection))
         if head.status != _http.OK or head.num_bytes != request.num_body_bytes:
@@ -488,35 +453,27 @@ class Fetch:
             raise HealError(body.decode(errors="replace"))
         head.check(key, request.nonce)
         for begin, end in request.blocks():
-            sums.append(self._receive_block(connection, begin, end))
+            views = list(self._memory.cut(begin, end))
+            _http.receive_into(connection, views)
+            checksum = xxhash.xxh3_64()
+            for view in views:
+                checksum.update(view)
+            sums.append(checksum.digest())
         rest = head.num_bytes - (request.end - request.begin)
         _http.check_sums(key, request.nonce, sums, _http.receive(connection, rest))
-
-    def _receive_block(self, connection: socket.socket, begin: int, end: int) -> bytes:
-        views = list(self._memory.cut(begin, end))
-        _http.receive_into(connection, views)
-        checksum = xxhash.xxh3_64()
-        for view in views:
-            checksum.update(view)
-        return checksum.digest()
-
-
-def _fetchers(wanted: WantedState) -> list[Fetcher]:
-    sources = len(wanted.sources)
-    each = max(1, -(-wanted.num_connections // sources))
-    return [Fetcher(source, number) for source in range(sources) for number in range(each)]
 
 
 # ---- Which range of a state is fetched from which source (pure)
 # A fetcher that is free takes the next range, so a fast source gives more. Small tensors come from
 # one source, the *owner*; if it fails, all of them are taken again from the next. Where nothing is
 # left to take, a free fetcher has the slowest of the others cut off, if that takes much longer than
-# any before.
+# any range before.
 
 
 PIECE_BYTES = 8 << 20
-_PATIENCE = 4.0
-_LEAST_PATIENCE_S = 0.25
+_SLOW_FACTOR = 4.0
+_LEAST_SLOW_S = 0.25
+"""A connection is slow after this factor of the longest fetch of a range, and these seconds."""
 
 
 @dataclass(frozen=True)
@@ -541,7 +498,7 @@ class RangeScheduler:
     """The ranges of one state.
 
     Attributes:
-        small_bytes: So many at the beginning are the owner's.
+        small_bytes: Number of bytes at the beginning that are the owner's.
         num_bytes: Of the state.
         owner: A source.
     """
@@ -556,8 +513,12 @@ class RangeScheduler:
     _slowest_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._small = _cut(0, self.small_bytes, is_small=True)
-        self._todo = _cut(self.small_bytes, self.num_bytes, is_small=False)[::-1]
+        def cut(begin: int, end: int, is_small: bool) -> list[FetchedPiece]:
+            starts = range(begin, end, PIECE_BYTES)
+            return [FetchedPiece(at, min(at + PIECE_BYTES, end), is_small) for at in starts]
+
+        self._small = cut(0, self.small_bytes, True)
+        self._todo = cut(self.small_bytes, self.num_bytes, False)[::-1]
         self._num_pieces = len(self._small) + len(self._todo)
         self._smalls = tuple(self._small)
 
@@ -566,7 +527,7 @@ class RangeScheduler:
         """Whether everything is there."""
         return self._num_done == self._num_pieces
 
-    def take(self, fetcher: Fetcher, now: float) -> FetchedPiece | None:
+    def take_piece(self, fetcher: Fetcher, now: float) -> FetchedPiece | None:
         """Return what a connection is to fetch next; None if there is nothing for it now."""
         if fetcher.source == self.owner and self._small:
             piece = self._small.pop()
@@ -578,7 +539,7 @@ class RangeScheduler:
         return piece
 
     def is_fetching(self, fetcher: Fetcher) -> bool:
-        """Tell whether a connection has taken a piece that is not finished."""
+        """Return whether a connection has taken a piece that is not finished."""
         return fetcher in self._under_way
 
     def finish(self, fetcher: Fetcher, now: float) -> None:
@@ -603,62 +564,35 @@ class RangeScheduler:
         self._small = list(self._smalls)
         self.owner = source
 
-    def slowest(self, than: Fetcher, now: float) -> tuple[Fetcher | None, float]:
-        """Return the fetcher to cut off for one that has nothing to do, or when to call again.
-
-        Returns:
-            A connection to another source and 0, or None and seconds.
-        """
-        patience = max(_LEAST_PATIENCE_S, _PATIENCE * self._slowest_s)
-        others = [
-            (since, w) for w, (_, since) in self._under_way.items() if w.source != than.source
-        ]
-        if not others:
-            return None, patience
-        since, fetcher = min(others, key=lambda pair: pair[0])
-        left = since + patience - now
-        return (fetcher, 0.0) if left <= 0 else (None, left)
+    def find_slow(self, free: Fetcher, now: float) -> tuple[Fetcher | None, float]:
+        """Return a connection to cut off for a free one, and 0; or None, and when to call again."""
+        limit_s = max(_LEAST_SLOW_S, _SLOW_FACTOR * self._slowest_s)
+        taken = [(at, f) for f, (_, at) in self._under_way.items() if f.source != free.source]
+        if not taken:
+            return None, limit_s
+        since, fetcher = min(taken, key=lambda pair: pair[0])
+        rest_s = since + limit_s - now
+        return (fetcher, 0.0) if rest_s <= 0 else (None, rest_s)
 
 
-def _cut(begin: int, end: int, *, is_small: bool) -> list[FetchedPiece]:
-    starts = range(begin, end, PIECE_BYTES)
-    return [FetchedPiece(at, min(at + PIECE_BYTES, end), is_small) for at in starts]
+# ---- one request to a peer's server
 
 
-# ---- One request to a peer's server: its address, and an answer that is proved to be the peer's
-
-
-CONNECT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server listens, and the token that it wants."""
-
-    family: int
-    where: Any
-    token: str
-
-    @classmethod
-    def of(cls, url: str) -> Address:
-        """Return one of `StateServer.urls`, taken apart.
-
-        Raises:
-            OSError: its host is unknown.
-        """
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 0
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return cls(family, where, parts.path.strip("/"))
+def _open_socket(url: str) -> tuple[socket.socket, Any, str]:
+    """Return a socket for one of `StateServer.urls`, the address to connect to, and the token."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 0
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.socket(family, socket.SOCK_STREAM), address, parts.path.strip("/")
 
 
 def request_body(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
     """Return the body of a peer's answer.
 
     Raises:
-        HealError: the peer refuses, and says why.
-        AuthenticationError: it is none of ours.
-        OSError: the connection has ended, or nothing came in time.
+        HealError: The peer refuses, for a reason that it gives.
+        AuthenticationError: It is none of ours.
+        OSError: The connection has ended, or nothing came in time.
     """
     _http.send(connection, [request.seal(key)])
     head = AnswerHead.parse(_http.receive_head(connection))
@@ -669,24 +603,17 @@ def request_body(connection: socket.socket, key: bytes, request: HealRequest) ->
     return body
 
 
-def notify_done(urls: str, key: bytes, note: HealRequest) -> None:
-    """Send `done` to the first address of a peer that answers.
-
-    Args:
-        urls: `StateServer.urls`.
-        key: What all replicas know.
-        note: The request, but for its token and nonce.
-    """
+def send_done(urls: str, key: bytes, done: HealRequest) -> None:
+    """Send `done`, without its token and nonce yet, to the first of a peer's URLs that answers."""
     for url in urls.split(","):
         try:
-            place = Address.of(url)
-            with socket.socket(place.family, socket.SOCK_STREAM) as connection:
+            connection, address, token = _open_socket(url)
+            with connection:
                 connection.settimeout(CONNECT_TIMEOUT_S)
-                connection.connect(place.where)
+                connection.connect(address)
                 _http.prepare(connection, CONNECT_TIMEOUT_S)
-                request_body(
-                    connection, key, replace(note, token=place.token, nonce=_http.new_token())
-                )
+                request = replace(done, token=token, nonce=secrets.token_hex(16))
+                request_body(connection, key, request)
                 return
         except _FAILURES as e:
             _log.debug("%s did not get `done`: %s", url, e)

@@ -1,16 +1,18 @@
 """A transport over the process group of the replicas: for networks that only NCCL makes fast.
 
 The layout goes first, as JSON in a tensor of bytes; then one tensor after the other. One source
-sends, and its training waits for that; `HTTPTransport` makes nobody wait and takes several sources.
+sends, and its training waits for that; with `HTTPTransport` no training waits, and there may be
+several sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
+from torch.distributed import ProcessGroup
 
 from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError
@@ -21,16 +23,6 @@ _LENGTH, _LAYOUT, _FIRST_TENSOR = 1, 2, 3
 """Tags."""
 
 
-class Channel(Protocol):
-    """What is needed of a process group."""
-
-    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
-        """Begin to send a tensor; returns a work."""
-
-    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
-        """Begin to receive a tensor; returns a work."""
-
-
 class PGTransport(CheckpointTransport[T]):
     """Sends states over a process group that the Manager configures.
 
@@ -39,7 +31,7 @@ class PGTransport(CheckpointTransport[T]):
 
     def __init__(
         self,
-        pg: Channel,
+        pg: ProcessGroup,
         timeout: timedelta,
         device: torch.device,
         state_dict: Callable[[], object] | None = None,
@@ -59,7 +51,7 @@ class PGTransport(CheckpointTransport[T]):
         self.in_place = state_dict is not None
 
     def metadata(self) -> str:
-        """Return a word: the process group knows its peers."""
+        """Return a placeholder: the process group knows its peers."""
         return "<n/a>"
 
     def send_checkpoint(
@@ -68,8 +60,8 @@ class PGTransport(CheckpointTransport[T]):
         """Send a state; returns once it is sent.
 
         Raises:
-            ConfigError: something in the state can not be sent; the message names its path.
-            HealError: a destination did not take it.
+            ConfigError: Something in the state cannot be sent; the message names its path.
+            HealError: A destination did not take it.
         """
         state = PackedState(state_dict, step)
         layout = torch.frombuffer(bytearray(state.layout.to_json()), dtype=torch.uint8)
@@ -85,7 +77,7 @@ class PGTransport(CheckpointTransport[T]):
         """Return the state of a peer; see the base class.
 
         Raises:
-            HealError: the source did not send it, or one of another step.
+            HealError: The source did not send it, or one of another step.
         """
         length = torch.zeros(1, dtype=torch.int64)
         self._receive(length, src_rank, _LENGTH, timeout)

@@ -1,4 +1,4 @@
-"""What a Manager asks of a healing transport; a user may bring one of his own."""
+"""The interface between a Manager and its healing transport; a user may bring another."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class CheckpointTransport(ABC, Generic[T]):
     multi_source: bool = False
     """Whether `recv_checkpoint` takes the metadata of several sources: a JSON list, the best first.
 
-    Then each source is told of all destinations that may come to it.
+    Then each source gets the ranks of all destinations that may come to it.
     """
     in_place: bool = False
     """Whether `recv_checkpoint` writes into this replica's own tensors.
 
-    Then a heal that fails leaves them damaged, and the replica can not go on without another.
+    Then a heal that fails leaves them damaged, and the replica cannot go on without another.
     """
 
     needs_group: bool = True
@@ -41,7 +41,7 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @abstractmethod
     def metadata(self) -> str:
-        """Return what a peer's transport needs to fetch from this one (sent with each ask)."""
+        """Return what a peer's transport needs to fetch from this one (sent with each request)."""
 
     @abstractmethod
     def send_checkpoint(
@@ -57,7 +57,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """
 
     def disallow_checkpoint(self) -> None:  # as torchft's: not all need it
-        """Return once nobody reads the offered state any more, so that it may change."""
+        """Return once no peer reads the offered state any more, so that it may change."""
 
     @abstractmethod
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -70,14 +70,13 @@ class CheckpointTransport(ABC, Generic[T]):
             timeout: How long it may take.
 
         Raises:
-            HealError: it could not be had; nothing of the own state has been changed, unless the
-                transport was told to receive in place.
+            HealError: It could not be fetched; the own state is unchanged, unless `in_place`.
         """
 
     def abort(self) -> None:
         """Give up whatever is under way, at once, and until `resume` (any thread).
 
-        The quorum is broken: whoever we wait for may be dead. `recv_checkpoint` raises, and
+        The quorum is broken, and the peer may be dead. `recv_checkpoint` raises, and
         `disallow_checkpoint` returns; both leave no byte under way when they do.
         """
 

@@ -691,7 +691,7 @@ class Worker:
             self._settle()
 
     def _settle(self) -> None:
-        """The end of a step: `CheckpointPolicy.decide`."""
+        """The end of a step: the Manager's answer to `should_checkpoint`."""
         self.waits_since = math.inf
         if self.saves:
             self.steps.settle_step(self.steps.quorum_step + 1)

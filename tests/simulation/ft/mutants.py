@@ -10,6 +10,7 @@ from hpc_elastic.ft import quorum
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.manager_client import QuorumSteps
 from hpc_elastic.ft.messages import (
+    NO_QUORUM,
     CheckpointBeforeLeave,
     ConfirmSwitch,
     LeaveGranted,
@@ -40,7 +41,7 @@ class WaitsForNobody(LighthouseState):
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
         sends = super()._on_request(replica, request, now)
         standing = self._registry.quorum
-        if standing is not None and not standing.is_active:
+        if not standing.is_active:
             standing.not_requesting.clear()
         return sends
 
@@ -77,7 +78,7 @@ class LetsGoAtOnce(LighthouseState):
     """Does not wait, before it lets a member go, until the others have come to the call."""
 
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
-        if replica in self._leaving and self._registry.is_member(replica):
+        if replica in self._leavers and self._registry.is_member(replica):
             self._registry.drop_replica(replica)
             return [ReplicaMessage(replica, LeaveGranted())]
         return super()._on_request(replica, request, now)
@@ -201,7 +202,7 @@ class AdoptsAnything(LighthouseState):
 
     def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         standing = self._registry.quorum
-        if standing is not None and status.quorum_id != standing.quorum_id:
+        if status.quorum_id != standing.quorum_id != NO_QUORUM:
             adopted = ActiveQuorum.adopt(status.quorum_id, status.replica_world_size, now)
             self._registry.quorum = adopted
             self._switch.state = AgreementState.IDLE

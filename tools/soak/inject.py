@@ -23,7 +23,7 @@ from hpc_elastic.shared_files import read_json
 from hpc_elastic.worker.shared_page import SharedPage
 from slurm_sandbox import SlurmSandbox, disk
 from slurm_sandbox.daemons import init_of
-from slurm_sandbox.processes import namespace_members, wait_until
+from slurm_sandbox.processes import CommandError, namespace_members, wait_until
 from slurm_sandbox.state import load_state
 from soak import training
 from soak.plan import Fault
@@ -385,13 +385,19 @@ def _cancel(i: _Injection, host: str) -> None:
     i.sandbox.run(["scancel", i.run.task_on(host)])
 
 
-def _requeue(i: _Injection, host: str) -> None:
-    i.sandbox.run(["scontrol", "requeue", i.run.task_on(host)])
+def _requeue(i: _Injection, host: str, run: RunMonitor | None = None) -> None:
+    task = (run or i.run).task_on(host)
+    try:
+        i.sandbox.run(["scontrol", "requeue", task])
+    except CommandError as e:
+        if "Job is pending execution" not in str(e):
+            raise
+        raise NoTargetError(f"the task of {host} has just left it: {e}") from e
 
 
 def _read_only(i: _Injection, host: str) -> None:
     i.sandbox.make_read_only(host)
-    _requeue(i, host)
+    i.sandbox.run(["scontrol", "requeue", i.run.task_on(host)])
 
 
 def _drain(i: _Injection, host: str) -> None:
@@ -424,7 +430,7 @@ def _companion_preempt(i: _Injection) -> FaultHit:
 
 def _companion_requeue(i: _Injection) -> FaultHit:
     (host,) = i.targets.companion.hosts
-    i.sandbox.run(["scontrol", "requeue", i.targets.companion.task_on(host)])
+    _requeue(i, host, i.targets.companion)
     return FaultHit((host,))
 
 

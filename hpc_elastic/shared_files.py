@@ -194,6 +194,18 @@ def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
         thread.join(wait_s)
 
 
+def forget_absence(path: Path) -> None:
+    """Make the client ask the server about a name that it remembers as absent.
+
+    A client of NFS 3 that has moved a file away does not see another file of that name which comes
+    within the same tick of the server's clock: listings show it, and each call on it fails. The
+    server decides mkdir(2); where that fails since the name exists, the client drops its memory.
+    """
+    with contextlib.suppress(OSError):
+        path.mkdir()
+        path.rmdir()
+
+
 def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
     """Write to a hidden file of a folder, beside the one that it is for as a rule."""
     staged = folder / f".{path.name}.{secrets.token_hex(8)}"

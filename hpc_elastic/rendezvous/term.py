@@ -37,6 +37,7 @@ from hpc_elastic.rendezvous.log_entry import LogEntry, Steps
 from hpc_elastic.rendezvous.run_status import NUMBERS, ProgressLog, line_of, status_of
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import (
+    forget_absence,
     names_in,
     names_listed,
     read_json,
@@ -406,7 +407,12 @@ class RunFiles:
 
     def claim_notice(self, epoch: int, name: str) -> None:
         """Rename it into the folder."""
-        (self.run.notices / name).rename(self._notice(epoch, name))
+        notice = self.run.notices / name
+        try:
+            notice.rename(self._notice(epoch, name))
+        except FileNotFoundError:
+            forget_absence(notice)  # a listing has shown it
+            notice.rename(self._notice(epoch, name))
 
     def claimed_notices(self, epoch: int) -> dict[str, float]:
         """Read what is claimed."""

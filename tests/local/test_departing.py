@@ -264,6 +264,24 @@ def test_what_a_notice_file_holds(tmp_path, claimed, text, left_s):
     assert claimed(**{"40_3": text}) == {"40_3": left_s}
 
 
+def test_a_notice_that_the_client_remembers_as_absent_is_claimed(claimed, monkeypatch):
+    """A listing shows it; each call on its name fails until the server is asked about it."""
+    absent, rename, mkdir = {"40_3"}, Path.rename, Path.mkdir
+
+    def renamed(file, target):
+        if file.name in absent:
+            raise FileNotFoundError(2, "No such file or directory")
+        return rename(file, target)
+
+    def made(folder, *args, **how):
+        absent.discard(folder.name)
+        return mkdir(folder, *args, **how)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(Path, "mkdir", made)
+    assert claimed(**{"40_3": b"7"}) == {"40_3": 7.0}
+
+
 def test_a_notice_that_may_not_be_read_is_one_all_the_same(claimed, monkeypatch):
     """Somebody made it who may write there; the others count as well."""
     open_file = Path.open

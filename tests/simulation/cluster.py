@@ -7,6 +7,7 @@ each other goes through the product's own `hpc_elastic.agent.worker_channel`.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,10 +172,14 @@ class Env:
             if node.task in tasks:
                 node.clear_hold()
 
-    def is_named_alive(self, name: str) -> bool:
-        """Tell whether a node lives that a notice names, and that a leader may hear."""
+    def is_named_alive(self, name: str, since: float = math.inf) -> bool:
+        """Return whether a node lives that a notice names, that a leader may hear.
+
+        ``since``: its attempt has started by then: a notice written before concerns the last one.
+        """
         nodes = (n for n in self.nodes if name in (n.task, n.hostname, "all"))
-        return any(n.lives and n.slot != self.network.isolated for n in nodes)
+        heard = (n for n in nodes if n.lives and n.slot != self.network.isolated)
+        return any(n.started_at <= since for n in heard)
 
 
 _STILL_RUNNING_S = 12.0
@@ -193,6 +198,7 @@ class Node(Host):
         super().__init__(slot)
         self.task = f"7_{slot}"
         self.attempt = -1
+        self.started_at = 0.0
         self.nproc = rng.choice((1, 1, 2))
         storage, stale_s = env.storage, env.scenario.stale_s
         life_s = 0.0 if stale_s else env.scenario.attributes_s * storage.rng.random()
@@ -250,6 +256,7 @@ class Node(Host):
 
     def _start(self) -> None:
         self._env.world.note(self.task, "starts", self.attempt)
+        self.started_at = self._env.world.now
         self.agent = self._env.agent_type(self._env, self)
         self.agent.start()
 

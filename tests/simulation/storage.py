@@ -224,6 +224,12 @@ class Mount:
             self._storage.hits[f"names that are {what}"] += 1
         return found
 
+    def forget_absence(self, folder: Folder, name: Name) -> None:
+        """Ask the server about a name; see `hpc_elastic.shared_files.forget_absence`."""
+        memory = self._memories.get(folder)
+        if memory is not None:
+            memory.names.pop(name, None)
+
     def open(self, folder: Folder, name: Name) -> File:
         """Open a file by its path; where memory leads to one that was removed, search again."""
         found = self.find(folder, name)
@@ -619,11 +625,14 @@ class SharedMonitor:
                write when another took it, on a node that remembers the folder's old name.
     Progress   A line of an earlier term follows those of a later one only where its leader had
                shown its status before: one append of a leader at most.
-    Notices    A notice is removed once a node that it names has heard of it, or no such node lives.
+    Notices    A notice is removed once a node that it names has heard of it, or no such node lives
+               that has started before the notice was written.
     Terms      A leader that knows that its term is over does nothing more.
     """
 
-    def __init__(self, check: Callable[..., None], is_named_alive: Callable[[str], bool]) -> None:
+    def __init__(
+        self, check: Callable[..., None], is_named_alive: Callable[[str, float], bool]
+    ) -> None:
         self.shown = 0
         self.obeyed = 0
         self.late = 0
@@ -672,7 +681,8 @@ class SharedMonitor:
     def removed(self, name: str, asked_at: float) -> None:
         """A notice is gone that was written at this time."""
         heard = self._heard.get(name, -1.0) >= asked_at
-        self._check(heard or not self._is_named_alive(name), "a notice was lost", name)
+        lives = self._is_named_alive(name, asked_at)
+        self._check(heard or not lives, "a notice was lost", name)
         self.obeyed += heard
 
 
@@ -765,7 +775,12 @@ class NodeFiles:
 
     def claim_notice(self, epoch: int, name: str) -> None:
         """Rename it into the folder."""
-        self.mount.rename((self._storage.notices, (name,)), (self._folder(epoch), (name,)))
+        notice, target = (self._storage.notices, (name,)), (self._folder(epoch), (name,))
+        try:
+            self.mount.rename(notice, target)
+        except FileNotFoundError:
+            self.mount.forget_absence(*notice)
+            self.mount.rename(notice, target)
 
     def claimed_notices(self, epoch: int) -> Mapping[str, float]:
         """List the folder."""

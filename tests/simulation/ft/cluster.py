@@ -120,8 +120,9 @@ class Env:
         """Return the group of this name."""
         return next(g for g in self.groups if g.name == name)
 
-    def is_named_alive(self, name: str) -> bool:
-        """Tell whether the node lives that a notice names."""
+    def is_named_alive(self, name: str, since: float = math.inf) -> bool:
+        """Return whether the node lives that a notice names; ``since`` is not used."""
+        del since
         return any(g.name == name and g.up and not g.is_over for g in self.groups)
 
 

@@ -325,7 +325,7 @@ class WorkerObserver:
             self._loads.update(_loads_of(published, workers.pids()), now)
             sample = self._counters.update(published[min(published)], now)
             for page in workers.pages.values():
-                page.tell_goodput(sample.goodput_ratio or 0.0)
+                page.set_goodput(sample.goodput_ratio or 0.0)
         base = self._base()
         known = {k: v for k, v in vars(base).items() if v is not None}
         return replace(sample, **known)

@@ -306,7 +306,7 @@ class DrainController:
         if notice.by != self._shown:
             self._shown = notice.by
             for page in self._pages:
-                page.give_notice(notice.by)
+                page.set_deadline(notice.by)
         why = self._why_leave(notice, workers, now)
         if why is not None:
             _log.warning("this node is left now: %s", why)

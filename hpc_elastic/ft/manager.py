@@ -207,7 +207,7 @@ class Manager:
             self._client, pg, self._transport, self._peer_state, self._limits, self._place
         )
         self._save_agreement: SaveAgreement | None = None
-        checkpoint_trigger.answer_by(self._should_checkpoint)
+        checkpoint_trigger.set_checkpoint_policy(self._should_checkpoint)
 
     # ---- a step: quorum, collectives, commit ----------------------------------------------
 
@@ -521,7 +521,7 @@ class Manager:
         Args:
             wait: Whether to return only after the transport's threads have ended.
         """
-        checkpoint_trigger.answer_by(None)
+        checkpoint_trigger.set_checkpoint_policy(None)
         self._client.close()
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()

@@ -7,7 +7,7 @@
         if should_checkpoint(step, every_s=600):
             checkpoints.save(step)
 
-It says yes because a node is about to be taken, because a node waits to join, or because a
+It returns true because a node is about to be taken, because a node waits to join, or because a
 periodic checkpoint is due. The ranks agree through their agents and the run's leader on a step
 that none of them has passed (`hpc_elastic.worker.shared_page`,
 `hpc_elastic.step_agreement`): there is
@@ -50,11 +50,11 @@ class Period:
                 raise ValueError(f"{name}={value!r}: must be {legal}")
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the count of steps alone says so; every rank finds the same."""
+        """Return whether a checkpoint is due by the count of steps; the same on every rank."""
         return self.every_steps is not None and step % self.every_steps == 0
 
     def interval_s(self, cost_s: float | None) -> float | None:
-        """Return the seconds between two checkpoints; None where time has no say.
+        """Return the seconds between two checkpoints; None where time does not count.
 
         Args:
             cost_s: For how long the training stood still for the last one; None before the first.
@@ -66,7 +66,7 @@ class Period:
 
 
 class Clock:
-    """Measures steps and checkpoints, and tells when the next one is due (pure).
+    """Measures steps and checkpoints, and decides when the next one is due (pure).
 
     Times are monotonic seconds.
     """
@@ -94,7 +94,7 @@ class Clock:
         self._saving, self._saved_at, self._called_at = True, now, now
 
     def is_due(self, period: Period, now: float) -> bool:
-        """Tell whether it is time for the next checkpoint."""
+        """Return whether it is time for the next checkpoint."""
         interval_s = period.interval_s(self.cost_s)
         return interval_s is not None and now - self._saved_at >= interval_s
 
@@ -129,7 +129,7 @@ class PeriodDecision:
     def _is_time_alone(self, period: Period, now: float) -> bool:
         if self._world_size > 1 and period.every_steps is None:
             raise ValueError(
-                "outside a run of hpc_elastic several workers can not agree by the clock: "
+                "outside a run of hpc_elastic several workers cannot agree by the clock: "
                 "give every_steps, or start the script with launcher=slurm or launcher=local"
             )
         return self._clock.is_due(period, now)
@@ -139,11 +139,11 @@ class PeriodDecision:
         waits = self._asked_at is not None and now - self._asked_at < _ASK_AGAIN_S
         if not waits and self._clock.is_due(period, now):
             self._asked_at = now
-            page.want()
+            page.want_checkpoint()
 
 
 Rule = Callable[[int, bool, bool], bool]
-"""(step, whether the count of steps says that a checkpoint is due, whether this process's clock
+"""(step, whether a checkpoint is due by the count of steps, whether this process's clock
 does) -> whether to save."""
 
 
@@ -156,11 +156,11 @@ class _Own:
     clock: Clock | None = None
 
 
-def answer_by(rule: Rule | None) -> None:
-    """Let somebody else answer `should_checkpoint` in this process (`hpc_elastic.ft.Manager`).
+def set_checkpoint_policy(rule: Rule | None) -> None:
+    """Replace the rule of `should_checkpoint` in this process (for `hpc_elastic.ft.Manager`).
 
     A replica group of a run with ``ft=true`` saves for all: whether it is this one, and whether all
-    its ranks say the same, is for its Manager to see to.
+    its ranks decide the same, is up to its Manager.
 
     Args:
         rule: The rule; None: ask the control page again.
@@ -186,7 +186,7 @@ def should_checkpoint(
     every_s: float | None = None,
     overhead: float | None = None,
 ) -> bool:
-    """Tell whether to save now; call it on every rank, once after every optimizer step.
+    """Return whether to save now; call it on every rank, once after every optimizer step.
 
     True on all ranks at the same step. Where a node is about to leave or to join, the checkpoint
     must be complete on this rank before the training goes on: `Checkpointer.save` sees to that, and
@@ -196,8 +196,8 @@ def should_checkpoint(
     Args:
         step: Optimizer steps done, at least 0, and less than 2**40. Steps of gradient accumulation
             do not count.
-        every_steps: Save every so many steps.
-        every_s: Save when so many seconds have passed since the last checkpoint.
+        every_steps: Save each time this many steps are done.
+        every_s: Save when this many seconds have passed since the last checkpoint.
         overhead: Save as often as this share of the time allows, measured by the last checkpoint;
             0.02 is two percent, the default if none of the three is given.
 
@@ -223,7 +223,7 @@ def should_checkpoint(
 def preemption_deadline() -> float | None:
     """Return when this node is taken, in seconds since the epoch (`time.time`).
 
-    None if no preemption is announced. Scripts rarely need it: `should_checkpoint` says when to
+    None if no preemption is announced. Scripts rarely need it: `should_checkpoint` decides when to
     save. The deadline may be in the past.
     """
     page = own_page()
@@ -244,7 +244,7 @@ def release_node(*, within_s: float = 600.0) -> None:
         raise ValueError(f"within_s={within_s!r}: must be above 0")
     page = own_page()
     if page is not None:
-        page.leave(within_s)
+        page.release_node(within_s)
 
 
 def _world_size() -> int:

@@ -1,7 +1,7 @@
-"""What a worker says of itself to its agent, on its page (`control`).
+"""Reports of a worker to its agent, on its shared page.
 
 `report` and `mark_checkpoint` are what scripts call; the rest is for this package's own parts,
-a `Checkpointer` above all. Outside of a run nobody listens, and nothing happens.
+a `Checkpointer` above all. Outside of a run they do nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def report(
     if step is not None and not _reporter.by_user:
         _reporter.by_user = True
         if page is not None:
-            page.tell()
+            page.set_explicit_steps()
     if page is not None:
         page.report(step, loss, samples, total_steps)
 
@@ -82,37 +82,37 @@ def report_counted(number: int) -> None:
     """Publish the n-th step of this worker, unless the script reports its steps itself."""
     page = None if _reporter.by_user else own_page()
     if page is not None:
-        page.count(number)
+        page.report_counted_step(number)
 
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """Say, for as long as the context lasts, that this worker is at something that takes long.
+    """Publish, for as long as the context lasts, that this worker does something that takes long.
 
-    Nobody takes it for hung then. Used by our checkpoints; other scripts `report` now and then.
+    It does not count as hung then. Checkpoints use it; other scripts `report` now and then.
     """
     page, since = own_page(), time.monotonic()
     if page is not None:
-        page.occupy(1)
+        page.set_busy(1)
     try:
         yield
     finally:
         if page is not None:
-            page.occupy(-1, time.monotonic() - since)
+            page.set_busy(-1, time.monotonic() - since)
 
 
 def save_is_last(yes: bool) -> None:
-    """Say whether nobody who has the state stays: the checkpoint due now is all that is left."""
+    """Set whether the checkpoint due now is the last copy of the state: no holder of it stays."""
     _reporter.save_is_last = yes
 
 
 def pause_after(step: int) -> None:
-    """Note that the group changes at a step: all ranks have agreed to save there, and to stay."""
+    """Record that the group changes at a step: all ranks have agreed to save there, and to stay."""
     _reporter.pause_step = step
 
 
 def save_is_urgent(step: int) -> bool:
-    """Tell whether the checkpoint of a step has to be committed before anything else is done.
+    """Return whether the checkpoint of a step has to be committed before anything else is done.
 
     The group changes there, or this worker's node is left and the state with it. The same on all
     ranks.
@@ -134,46 +134,46 @@ def function_returned() -> None:
         _reporter.when_returned.pop()()
     page = own_page()
     if page is not None:
-        page.returned()
+        page.report_return()
 
 
 def note_restored(step: int | None, took_s: float) -> None:
-    """Publish what a Checkpointer restored, for the run's account; see `SharedPage.restored`."""
+    """Publish what a Checkpointer restored; see `SharedPage.report_restored`."""
     page = own_page()
     if page is not None:
-        page.restored(step, took_s)
+        page.report_restored(step, took_s)
 
 
 def note_blocked(seconds: float) -> None:
     """Publish for how long a save has held up the training, for the run's account."""
     page = own_page()
     if page is not None:
-        page.blocked(seconds)
+        page.report_blocked(seconds)
 
 
 def note_stored(step: int) -> None:
     """Publish that the checkpoint of a step is in its directory, for the timeline of the run."""
     page = own_page()
     if page is not None:
-        page.stored(step)
+        page.report_stored(step)
 
 
 def note_not_saved(step: int, why: str) -> None:
     """Publish that the checkpoint of a step could not be written, for the timeline of the run."""
     page = own_page()
     if page is not None:
-        page.not_saved(step, why)
+        page.report_not_saved(step, why)
 
 
 def announce_boundary(*, step: int) -> None:
-    """Say that the checkpoint of a step is complete, from whatever thread, and go on."""
+    """Publish that the checkpoint of a step is complete, from any thread, and continue."""
     page = own_page()
     if page is not None:
         page.announce(step)
 
 
 def mark_checkpoint(*, step: int) -> None:
-    """Say that the checkpoint of a step is complete: a good moment for the group to change.
+    """Mark the checkpoint of a step as complete: a good moment for the group to change.
 
     Every rank calls it, after each checkpoint, before the next step. It returns at once, unless
     nodes wait to join or are to leave: then it stays until the group is stopped, so that no later
@@ -197,7 +197,7 @@ def mark_checkpoint(*, step: int) -> None:
 #     if step % 50 == 0:
 #         log_run_metrics(writer, step)  # every rank may call it; rank 0 writes
 #
-# Nothing is looked for or patched: the script says where to, and how often.
+# Nothing is searched or patched: the script decides where to write, and how often.
 
 
 _PREFIX = "hpc_elastic/"

@@ -148,45 +148,45 @@ class SharedPage:
             self._numbers[_STEP] = step
             self._floats[_TIME] = now
             if not self._has_begun:
-                self._begin(step, now)
+                self._publish_first_step(step, now)
 
-    def _begin(self, step: int, now: float) -> None:
-        """Publish the first step, unless it is only said where the training goes on from."""
+    def _publish_first_step(self, step: int, now: float) -> None:
+        """Publish the first step, unless it is the one that was restored."""
         if step > max(0, self._numbers[_RESTORED]):
             self._floats[_FIRST_TIME] = now
             self._numbers[_FIRST] = step  # last: with it, the time is there
             self._has_begun = True
 
-    def count(self, number: int) -> None:
-        """Publish the n-th step since the worker's start, where nobody says which step that is."""
+    def report_counted_step(self, number: int) -> None:
+        """Publish the n-th step since the worker's start, for a script that reports none."""
         self._numbers[_COUNTED] = 1
         self.report(max(0, self._numbers[_RESTORED]) + number, None, None)
 
-    def tell(self) -> None:
+    def set_explicit_steps(self) -> None:
         """Publish that the script reports its steps: what was counted before is forgotten."""
         self._numbers[_COUNTED] = 0
         self._numbers[_FIRST] = _UNSET
         self._has_begun = False
 
-    def restored(self, step: int | None, took_s: float) -> None:
+    def report_restored(self, step: int | None, took_s: float) -> None:
         """Publish which step was restored, None: there was no checkpoint, and how long it took."""
         self._floats[_RESTORE_S] = took_s
         if step is not None:
             self._numbers[_RESTORED] = step
 
-    def blocked(self, seconds: float) -> None:
-        """Publish that a checkpoint has held up the training for so long (worker)."""
+    def report_blocked(self, seconds: float) -> None:
+        """Publish for how many seconds a checkpoint has blocked the training (worker)."""
         self._floats[_BLOCKED_S] += seconds
 
-    def stored(self, step: int) -> None:
+    def report_stored(self, step: int) -> None:
         """Publish that the checkpoint of a step is in its directory (worker)."""
         self._numbers[_STORED] = step
 
-    def returned(self) -> None:
+    def report_return(self) -> None:
         """Publish that the user's function has returned, and its value is written (worker)."""
         self._numbers[_RETURNED] = 1
 
-    def not_saved(self, step: int, why: str) -> None:
+    def report_not_saved(self, step: int, why: str) -> None:
         """Publish that the checkpoint of a step could not be written (worker)."""
         text = why.encode(errors="replace")[:_LONGEST_WHY]
         self._why[: len(text)] = text
@@ -228,18 +228,18 @@ class SharedPage:
             request = self._numbers[_REQUEST]
         return CheckpointPoll.NONE
 
-    def occupy(self, by: int, took_s: float = 0.0) -> None:
-        """Say that something long begins (1), or is over (-1) after so long (worker)."""
+    def set_busy(self, by: int, took_s: float = 0.0) -> None:
+        """Publish that a long operation starts (1), or has ended (-1) after ``took_s`` (worker)."""
         self._numbers[_BUSY] += by
         if self._numbers[_BUSY] == 0:
             self._floats[_BUSY_S] += took_s
 
-    def want(self) -> None:
-        """Ask for a checkpoint of the whole group (worker, rank 0)."""
+    def want_checkpoint(self) -> None:
+        """Request a checkpoint of the whole group (worker, rank 0)."""
         self._numbers[_WANTED] += 1
 
-    def leave(self, within_s: float) -> None:
-        """Ask for this node to be left (worker)."""
+    def release_node(self, within_s: float) -> None:
+        """Request that this node be released (worker)."""
         self._floats[_LEAVE_BY] = time.monotonic() + within_s
 
     def announce(self, step: int) -> None:
@@ -286,8 +286,8 @@ class SharedPage:
 
     # ---- the agent ----------------------------------------------------------------------
 
-    def tell_goodput(self, share: float) -> None:
-        """Say which share of this node's time has made new steps (agent)."""
+    def set_goodput(self, share: float) -> None:
+        """Publish the share of this node's time that made new steps (agent)."""
         self._floats[_GOODPUT] = share
 
     def request_checkpoint(self, request: CheckpointRequest | None) -> None:
@@ -303,8 +303,8 @@ class SharedPage:
         step = _NEXT_CHECKPOINT if request.step is None else request.step
         self._numbers[_REQUEST] = number << _STEP_BITS | step
 
-    def give_notice(self, by: float) -> None:
-        """Say by when the node has to be left, in monotonic seconds (agent)."""
+    def set_deadline(self, by: float) -> None:
+        """Publish when the node is taken, in monotonic seconds (agent)."""
         self._floats[_NOTICE_BY] = by
 
     def read(self) -> WorkerStatus:
@@ -405,13 +405,13 @@ class WorkerStatus:
     pulse: int = 0
     """How often it has reported anything: a sign of life, whatever the step."""
     busy_s: float = 0.0
-    """How long it was at something that is no step, in all, but for what is under way."""
+    """Seconds that ended operations other than steps took, all together."""
     num_unsaved: int = 0
     """How many of its checkpoints could not be written."""
     unsaved: int | None = None
     """The step of the last one of those."""
     stored: int | None = None
-    """The last step of which it has seen a checkpoint come into the directory."""
+    """The last step whose checkpoint it has seen in the directory."""
     returned: bool = False
     """Whether the user's function has returned: the only sign that the worker has succeeded."""
     busy: int = 0

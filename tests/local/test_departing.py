@@ -114,11 +114,11 @@ def test_a_worker_may_want_a_checkpoint(group, train):
     """All ranks save at one step, and go on."""
     g = group(max_nodes=2, scale_up="checkpoint")
     workers = train(*training(g, 2))
-    workers[0].page.want()
+    workers[0].page.want_checkpoint()
     eventually(lambda: all(w.saved for w in workers))
     (saved,) = {tuple(w.saved) for w in workers}
     eventually(lambda: all((w.page.read().passed or 0) > saved[0] + 5 for w in workers))
-    workers[1].page.want()
+    workers[1].page.want_checkpoint()
     eventually(lambda: all(len(w.saved) == 2 for w in workers))
     assert workers[0].saved == workers[1].saved
 

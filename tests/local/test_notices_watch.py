@@ -171,7 +171,7 @@ def test_a_script_can_ask_for_its_node_to_be_left(node):
     """Its deadline is its word; the run is told once."""
     leader, notices, page, farewell = node
     page.poll_checkpoint(1)
-    page.leave(within_s=1e6)
+    page.release_node(within_s=1e6)
     farewell.look(0.0)
     farewell.look(0.1)
     assert [reason for reason, _ in leader.told] == ["asked"] and not leader.left

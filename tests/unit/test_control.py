@@ -81,7 +81,7 @@ def test_the_first_step_is_the_first_that_is_made(tmp_path):
     page = SharedPage.create(tmp_path, 0)
     page.report(0, None, None)
     assert page.read().first_step is None and page.read().restored is None
-    page.restored(40, 1.5)
+    page.report_restored(40, 1.5)
     page.report(40, None, None)
     assert page.read().first_step is None
     begin = time.time()
@@ -96,7 +96,7 @@ def test_the_first_step_is_the_first_that_is_made(tmp_path):
 def test_a_worker_that_found_no_checkpoint_says_how_long_it_looked(tmp_path):
     """It begins with step 1."""
     page = SharedPage.create(tmp_path, 0)
-    page.restored(None, 0.25)
+    page.report_restored(None, 0.25)
     page.report(1, None, None)
     seen = page.read()
     assert (seen.first_step, seen.restored, seen.restore_s) == (1, None, 0.25)
@@ -105,18 +105,18 @@ def test_a_worker_that_found_no_checkpoint_says_how_long_it_looked(tmp_path):
 def test_checkpoints_add_up(tmp_path):
     """As long as the worker lives."""
     page = SharedPage.create(tmp_path, 0)
-    page.blocked(0.5)
-    page.blocked(0.25)
+    page.report_blocked(0.5)
+    page.report_blocked(0.25)
     assert page.read().blocked_s == 0.75
 
 
 def test_steps_that_are_counted_go_on_from_what_was_restored(tmp_path):
     """Until the script reports them itself: then all that was counted is forgotten."""
     page = SharedPage.create(tmp_path, 0)
-    page.restored(40, 1.0)
-    page.count(1)
+    page.report_restored(40, 1.0)
+    page.report_counted_step(1)
     assert (page.read().step, page.read().first_step, page.read().counted) == (41, 41, True)
-    page.tell()
+    page.set_explicit_steps()
     assert page.read().first_step is None
     page.report(82, None, None)
     assert (page.read().first_step, page.read().counted) == (82, False)
@@ -357,10 +357,10 @@ def test_wishes_of_a_worker_reach_its_agent(tmp_path):
     """For a checkpoint of the group, and for its node to be left."""
     agent = SharedPage.create(tmp_path, 0)
     worker = SharedPage(tmp_path / "worker-0")
-    worker.want()
-    worker.want()
+    worker.want_checkpoint()
+    worker.want_checkpoint()
     before = time.monotonic()
-    worker.leave(100.0)
+    worker.release_node(100.0)
     assert agent.read().wanted == 2
     assert before + 100 <= agent.read().leave_by <= time.monotonic() + 100
 
@@ -371,7 +371,7 @@ def test_a_worker_knows_how_long_its_node_has(tmp_path):
     worker = SharedPage(tmp_path / "worker-0")
     assert worker.notice_left_s is None
     by = time.monotonic() + 50
-    agent.give_notice(by)
+    agent.set_deadline(by)
     most, left = by - time.monotonic(), worker.notice_left_s
     assert by - time.monotonic() <= left <= most
 

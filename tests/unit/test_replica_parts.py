@@ -231,26 +231,26 @@ def test_somebody_else_may_answer_when_to_save(monkeypatch):
         asked.append((step, by_step, by_time))
         return by_step and step > 2
 
-    checkpoint_trigger.answer_by(rule)
+    checkpoint_trigger.set_checkpoint_policy(rule)
     try:
         assert [should_checkpoint(step, every_steps=2) for step in (1, 2, 3, 4)] == [
             False, False, False, True,
         ]  # fmt: skip
     finally:
-        checkpoint_trigger.answer_by(None)
+        checkpoint_trigger.set_checkpoint_policy(None)
     assert asked == [(step, step % 2 == 0, False) for step in (1, 2, 3, 4)]
 
 
 def test_the_clock_is_told_apart_from_the_count_of_steps():
     """The clocks of a replica's ranks differ, so that they have to agree on it."""
     asked: list[tuple[bool, bool]] = []
-    checkpoint_trigger.answer_by(
+    checkpoint_trigger.set_checkpoint_policy(
         lambda _, by_step, by_time: asked.append((by_step, by_time)) or False
     )
     try:
         should_checkpoint(1, every_s=1e-9)
     finally:
-        checkpoint_trigger.answer_by(None)
+        checkpoint_trigger.set_checkpoint_policy(None)
     assert asked == [(False, True)]
 
 

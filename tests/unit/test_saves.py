@@ -38,16 +38,16 @@ def test_an_incident_is_told_once_with_its_reason_and_its_end(tmp_path):
     agent = Agent(tmp_path)
     worker = agent.round()
     assert agent.look() == []
-    worker.stored(20)
+    worker.report_stored(20)
     assert agent.look() == []
-    worker.not_saved(40, "No space left on device")
+    worker.report_not_saved(40, "No space left on device")
     assert agent.look() == [("checkpoint_failed", {"step": 40, "why": "No space left on device"})]
-    worker.not_saved(60, "No space left on device")
+    worker.report_not_saved(60, "No space left on device")
     assert agent.look() == agent.look() == []
-    worker.stored(80)
+    worker.report_stored(80)
     assert agent.look() == [("checkpoint_recovered", {"step": 80})]
     assert agent.look() == []
-    worker.not_saved(100, "Stale file handle")
+    worker.report_not_saved(100, "Stale file handle")
     assert agent.look() == [("checkpoint_failed", {"step": 100, "why": "Stale file handle"})]
 
 
@@ -55,7 +55,7 @@ def test_what_stays_in_memory_ends_no_incident(tmp_path):
     """The directory still does not take anything."""
     agent = Agent(tmp_path)
     worker = agent.round()
-    worker.not_saved(40, "why")
+    worker.report_not_saved(40, "why")
     assert [kind for kind, _ in agent.look()] == ["checkpoint_failed"]
     worker.announce(60)
     assert agent.look() == []
@@ -65,27 +65,27 @@ def test_the_same_step_may_be_saved_at_the_second_try(tmp_path):
     """An urgent save repeats the one that failed, perhaps before anybody looks."""
     agent = Agent(tmp_path)
     worker = agent.round()
-    worker.stored(20)
-    worker.not_saved(40, "why")
-    worker.stored(40)
+    worker.report_stored(20)
+    worker.report_not_saved(40, "why")
+    worker.report_stored(40)
     assert [kind for kind, _ in agent.look()] == ["checkpoint_failed", "checkpoint_recovered"]
 
 
 def test_an_incident_may_outlast_a_round(tmp_path):
     """Until it is over, or another node has the first rank: nobody here hears of its end."""
     agent = Agent(tmp_path)
-    agent.round().not_saved(40, "why")
+    agent.round().report_not_saved(40, "why")
     assert [kind for kind, _ in agent.look()] == ["checkpoint_failed"]
     worker = agent.round()
-    worker.not_saved(60, "why")
+    worker.report_not_saved(60, "why")
     assert agent.look() == []
-    worker.stored(80)
+    worker.report_stored(80)
     assert agent.look() == [("checkpoint_recovered", {"step": 80})]
-    worker.not_saved(100, "why")
+    worker.report_not_saved(100, "why")
     assert len(agent.look()) == 1
     agent.round_of_others()
     assert agent.look() == []
-    agent.round().stored(120)
+    agent.round().report_stored(120)
     assert agent.look() == []
 
 
@@ -94,10 +94,10 @@ def test_a_reason_of_any_length_and_alphabet_fits_on_the_page(tmp_path):
     agent = Agent(tmp_path)
     worker = agent.round()
     worker.report(40, 0.5, 7)
-    worker.not_saved(40, "ü€" * 5000)
+    worker.report_not_saved(40, "ü€" * 5000)
     ((_, fields),) = agent.look()
     assert fields["why"].startswith("ü€ü€") and 400 < len(fields["why"]) < 1000
-    worker.not_saved(60, "short")
+    worker.report_not_saved(60, "short")
     assert worker.why_not_saved() == "short"
     now = worker.read()
     assert (now.step, now.loss, now.samples) == (40, 0.5, 7)

@@ -46,7 +46,7 @@ def in_a_run(tmp_path, monkeypatch) -> SharedPage:
 def test_goodput_is_there_once_the_agent_has_told_it(in_a_run):
     """The rest at once."""
     assert run_scalars() == {"restarts": 2.0, "round": 5.0, "world_size": 4.0}
-    in_a_run.tell_goodput(0.75)
+    in_a_run.set_goodput(0.75)
     assert run_scalars()["goodput"] == 0.75
 
 

@@ -2,7 +2,7 @@
 
 torch's agent counts restarts for itself, on each node, and takes a collective that broke because a
 peer died for a failure of its own worker. Here an agent reports what happened and waits for the
-leader, who sees all nodes: he calls for another round, or ends the run.
+leader, which sees all nodes: it starts another round, or ends the run.
 
 While this node is under notice (`hpc_elastic.agent.preemption`) its workers go on, until the leader
 stops the round at a checkpoint or there is no sense in waiting. Once they are stopped, nothing that
@@ -111,7 +111,7 @@ class AgentContext:
         trains: Writes the event of its workers' first step in a round (`FirstStepLog`).
         events: Its task's events.
         saves_itself: Whether under notice there is sense in waiting for a script that does not
-            say when it saves.
+            report when it saves.
         replica: The node's, where its workers are one (``ft=true``).
         times: Writes down when the workers' output was written.
     """
@@ -146,7 +146,7 @@ class ElasticAgent(LocalElasticAgent):
         self._session = handler.session
         self._workplace = workplace
         self._channel: WorkerChannel | None = None
-        self._farewell: DrainController | None = None
+        self._drain: DrainController | None = None
         self._beginning: FirstStepLog | None = None
         self._saves = CheckpointFailureLog(workplace.events.write_behind)
         self._hangs: HangWatch | None = None
@@ -234,7 +234,7 @@ class ElasticAgent(LocalElasticAgent):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _listen(self, pages: list[SharedPage]) -> None:
-        """Begin to pass on what the workers of a round and their leader tell each other."""
+        """Start to pass on the messages between the workers of a round and their leader."""
         self._channel = WorkerChannel(self._session, pages)
         self._beginning = FirstStepLog(self._workplace.trains, self._round.number, pages)
         self._saves.watch(self.pages.get(_FIRST_RANK))
@@ -242,7 +242,7 @@ class ElasticAgent(LocalElasticAgent):
         saves_itself = self._workplace.saves_itself
         by_its_script = partial(why_leave_now, since=self._started_at, saves_itself=saves_itself)
         why_leave = by_its_script if replica is None else replica.why_leave
-        self._farewell = DrainController(self._session, notices, pages, why_leave)
+        self._drain = DrainController(self._session, notices, pages, why_leave)
         self._hangs = self._watch_for_hangs()
         if self._workplace.observer is not None:
             self._workplace.observer.start_round(RoundWorkers(self.pages, self._pids_by_rank))
@@ -264,7 +264,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._hangs = None
-        self._saves.look()
+        self._saves.poll()
         self._report_before_stop()
         kill_stopped_workers(self._pids)
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
@@ -274,18 +274,18 @@ class ElasticAgent(LocalElasticAgent):
             self._workplace.stopped(round=self._round.number, **fields)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Report what became of the workers to the leader, once; torch hears the verdict."""
-        self._saves.look()
+        """Report the outcome of the workers to the leader, once; torch receives the verdict."""
+        self._saves.poll()
         verdict = self._session.verdict
         if verdict is not None:
             return self._as_result(verdict, worker_group)
-        if self._channel is not None and self._farewell is not None:
+        if self._channel is not None and self._drain is not None:
             now = time.monotonic()
             self._channel.poll(now)
-            self._farewell.look(now)
+            self._drain.poll(now)
             if self._hangs is not None:
                 self._hangs.update(self._pids_by_rank(), now, done=self._awaits_leader)
-        if self._beginning is not None and self._beginning.look():
+        if self._beginning is not None and self._beginning.poll():
             self._beginning = None
         if not self._awaits_leader:
             self._look_at_workers(worker_group)
@@ -310,7 +310,7 @@ class ElasticAgent(LocalElasticAgent):
         if result.state is WorkerState.SUCCEEDED and not failures:
             self._tell_of_return()
             return
-        self._channel = self._farewell = None
+        self._channel = self._drain = None
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
         # those hold GPU memory, which the next worker needs
         process_cleanup.kill_strays(self._warm_workers.pids)
@@ -344,7 +344,7 @@ class ElasticAgent(LocalElasticAgent):
         return ended
 
     def _report_before_stop(self) -> None:
-        """Report the workers that have failed, but whose end nobody has seen yet.
+        """Report the workers that have failed, but whose end was not seen yet.
 
         A worker's process group may be gone before its process is: its peers fail of that, and
         their agents report first.
@@ -487,7 +487,7 @@ class WorkerProcess(SubprocessHandler):
             default if file is None else file.fileno()
             for file, default in ((self._stdout, 1), (self._stderr, 2))
         ]
-        warm = self._warm_workers.take(self.local_rank_id, args, env, outputs)
+        warm = self._warm_workers.take_worker(self.local_rank_id, args, env, outputs)
         return warm if warm is not None else super()._popen(args, env)
 
 
@@ -513,10 +513,10 @@ def made_from(warm_workers: WarmWorkerPool) -> Iterator[None]:
         setattr(processes, _MAKES_PROCESS, theirs)
 
 
-# ---- Tells of the first step that the workers of a node make in a round
+# ---- The event of the first step that the workers of a node make in a round
 # Each agent writes that event for its own node, as it writes all that concerns its node alone.
 # The leader could do it for all, but then each first step had to travel with the heartbeats, and
-# be waited for by whoever leads by then; one short append beside the log files that a node opens
+# be waited for by the leader of that time; one short append beside the log files that a node opens
 # for each worker and round anyway costs a thousand nodes less, and no leader can lose it.
 
 
@@ -525,7 +525,7 @@ class FirstStepLog:
 
     Args:
         write: Writes the event, and does not wait for the file system: one that hangs does not
-            concern whoever watches workers.
+            concern those that watch workers.
         round_: The number of the round.
         pages: Its workers' control pages, just made.
     """
@@ -538,8 +538,8 @@ class FirstStepLog:
         self._pages = pages
         self._started = time.time()
 
-    def look(self) -> bool:
-        """Tell whether all workers have made a step; then, once, the event is written."""
+    def poll(self) -> bool:
+        """Return whether all workers have made a step; then, once, write the event."""
         workers = [page.read() for page in self._pages]
         if not workers or any(worker.first_step is None for worker in workers):
             return False
@@ -548,7 +548,7 @@ class FirstStepLog:
 
 
 def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[str, Any]:
-    """Return what the event says of workers that have all made a step (pure).
+    """Return the fields of the event for workers that have all made a step (pure).
 
     Args:
         workers: At least one.
@@ -557,7 +557,7 @@ def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[s
     Returns:
         ``step``, the first that was made; ``restored``, the step of the checkpoint, None without
         one; ``restore_s`` and ``start_s``, of the slowest worker, from the start to the first step;
-        ``counted``: nobody says which steps these are; ``time`` of the slowest one's step.
+        ``counted``: the script does not report these steps; ``time`` of the slowest one's step.
     """
     at = max(worker.first_time or started for worker in workers)
     return {
@@ -570,9 +570,9 @@ def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[s
     }
 
 
-# ---- What the event log says of a node's workers that were stopped before they were done (pure)
-# Each agent says it for its own node: what a restart costs can be told even where the leader, and
-# with it all that it had heard, is gone.
+# ---- The event of a node's workers that were stopped before they were done (pure)
+# Each agent writes it for its own node, so the cost of a restart is known even if the leader, and
+# all that it had received, is lost.
 
 
 def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
@@ -596,11 +596,11 @@ def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
     }
 
 
-# ---- Tells when a group's checkpoints begin not to reach their directory, and when they do again
+# ---- The events of checkpoints that do not reach their directory, and that do so again
 # What writes them is the workers' `Checkpointer`, which never ends a training for it. The agent
-# of the first rank tells the run's story of it, for all: every rank hears of it if a part of a
-# checkpoint could not be written. For as long as that agent has the first rank, an incident is
-# told once, however many checkpoints and rounds it costs.
+# of the first rank writes the events for all: every rank learns if a part of a checkpoint
+# could not be written. For as long as that agent has the first rank, an incident is written
+# once, however many checkpoints and rounds it costs.
 
 
 class SavingPage(ReadablePage, Protocol):
@@ -611,7 +611,7 @@ class SavingPage(ReadablePage, Protocol):
 
 
 class CheckpointFailureLog:
-    """The checkpoints of a run, as one agent knows of them.
+    """The checkpoints of a run, as one agent sees them.
 
     Args:
         write: Writes an event, and does not wait for the file system: it may be what fails.
@@ -632,7 +632,7 @@ class CheckpointFailureLog:
         self._page, self._num_unsaved = page, 0
         self._failing = self._failing and page is not None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take note of what the worker has published; called several times a second."""
         if self._page is None:
             return

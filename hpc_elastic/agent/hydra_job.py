@@ -19,7 +19,7 @@ def hydra_job(run: RunDir) -> Iterator[DictConfig]:
     """Give the task's config, with ``HydraConfig`` and logging as inside a Hydra job.
 
     Rank 0 alone writes the job's log file; every rank logs to its console, which its agent
-    captures. The working directory changes to the run directory where ``hydra.job.chdir`` says so.
+    captures. The working directory changes to the run directory if ``hydra.job.chdir`` is set.
     """
     setup_globals()
     task = OmegaConf.load(run.hydra / "config.yaml")

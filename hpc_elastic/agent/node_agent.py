@@ -1,6 +1,6 @@
 """Wires a task together: the session with the leader, torch's agent, the run directory.
 
-One call, `supervise`, lives as long as the task. It returns the task's exit code, and has told the
+One call, `supervise`, lives as long as the task. It returns the task's exit code, and has sent the
 leader why this node goes, whatever the reason was.
 """
 
@@ -121,12 +121,12 @@ def supervise(
         except SignalException as e:
             _log.warning("this agent is ended: %s", e)
             events.write("agent_killed", signal=e.sigval.name)
-            return _go(task, events, Reason.SIGNAL)
+            return _leave_job(task, events, Reason.SIGNAL)
         except (RendezvousError, HpcElasticError) as e:
             events.write("agent_failed", why=str(e))
             print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
-            notice = notices.current  # then it is no wonder, and the task is to come back
-            return 1 if notice is None else _go(task, events, notice.reason)
+            notice = notices.current  # expected under preemption: requeue the task
+            return 1 if notice is None else _leave_job(task, events, notice.reason)
         finally:
             warm_workers.close()
             watch.close()
@@ -171,7 +171,7 @@ def _combined_queue(task: Task) -> requeue.TaskQueue:
     return task_queue(task.spec, task.run, task.name, task.attempt)
 
 
-def _go(task: Task, events: EventLog, reason: Reason) -> int:
+def _leave_job(task: Task, events: EventLog, reason: Reason) -> int:
     """Go back to the queue, if this task is to come back; return its exit code."""
     known: list[ExitFacts] = []
     how = requeue_or_exit(
@@ -191,7 +191,7 @@ def _meaning(facts: ExitFacts, host: str | None) -> dict[str, str]:
     """Return what is known of a SIGTERM, as fields of the event.
 
     Args:
-        facts: What the scheduler said.
+        facts: The state that the scheduler reported.
         host: The node, if it is one of Slurm's.
     """
     if facts.reason is not Reason.SIGNAL:
@@ -235,7 +235,7 @@ class NodeAgent:
         """Return the task's exit code."""
         early = self._notices.current
         if early is not None:
-            return _go(self._task, self._events, early.reason)
+            return _leave_job(self._task, self._events, early.reason)
         unfit = self._unfit(checks) if checks is not None else None
         if unfit is not None:
             return unfit
@@ -253,7 +253,7 @@ class NodeAgent:
         if session.sent_back is not None:
             return self._go_back(session.sent_back)
         if session.leaving is not None:
-            return _go(self._task, self._events, self._why(session.leaving))
+            return _leave_job(self._task, self._events, self._why(session.leaving))
         return exit_code
 
     def _unfit(self, checks: Preflight) -> int | None:
@@ -271,10 +271,10 @@ class NodeAgent:
                 return self._go_back(Requeued(_UNFIT_AWAY_S)) if goes else 1
         return None
 
-    def _why(self, leaving: Departed) -> Reason:
+    def _why(self, departed: Departed) -> Reason:
         """Return why this node is left: a notice from the leader may have come outside a round."""
         notice = self._notices.current
-        return notice.reason if notice is not None else Reason(leaving.reason)
+        return notice.reason if notice is not None else Reason(departed.reason)
 
     def _go_back(self, sent_back: Requeued) -> int:
         """Give this node back to the queue."""
@@ -333,15 +333,15 @@ class NodeAgent:
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
-        office = self._office(task.run.secret.read_bytes())
-        candidacy = LeaderCandidate(self._interface.address, office, self._scheduler.is_running)
+        context = self._leader_context(task.run.secret.read_bytes())
+        candidate = LeaderCandidate(self._interface.address, context, self._scheduler.is_running)
         socket = self._control / "ft.sock" if self._spec.ft else None
-        session = Session(me, candidacy, progress=self._observer.progress, ft_socket=socket)
+        session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
             self._replica = Replica(me, session, socket, self._spec.max_nodes)
         return session
 
-    def _office(self, secret: bytes) -> LeaderContext:
+    def _leader_context(self, secret: bytes) -> LeaderContext:
         """Return what this node would lead the run with."""
         run, spec, events = self._task.run, self._spec, self._events
         settings = spec.rendezvous
@@ -375,12 +375,12 @@ class NodeAgent:
         labels = (self._spec.run_id, task.name, task.slurm.node_name)
         port = self._spec.agent.metrics_port
 
-        def look() -> Sample:
+        def sample() -> Sample:
             self._events.append([])
             return self._observer.sample()
 
         file = task.run.metrics(task.name)
-        return Exporter(file, labels, look, port, is_local=self._mount.is_local)
+        return Exporter(file, labels, sample, port, is_local=self._mount.is_local)
 
     def _sample(self) -> Sample:
         """Return what is known of this node beside its workers."""

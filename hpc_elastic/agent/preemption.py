@@ -34,7 +34,7 @@ from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 _RESERVE_S = 5.0
 _SHARE_OF_LIMIT = 0.1
 _SET_UP_S = 30.0
-"""Workers that have told of no step for longer may be at work that they do not tell of."""
+"""Workers that have reported no step for longer may do work that they do not report."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PreemptionNotice:
 
 @dataclass(frozen=True)
 class PreemptionConfig:
-    """What the run knows of notices since its submission.
+    """What the run has recorded of notices since its submission.
 
     Attributes:
         signal_delay_s: How long before the end of the wall time the node is left.
@@ -74,7 +74,7 @@ class PreemptionConfig:
 def within(
     reason: Reason, left_s: float, now: float, signal: str | None = None
 ) -> PreemptionNotice:
-    """Return the notice for a node that is gone after so many seconds."""
+    """Return the notice for a node that is taken after this many seconds."""
     return PreemptionNotice(reason, now + left_s - min(_RESERVE_S, left_s / 3), signal, left_s)
 
 
@@ -90,7 +90,7 @@ def of_signal(
 
 
 def of_departure(how: ExitAction | None, terms: PreemptionConfig, now: float) -> PreemptionNotice:
-    """Return what SIGTERM means once Slurm has said how the task goes.
+    """Return what SIGTERM means once Slurm has reported how the task ends.
 
     Args:
         how: `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm is
@@ -161,15 +161,15 @@ def why_leave_now(
     since: float,
     saves_itself: bool,
 ) -> str | None:
-    """Tell why to wait no longer for a checkpoint; None: wait.
+    """Return why to wait no longer for a checkpoint; None: wait.
 
     Args:
         notice: The notice.
-        workers: What this node's workers have told.
+        workers: What this node's workers have reported.
         now: Monotonic seconds.
         since: When they were started.
-        saves_itself: Whether a script that neither asks when to save nor tells that it has may get
-            to its own next checkpoint in the time that is left.
+        saves_itself: Whether a script that neither polls when to save nor reports its checkpoints
+            may reach its own next one in the time that is left.
     """
     if now >= notice.by:
         return "its time is up"
@@ -178,11 +178,11 @@ def why_leave_now(
     if not asks and not steps and now - since < _SET_UP_S:
         return "its workers have made no step"
     if not asks and not saves_itself:
-        return "its script does not say when it saves"
+        return "its script does not report when it saves"
     return None
 
 
-# ---- Finds out that this node is to be left, and tells the run
+# ---- Detects that this node is to be left, and reports it to the run
 # `PreemptionState` holds the one notice of a task, wherever it comes from. `PreemptionWatcher` is
 # a thread that waits for signals and for the end of the wall time; it may ask Slurm, which can
 # take seconds, and nothing of the training waits for it.
@@ -194,7 +194,7 @@ _LOOK_AGAIN_S = 2.0
 """The end of the wall time is asked for once more, so long before the notice."""
 _ASK_SILENT_S = 60.0
 _SOONER_S = 1.0
-"""A deadline that has come nearer by less is not told anew."""
+"""A deadline that has come nearer by less is not sent again."""
 
 
 class PreemptionReporter(Protocol):
@@ -202,7 +202,7 @@ class PreemptionReporter(Protocol):
 
     @property
     def noticed(self) -> session.LeaveRequest | None:
-        """What the leader has been told about this node."""
+        """What was reported to the leader about this node."""
 
     def notice(self, reason: str, left_s: float) -> None:
         """Put this node under notice."""
@@ -240,7 +240,7 @@ class PreemptionState:
             notice = self._notice
             is_news = before is None or self._is_news(before, notice)
             if is_news:
-                self._tell(notice)
+                self._send_notice(notice)
         if is_news:  # last, and without the lock: the file system may hang, and the grace runs
             self._write(notice)
 
@@ -249,7 +249,7 @@ class PreemptionState:
         with self._lock:
             self._leader = leader
             if self._notice is not None:
-                self._tell(self._notice)
+                self._send_notice(self._notice)
 
     def _write(self, notice: PreemptionNotice) -> None:
         left_s = notice.by - time.monotonic()
@@ -259,7 +259,7 @@ class PreemptionState:
             "preemption_notice", reason=notice.reason.value, left_s=round(left_s, 1), **fields
         )
 
-    def _tell(self, notice: PreemptionNotice) -> None:
+    def _send_notice(self, notice: PreemptionNotice) -> None:
         if self._leader is not None:
             left_s = max(0.0, notice.by - time.monotonic())
             self._leader.notice(notice.reason.value, left_s)
@@ -276,8 +276,8 @@ class DrainController:
         leader: The session.
         notices: Where the notice is.
         pages: The workers' control pages.
-        why_leave: Tells why to wait no longer, and None to wait, from the notice, what the workers
-            have told, and the monotonic seconds.
+        why_leave: Returns why to wait no longer, and None to wait, from the notice, the reports of
+            the workers, and the monotonic seconds.
     """
 
     def __init__(
@@ -296,8 +296,8 @@ class DrainController:
         self._shown: float | None = None
         self._leaves = False
 
-    def look(self, now: float) -> None:
-        """Look for a notice, tell the workers, and leave once there is no sense in waiting."""
+    def poll(self, now: float) -> None:
+        """Pass a notice to the workers, and leave once waiting is pointless."""
         workers = [page.read() for page in self._pages]
         self._hear_of(workers)
         notice = self._notices.current
@@ -327,14 +327,14 @@ class DrainController:
 
 @dataclass(frozen=True)
 class TimeLimitSource:
-    """What Slurm says of this task. Both calls may block for seconds.
+    """What Slurm reports about this task. Both calls may block for seconds.
 
     Attributes:
         foresee: How the task would go now; None where Slurm does not answer.
         time_left_s: What is left of its wall time, None where it has no end; raises
             `SlurmCommandError` where Slurm does not answer.
         told_left_s: What is known of it without asking; None: nothing.
-        spread_s: All tasks together ask within so many seconds whether their limit was changed.
+        spread_s: All tasks together ask within this many seconds whether their limit was changed.
         first_spread_s: And for it, where nothing is known.
     """
 
@@ -444,7 +444,7 @@ class PreemptionWatcher:
         try:
             left_s = self._scheduler.time_left_s()
         except SlurmCommandError as e:
-            _log.warning("Slurm does not say how much time is left: %s", e)
+            _log.warning("Slurm does not report how much time is left: %s", e)
             self._ask_at = asked_at + _ASK_SILENT_S + self._random_s()
             return
         if left_s is None:

@@ -40,7 +40,7 @@ class Replica:
         self._socket = socket
         self._max_nodes = max_nodes
         self._told: float | None = None
-        """The end of the notice that the quorum has been told of."""
+        """The end of the notice that was sent to the quorum."""
 
     def expect_workers(self) -> None:
         """Forget the workers before: others are about to be started."""
@@ -50,7 +50,7 @@ class Replica:
     def why_leave(
         self, notice: PreemptionNotice, _: Sequence[WorkerStatus], now: float
     ) -> str | None:
-        """Ask once to be let go; tell why to wait for that no longer, None to wait.
+        """Request release once; return why to wait for that no longer, None to wait.
 
         Args:
             notice: The node is to be left.

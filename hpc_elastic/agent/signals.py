@@ -1,4 +1,4 @@
-"""The signals by which a node is told that it will be taken: caught, and not acted on here.
+"""The signals that announce that a node will be taken: caught, and not acted on here.
 
 Every byte of the pipe is one signal. Python writes it from the C handler itself, at once, even
 while the main thread is inside C code (`import torch` takes seconds): nothing else happens in a
@@ -29,7 +29,7 @@ def do_nothing(_number: int, _frame: object) -> None:
     """Handle a signal in Python, so that programs that this process starts do not inherit it."""
 
 
-def withstand() -> None:
+def ignore_preemption_signals() -> None:
     """Let these signals do nothing to this process (main thread).
 
     Nor to a system call: C libraries rarely expect one to be interrupted.
@@ -47,7 +47,7 @@ class SignalPipe:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        withstand()
+        ignore_preemption_signals()
 
     def wait(self, timeout_s: float | None) -> list[signal.Signals]:
         """Return what came, after waiting for it; nothing if nothing does (one thread).

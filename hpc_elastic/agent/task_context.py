@@ -1,4 +1,4 @@
-"""Which node of which run a task is, by the array file and what Slurm tells it."""
+"""Task context: the run and the node of a task, by the array file and Slurm's variables."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Task:
 
 
 def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
-    """Look up which node of which run this task is.
+    """Look up the run and the node of this task.
 
     Raises:
-        RunDirectoryError: the array file or the run directory can not be read.
+        RunDirectoryError: the array file or the run directory cannot be read.
         SlurmEnvironmentError: a variable that the task will need is malformed.
         HpcElasticError: this process is no task of that array.
     """

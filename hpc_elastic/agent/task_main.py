@@ -77,10 +77,10 @@ def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
 
 @contextlib.contextmanager
 def _unless_it_ends(task: Task) -> Iterator[None]:
-    """End this process at once if its run ends meanwhile: no agent has heard of this node yet."""
+    """End this process at once if its run ends meanwhile: no agent knows this node yet."""
     done = threading.Event()
 
-    def look() -> None:
+    def poll_result() -> None:
         while not done.wait(_LOOK_S):
             with contextlib.suppress(OSError):
                 if task.run.is_over:
@@ -88,7 +88,7 @@ def _unless_it_ends(task: Task) -> Iterator[None]:
                     os._exit(0)
 
     if not task.is_coallocated:  # its first nodes see to the end of the job
-        threading.Thread(target=look, name="run's end", daemon=True).start()
+        threading.Thread(target=poll_result, name="run's end", daemon=True).start()
     try:
         yield
     finally:
@@ -113,7 +113,7 @@ def _leave_coallocated_job(task: Task) -> None:
 
 def _log_to(path: Path) -> BackgroundLog:
     with path.open("a"):
-        pass  # an error is to be told at once
+        pass  # an error is reported at once
     logging.getLogger().setLevel(logging.INFO)
     return BackgroundLog(partial(_handlers, path))
 
@@ -134,7 +134,7 @@ def _handlers(path: Path) -> list[logging.Handler]:
 _JOIN_S = 2.0
 """A file system that hangs does not keep the task from its end."""
 _MOST = 10_000
-"""So many records wait for one that hangs; those that come then are lost."""
+"""At most this many records wait for one that hangs; later ones are lost."""
 
 _Queue = SimpleQueue[logging.LogRecord | None]
 

@@ -185,7 +185,7 @@ class WarmWorkerPool:
         """The process ids of the warm workers."""
         return [worker.process.pid for worker in self._workers.values()]
 
-    def take(
+    def take_worker(
         self, slot: int, command: Sequence[str], env: Mapping[str, str], outputs: Sequence[int]
     ) -> subprocess.Popen[bytes] | None:
         """Make the warm worker of a slot a worker.

@@ -97,7 +97,7 @@ def earliest(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_succeeded(exit_code: int, worker: WorkerStatus) -> bool:
-    """Tell whether a worker that has ended has succeeded: its function returned, and then it ended.
+    """Return whether a worker that has ended has succeeded: its function returned before.
 
     An exit code of 0 alone shows nothing: ``sys.exit(0)`` and ``os._exit(0)`` end a process so.
     """
@@ -105,7 +105,7 @@ def has_succeeded(exit_code: int, worker: WorkerStatus) -> bool:
 
 
 def has_stopped_short(worker: WorkerStatus) -> bool:
-    """Tell whether a worker has said how many steps there are, and that it has not made them."""
+    """Return whether a worker has reported a total of steps, and has not made them."""
     step, total = worker.step, worker.total_steps
     return step is not None and total is not None and step < total
 
@@ -120,7 +120,7 @@ def told_exit_code(files: WorkerFiles) -> int | None:
 
 
 def has_just_exited(failure: Mapping[str, Any]) -> bool:
-    """Tell whether a worker has ended with an exit code, and no error."""
+    """Return whether a worker has ended with an exit code, and no error."""
     return failure["signal"] is None and failure["exception"] in (None, "SystemExit")
 
 

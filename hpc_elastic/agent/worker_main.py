@@ -56,7 +56,7 @@ _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importli
 def main(argv: list[str]) -> int:
     """Run one worker; return its exit code."""
     _die_with_agent()
-    stand()
+    set_up_signals()
     run = RunDir(Path(argv[0]))
     warm_worker = os.environ.pop(WARM_WORKER_VARIABLE, None)
     if warm_worker is not None:
@@ -180,13 +180,13 @@ def _group_keeper() -> Callable[[], None]:
 
     kept: list[object] = []
 
-    def keep() -> None:
+    def keep_group() -> None:
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
             if not kept or kept[-1] is not group:
                 kept.append(group)
 
-    return keep
+    return keep_group
 
 
 def _load_script(path: str) -> types.ModuleType:
@@ -216,22 +216,22 @@ def to_json(value: Any) -> str:
     """Return a worker's return value as JSON text; one-element tensors and arrays are numbers.
 
     Raises:
-        TypeError: the value is nothing that JSON can carry; says what to return instead.
+        TypeError: JSON cannot carry the value; the message names what to return instead.
     """
 
     def plain(item: Any) -> Any:
         if hasattr(item, "tolist"):  # tensors and arrays, of torch and NumPy
             return item.tolist()
         raise TypeError(
-            f"the function returned a {type(item).__module__}.{type(item).__qualname__}, which can "
-            "not be sent back: return numbers, strings, lists and dicts, or save it to a file"
+            f"the function returned a {type(item).__module__}.{type(item).__qualname__}, which "
+            "cannot be sent back: return numbers, strings, lists and dicts, or save it to a file"
         )
 
     return json.dumps(value, default=plain)
 
 
 def _is_import_failure(error: BaseException) -> bool:
-    """Tell whether an import failed before the first step, in the user's function as well."""
+    """Return whether an import failed before the first step, in the user's function as well."""
     page = own_page()
     if page is not None and (page.read().step or 0) > 0:
         return False
@@ -257,7 +257,7 @@ def _write_failure(error: BaseException, phase: str) -> None:
         "exit_code": _exit_code(error),
     }  # fmt: skip
     if isinstance(error, SystemExit) and not _is_message(error.code):
-        del ours["exception"], ours["message"]  # the agent says how the worker has ended
+        del ours["exception"], ours["message"]  # the agent reports how the worker has ended
         handled = error.__context__
         what = f"{type(handled).__name__}: {_message_of(handled)}" if handled else None
         ours["while_handling"] = what
@@ -281,7 +281,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _is_message(code: object) -> bool:
-    """Tell whether what was given to ``sys.exit`` is a message, which Python prints."""
+    """Return whether what was given to ``sys.exit`` is a message, which Python prints."""
     return not (code is None or isinstance(code, int))
 
 
@@ -324,8 +324,8 @@ def _unfailing(stream: TextIO) -> TextIO:
     )  # fmt: skip
 
 
-def _end(exit_code: int) -> None:
-    """End the process as Python would, but for the finalization of the interpreter.
+def _exit_process(exit_code: int) -> None:
+    """End the process as Python would, without the finalization of the interpreter.
 
     A C++ thread of torch that asks for the GIL during finalization is unwound by force, and takes
     the whole process down with SIGABRT ("terminate called without an active exception",
@@ -366,9 +366,9 @@ STOP = signal.SIGHUP
 _OF_LOADERS = "_set_worker_signal_handlers"
 
 
-def stand() -> None:
+def set_up_signals() -> None:
     """Withstand the signals of a notice from now on (worker's main thread, at its start)."""
-    signals.withstand()
+    signals.ignore_preemption_signals()
     for number in (STOP, signal.SIGQUIT):  # what started all this may ignore them: nohup, `&`
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -379,7 +379,7 @@ def stand() -> None:
 
 
 def _as_others_do() -> None:
-    """Restore the defaults in a forked child: whoever forked it may want to end it."""
+    """Restore the defaults in a forked child: its parent may want to end it."""
     for number in signals.NOTICES:
         if signal.getsignal(number) is signals.do_nothing:
             signal.signal(number, signal.SIG_DFL)
@@ -395,7 +395,7 @@ def keep_loaders(signal_handling: ModuleType) -> None:
 
     def set_handlers() -> None:
         theirs()
-        signals.withstand()
+        signals.ignore_preemption_signals()
 
     setattr(signal_handling, _OF_LOADERS, set_handlers)
 
@@ -412,7 +412,7 @@ def end_children() -> None:
                 child.kill()
 
 
-# ---- To do something once a module has been imported, whoever imports it, and only then
+# ---- To do something once a module has been imported, by any import, and only then
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
@@ -455,4 +455,4 @@ class _Finder(MetaPathFinder):
 
 
 if __name__ == "__main__":
-    _end(main(sys.argv[1:]))
+    _exit_process(main(sys.argv[1:]))

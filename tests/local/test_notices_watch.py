@@ -169,21 +169,21 @@ def node(tmp_path):
 
 def test_a_script_can_ask_for_its_node_to_be_left(node):
     """Its deadline is its word; the run is told once."""
-    leader, notices, page, farewell = node
+    leader, notices, page, drain = node
     page.poll_checkpoint(1)
     page.release_node(within_s=1e6)
-    farewell.look(0.0)
-    farewell.look(0.1)
+    drain.poll(0.0)
+    drain.poll(0.1)
     assert [reason for reason, _ in leader.told] == ["asked"] and not leader.left
     assert notices.current is not None and page.notice_left_s > 1e5
 
 
 def test_the_leaders_word_is_a_notice(node):
     """Somebody has put a file there."""
-    leader, notices, page, farewell = node
+    leader, notices, page, drain = node
     page.poll_checkpoint(1)
     leader.noticed = session.LeaveRequest("asked", 50.0, 1e9)
-    farewell.look(0.0)
+    drain.poll(0.0)
     assert notices.current == PreemptionNotice(Reason.ASKED, 1e9)
 
 
@@ -211,13 +211,13 @@ def test_the_run_is_told_before_anything_is_written(tmp_path):
 
 def test_the_node_is_left_once_at_its_deadline(node):
     """Whatever the workers do."""
-    leader, notices, page, farewell = node
+    leader, notices, page, drain = node
     page.poll_checkpoint(1)
     notices.add(PreemptionNotice(Reason.SIGNAL, 100.0))
-    farewell.look(99.0)
+    drain.poll(99.0)
     assert not leader.left
-    farewell.look(100.0)
-    farewell.look(101.0)
+    drain.poll(100.0)
+    drain.poll(101.0)
     assert leader.left == 1
 
 

@@ -19,7 +19,7 @@ WORKER = textwrap.dedent(
     """
     import multiprocessing.process, os, signal, subprocess, sys, threading, time
     from hpc_elastic.agent import worker_main
-    worker_main.stand()
+    worker_main.set_up_signals()
     import torch
     from torch.utils.data import DataLoader, IterableDataset
     from torch.utils.data._utils import signal_handling
@@ -46,10 +46,10 @@ WORKER = textwrap.dedent(
         if sys.argv[1] == "stuck":
             print("stuck", flush=True)
             sys.stdin.readline()
-            from hpc_elastic.agent.worker_main import _end
+            from hpc_elastic.agent.worker_main import _exit_process
             kill = multiprocessing.process.BaseProcess.kill
             multiprocessing.process.BaseProcess.kill = kill_and_see_it_dead
-            _end(7)
+            _exit_process(7)
         next(loader)
         forked = []
         fork(forked)

@@ -46,9 +46,9 @@ def test_an_event_once_all_workers_of_the_node_have_made_a_step():
     """With the slowest one's time, and what restoring took."""
     pages = Pages(worker(8, 100.0, restored=7, restore_s=2.0), BLANK)
     beginning = pages.beginning()
-    assert not beginning.look()
+    assert not beginning.poll()
     pages.workers[1] = worker(8, 101.0, restored=7, restore_s=2.5)
-    assert beginning.look()
+    assert beginning.poll()
     (event,) = pages.written
     assert (event["round"], event["step"], event["restored"]) == (3, 8, 7)
     assert (event["restore_s"], event["time"], event["counted"]) == (2.5, 101.0, False)

@@ -98,7 +98,7 @@ def test_ten_thousand_tasks_ask_slurm_over_half_a_minute():
         ([worker(), worker()], {}, "its workers have made no step"),
         ([worker(), worker()], {"since": 19.0}, None),
         ([worker(step=1)], {}, None),
-        ([worker(step=1)], {"saves_itself": False}, "its script does not say when it saves"),
+        ([worker(step=1)], {"saves_itself": False}, "its script does not report when it saves"),
     ],
 )
 def test_when_there_is_no_sense_in_waiting_for_a_checkpoint(workers, fields, why):

@@ -28,7 +28,7 @@ class Agent:
 
     def look(self) -> Told:
         """Return what is told at one look."""
-        self._saves.look()
+        self._saves.poll()
         told, self._told = self._told, []
         return told
 

@@ -83,7 +83,9 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
     spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path), max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
-    assert module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), Reason.TIME_LIMIT) == TAKEN
+    assert (
+        module._leave_job(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), Reason.TIME_LIMIT) == TAKEN
+    )
     (event,) = read_events(tmp_path)
     assert (event["kind"], event["reason"], event["how"]) == (
         "task_exited",
@@ -132,6 +134,6 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
     spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run=None, spec=spec, slurm=slurm)
-    module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), reason)
+    module._leave_job(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), reason)
     (event,) = read_events(tmp_path)
     assert {key: event[key] for key in ("means", "node") if key in event} == told

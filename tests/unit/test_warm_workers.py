@@ -305,7 +305,7 @@ def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, c
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: is_gone(pid))
-    assert pool.take(0, node.command, dict(os.environ), (1, 2)) is None
+    assert pool.take_worker(0, node.command, dict(os.environ), (1, 2)) is None
     assert pool.maintain() == [-signal.SIGKILL] * 2
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
     assert pool.maintain() == []
@@ -343,7 +343,7 @@ def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent
     pool = make_pool(ready=False)
     (pid,) = pool.pids
     big = {**os.environ, "BIG": "x" * 4_000_000}
-    assert pool.take(0, node.command, big, (1, 2)) is None
+    assert pool.take_worker(0, node.command, big, (1, 2)) is None
     assert is_gone(pid)
 
 
@@ -384,7 +384,7 @@ def test_a_warm_worker_that_can_not_be_started_is_done_without(node, caplog):
     pool = WarmWorkerPool(1, ["/nonexistent/python"])
     pool.fill(paced=False)
     assert "no warm worker for slot 0" in caplog.text
-    assert pool.take(0, ["/nonexistent/python"], {}, (1, 2)) is None
+    assert pool.take_worker(0, ["/nonexistent/python"], {}, (1, 2)) is None
 
 
 def test_a_warm_worker_for_which_no_descriptor_is_left_is_done_without(node, monkeypatch, caplog):
@@ -403,7 +403,7 @@ def test_a_warm_worker_for_which_no_descriptor_is_left_is_done_without(node, mon
     monkeypatch.chdir(node.folder / "gone")
     (node.folder / "gone").rmdir()
     pool.fill(paced=False)
-    process = pool.take(0, node.command, os.environ, (1, 2))
+    process = pool.take_worker(0, node.command, os.environ, (1, 2))
     assert process is not None
     process.kill()
     process.wait()

@@ -102,8 +102,8 @@ class Checkpointer:
             options: See `CheckpointOptions`.
 
         Raises:
-            ConfigError: an argument is wrong, the directory can not be written, or the state holds
-                what can not be stored. The message names it, and says what to do.
+            ConfigError: an argument is wrong, the directory cannot be written, or the state holds
+                what cannot be stored. The message names it and the remedy.
             CheckpointError: there are several ranks, but no process group yet.
         """
         self.failures = 0
@@ -132,7 +132,7 @@ class Checkpointer:
         self._stored: int | None = None
         """Of what was committed, the last in the shared directory."""
         self._is_remembered = False
-        """Whether the run knows of the directory."""
+        """Whether the directory is recorded for the run."""
         self._numbers = _numbers.setdefault(store.directory, itertools.count())
         if self._options.boundary:
             _open.add(self)
@@ -158,7 +158,7 @@ class Checkpointer:
             Whether the step is saved, or being saved; False if it was skipped or failed.
 
         Raises:
-            ConfigError: the step is no number, or something in the state can not be stored.
+            ConfigError: the step is no number, or something in the state cannot be stored.
         """
         begin, step = time.monotonic(), _checked_step(step)
         with reporting.busy():
@@ -219,8 +219,8 @@ class Checkpointer:
 
         Raises:
             CheckpointFencedError: the group is over; the last save was not committed.
-            CheckpointError: the last save failed; says why. The earlier checkpoints are as they
-                were.
+            CheckpointError: the last save failed; the message has the reason. The earlier
+                checkpoints are as they were.
         """
         self._settle()
         save = self._save
@@ -341,7 +341,7 @@ class Checkpointer:
                 if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
                     reporting.note_not_saved(save.step, str(save.problem))
         finally:
-            save.end()
+            save.finish()
 
     def _note_commit(self, save: Save) -> None:
         self._committed = save.step
@@ -365,7 +365,7 @@ class Checkpointer:
             _log.warning("`verify` and others have to be given %s: %s", directory, e)
 
     def _warn_of_positions(self, flat: Flat) -> None:
-        """Say at once what would end the run when its world size changes (rank 0)."""
+        """Warn at once of what would end the run when its world size changes (rank 0)."""
         for key in rank_states(self._state, flat)["positions"]:
             if self._group.rank == 0 and key not in self._options.accept_inexact:
                 _log.warning(
@@ -413,7 +413,7 @@ def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
     for is_sure in (False, True):
         others = {(other.directory, tuple(sorted(other._state))) for other in _open} - {mine}
         if others and not is_sure:
-            gc.collect()  # one that nobody has any more may wait for that
+            gc.collect()  # an unreferenced one may wait for that
     if others:
         where, keys = min(others)
         named = f", with the state {', '.join(keys)}" if where == directory else ""

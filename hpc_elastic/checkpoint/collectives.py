@@ -25,8 +25,8 @@ class RankGroup:
     Attributes:
         rank: From 0.
         world_size: At least 1.
-        token: Tells this group's staging folders from those of every other group, earlier ones of
-            the same run included: lower-case letters and digits.
+        token: Distinguishes this group's staging folders from those of every other group,
+            earlier ones of the same run included: lower-case letters and digits.
     """
 
     rank: int
@@ -82,7 +82,7 @@ class RankGroup:
         return block.cpu().numpy().tobytes()
 
     def all_agree(self, yes: bool) -> bool:
-        """Tell whether all ranks say yes."""
+        """Return whether all ranks vote yes."""
         return all(vote for (vote,) in self.gather([int(yes)]))
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:

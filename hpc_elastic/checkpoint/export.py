@@ -41,14 +41,14 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
         The number of tensors.
 
     Raises:
-        ConfigError: the state has no such key, or the output can not be written.
+        ConfigError: the state has no such key, or the output cannot be written.
         CheckpointError: the checkpoint is damaged, or the file system was full.
     """
     state = _decoded(manifest, key)
     staged = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         with staged.open("xb"):
-            pass  # torch says little about a folder that is missing
+            pass  # torch's error names no missing folder
         tensors = _lay_out(manifest, state, staged)
         read(manifest, folder, tensors)
         with staged.open("rb") as f:
@@ -56,7 +56,7 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
         staged.replace(output)
     except (OSError, RuntimeError) as e:  # torch.save raises a RuntimeError on a full disk
         why = getattr(e, "strerror", None) or str(e).partition("\n")[0]
-        remedy = f"it can not be written ({why}): give another file with -o"
+        remedy = f"it cannot be written ({why}): give another file with -o"
         raise ConfigError("output", str(output), remedy) from e
     finally:
         staged.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def _decoded(manifest: Manifest, key: str | None) -> Any:
 
 
 def _lay_out(manifest: Manifest, state: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """Write the file but for the tensors' bytes; return the tensors, mapped from it."""
+    """Write the file without the tensors' bytes; return the tensors, mapped from it."""
     with skip_data():
         torch.save(map_values(state, lambda value: _exported(manifest, value)), path)
     with path.open("r+b") as f:  # a full disk is an error here; in mapped memory it is a SIGBUS

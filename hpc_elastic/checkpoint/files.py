@@ -57,7 +57,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """What a rank saves, held still: nobody changes it while it is written."""
+    """What a rank saves, held still: it does not change while it is written."""
 
     layout: FileLayout
     data: Sequence[memoryview]
@@ -96,7 +96,7 @@ def write_part(
         on_block: See `OnBlock`.
 
     Raises:
-        OSError: the folder can not be written, or is full.
+        OSError: the folder cannot be written, or is full.
     """
     shard = folder / f"shard-{rank}.safetensors"
     data = [memoryview(header_of(snapshot.layout)), *snapshot.data]
@@ -213,10 +213,10 @@ class BlockFile:
 
         Args:
             path: Of the file.
-            direct: Whether to write past the page cache, if the file system can (tmpfs can not).
+            direct: Whether to write past the page cache, if the file system can (tmpfs cannot).
 
         Raises:
-            OSError: it exists, or can not be created.
+            OSError: it exists, or cannot be created.
         """
         memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._buffer = memoryview(memory)
@@ -269,7 +269,7 @@ class BlockFile:
         os.close(self._fd)
 
     def _takes_at_once(self, data: memoryview) -> bool:
-        """Tell whether a piece can be written from where it is."""
+        """Return whether a piece can be written from where it is."""
         if len(data) < _SMALL_BYTES:
             return False
         return not self._direct or (self._held % PAGE_BYTES == 0 and _is_at_page(data))
@@ -319,13 +319,13 @@ class ShardFile:
         """Open the file and read its header.
 
         Raises:
-            CheckpointCorruptError: it is no undamaged safetensors file, or can not be read.
+            CheckpointCorruptError: it is no undamaged safetensors file, or cannot be read.
         """
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as e:
-            raise CheckpointCorruptError(f"{path} can not be opened: {e.strerror}") from e
+            raise CheckpointCorruptError(f"{path} cannot be opened: {e.strerror}") from e
         try:
             self.tensors = _tensors(*self._header())
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
@@ -343,14 +343,14 @@ class ShardFile:
             offset: Where to begin in the file, in bytes.
 
         Raises:
-            CheckpointCorruptError: the file is shorter than that, or can not be read.
+            CheckpointCorruptError: the file is shorter than that, or cannot be read.
         """
         done = 0
         while done < len(buffer):
             try:
                 got = os.preadv(self._fd, [buffer[done : done + _MOST_AT_ONCE]], offset + done)
             except OSError as e:
-                raise CheckpointCorruptError(f"{self.path} can not be read: {e}") from e
+                raise CheckpointCorruptError(f"{self.path} cannot be read: {e}") from e
             if not got:
                 end = offset + len(buffer)
                 raise CheckpointCorruptError(f"{self.path} ends before byte {end}")

@@ -229,7 +229,7 @@ def _merge_tensors(parts: Sequence[RankPart]) -> dict[str, TensorEntry]:
 
 
 def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
-    """Say what is wrong with the boxes of a tensor; None if they cover it exactly once.
+    """Return what is wrong with the boxes of a tensor; None if they cover it exactly once.
 
     The boxes' edges cut the tensor into a grid, and each box is a block of its cells: as many
     cells as boxes where the shards are regular, so this is cheap.

@@ -61,7 +61,7 @@ class MemoryTier:
     Attributes:
         memory: A folder on a memory file system, or a local disk; by default the folder of the
             node's agent in ``/dev/shm``.
-        shared_every: The first save of a process goes to the shared directory, and every so many
+        shared_every: The first save of a process goes to the shared directory, and every n-th
             after it; at least 1. Urgent ones always do, and so does the one at which the group
             changes, where the script calls `should_checkpoint`.
         copies: Whether each save goes to a neighbour node, too.
@@ -89,8 +89,8 @@ class MemoryStore:
             num_bytes: What this rank's part of a save will probably take.
 
         Raises:
-            ConfigError: the memory folder can not be used.
-            CheckpointError: another rank's can not.
+            ConfigError: the memory folder cannot be used.
+            CheckpointError: another rank's cannot.
         """
         self._tier = tier
         self._group = group
@@ -107,14 +107,16 @@ class MemoryStore:
         except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
             error = e
         if not group.all_agree(error is None):
-            raise error or CheckpointError("another rank can not use its memory; its log says why")
+            raise error or CheckpointError(
+                "another rank cannot use its memory; its log has the reason"
+            )
         self._peers = exchange_peers(group, *self._receiver.address)
         self._nodes = NodeDirectory(tuple(peer.node for peer in self._peers))
         self._neighbour = choose_neighbour(self._peers, group.rank) if tier.copies else None
         self.active = self._fits(num_bytes)
 
     def shared_due(self, number: int) -> bool:
-        """Tell whether the n-th save of this process, from 0, goes to the shared directory."""
+        """Return whether the n-th save of this process, from 0, goes to the shared directory."""
         return not self.active or number % self._tier.shared_every == 0
 
     def store(self, step: int, write: Callable[[Path], RankPart]) -> None:
@@ -127,7 +129,7 @@ class MemoryStore:
             write: Writes the part into a folder.
 
         Raises:
-            OSError: there is no room, say. Nothing is left of the part.
+            OSError: for example, there is no room. Nothing is left of the part.
         """
         if not self.active:
             return
@@ -166,11 +168,11 @@ class MemoryStore:
 
         Args:
             step: One of `steps`, the same on every rank.
-            needed: Tells which files of the checkpoint this rank will read.
+            needed: Returns which files of the checkpoint this rank will read.
 
         Returns:
             The folder and the manifest; the files that are needed are there, and verified. None,
-            on every rank, if that can not be; why is logged.
+            on every rank, if that cannot be; why is logged.
         """
         save = self._saves[step]
         manifest = CopyGathering(self._group, self._nodes, self._memory, save).run(needed)
@@ -212,7 +214,7 @@ class MemoryStore:
 
 
 def complete(rows: Iterable[Sequence[int]]) -> list[MemorySave]:
-    """Return the saves of which every rank's part is somewhere, in order (pure).
+    """Return the saves with every rank's part on some node, in order (pure).
 
     Args:
         rows: Step, token, world size and rank of each part that a node has.

@@ -38,7 +38,7 @@ their parts."""
 _log = logging.getLogger(__name__)
 
 WORD_BITS = 60
-"""Long numbers are told as words of so many bits, which fit into a tensor's int64."""
+"""Long numbers are sent as words of this many bits, which fit into a tensor's int64."""
 
 _IDENTITY = ".memory-id"
 _DIRECTORY = "directory"
@@ -53,7 +53,7 @@ class MemorySave:
 
     Attributes:
         step: Optimizer steps that it holds.
-        token: Tells the group from all others; at least 0, below 2^63.
+        token: Distinguishes the group from all others; at least 0, below 2^63.
         world_size: Ranks that have a part of it.
     """
 
@@ -136,7 +136,7 @@ class NodeMemory:
         return good
 
     def prune(self, step: int) -> None:
-        """Remove what nobody will need once a step is saved."""
+        """Remove what is not needed once a step is saved."""
         older = sorted({save.step for save in self.saves() if save.step < step}, reverse=True)
         kept = older[:NUM_KEPT]
         self._remove(save for save in self.saves() if save.step < step and save.step not in kept)
@@ -181,7 +181,7 @@ def read_identity(directory: Path) -> int:
     """Return the number of a directory of checkpoints; -1 if it has none.
 
     Raises:
-        OSError: it can not be read, so nobody knows.
+        OSError: it cannot be read, so it is unknown.
     """
     try:
         return int((directory / _IDENTITY).read_text(), 16) % (1 << WORD_BITS)
@@ -199,7 +199,7 @@ def base_folder(wanted: Path | None = None) -> Path:
         wanted: Another place.
 
     Raises:
-        ConfigError: it can not be made, or belongs to somebody else.
+        ConfigError: it cannot be made, or belongs to somebody else.
     """
     control_folder = os.environ.get(shared_page.DIRECTORY_VARIABLE)
     if wanted is not None:
@@ -212,7 +212,7 @@ def base_folder(wanted: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         owner = folder.stat().st_uid
     except OSError as e:
-        remedy = f"checkpoints can not be kept there ({e.strerror}): give another folder"
+        remedy = f"checkpoints cannot be kept there ({e.strerror}): give another folder"
         raise ConfigError("memory_tier.memory", str(folder), remedy) from e
     if owner != os.getuid():
         remedy = f"it belongs to user {owner}: give another folder"
@@ -240,7 +240,7 @@ def agent_folder(parent: Path | None = None) -> Iterator[Path]:
     if parent is None:
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     remove_leftovers(parent)
-    # Locked before it has its name, so that nobody takes it for a leftover.
+    # Locked before it has its name, so that it is not taken for a leftover.
     hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
     with (hidden / _OWNER).open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)

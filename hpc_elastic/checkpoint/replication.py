@@ -44,7 +44,7 @@ from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.transport.signed_socket import SignedSocket
 
 TIMEOUT_S = 30.0
-"""Nothing heard for so long ends a connection."""
+"""Silence of this long ends a connection."""
 _MAX_CONNECTIONS = 8
 _BLOCK_BYTES = 4 << 20
 _CONTEXT = "checkpoint copies"
@@ -76,7 +76,7 @@ def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, r
 
     Raises:
         OSError: there is no connection, it broke, or the other side does not know the key.
-        CheckpointError: the other side refused; it says why.
+        CheckpointError: the other side refused; the message has its reason.
     """
     text = (folder / f"part-{rank}.json").read_text()
     with closing(SignedSocket.connect(address, key, _CONTEXT, timeout_s=TIMEOUT_S)) as connection:
@@ -132,9 +132,9 @@ class Receiver:
             if not self._places.acquire(blocking=False):
                 sock.close()
                 continue
-            self._begin(sock)
+            self._serve_connection(sock)
 
-    def _begin(self, sock: socket.socket) -> None:
+    def _serve_connection(self, sock: socket.socket) -> None:
         """Serve a connection, which has a place, in a thread of its own."""
         thread = threading.Thread(
             target=self._serve, args=(sock,), name="checkpoint-copy", daemon=True
@@ -150,14 +150,14 @@ class Receiver:
         try:
             with sock:
                 connection = SignedSocket.accept(sock, self._key, _CONTEXT, timeout_s=TIMEOUT_S)
-                connection.send({"problem": self._take(connection, connection.receive())})
+                connection.send({"problem": self._receive_files(connection, connection.receive())})
         except (OSError, ValueError, CheckpointError) as e:
             _log.debug("a copy was not received: %s", e)
         finally:
             self._places.release()
 
-    def _take(self, connection: SignedSocket, message: dict[str, Any]) -> str | None:
-        """Receive the files that a message announces; say what went wrong, if anything."""
+    def _receive_files(self, connection: SignedSocket, message: dict[str, Any]) -> str | None:
+        """Receive the files that a message announces; return the error, if any."""
         try:
             save = _save_of(message["save"])
             part = RankPart.from_json(message["part"])
@@ -221,7 +221,7 @@ def _check(save: MemorySave, part: RankPart) -> None:
 
 # ---- Bring together a save that lies in the memory of several nodes (every rank; collective)
 # Every step of this is taken by all ranks with the same knowledge, so that none waits for another
-# in vain: an error of one rank is kept until the vote at the end, and it goes on taking part till
+# for nothing: an error of one rank is kept until the vote at the end, and that rank takes part till
 # then.
 #
 # 1. Each node checks what it has of the save; the ranks exchange what is good.
@@ -230,7 +230,7 @@ def _check(save: MemorySave, part: RankPart) -> None:
 
 
 Needed = Callable[[Manifest], Collection[str]]
-"""Tells which files of a checkpoint this rank has to read."""
+"""Returns which files of a checkpoint this rank has to read."""
 
 _GATHERED_BYTES = 16 << 20
 
@@ -355,7 +355,7 @@ class CopyGathering:
     def _needs(
         self, manifest: Manifest, files: Sequence[FileEntry], needed: Needed
     ) -> dict[int, set[int]]:
-        """Tell, for each node, which files its ranks need."""
+        """Return, for each node, which files its ranks need."""
         names: Collection[str] = ()
         try:
             names = needed(manifest)
@@ -408,7 +408,7 @@ class CopyGathering:
             _log.warning("step %d in memory: %s", self._save.step, self._problem)
         agreed = self._group.all_agree(self._problem is None)
         if not agreed and self._problem is None:
-            self._warn("another rank could not bring it together; its log says why")
+            self._warn("another rank could not bring it together; its log has the reason")
         return agreed
 
     @contextmanager
@@ -424,7 +424,7 @@ class CopyGathering:
 
 
 def _blocks(num_bytes: int) -> Iterator[torch.Tensor]:
-    """Give memory for so many bytes, block by block; it is the same each time."""
+    """Return memory for this many bytes, block by block; it is the same each time."""
     buffer = torch.empty(min(num_bytes, _GATHERED_BYTES), dtype=torch.uint8)
     for begin in range(0, num_bytes, _GATHERED_BYTES):
         yield buffer[: num_bytes - begin]
@@ -464,7 +464,7 @@ def draw_words(group: RankGroup, directory: Path) -> list[int]:
     """Return numbers of rank 0: the directory's, and five random ones (every rank; collective).
 
     Raises:
-        CheckpointError: rank 0 can not give the directory a number.
+        CheckpointError: rank 0 cannot give the directory a number.
     """
     words, error = [-1] * 6, None
     if group.rank == 0:
@@ -474,7 +474,7 @@ def draw_words(group: RankGroup, directory: Path) -> list[int]:
             error = e
     words = group.broadcast_row(words)
     if words[0] < 0:
-        raise CheckpointError(f"rank 0 can not write to {directory}: {error or 'see its log'}")
+        raise CheckpointError(f"rank 0 cannot write to {directory}: {error or 'see its log'}")
     return words
 
 

@@ -1,6 +1,6 @@
 """Read a checkpoint back into the present state, under any world size and mesh.
 
-torch.distributed.checkpoint plans: which part of which stored box belongs where. It gets its
+torch.distributed.checkpoint plans the place of each part of each stored box. It gets its
 metadata from our manifest, never from a pickle, and reads through `ManifestReader`, which serves
 `torch.distributed.checkpoint.load` as well. Only the bytes that are needed are read, straight into
 the tensor where that is contiguous in memory.
@@ -53,7 +53,7 @@ def read(manifest: Manifest, folder: Path, into: Mapping[str, torch.Tensor]) -> 
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or has another shape or type there.
-        CheckpointCorruptError: a file is not what the manifest says. Tensors may be half filled.
+        CheckpointCorruptError: a file is not as the manifest describes. Tensors may be half filled.
     """
     reader = ManifestReader(manifest, folder)
     planner, plan = _plan(reader, manifest, into)
@@ -89,7 +89,7 @@ def targets(
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, differs in shape or type, or belongs
-            to a sharded parameter of another shape, so that nobody knows its shards.
+            to a sharded parameter of another shape, so that its shards are unknown.
     """
     return {
         fqn: present[fqn] if fqn in present else _new(fqn, _entry(manifest, fqn), like.get(fqn))
@@ -152,7 +152,7 @@ class ManifestReader(StorageReader):
         try:
             text = (folder / MANIFEST).read_text()
         except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointCorruptError(f"{folder / MANIFEST} can not be read: {e}") from e
+            raise CheckpointCorruptError(f"{folder / MANIFEST} cannot be read: {e}") from e
         return cls(Manifest.from_json(text), folder)
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
@@ -196,7 +196,7 @@ class ManifestReader(StorageReader):
         starts = tuple(item.storage_offsets)
         rows = rows_of(chunk.sizes, starts, tuple(item.lengths), dtype.itemsize)
         file = files[chunk.file]
-        begin = _begin(file, chunk, dtype.itemsize) + rows.offset
+        begin = _first_byte(file, chunk, dtype.itemsize) + rows.offset
         target = planner.resolve_tensor(item).detach()[(0,) * rows.dim]
         inner = slice(rows.dim + 1, None)
         whole = _Piece(
@@ -213,7 +213,7 @@ class ManifestReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: the manifest says it all."""
+        """Do nothing: the manifest has it all."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -292,7 +292,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _begin(file: ShardFile, chunk: Chunk, itemsize: int) -> int:
+def _first_byte(file: ShardFile, chunk: Chunk, itemsize: int) -> int:
     """Return where a chunk begins in its file."""
     begin, end = file.tensors.get(chunk.name, (0, -1))
     if end - begin != prod(chunk.sizes) * itemsize:

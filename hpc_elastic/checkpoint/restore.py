@@ -1,7 +1,7 @@
 """Restore: the newest checkpoint that verifies, chosen by all ranks together.
 
 Rank 0 names a step, every rank checks its share of the files, and one vote decides; so a shard is
-read by one rank only before it counts. Ranks that can not see a file, or the folder, vote against
+read by one rank only before it counts. Ranks that cannot see a file, or the folder, vote against
 it.
 """
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _NONE = -1
 _LOOK_AGAIN_S = (0.0, 0.2, 1.0)
-"""Pauses before a rank believes that it can not see what rank 0 sees."""
+"""Pauses before a rank believes that it cannot see what rank 0 sees."""
 
 
 class Restorer:
@@ -74,7 +74,7 @@ class Restorer:
         if self._damaged:
             raise CheckpointCorruptError(
                 f"no checkpoint in {self._store.directory} verifies (steps "
-                f"{sorted(self._damaged)}; the log says why): move them away to begin anew"
+                f"{sorted(self._damaged)}; the log has the reasons): move them away to start anew"
             )
         return None
 
@@ -148,11 +148,11 @@ class Restorer:
         except CheckpointError as e:
             error = e
         except Exception as e:  # whatever it is: the other ranks wait for the vote
-            error = CheckpointError(f"{folder} can not be restored: {e!r}")
+            error = CheckpointError(f"{folder} cannot be restored: {e!r}")
             error.__cause__ = e
         if not self._group.all_agree(error is None):
             raise error or CheckpointError(
-                f"another rank could not restore {folder}; its log says why"
+                f"another rank could not restore {folder}; its log has the reason"
             )
 
 

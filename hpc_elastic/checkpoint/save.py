@@ -8,11 +8,11 @@ for all parts, writes the manifest, asks the fence, and renames the folder: that
 others look at the directory until the staging folder is gone; then the step is there, or was given
 up.
 
-A rank that can not write its part, or skips a save because it is busy, leaves
-``failed-<rank>.json`` and removes what it wrote. Rank 0 that sees one gives the step up, and says
-so in the same way; so nobody waits for what will not come. If even that can not be written, they
-wait for `timeout_s`. A folder that was given up is removed at rank 0's next save. A part that is
-complete is rank 0's to commit: whoever only tires of waiting for that leaves it where it is.
+A rank that cannot write its part, or skips a save because it is busy, leaves
+``failed-<rank>.json`` and removes what it wrote. Rank 0 that sees one abandons the
+step, and marks it in the same way; so no rank waits for nothing. If even that cannot be written,
+they wait for `timeout_s`. A folder that was given up is removed at rank 0's next save. A part that
+is complete is rank 0's to commit: a rank whose wait for it ends leaves it where it is.
 
 With a memory tier most saves stay in the nodes' memory; `to_store` is the same on every rank.
 
@@ -40,7 +40,7 @@ from hpc_elastic.errors import CheckpointError
 from hpc_elastic.run import fencing
 from hpc_elastic.shared_files import is_there, names_in
 
-EXIT_PATIENCE_S = 30.0
+EXIT_TIMEOUT_S = 30.0
 """How long the other ranks are waited for at the end of a program."""
 
 _log = logging.getLogger(__name__)
@@ -148,13 +148,13 @@ class Save:
             self.error = self._failure(str(e) if isinstance(e, OSError) else repr(e))
             self.error.__cause__ = e
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Begin to remove what is not kept any more, and release those that wait.
 
         An urgent save leaves the removal to the next one.
         """
         if self.context.group.rank == 0 and self.to_store and not self.urgent:
-            self.context.cleaner.begin(self._retire if self.is_stored else lambda: None)
+            self.context.cleaner.start_removal(self._retire if self.is_stored else lambda: None)
         self.snapshot = None
         self._done.set()
 
@@ -280,7 +280,7 @@ class Save:
             self._raise_if_aborted()
             pause = min(2 * pause, longest)
             if not threading.main_thread().is_alive():
-                deadline = min(deadline, time.monotonic() + EXIT_PATIENCE_S)
+                deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT_S)
         raise self._failure(
             f"no {what} from rank {name_ranks(missing())} within "
             f"{self.context.timeout_s:g} s{problem}. Every rank has to call save(), at the same "
@@ -334,7 +334,7 @@ class Staging:
         return RankPart.from_json((self.folder / f"part-{rank}.json").read_text())
 
     def failure(self, names: Container[str], ranks: Iterable[int]) -> str | None:
-        """Say which of the ranks gave up, and why; None if none of them did.
+        """Return which of the ranks gave up, and why; None if none of them did.
 
         Args:
             names: What is in the folder.

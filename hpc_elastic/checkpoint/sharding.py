@@ -5,7 +5,7 @@ Every rank sees the same names and global shapes, so all come to the same decisi
 - A plain tensor is taken to be the same on all ranks (DDP). The bytes of all plain tensors, laid
   end to end in the order of their names, are cut into as many equal shares as there are ranks; a
   cut falls between two rows of a tensor. So each rank writes its share, and none writes twice.
-- A DTensor (FSDP2, tensor parallel, any mesh) is written where it is: torch's own planner says
+- A DTensor (FSDP2, tensor parallel, any mesh) is written where it is: torch's own planner decides
   which box of the tensor this rank holds. Ranks that hold the same box, along replicated
   dimensions of the mesh, cut it among them in the same way.
 - Small tensors are written whole by the first rank that holds them: nothing is gained by
@@ -104,7 +104,7 @@ class Planner:
             The boxes, by name; none for a rank whose share is empty.
 
         Raises:
-            CheckpointError: a tensor can not be stored; says which, why, and what to do.
+            CheckpointError: a tensor cannot be stored; names it, the reason and the remedy.
         """
         structure = (
             tuple((fqn, *_structure(t)) for fqn, t in tensors.items()),
@@ -284,7 +284,7 @@ def _holders(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _are_boxes(tensor: DTensor) -> bool:
-    """Tell whether the rows of each shard lie together in the whole tensor.
+    """Return whether the rows of each shard lie together in the whole tensor.
 
     They do not always where FSDP2 shards what tensor parallelism has sharded along the same
     dimension (a placement with a ``split_factor``), unless all shards are equally large.

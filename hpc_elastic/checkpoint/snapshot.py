@@ -78,7 +78,7 @@ class Snapshots:
         """Begin to make the buffer.
 
         Args:
-            flat: The state; it says whether memory is to be pinned.
+            flat: The state; it has whether memory is to be pinned.
             num_bytes: What a snapshot will probably take.
         """
         self._buffer_for(flat).warm_up(num_bytes)
@@ -143,7 +143,7 @@ def _views(memory: mmap.mmap, layout: FileLayout) -> list[torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's memory is its bytes in order."""
+    """Return whether a tensor's memory is its bytes in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

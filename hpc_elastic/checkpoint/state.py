@@ -5,12 +5,12 @@ dicts of the user's own values. Its tensors are named by their path: ``model/0.w
 ``optimizer/state/0/exp_avg``. DistributedDataParallel is looked through, so that a checkpoint
 fits the bare module too.
 
-What is not a tensor is saved as rank 0 has it, but for the states of objects that are neither
+What is not a tensor is saved as rank 0 has it, except the states of objects that are neither
 modules nor optimizers. Such an object may have a state of its own on each rank, and one that can be
 iterated, as a data loader, is a position in the data of one rank even where all ranks have the same
 numbers. Each rank gets its own state back (`RankStates`); under another number of ranks there is no
 right one, and restoring is refused. An object whose state is the same on all ranks for any number
-of them says so: ``fits_any_world_size = True``.
+of them declares it: ``fits_any_world_size = True``.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def flatten(state: Mapping[str, object]) -> Flat:
     """Take a state apart; nothing is copied but the values.
 
     Raises:
-        ConfigError: an object is none of what a state may hold, or has in it what can not be
+        ConfigError: an object is none of what a state may hold, or has in it what cannot be
             stored; the message names its path.
     """
     flat = Flat()
@@ -363,7 +363,7 @@ def capture() -> dict[str, Any]:
     """Return the states as JSON.
 
     NumPy's is its global generator's, if NumPy has been imported; the GPUs', all that this process
-    can see, if CUDA is in use. Generators that the user made are his own to save.
+    can see, if CUDA is in use. Generators that the user made are for the script to save.
     """
     states: dict[str, Any] = {"python": _of_python(), "torch": _text(torch.get_rng_state())}
     if "numpy" in sys.modules:

@@ -35,7 +35,7 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import names_in, write_atomic
 
 LEFTOVER_AGE_S = 3600.0
-"""A staging folder of a group that nobody can tell to be over is removed after this long."""
+"""A staging folder of a group that may still run is removed after this long."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Store:
         """Make the directory, and see that it can be written.
 
         Raises:
-            ConfigError: it can not.
+            ConfigError: it cannot.
         """
         probe = self.directory / f".probe-{uuid.uuid4().hex}"
         try:
@@ -87,7 +87,7 @@ class Store:
             probe.mkdir()
             probe.rmdir()
         except OSError as e:
-            remedy = f"checkpoints can not be written there ({e.strerror}): give another directory"
+            remedy = f"checkpoints cannot be written there ({e.strerror}): give another directory"
             raise ConfigError("directory", str(self.directory), remedy) from e
 
     def commit(self, staging: Path, step: int) -> bool:
@@ -162,7 +162,7 @@ class Store:
                 self.set_aside(self.directory / name)
 
     def _is_over(self, theirs: str, mine: str, name: str) -> bool:
-        """Tell whether another group can not commit any more."""
+        """Return whether another group cannot commit any more."""
         their_record, my_record = record_of(theirs), record_of(mine)
         if their_record is not None and my_record is not None:
             return their_record < my_record  # fenced by our record
@@ -223,7 +223,7 @@ def file_problem(folder: Path, entry: FileEntry) -> str | None:
             while got := f.readinto(block):
                 checksum.update(block[:got])
     except OSError as e:
-        return f"{path} can not be read: {e.strerror}"
+        return f"{path} cannot be read: {e.strerror}"
     if f"xxh3_64:{checksum.hexdigest()}" != entry.checksum:
         return f"{path} was changed: its checksum does not match"
     return None
@@ -239,7 +239,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _rename_to_new(source: Path, target: Path) -> bool:
-    """Rename a folder unless the target is there; tell whether it was done."""
+    """Rename a folder unless the target is there; return whether it was renamed."""
     try:
         source.rename(target)
     except OSError as e:
@@ -255,7 +255,7 @@ def _rename_to_new(source: Path, target: Path) -> bool:
 
 
 _GETS_ON_S = 5.0
-"""A program's end waits no longer for removals of which none ends in this time."""
+"""A program's end waits no longer for removals if none ends in this time."""
 
 
 class Cleaner:
@@ -272,7 +272,7 @@ class Cleaner:
         self._thread: threading.Thread | None = None
         self._num_removed = 0
 
-    def begin(self, set_aside: Callable[[], object]) -> None:
+    def start_removal(self, set_aside: Callable[[], object]) -> None:
         """Begin to set things aside and to delete all that was, after what was begun before."""
         with self._lock:
             self._waiting.append(set_aside)
@@ -357,11 +357,11 @@ def plan(directory: Path, *, keep_last: int, is_over: Callable[[str], bool]) -> 
 
     Args:
         directory: Of the checkpoints.
-        keep_last: So many of the newest good ones stay; 0: none.
-        is_over: Tells whether the group with this token can not commit any more.
+        keep_last: This many of the newest good ones stay; 0: none.
+        is_over: Returns whether the group with this token cannot commit any more.
 
     Raises:
-        CheckpointError: the directory can not be read.
+        CheckpointError: the directory cannot be read.
     """
     store = Store(directory)
     try:
@@ -397,7 +397,7 @@ def leftovers(names: Iterable[str], is_over: Callable[[str], bool]) -> list[str]
 
 
 def fenced_by(last_record: int, *, run_goes_on: bool) -> Callable[[str], bool]:
-    """Return what tells whether a group of a run can not commit any more (pure).
+    """Return the function that decides whether a group of a run cannot commit any more (pure).
 
     Args:
         last_record: The number of the run's last record.
@@ -477,7 +477,7 @@ def remember(directory: Path) -> None:
         directory: The Checkpointer's, as an absolute path.
 
     Raises:
-        OSError: the run directory can not be written.
+        OSError: the run directory cannot be written.
     """
     record = fencing.own_record()
     if record is None:
@@ -493,7 +493,7 @@ def directories(run: RunDir) -> list[Path]:
     """Return the directories that hold checkpoints of a run: the customary one first.
 
     Raises:
-        OSError: the run directory, or one of them, can not be read.
+        OSError: the run directory, or one of them, cannot be read.
     """
     try:
         notes = sorted(run.saves_to.iterdir())

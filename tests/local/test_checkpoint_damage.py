@@ -1,4 +1,4 @@
-"""What is damaged is passed over; a disk that can not be written loses nothing that is there."""
+"""What is damaged is passed over; a disk that cannot be written loses nothing that is there."""
 
 import logging
 import os

@@ -128,7 +128,7 @@ def test_an_export_of_what_is_not_there_is_refused(run, tmp_path, capsys, argume
 
 
 def test_an_export_to_nowhere_is_refused(run, tmp_path, capsys):
-    """An output that can not be written is named."""
+    """An output that cannot be written is named."""
     assert main(["export", str(run), "-o", str(tmp_path / "no/such/x.pt")]) == 1
     assert "no/such/x.pt" in capsys.readouterr().err
 
@@ -143,7 +143,7 @@ def test_an_export_does_not_replace_the_file_with_half_of_it(run, tmp_path, caps
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 1 and "can not be written" in done.stderr
+    assert done.returncode == 1 and "cannot be written" in done.stderr
     assert output.read_text() == "old"
     assert names_in(tmp_path) == ["run", "x.pt"]
 

@@ -178,7 +178,7 @@ def test_without_a_thread_a_save_is_written_at_once(tmp_path, monkeypatch, caplo
 
 
 def test_what_is_committed_has_not_failed(tmp_path, monkeypatch):
-    """Though it can not be seen which older ones are to go."""
+    """Though it cannot be seen which older ones are to go."""
     counter = Counter()
     monkeypatch.setattr(save_module.Save, "_retire", lambda _: fail(0))
     with checkpointer(tmp_path, counter) as c:
@@ -391,7 +391,7 @@ from savers import Counter, checkpointer, save_at
 from hpc_elastic.checkpoint import collectives, save
 
 if sys.argv[2] == "of two":  # the other rank is gone
-    save.EXIT_PATIENCE_S = 0.2
+    save.EXIT_TIMEOUT_S = 0.2
     collectives.RankGroup.current = lambda: collectives.RankGroup(0, 2, "p1")
 counter = Counter()
 save_at(checkpointer(Path(sys.argv[1]), counter), counter, 1)
@@ -401,7 +401,7 @@ raise SystemExit(7)
 
 @pytest.mark.parametrize(("which", "steps"), [("alone", [1]), ("of two", [])], ids=["a", "b"])
 def test_the_end_of_the_program_waits_for_a_save_but_not_for_ever(tmp_path, which, steps):
-    """A save under way is finished; one that can not be finished is given up."""
+    """A save under way is finished; one that cannot be finished is given up."""
     (tmp_path / "c").mkdir()
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), which],

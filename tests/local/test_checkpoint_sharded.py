@@ -240,5 +240,5 @@ def refuse_what_can_not_be_stored(rank: int) -> None:
 
 
 def test_partial_sums_are_refused(tmp_path):
-    """A DTensor that no rank has the values of can not be saved; the error says what to do."""
+    """A DTensor that no rank has the values of cannot be saved; the error says what to do."""
     run_ranks(refuse_what_can_not_be_stored, 2)

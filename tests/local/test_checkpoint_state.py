@@ -1,4 +1,4 @@
-"""Whatever a training has comes back exactly, in place; what can not is refused at once."""
+"""Whatever a training has comes back exactly, in place; what cannot is refused at once."""
 
 import copy
 from collections.abc import Callable
@@ -340,7 +340,7 @@ def test_parameters_come_back_as_such(tmp_path):
 
 
 def test_an_expanded_view_is_refused_before_anything_is_restored(tmp_path):
-    """Its elements are one in memory, so it can not be filled."""
+    """Its elements are one in memory, so it cannot be filled."""
     save(tmp_path, {"a": torch.ones(3), "b": torch.ones(4, 2)})
     state = {"a": torch.zeros(3), "b": torch.zeros(4, 1).expand(4, 2)}
     with pytest.raises(CheckpointError, match=r"^b is an expanded view.*clone"):

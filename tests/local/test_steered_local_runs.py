@@ -240,7 +240,7 @@ def test_a_full_disk_stops_no_cancellation_and_spoils_no_resume(tmp_path):
         eventually(lambda: runs.steps(), within_s=120)
         with full(disk):
             done = runs.call("cancel", runs.run)
-            assert "can not be written (No space left on device)" in done.stderr
+            assert "cannot be written (No space left on device)" in done.stderr
             eventually(lambda: not processes_of(disk), within_s=60)  # the launcher looks on a while
             refused = runs.call("resume", runs.run, code=1)
             assert "No space left on device" in refused.stderr, refused.stderr

@@ -6,7 +6,7 @@ Restarts     If it was not a worker's failure that broke the round, or somebody 
              meanwhile, workers' failures in it are consequences, and nothing is spent. Otherwise
              the workers failed on their own: that spends one of the run's ``max_restarts``, and
              when none is left the run fails with that failure. It fails at once when, in the very
-             first round, the user's script can not even be imported: another try would not change
+             first round, the user's script cannot even be imported: another try would not change
              that.
 
 Crash loops  ``max_failed_rounds`` such rounds in a row, none of which announced a
@@ -237,7 +237,7 @@ class FailurePolicy:
         return [Note("excluded", note), Exclude((host,), why)]
 
     def _is_excludable(self, host: str, num_left: int) -> bool:
-        """Tell whether a host is to be excluded, if so many others are left."""
+        """Return whether a host is to be excluded, if so many others are left."""
         enough = host not in self.excluded and self.strikes[host] >= STRIKES
         return enough and num_left >= self.rules.min_nodes
 

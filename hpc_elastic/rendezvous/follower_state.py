@@ -229,7 +229,7 @@ class FollowerState:
         elif self._watch.refused_since is None:
             self._watch.refused_since = now
         leader, epoch = self._record.leader, self._record.epoch
-        news = self._news(f"the leader of epoch {epoch}, {leader.task}, can not be reached: {why}")
+        news = self._news(f"the leader of epoch {epoch}, {leader.task}, cannot be reached: {why}")
         return [news, *self._inquire(refused)]
 
     def received(self, message: Message, now: float) -> list[Effect]:
@@ -408,7 +408,7 @@ class FollowerState:
 
 
 # ---- When a leader out of reach is taken for dead, so that another may be elected (pure)
-# An agent that can not reach the leader takes it for dead when
+# An agent that cannot reach the leader takes it for dead when
 #
 # - its port refused connections for ``CONFIRM_REFUSAL_S``: no such process is there any more; or
 # - Slurm says that its task does not run (the first few members ask); or
@@ -418,7 +418,7 @@ class FollowerState:
 #   that is cut off, and it keeps trying.
 #
 # That takes two reads of the lease, the second begun so long after the first had ended, and none
-# in between that differs. A lease that can not be read proves nothing, however long.
+# in between that differs. A lease that cannot be read proves nothing, however long.
 #
 # A record that does not verify counts as a leader out of reach without a lease. It is passed over
 # only if looks further apart than files may be old have found it so: until then another node may
@@ -463,7 +463,7 @@ class LeaderFailureDetector:
         self.refused_since = None
 
     def is_dead(self, liveness: HeartbeatConfig, now: float, *, damaged: bool) -> bool:
-        """Tell whether the next epoch may be claimed; ``damaged``: its record does not verify."""
+        """Return whether the next epoch may be claimed; ``damaged``: its record does not verify."""
         if not damaged and self.slurm_says_dead:
             return True
         if not damaged and self.refused_since is not None:

@@ -285,7 +285,7 @@ class GroupChange:
         return Note("scale_up_decision", {"waiting": tasks, "admit": when, "why": decision.why})
 
     def _may_leave(self, now: float) -> bool:
-        """Tell whether members under notice are to be let go at the next checkpoint."""
+        """Return whether members under notice are to be let go at the next checkpoint."""
         if not self.preempted:
             return False
         everybody = len(self.preempted) == len(self.members)
@@ -302,7 +302,7 @@ class GroupChange:
         return ", ".join(parts)
 
     def _is_pointless(self, waiting: JoinCandidates, now: float) -> bool:
-        """Tell whether newcomers have waited in vain for a checkpoint that is announced."""
+        """Return whether newcomers have waited in vain for a checkpoint that is announced."""
         if self.barrier.seen:
             return False
         since = next(iter(waiting.joined.values()))

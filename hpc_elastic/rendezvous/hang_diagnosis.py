@@ -10,9 +10,9 @@ where each stands. Who has not answered after `ANSWER_S` is judged as one that n
 Not hung    while a rank is busy with what takes long and is no step (a checkpoint of ours), or has
             returned; nor while a rank's stack *moves*: that may be a validation. A group that moves
             without a step for `PATIENCE` times the limit is hung all the same. A process that is
-            stopped by a signal, or can not be looked into, is never taken for one at work.
+            stopped by a signal, or cannot be looked into, is never taken for one at work.
 
-Blame       goes to ranks that are stopped, or can not be looked into. Else to those that are not
+Blame       goes to ranks that are stopped, or cannot be looked into. Else to those that are not
             where most of the ranks are; if some of these are in a collective and others in none, to
             those in none. Without a majority the ranks that are in a collective wait for those that
             are not. If all are at the same place, or all in collectives and no majority, the blame
@@ -33,7 +33,7 @@ from hpc_elastic.rendezvous.replica_state import Rounds
 from hpc_elastic.rendezvous.round_state import RoundPhase, RunState
 
 ANSWER_S = 20.0
-"""An agent answers within so long, or it can not."""
+"""An agent answers within so long, or it cannot."""
 PATIENCE = 10.0
 """A group that moves, but makes no step, is hung after so many times the limit."""
 _NAMED = 8
@@ -102,7 +102,7 @@ def judge(found: Sequence[tuple[Agent, RankState]], *, patient: bool) -> HangFin
 
 
 def _apart(found: Sequence[tuple[Agent, RankState]]) -> tuple[tuple[Agent, RankState], ...]:
-    """Return the ranks that are not where they should be; none or all: that can not be told."""
+    """Return the ranks that are not where they should be; none or all: that cannot be told."""
     places = Counter(_key(state) for _, state in found)
     (most, count), *_ = places.most_common(1)
     idle = tuple(f for f in found if f[1].waits_in is None)

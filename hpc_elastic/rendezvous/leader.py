@@ -340,7 +340,7 @@ class Leader:
         try:
             _, last = self._office.register.last()
         except OSError as e:
-            _log.info("whether epoch %d is over can not be read: %s", self._claim.epoch, e)
+            _log.info("whether epoch %d is over cannot be read: %s", self._claim.epoch, e)
             return False
         if not self._term.is_over and (last is None or last.epoch <= self._claim.epoch):
             work()

@@ -280,7 +280,7 @@ class LeaderState:
         return self._pending is not None and not self.fenced
 
     def is_cut_off(self, now: float) -> bool:
-        """Tell whether this leader may be the one that nobody hears."""
+        """Return whether this leader may be the one that nobody hears."""
         return self._yielding and now < self.run.not_before
 
     # ---- messages -----------------------------------------------------------------------
@@ -542,7 +542,7 @@ class HeartbeatTracker:
         return bool(self._silent or self._expected)
 
     def hears_half(self, num_members: int) -> bool:
-        """Tell whether this leader is on the side of the last round's members that may go on."""
+        """Return whether this leader is on the side of the last round's members that may go on."""
         return len(self._silent) + len(self._expected) <= num_members / 2
 
 
@@ -571,7 +571,7 @@ class LeaveRequests:
     def look(
         self, claimed: Mapping[str, float], heard: Collection[Agent]
     ) -> tuple[list[tuple[Agent, float]], list[str], list[str]]:
-        """Say what the notices ask for.
+        """Return what the notices ask for.
 
         Args:
             claimed: Notices that the leader has, by task, host or ``all``; and the seconds left.

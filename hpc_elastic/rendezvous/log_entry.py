@@ -171,7 +171,7 @@ def claim(
 
 
 def begins_anew(number: int, record: LogEntry | None) -> bool:
-    """Tell whether nobody has led yet since the run was submitted, or resumed.
+    """Return whether nobody has led yet since the run was submitted, or resumed.
 
     Args:
         number: That of the last record.
@@ -407,7 +407,7 @@ class Failure:
 
 
 def looks_like_victim(failure: Failure) -> bool:
-    """Tell whether the failure is what a worker shows when a *peer* is gone."""
+    """Return whether the failure is what a worker shows when a *peer* is gone."""
     if failure.signal in ("SIGTERM", "SIGHUP", "SIGKILL"):
         return True
     return bool(_PEER_LOST.search(failure.message))

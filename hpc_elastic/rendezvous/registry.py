@@ -36,6 +36,6 @@ def slurm_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _is_torchrun() -> bool:
-    """Tell whether this program is torchrun, and no other that uses torch elastic."""
+    """Return whether this program is torchrun, and no other that uses torch elastic."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return Path(sys.argv[0]).name == "torchrun" or getattr(spec, "name", "") == _TORCHRUN

@@ -107,7 +107,7 @@ class ReplicaState:
     # ---- events -------------------------------------------------------------------------
 
     def is_current(self, agent: Agent, message: Message) -> bool:
-        """Tell whether a report is about the round that placed the member."""
+        """Return whether a report is about the round that placed the member."""
         placement = self.placed.get(agent)
         return placement is not None and message.get("record") == placement.index
 

@@ -143,7 +143,7 @@ class Participants:
         self.expected_tasks.discard(agent.task)
 
     def is_lost(self, agent: Agent) -> bool:
-        """Tell whether an agent was lost, and has not come again."""
+        """Return whether an agent was lost, and has not come again."""
         return self.lost.get(agent.task, -1) >= agent.attempt
 
     def expect(self, members: Iterable[Agent]) -> None:
@@ -332,7 +332,7 @@ class RunState:
         return self.phase is RoundPhase.RUNNING and agent in self.ranks
 
     def is_at_work(self, agent: Agent) -> bool:
-        """Tell whether an agent is a member of the round that runs, or that was just broken."""
+        """Return whether an agent is a member of the round that runs, or that was just broken."""
         if self.is_member(agent):
             return True
         return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
@@ -562,7 +562,7 @@ class RoundState:
     # ---- events -------------------------------------------------------------------------
 
     def is_current(self, agent: Agent, message: Message) -> bool:
-        """Tell whether a report is about the last round."""
+        """Return whether a report is about the last round."""
         return bool(message.get("record") == self._index)
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:

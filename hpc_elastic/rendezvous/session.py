@@ -113,7 +113,7 @@ class Session:
 
         Raises:
             TimeoutError: no round closed in time; says what it waited for.
-            RunDirectoryError: the run directory can not be used.
+            RunDirectoryError: the run directory cannot be used.
         """
         outcome = self._heard.outcome_within(
             timeout_s, lambda: self._call(lambda: self._carry_out(self._following.join()))
@@ -447,7 +447,7 @@ class Session:
         try:
             listener = self._listener = Listener(self._candidacy.address)
         except OSError as e:  # too many open files, or the interface is down for a moment
-            _log.warning("this node can not lead, for now: %s", e)
+            _log.warning("this node cannot lead, for now: %s", e)
             await asyncio.sleep(_CLAIM_AGAIN_S)
             self._carry_out(self._following.claimed(None, time.monotonic()))
             return
@@ -481,9 +481,9 @@ class Session:
         except RunDirectoryError:
             if first:
                 raise  # it never worked here, and no other node will fare better
-            _log.exception("this node can not lead")
+            _log.exception("this node cannot lead")
         except OSError as e:
-            _log.warning("record %d can not be written: %s", record.number, e)
+            _log.warning("record %d cannot be written: %s", record.number, e)
         await asyncio.sleep(_CLAIM_AGAIN_S)
         return False
 

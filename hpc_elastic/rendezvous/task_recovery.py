@@ -56,12 +56,12 @@ class RequeueBackoff:
         self._times = self.rng.uniform(1.0, 2.0 + self.given_back)
 
     def would_return(self, agents: Iterable[Agent]) -> bool:
-        """Tell whether the tasks of all of these may go back to the queue."""
+        """Return whether the tasks of all of these may go back to the queue."""
         most = self.rules.max_requeues
         return most is None or all(agent.attempt < most for agent in agents)
 
     def is_over(self, waited_s: float) -> bool:
-        """Tell whether nodes have waited long enough."""
+        """Return whether nodes have waited long enough."""
         wait = self.rules.below_min_timeout_s
         return wait is not None and waited_s >= wait * self._times
 
@@ -73,7 +73,7 @@ class RequeueBackoff:
         return tuple(agent for agent in late if self.would_return([agent]))
 
     def is_in_vain(self, why: str | None, now: float) -> bool:
-        """Tell whether nodes have been seen to wait in vain for long enough; None: they do not."""
+        """Return whether nodes have waited for nothing for long enough; None: they do not wait so."""
         if why is None:
             self._in_vain_since = None
         elif self._in_vain_since is None:
@@ -131,7 +131,7 @@ class RequeueBackoff:
 #
 # A task that was to be brought back and has not moved for ``GIVE_UP_S`` has ended for good.
 #
-# A task may fail before its agent joins: its node can not write its log, lacks the Python
+# A task may fail before its agent joins: its node cannot write its log, lacks the Python
 # environment, or has no memory left. Slurm then calls it FAILED, or holds it for good. It is
 # brought back too, to start on another node (`failure_policy`), until it has failed
 # ``START_TRIES`` times in a row: what fails everywhere is no node's fault. A new leader counts
@@ -405,7 +405,7 @@ class SlurmPollSchedule:
         self.due = min(self.due, now + pause_s)
 
     def ask(self, about: object, now: float, *, gently: bool = False) -> bool:
-        """Tell whether to ask now; then the question counts as put."""
+        """Return whether to ask now; then the question counts as put."""
         if about != self.about:
             self.about, self.pause_s = about, _GENTLY_S if gently else _SLURM_FIRST_S
             self.due = now + (_GENTLY_S if gently else 0.0)
@@ -510,7 +510,7 @@ def hopeless(
     max_nodes: int,
     tried: Callable[[str], Sequence[str]] = lambda task: (),
 ) -> Failure | None:
-    """Return why min nodes can not come together any more; None while they can.
+    """Return why min nodes cannot come together any more; None while they can.
 
     Args:
         view: Slurm's word.

@@ -130,7 +130,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
         raise RendezvousGracefulExitError(f"the run has {outcome.status}")
 
     def is_closed(self) -> bool:
-        """Tell whether the run has ended."""
+        """Return whether the run has ended."""
         return self.session.verdict is not None
 
     def set_closed(self) -> None:

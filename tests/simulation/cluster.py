@@ -85,7 +85,7 @@ class Components:
     has_succeeded: Callable[[int, WorkerStatus], bool] = has_succeeded
     """How an agent judges a worker that has ended with an exit code."""
     exclusive_create: bool = True
-    """Whether a record that exists can not be created again."""
+    """Whether a record that exists cannot be created again."""
 
 
 SOUND = Components()
@@ -559,7 +559,7 @@ class AgentProcess:
         self._put(record)
 
     def _goes_by_the_lease(self, wanted: Claim) -> bool:
-        """Tell whether nothing but the leader's silence speaks for its death."""
+        """Return whether nothing but the leader's silence speaks for its death."""
         number, before = wanted.number - 1, wanted.before
         if before is None or before.number != number or before.is_vacant:
             return False

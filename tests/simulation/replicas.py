@@ -36,7 +36,7 @@ _Standing = tuple[tuple[Agent, int], ...]
 
 
 def is_member(agent: Agent, record: LogEntry) -> bool:
-    """Tell whether a record names an agent as a member that is not lost."""
+    """Return whether a record names an agent as a member that is not lost."""
     return agent in record.members and record.lost.get(agent.task, -1) < agent.attempt
 
 
@@ -122,7 +122,7 @@ class ReplicaSimulator(Simulator):
         return ReplicaMonitor(self.scenario, self.world)
 
     def _stands(self) -> bool:
-        """Tell whether all who can be members are at work, and have been for long enough."""
+        """Return whether all who can be members are at work, and have been for long enough."""
         isolated = self.env.network.isolated
         last = self.env.register.records[-1] if self.env.register.records else None
         alone = last is not None and last.leader.address == str(isolated)

@@ -116,14 +116,14 @@ class Simulator:
     # ---- progress -----------------------------------------------------------------------
 
     def _is_well(self) -> bool:
-        """Tell whether all that must come to pass in the calm has come to pass."""
+        """Return whether all that must come to pass in the calm has come to pass."""
         if self.env.register.records and self.env.register.records[-1].ending is not None:
             heard = not any(n.lives for n in self.env.nodes)
             return heard and (self.monitor.is_published or all(n.ended for n in self.env.nodes))
         return not self._is_enough() or (self._stands() and self._is_told_of())
 
     def _stands(self) -> bool:
-        """Tell whether the last round has stood for long enough, whole."""
+        """Return whether the last round has stood for long enough, whole."""
         work = next((w for w in reversed(self.env.works.values()) if w.is_whole), None)
         if work is None or work is not self._standing or self._is_any_left_behind(work):
             self._standing, self._stands_since = work, self.world.now
@@ -135,19 +135,19 @@ class Simulator:
         return True
 
     def _is_told_of(self) -> bool:
-        """Tell whether the status is the last leader's, and no node has an open notice."""
+        """Return whether the status is the last leader's, and no node has an open notice."""
         shown, last = self.env.shared.shown, self.env.register.records[-1]
         isolated = last.leader.address == str(self.env.network.isolated)
         told = shown is not None and shown["epoch"] == last.epoch
         return told and (isolated or not any(map(self.env.is_named_alive, self.env.shared.notices)))
 
     def _is_any_left_behind(self, standing: Work) -> bool:
-        """Tell whether an agent still has workers in another round than the one that stands."""
+        """Return whether an agent still has workers in another round than the one that stands."""
         agents = [n.agent for n in self.env.nodes if n.agent is not None and not n.agent.over]
         return any(a.work is not None and a.work is not standing for a in agents)
 
     def _is_enough(self) -> bool:
-        """Tell whether at least min nodes that reach each other live, or will again."""
+        """Return whether at least min nodes that reach each other live, or will again."""
         reachable = [
             n for n in self.env.nodes if n.slot != self.env.network.isolated and not n.ended
         ]

@@ -414,7 +414,7 @@ class Register:
         storage: Where they are.
         monitor: Checks what they say.
         procedures: How they are found and created.
-        exclusive: Whether a number that is taken can not be taken again; False: a planted bug.
+        exclusive: Whether a number that is taken cannot be taken again; False: a planted bug.
     """
 
     def __init__(
@@ -580,7 +580,7 @@ class NodeRegister:
             self.mount.remove_behind(self.rdzv, staged)
 
     def exists(self, number: int) -> bool:
-        """Tell whether a record is there, as far as memory goes."""
+        """Return whether a record is there, as far as memory goes."""
         return self.mount.find(self.rdzv, ("record", number)) is not None
 
     def remove_staged(self) -> None:

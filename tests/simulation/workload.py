@@ -102,7 +102,7 @@ class Rank:
         """The last step that it has come to."""
         self.doing = Doing.STEPPING
         self.is_blocked = False
-        """Whether it can not go on before others have made a step."""
+        """Whether it cannot go on before others have made a step."""
         self.waits_since = 0.0
         self.page = Page(self)
         self.work = work

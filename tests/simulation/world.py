@@ -218,7 +218,7 @@ class Network:
         return self._longest_delay_s * self.world.rng.random()
 
     def is_cut(self, a: Host, b: Host) -> bool:
-        """Tell whether nothing gets from one node to the other."""
+        """Return whether nothing gets from one node to the other."""
         if a is b:
             return False
         if self.isolated is not None and self.isolated in (a.slot, b.slot):
@@ -226,7 +226,7 @@ class Network:
         return bool(self._cuts) and bool(self._cuts.get(_pair(a, b)))
 
     def is_any_cut(self, hosts: list[Host]) -> bool:
-        """Tell whether two of these do not reach each other."""
+        """Return whether two of these do not reach each other."""
         if self.isolated is None and not any(self._cuts.values()):
             return False
         return any(self.is_cut(a, b) for a in hosts for b in hosts)

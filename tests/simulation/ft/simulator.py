@@ -89,7 +89,7 @@ class Simulator:
         return [g for g in self.env.groups if not g.is_over and not g.is_done]
 
     def _is_well(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
-        """Tell whether all that live are in one quorum and have made steps there."""
+        """Return whether all that live are in one quorum and have made steps there."""
         live = self._live()
         if any(map(self.env.is_named_alive, self.env.shared.notices)):
             return False

@@ -73,7 +73,7 @@ class RequeueBackoff:
         return tuple(agent for agent in late if self.would_return([agent]))
 
     def is_in_vain(self, why: str | None, now: float) -> bool:
-        """Return whether nodes have waited for nothing for long enough; None: they do not wait so."""
+        """Return whether nodes have waited for nothing for long enough; None: they have not."""
         if why is None:
             self._in_vain_since = None
         elif self._in_vain_since is None:

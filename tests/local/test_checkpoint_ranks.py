@@ -147,7 +147,7 @@ def one_skips(rank: int, folder: Path, threads: bool) -> list[str]:
             m.setattr(threading.Thread, "start", no_thread)
         said.append(str(c.save(2)))
     if busy:
-        c._save.end()
+        c._save.finish()
         c._save = None
     said.append(outcome(c))
     c.save(3)

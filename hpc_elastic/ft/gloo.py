@@ -60,11 +60,10 @@ class ProcessGroupGloo(reconfigurable.ReconfigurableProcessGroup):
     def _build_group(
         self, task: reconfigurable.CancellableTask[LiveGroup], place: MemberPlace
     ) -> LiveGroup:
-        where = reconfigurable.parse_store_addr(place.store_addr)
-        client = reconfigurable.connect_store(where, task)
-        store = reconfigurable.AbortableStore(client, where.prefix, place.world_size, task)
+        store = reconfigurable.AbortableStore(place, task)
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-        own = {"interface": interface} if interface else {"hostname": _own_address(where.host)}
+        host = store.address.host
+        own = {"interface": interface} if interface else {"hostname": _own_address(host)}
         options: Any = TorchGloo._Options()  # type: ignore[attr-defined]
         options._devices = [TorchGloo.create_device(**own, lazy_init=False)]
         options._timeout = _CONNECT

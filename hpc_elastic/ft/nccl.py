@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as TorchProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, Work
+from torch.distributed.distributed_c10d import Work
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft import reconfigurable
@@ -82,10 +82,8 @@ class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
     ) -> LiveGroup:
         from torch.distributed import ProcessGroupNCCL as TorchNCCL
 
-        where = reconfigurable.parse_store_addr(place.store_addr)
-        client = reconfigurable.connect_store(where, task)
         # Wait until all members have come, since NCCL's own waiting cannot be interrupted.
-        store = reconfigurable.AbortableStore(client, where.prefix, place.world_size, task)
+        store = reconfigurable.AbortableStore(place, task)
         store.set(f"here/{place.rank}", b"1")
         for rank in range(place.world_size):
             store.get(f"here/{rank}")
@@ -95,8 +93,7 @@ class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
         options._timeout = _NEVER
         reconfigurable.name_group(options, place)
         # NCCL keeps its store for later communicators, and so gets one that outlives the task.
-        kept = PrefixStore(where.prefix, client)
-        backend = TorchNCCL(kept, place.rank, place.world_size, options)
+        backend = TorchNCCL(store.lasting, place.rank, place.world_size, options)
         backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         group = NCCLGroup(place, backend, WorkWatchdog(lambda why: self.abort(why=why)))
         group.set_timeout(self._timeout)

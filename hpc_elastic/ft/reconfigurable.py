@@ -349,28 +349,29 @@ class AbortableStore(Store):
     """The store of one group, for torch's constructors: its waits end with a task.
 
     Attributes:
+        address: Where it is.
         values: What the members wrote, by key, as far as this member has read or written it.
+        lasting: The same store without the end of the task.
     """
 
-    def __init__(
-        self, store: TCPStore, prefix: str, num_ranks: int, task: CancellableTask[Any]
-    ) -> None:
+    def __init__(self, place: MemberPlace, task: CancellableTask[Any]) -> None:
         super().__init__()
+        self.address = parse_store_addr(place.store_addr)
         self.values: dict[str, bytes] = {}
-        self._store = PrefixStore(prefix, store)
-        self._num_ranks = num_ranks
+        self.lasting = PrefixStore(self.address.prefix, connect_store(self.address, task))
+        self._num_ranks = place.world_size
         self._task = task
 
     def set(self, key: str, value: bytes | str) -> None:
         """Write a value."""
         self._task.check()
         self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, value)  # type: ignore[arg-type]
+        self.lasting.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""
         self.wait([key])
-        value = self._store.get(key)
+        value = self.lasting.get(key)
         self.values[key] = value
         return value
 
@@ -380,7 +381,7 @@ class AbortableStore(Store):
         delay_s, polls = _SHORTEST_S, 0
         while True:
             self._task.check()
-            if self._store.check(keys):
+            if self.lasting.check(keys):
                 return
             if polls % _POLLS_PER_REPORT == 0:
                 missing = ", ".join(keys)
@@ -395,11 +396,11 @@ class AbortableStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
-        return self._store.check(keys)
+        return self.lasting.check(keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
-        return self._store.add(key, amount)
+        return self.lasting.add(key, amount)
 
 
 def _new_client(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpc_elastic.worker.reporting import own_page, pause_after
+from hpc_elastic.worker.reporting import own_page
 from hpc_elastic.worker.shared_page import CheckpointPoll, SharedPage
 
 _FIRST_AFTER_S = 30.0
@@ -116,8 +116,6 @@ class PeriodDecision:
             yes = period.is_due(step) or self._is_time_alone(period, now)
         else:
             polled = self._page.poll_checkpoint(step)
-            if polled is CheckpointPoll.SAVE_AND_PAUSE:
-                pause_after(step)
             yes = polled is not CheckpointPoll.NONE or period.is_due(step)
             if not yes and self._is_first:
                 self._want(self._page, period, now)

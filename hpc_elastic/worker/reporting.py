@@ -28,7 +28,6 @@ class _Reporter:
         self.opened = False
         self.by_user = False
         self.save_is_last = False
-        self.pause_step: int | None = None
         self.when_returned: list[Callable[[], object]] = []
 
     def find_page(self) -> SharedPage | None:
@@ -106,18 +105,14 @@ def save_is_last(yes: bool) -> None:
     _reporter.save_is_last = yes
 
 
-def pause_after(step: int) -> None:
-    """Record that the group changes at a step: all ranks have agreed to save there, and to stay."""
-    _reporter.pause_step = step
-
-
 def save_is_urgent(step: int) -> bool:
     """Return whether the checkpoint of a step has to be committed before anything else is done.
 
     The group changes there, or this worker's node is left and the state with it. The same on all
     ranks.
     """
-    return _reporter.save_is_last or _reporter.pause_step == step
+    page = own_page()
+    return _reporter.save_is_last or (page is not None and page.changes_group_at(step))
 
 
 def when_returned(then: Callable[[], object]) -> None:

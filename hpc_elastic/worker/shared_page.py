@@ -211,7 +211,7 @@ class SharedPage:
 
     def _await_request(self, new_steps: range, request: int) -> CheckpointPoll:
         """Wait while a request for one of these steps is not confirmed; none was polled before."""
-        until, step = time.monotonic() + LONGEST_WAIT_S, new_steps[-1] if new_steps else 0
+        until, step = time.monotonic() + LONGEST_WAIT_S, new_steps.stop - 1
         while _step_of(request) in new_steps:
             number = _number_of(request)
             self._numbers[_WAITING] = number
@@ -263,6 +263,14 @@ class SharedPage:
     def pauses_at(self, step: int) -> bool:
         """Return whether the worker is to stay at the checkpoint of a step (worker)."""
         return self._pause_request(step) != 0
+
+    def changes_group_at(self, step: int) -> bool:
+        """Return whether `poll_checkpoint` has found `CheckpointPoll.SAVE_AND_PAUSE` at a step.
+
+        It stays so while the worker is at that step: no later request is confirmed before all
+        workers have passed it.
+        """
+        return self._numbers[_AGREED] == step and bool(self._numbers[_CONFIRMED] & 1)
 
     def _pause_request(self, step: int) -> int:
         """Return the number of the request to stay at a checkpoint; 0 if there is none."""

@@ -12,7 +12,6 @@ from near_memory import fill, nodes, parts_of
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 from hpc_elastic.checkpoint.store import Store, verify
-from hpc_elastic.worker import reporting
 from hpc_elastic.worker.shared_page import (
     DIRECTORY_VARIABLE,
     CheckpointPoll,
@@ -61,7 +60,6 @@ def save_where_agreed(rank: int, folder: str, asynchronous: bool) -> list[int]:
     request = CheckpointRequest(5, 2, confirmed=True, pause=True)
     page.request_checkpoint(request)
     assert page.poll_checkpoint(2) is CheckpointPoll.SAVE_AND_PAUSE
-    reporting.pause_after(2)
     with ThreadPoolExecutor(1) as pool:
         saved = pool.submit(ckpt.save, 2)
         eventually(lambda: page.read().paused == 5)

@@ -237,7 +237,7 @@ class FailurePolicy:
         return [Note("excluded", note), Exclude((host,), why)]
 
     def _is_excludable(self, host: str, num_left: int) -> bool:
-        """Return whether a host is to be excluded, if so many others are left."""
+        """Return whether a host is to be excluded; ``num_left`` hosts remain without it."""
         enough = host not in self.excluded and self.strikes[host] >= STRIKES
         return enough and num_left >= self.rules.min_nodes
 

@@ -302,7 +302,7 @@ class GroupChange:
         return ", ".join(parts)
 
     def _is_pointless(self, waiting: JoinCandidates, now: float) -> bool:
-        """Return whether newcomers have waited in vain for a checkpoint that is announced."""
+        """Return whether no checkpoint was announced for the whole time that newcomers wait."""
         if self.barrier.seen:
             return False
         since = next(iter(waiting.joined.values()))
@@ -325,17 +325,15 @@ class GroupChange:
         if is_needed and not self._is_needed:
             agreement.hurry()
         self._is_needed = is_needed
-        if finishing:
-            withdrawn = agreement.withdraw(now)
-            self._is_wanted = self._is_wanted and withdrawn is None
-            return [] if withdrawn is None else self._send(None)
-        is_late = agreement.is_late(now)
-        if is_late or not (is_needed or self._is_wanted):
+        if finishing or agreement.is_late(now) or not (is_needed or self._is_wanted):
             is_unanswered = is_needed and agreement.step == 0 and agreement.furthest is None
             withdrawn = agreement.withdraw(now)
-            if is_unanswered:
+            if withdrawn is None:
+                return []
+            if is_unanswered and not finishing:
                 return self._send_agreed(withdrawn)
-            return [] if withdrawn is None else self._send(None)
+            self._is_wanted = self._is_wanted and not finishing
+            return self._send(None)
         return [] if self._pauses_next else self._begin_agreement(now)
 
     def _begin_agreement(self, now: float) -> list[Effect]:

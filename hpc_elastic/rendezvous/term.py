@@ -202,6 +202,9 @@ class SharedFiles(Protocol):
     def claim_notice(self, epoch: int, name: str) -> None:
         """Move a notice into the folder."""
 
+    def forget_absence(self, name: str) -> None:
+        """Drop the memory that a notice is absent; see `shared_files.forget_absence`."""
+
     def claimed_notices(self, epoch: int) -> Mapping[str, float]:
         """Return the notices in the folder, and the seconds that each leaves."""
 
@@ -308,12 +311,21 @@ class TermFolder:
             yield from self.enter()
         for name in new:
             try:
-                yield partial(self._files.claim_notice, self.epoch, name)
+                yield from self._claim(name)
             except FileNotFoundError:  # withdrawn meanwhile, or the folder is gone
                 yield from self.enter()
         if new:
             self._claimed = claimed = yield partial(self._files.claimed_notices, self.epoch)
         return {name: left_s for name, left_s in claimed.items() if name not in self._confirmed}
+
+    def _claim(self, name: str) -> Steps[None]:
+        """Claim a notice that a listing has shown, though this client may remember it as absent."""
+        claim = partial(self._files.claim_notice, self.epoch, name)
+        try:
+            yield claim
+        except FileNotFoundError:
+            yield partial(self._files.forget_absence, name)
+            yield claim
 
 
 def _last_word(status: Message | None) -> list[Message]:
@@ -407,12 +419,11 @@ class RunFiles:
 
     def claim_notice(self, epoch: int, name: str) -> None:
         """Rename it into the folder."""
-        notice = self.run.notices / name
-        try:
-            notice.rename(self._notice(epoch, name))
-        except FileNotFoundError:
-            forget_absence(notice)  # a listing has shown it
-            notice.rename(self._notice(epoch, name))
+        (self.run.notices / name).rename(self._notice(epoch, name))
+
+    def forget_absence(self, name: str) -> None:
+        """Make the client ask the server about the notice."""
+        forget_absence(self.run.notices / name)
 
     def claimed_notices(self, epoch: int) -> dict[str, float]:
         """Read what is claimed."""

@@ -775,12 +775,11 @@ class NodeFiles:
 
     def claim_notice(self, epoch: int, name: str) -> None:
         """Rename it into the folder."""
-        notice, target = (self._storage.notices, (name,)), (self._folder(epoch), (name,))
-        try:
-            self.mount.rename(notice, target)
-        except FileNotFoundError:
-            self.mount.forget_absence(*notice)
-            self.mount.rename(notice, target)
+        self.mount.rename((self._storage.notices, (name,)), (self._folder(epoch), (name,)))
+
+    def forget_absence(self, name: str) -> None:
+        """Make the client ask the server about the notice."""
+        self.mount.forget_absence(self._storage.notices, (name,))
 
     def claimed_notices(self, epoch: int) -> Mapping[str, float]:
         """List the folder."""

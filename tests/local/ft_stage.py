@@ -39,7 +39,7 @@ PLACES = ("quorum", "allreduce", "commit")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens: `HARD` or `SOFT`, so many seconds after the begin, for so long.
+    """What happens: `HARD` or `SOFT`, ``at_s`` seconds after the start, for ``length_s``.
 
     Attributes:
         slot: Which replica it is about; "join" has none: the last slot's first process starts.

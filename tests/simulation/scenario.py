@@ -41,7 +41,7 @@ class Training:
     asks: bool
     """Whether the script polls whether all ranks are to save."""
     poll_every: int
-    """It polls every so many steps."""
+    """It polls at the multiples of this step."""
     save_s: float
     """A checkpoint takes so long at most."""
     wants_every_s: float | None

@@ -261,7 +261,7 @@ TOLD = {
         [event(10.0, "warm_worker_died", 1, host="node1", why="SIGKILL")],
         "the warm worker of node1 ended by itself (SIGKILL): the next restart takes longer "
         "there"),
-    "a checkpoint that can not be written": (
+    "a checkpoint that cannot be written": (
         [event(10.0, "checkpoint_failed", step=20,
                why="step 20 was not written: the disk is full")],
         "step 20 was not written: the disk is full; the training goes on"),

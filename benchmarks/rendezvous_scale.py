@@ -7,7 +7,7 @@ Real sockets on this machine, 127.0.0.1. For both, min nodes = max nodes = N, an
 "all agents go", before they connect, until the last of them has its rank.
 
 - hpc_elastic: our leader in one process, N light agents in another (`rendezvous_scale/agents.py`);
-  heartbeats, events, status and records as in a run, but no store for the workers is started.
+  heartbeats, events, status and entries as in a run, but no store for the workers is started.
   *again*: from the loss of one node, which comes back at once as a new attempt, until all, who were
   told to stop, have joined again and have their new ranks.
 - c10d: N threads of DynamicRendezvousHandler in ``--peer-processes`` processes, and one TCPStore

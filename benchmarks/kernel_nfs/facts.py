@@ -50,19 +50,19 @@ def split(run: str) -> list[str]:
     """Return what shows that two have led at a time; [] if nothing does."""
     leaders: dict[int, set[str]] = defaultdict(set)
     numbers, found = [], []
-    for path in sorted((Path(run) / "rdzv").glob("record.*.json"), key=_number):
-        record = json.loads(json.loads(path.read_text())["record"])
-        leaders[record["epoch"]].add(f"{record['leader']['task']}/{record['leader']['attempt']}")
-        numbers.append(record["epoch"])
-    found += [f"epoch {e} is led by {sorted(who)}" for e, who in leaders.items() if len(who) > 1]
+    for path in sorted((Path(run) / "rdzv").glob("entry.*.json"), key=_number):
+        entry = json.loads(json.loads(path.read_text())["entry"])
+        leaders[entry["term"]].add(f"{entry['leader']['task']}/{entry['leader']['attempt']}")
+        numbers.append(entry["term"])
+    found += [f"term {e} is led by {sorted(who)}" for e, who in leaders.items() if len(who) > 1]
     if numbers != sorted(numbers):
-        found.append(f"epochs go back: {numbers}")
+        found.append(f"terms go back: {numbers}")
     if not numbers:
-        found.append("there are no records")
+        found.append("there are no entries")
     last, late = 0, 0
     for line in (Path(run) / "progress.jsonl").read_text().splitlines():
         try:
-            term = int(json.loads(line).get("epoch") or 0)
+            term = int(json.loads(line).get("term") or 0)
         except ValueError:
             continue  # cut short by the end of its writer
         late += term < last

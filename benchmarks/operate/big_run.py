@@ -75,7 +75,7 @@ class History:
         for slot in self._attempts:
             self._node(self._start, slot)
             self._event(self._start + 0.8, "joined", slot, host=f"node{slot}")
-        self._event(self._start + 0.5, "leader", 0, epoch=1)
+        self._event(self._start + 0.5, "leader", 0, term=1)
         self._form(self._start + 1, set(self._attempts), 0)
         spacing = (self.end - self._start) / (self._plan.num_faults + 1)
         for number in range(1, self._plan.num_faults + 1):
@@ -126,7 +126,7 @@ class History:
             for s, a in made.members.items()
         ]
         self._event(
-            time, "round", 0, number=made.number, record=made.number, epoch=1, nodes=len(members),
+            time, "round", 0, number=made.number, index=made.number, term=1, nodes=len(members),
             world_size=len(members), members=members, restarts=self.restarts,
         )  # fmt: skip
         for slot, attempt in made.members.items():
@@ -195,7 +195,7 @@ def progress(history: History, plan: Plan) -> Iterator[Event]:
             formed = ahead.pop(0)
         step, nodes = history.step_at(time), len(formed.members)
         yield {
-            "time": time, "phase": "training", "round": formed.number, "epoch": 1, "nodes": nodes,
+            "time": time, "phase": "training", "round": formed.number, "term": 1, "nodes": nodes,
             "world_size": nodes, "step": step, "total_steps": None, "samples": step * 64,
             "loss": 1.0 / (1 + step), "blocked_s": 0.1, "steps_per_s": STEPS_PER_S,
             "checkpoint": step - step % SAVED_EVERY, "samples_per_s": 64 * STEPS_PER_S,

@@ -87,15 +87,15 @@ class LightAgent:
         for effect in effects:
             match effect:
                 case ReadLog():
-                    record, lease = self.group.record, self.group.lease()
+                    entry, lease = self.group.entry, self.group.lease()
                     now = time.monotonic()
-                    self._carry_out(self.following.looked(record.number, record, lease, now))
-                case Connect(record):
-                    self._task = asyncio.create_task(self._follow(record))
+                    self._carry_out(self.following.looked(entry.index, entry, lease, now))
+                case Connect(entry):
+                    self._task = asyncio.create_task(self._follow(entry))
                 case Disconnect():
                     self.die()
                 case SendToLeader(message) if self.stream is not None:
-                    is_beat = message["type"] == "beat"
+                    is_beat = message["type"] == "heartbeat"
                     self.stream.send({**message, "progress": _PROGRESS} if is_beat else message)
                 case Deliver(message):
                     self._hear(message)
@@ -111,11 +111,11 @@ class LightAgent:
             self.group.waiting.add(self)
             self._carry_out(self.following.join())
 
-    async def _follow(self, record: LogEntry) -> None:
-        where, hello = record.leader, asdict(self.me)
+    async def _follow(self, entry: LogEntry) -> None:
+        where, hello = entry.leader, asdict(self.me)
         self.group.tries += 1
         try:
-            self.stream = await connect(where.address, where.port, SECRET, record.epoch, hello)
+            self.stream = await connect(where.address, where.port, SECRET, entry.term, hello)
         except OSError as e:
             refused, why = isinstance(e, ConnectionRefusedError), type(e).__name__
             now = time.monotonic()
@@ -137,8 +137,8 @@ class LightAgent:
 class Group:
     """All agents of a run."""
 
-    def __init__(self, record: LogEntry, size: int, folder: Path) -> None:
-        self.record = record
+    def __init__(self, entry: LogEntry, size: int, folder: Path) -> None:
+        self.entry = entry
         self.liveness = liveness(size)
         self._register = DecisionLog(RunDir(folder).rdzv, SECRET)
         self.tries = 0
@@ -194,7 +194,7 @@ class Group:
 
     def lease(self) -> int | None:
         """Return what shows that the leader lives."""
-        return self._register.lease(self.record.epoch)
+        return self._register.lease(self.entry.term)
 
     def check(self) -> None:
         """See whether everybody has a rank."""
@@ -222,15 +222,15 @@ def _tcp_bytes(connection: socket.socket) -> tuple[int, int]:
     return _TCP_INFO_BYTES.unpack(info)
 
 
-def follow(pipe: Connection, size: int, record: LogEntry, folder: Path) -> None:
+def follow(pipe: Connection, size: int, entry: LogEntry, folder: Path) -> None:
     """Be ``size`` agents; form and form again, each when told to, until the pipe closes."""
     allow_files(size)
     gc.disable()  # each agent has a process of its own in a real run
-    asyncio.run(_follow(pipe, size, record, folder))
+    asyncio.run(_follow(pipe, size, entry, folder))
 
 
-async def _follow(pipe: Connection, size: int, record: LogEntry, folder: Path) -> None:
-    group = Group(record, size, folder)
+async def _follow(pipe: Connection, size: int, entry: LogEntry, folder: Path) -> None:
+    group = Group(entry, size, folder)
     pipe.send("ready")
     while await asyncio.to_thread(_told, pipe):
         pipe.send(await (group.form_again() if group.tries else group.form()))

@@ -76,7 +76,7 @@ class World:
 def lead(pipe: Connection, size: int, folder: Path) -> None:
     """Lead a group of ``size`` nodes, exactly, until the pipe closes.
 
-    Sends the leader's record first; then, whenever it is asked, the processor seconds used so far.
+    Sends the leader's entry first; then, whenever it is asked, the processor seconds used so far.
     """
     allow_files(size)
     asyncio.run(_lead(pipe, size, folder))
@@ -85,12 +85,12 @@ def lead(pipe: Connection, size: int, folder: Path) -> None:
 async def _lead(pipe: Connection, size: int, folder: Path) -> None:
     office = _office(size, folder)
     listener = Listener(ADDRESS)
-    record = _claim(office.register, listener.port)
-    leader = Leader(office, record, listener)
+    entry = _claim(office.register, listener.port)
+    leader = Leader(office, entry, listener)
     leader.lead()
     over = asyncio.Event()
     asyncio.get_running_loop().add_reader(pipe.fileno(), _tell_cpu, pipe, over)
-    pipe.send(record)
+    pipe.send(entry)
     await over.wait()
     await leader.stop(linger_s=0.0)
 
@@ -124,6 +124,6 @@ def _office(size: int, folder: Path) -> LeaderContext:
 
 def _claim(register: DecisionLog, port: int) -> LogEntry:
     here = Endpoint(ADDRESS, port, member(0).task, 0)
-    record = claim(1, None, here, time.time())
-    assert register.create(record)
-    return record
+    entry = claim(1, None, here, time.time())
+    assert register.create(entry)
+    return entry

@@ -225,8 +225,8 @@ class ElasticAgent(LocalElasticAgent):
         self._filled, self._started_at = False, time.monotonic()
         self._listen(list(self.pages.values()))
         os.environ[ROUND_VARIABLE] = str(self._round.number)
-        record = fencing.record_path(self._workplace.run.rdzv, self._round.record)
-        os.environ[fencing.VARIABLE] = str(record)
+        entry = fencing.entry_path(self._workplace.run.rdzv, self._round.index)
+        os.environ[fencing.VARIABLE] = str(entry)
         if self._workplace.replica is not None:
             os.environ.update(self._workplace.replica.environment(self._round))
             self._workplace.replica.expect_workers()

@@ -9,7 +9,7 @@ The
              latter is shared, so a full one is only reported.
 Clock        It differs from the shared file system's by at most `SKEW_S`.
 
-The run's tasks avoid a node that fails (excluded.json), and its task goes back to the queue.
+The run's tasks avoid a node that fails (excluded_nodes.json), and its task goes back to the queue.
 """
 
 from __future__ import annotations

@@ -250,5 +250,5 @@ def lacking_room(
 
 def _run_secret() -> bytes:
     """Return the secret of the run; nothing outside of one."""
-    record = fencing.own_record()
+    record = fencing.own_entry()
     return RunDir(record.parent.parent).secret.read_bytes() if record else b""

@@ -396,17 +396,17 @@ def leftovers(names: Iterable[str], is_over: Callable[[str], bool]) -> list[str]
     )
 
 
-def fenced_by(last_record: int, *, run_goes_on: bool) -> Callable[[str], bool]:
+def fenced_by(last_index: int, *, run_goes_on: bool) -> Callable[[str], bool]:
     """Return the function that decides whether a group of a run cannot commit any more (pure).
 
     Args:
-        last_record: The number of the run's last record.
+        last_index: The index of the run's last log entry.
         run_goes_on: Whether a task of the run may be there.
     """
 
     def is_over(token: str) -> bool:
         record = record_of(token)
-        return not run_goes_on or (record is not None and record < last_record)
+        return not run_goes_on or (record is not None and record < last_index)
 
     return is_over
 
@@ -479,7 +479,7 @@ def remember(directory: Path) -> None:
     Raises:
         OSError: the run directory cannot be written.
     """
-    record = fencing.own_record()
+    record = fencing.own_entry()
     if record is None:
         return
     run = RunDir(record.parent.parent)

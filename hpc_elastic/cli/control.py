@@ -235,7 +235,7 @@ def prune_command(
     files.load()
     folder = directory or _only_directory(files)
     try:
-        last = fencing.last_record(files.rdzv)
+        last = fencing.last_index(files.rdzv)
     except OSError as e:
         raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
     is_over = store.fenced_by(last, run_goes_on=_goes_on(run))

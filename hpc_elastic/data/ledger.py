@@ -298,7 +298,7 @@ def _find_origin() -> _Origin | None:
 
     ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
     """
-    record = fencing.own_record()
+    record = fencing.own_entry()
     if record is None:
         return None
     run = record.parent.parent

@@ -462,7 +462,7 @@ def _notice(evidence: Evidence) -> Finding:
     why = "`scancel --signal` and --signal in launcher.sbatch ask a run to save and leave a node"
     missed = [evidence.name(i) for i, t in evidence.notices.items() if t[AGENT] is None]
     if missed:
-        remedy = "use a file instead: `touch RUN/notice/NODE`; is srun a wrapper of the site?"
+        remedy = "use a file instead: `touch RUN/preempt/NODE`; is srun a wrapper of the site?"
         return fail(check, f"{name} did not reach the task on {', '.join(missed)}", why, remedy)
     slowest = max(t for times in evidence.notices.values() if (t := times[AGENT]) is not None)
     alone = any(times[WORKER] is None for times in evidence.notices.values())

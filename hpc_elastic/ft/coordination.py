@@ -251,7 +251,7 @@ class Lighthouse:
         if message["type"] == "ft":
             self._send_all(self._state.on_message(name, messages.unpack(message["message"]), now))
         else:
-            connection.send({"type": "beat"})
+            connection.send({"type": "heartbeat"})
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """Handle the end of a connection."""

@@ -40,7 +40,7 @@ scratch.
 
 A new lighthouse
 ----------------
-It knows only which groups are dead for certain. Its ids start with its epoch. Members report the
+It knows only which groups are dead for certain. Its ids start with its term. Members report the
 quorum they are in (`ReplicaStatus`), and it continues as if it had formed that: the newest, if they
 differ. A proposal of the lighthouse before may have been confirmed to some members and not to
 others. So none is withdrawn before all members have connected and answered a question: a member
@@ -94,21 +94,21 @@ class LighthouseState:
 
     def __init__(
         self,
-        epoch: int,
+        term: int,
         rules: QuorumRules = QuorumRules(),  # noqa: B008 - immutable
         *,
         lost_members: Iterable[str] = (),
     ) -> None:
-        """Start an epoch without a quorum.
+        """Start a term without a quorum.
 
         Args:
-            epoch: Higher than that of every lighthouse of this run before; at least 0.
+            term: Higher than that of every lighthouse of this run before; at least 0.
             rules: Sizes and time-outs; groups may require more members.
             lost_members: Groups known to be dead (the leader before); not waited for.
         """
         self._registry = ReplicaRegistry(rules, lost_members)
-        self._next_id = (epoch << messages.EPOCH_SHIFT) + 1
-        self._switch = StepAgreement[str](_AHEAD_S, epoch << messages.EPOCH_SHIFT)
+        self._next_id = (term << messages.TERM_SHIFT) + 1
+        self._switch = StepAgreement[str](_AHEAD_S, term << messages.TERM_SHIFT)
         self._leavers: frozenset[str] = frozenset()
         """Members that are confirmed to leave at the switch."""
         self._answered: dict[str, messages.QuorumRequest] = {}

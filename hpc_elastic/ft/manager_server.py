@@ -802,7 +802,7 @@ class LighthouseLink:
         """Send heartbeats, and drop the connection to a lighthouse that does not answer them."""
         silent_s = 0.0
         while silent_s < self._silence_s:
-            stream.send({"type": "beat"})
+            stream.send({"type": "heartbeat"})
             self._has_received = False
             pause_s = self._silence_s / _BEATS_PER_SILENCE
             await asyncio.sleep(pause_s)

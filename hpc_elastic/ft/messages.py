@@ -23,7 +23,7 @@ worker requests another quorum when
   that reaches the proposed step earlier waits for the confirmation, so all members request at the
   same step and no step fails.
 
-Quorum ids are ``epoch << EPOCH_SHIFT | count``: they always rise, also from one lighthouse to the
+Quorum ids are ``term << TERM_SHIFT | count``: they always rise, also from one lighthouse to the
 next.
 
 *State version*. A committed step makes a new version out of the last one and the quorum in which it
@@ -49,7 +49,7 @@ from typing import Any, TypeVar
 
 from hpc_elastic.errors import ConfigError
 
-EPOCH_SHIFT = 20
+TERM_SHIFT = 20
 NO_QUORUM = -1
 SOCKET_ENV = "HPC_ELASTIC_FT_SOCKET"
 """Environment variable: the socket on which the agent of a run serves its workers."""
@@ -58,7 +58,7 @@ LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 LIGHTHOUSE_PURPOSE = "lighthouse"
 """Purpose of the secret that both ends derive from the user's key."""
 LIGHTHOUSE_SESSION = 0
-"""Session epoch of every lighthouse: its clients cannot know its epoch before they connect."""
+"""Session term of every lighthouse: its clients cannot know its term before they connect."""
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 

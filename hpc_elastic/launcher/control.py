@@ -20,7 +20,7 @@ two of them, and that no task of an earlier generation can disturb it, whenever 
 
 1. No task of the run is left, and the overrides are checked.
 2. The files of a new array are written beside the old ones. No process reads them yet.
-3. The log entry that begins the new generation is created (`rendezvous.log_entry.reopen`). It
+3. The log entry that begins the new generation is created (`rendezvous.log_entry.resume_entry`). It
    fences agents and workers of earlier generations. Of two concurrent resumes, one creates it.
 4. result.json and the mark of a cancellation move to ``before-resume.<n>/``; run.json and
    settings.json describe the new generation.
@@ -54,7 +54,7 @@ from hpc_elastic.launcher.run_handle import (
     stop_s,
 )
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.log_entry import LogEntry, reopen
+from hpc_elastic.rendezvous.log_entry import LogEntry, resume_entry
 from hpc_elastic.rendezvous.term import make_term_folder
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import RunDir, RunSpec
@@ -431,7 +431,9 @@ def _prepare(
     generation = max(spec.generation, generation_before) + 1
     made = submit.make_spec(plan, 0, entry=spec.entry, run_id=spec.run_id, preemption=preemption)
     next_spec = replace(made, provenance=spec.provenance, generation=generation)
-    return Resumption(run, next_spec, settings, plan, written, reopen(index + 1, last, generation))
+    return Resumption(
+        run, next_spec, settings, plan, written, resume_entry(index + 1, last, generation)
+    )
 
 
 def _begin_generation(resumption: Resumption) -> None:
@@ -439,7 +441,7 @@ def _begin_generation(resumption: Resumption) -> None:
     run = resumption.run
     if not DecisionLog(run.rdzv, run.secret.read_bytes()).create(resumption.entry):
         raise _resumed_by_another(run)
-    make_term_folder(run, resumption.entry.epoch)
+    make_term_folder(run, resumption.entry.term)
     resumption.folder_before.mkdir(exist_ok=True)
     for file in _endings(run):
         with contextlib.suppress(FileNotFoundError):

@@ -199,7 +199,7 @@ class RunHandle:
             return None
 
     def _failure(self, result: Mapping[str, Any]) -> WorkerGroupError:
-        first, later = result.get("failure"), list(result.get("victims") or [])
+        first, later = result.get("failure"), list(result.get("secondary_failures") or [])
         lines = [f"the run failed: {self.dir}"]
         lines += [_in_full(first)] if first else ["no worker's failure was recorded"]
         for failed in later:

@@ -1,4 +1,4 @@
-"""The run's records on the shared file system: ``rdzv/record.<n>.json``, and the leaders' leases.
+"""The run's entries on the shared file system: ``rdzv/entry.<n>.json``, and the leaders' leases.
 
 What is done with them is decided in `log_entry`; here it is done to files. Everything may block for
 as long as the file system likes; callers use threads.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, carried_out, unseal
-from hpc_elastic.run.fencing import record_path, records_in
+from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, carried_out, decode_signed
+from hpc_elastic.run.fencing import entries_in, entry_path
 from hpc_elastic.shared_files import refresh, remove_behind
 from hpc_elastic.transport.auth import is_signed, sign
 
@@ -26,14 +26,14 @@ _NOT_WRITABLE = (errno.EACCES, errno.EROFS)
 
 @dataclass(frozen=True)
 class DecisionLog:
-    """The records of one run."""
+    """The entries of one run."""
 
     path: Path
     secret: bytes
 
-    def last_number(self) -> int:
-        """See `LogSteps.last_number`."""
-        return carried_out(LogSteps(self).last_number())
+    def last_index(self) -> int:
+        """See `LogSteps.last_index`."""
+        return carried_out(LogSteps(self).last_index())
 
     def last(self) -> tuple[int, LogEntry | None]:
         """See `LogSteps.last`."""
@@ -43,49 +43,49 @@ class DecisionLog:
         """See `LogSteps.look`."""
         return carried_out(LogSteps(self).look())
 
-    def create(self, record: LogEntry) -> bool:
-        """Create a record; False if its number is taken.
+    def create(self, entry: LogEntry) -> bool:
+        """Create an entry; False if its index is taken.
 
         Raises:
             RunDirectoryError: the file system has no hard links, or may not be written to.
-            OSError: it failed for now; the record may be tried again.
+            OSError: it failed for now; the entry may be tried again.
         """
         try:
-            return carried_out(LogSteps(self).create(record))
+            return carried_out(LogSteps(self).create(entry))
         except OSError as e:
             raise _explained(e, self.path) from e
 
-    def make_lease(self, epoch: int) -> Lease:
-        """Return the lease of an epoch, for its leader."""
-        return Lease(self._lease_file(epoch), self.secret, epoch)
+    def make_lease(self, term: int) -> Lease:
+        """Return the lease of a term, for its leader."""
+        return Lease(self._lease_file(term), self.secret, term)
 
     # ---- see `LogFiles` ------------------------------------------------------------------
 
-    def numbers(self) -> frozenset[int]:
-        """Return the numbers of all records, from a fresh listing."""
-        return records_in(self.path)
+    def indices(self) -> frozenset[int]:
+        """Return the indices of all entries, from a fresh listing."""
+        return entries_in(self.path)
 
-    def read(self, number: int) -> LogEntry | None:
-        """Open a record anew and return it."""
+    def read(self, index: int) -> LogEntry | None:
+        """Open an entry anew and return it."""
         try:
-            text = record_path(self.path, number).read_text()
+            text = entry_path(self.path, index).read_text()
         except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
-            return None  # damaged: its number is taken all the same
-        record = unseal(text, self.secret)
-        return record if record is not None and record.number == number else None
+            return None  # damaged: its index is taken all the same
+        entry = decode_signed(text, self.secret)
+        return entry if entry is not None and entry.index == index else None
 
-    def put(self, record: LogEntry) -> None:
-        """Write a record under another name, and link it to its own."""
-        staged = self.path / f".record.{secrets.token_hex(8)}"
+    def put(self, entry: LogEntry) -> None:
+        """Write an entry under another name, and link it to its own."""
+        staged = self.path / f".entry.{secrets.token_hex(8)}"
         try:
-            _write(staged, record.seal(self.secret))
-            os.link(staged, record_path(self.path, record.number))
+            _write(staged, entry.encode_signed(self.secret))
+            os.link(staged, entry_path(self.path, entry.index))
         finally:
             remove_behind(staged)
 
-    def lease(self, epoch: int) -> int | None:
-        """Open a lease anew; return what the leader of its epoch wrote last."""
-        file = self._lease_file(epoch)
+    def lease(self, term: int) -> int | None:
+        """Open a lease anew; return what the leader of its term wrote last."""
+        file = self._lease_file(term)
         try:
             refresh(file)
             text, _, mac = file.read_text().rpartition("|")
@@ -93,20 +93,20 @@ class DecisionLog:
             return None
         if not is_signed(self.secret, f"lease|{text}", mac):
             return None
-        of_epoch, _, beats = text.partition("|")
-        return int(beats) if int(of_epoch) == epoch else None
+        of_term, _, beats = text.partition("|")
+        return int(beats) if int(of_term) == term else None
 
-    def _lease_file(self, epoch: int) -> Path:
-        return self.path / f"lease.{epoch}"
+    def _lease_file(self, term: int) -> Path:
+        return self.path / f"lease.{term}"
 
 
 class Lease:
     """The lease of one leader. Its file stays open, so a renewal is one operation."""
 
-    def __init__(self, path: Path, secret: bytes, epoch: int) -> None:
+    def __init__(self, path: Path, secret: bytes, term: int) -> None:
         self._path = path
         self._secret = secret
-        self._epoch = epoch
+        self._term = term
         self._beats = 0
         self._fd: int | None = None
         self._is_over = False
@@ -119,7 +119,7 @@ class Lease:
             OSError: the file system does not answer.
         """
         self._beats += 1
-        text = f"{self._epoch}|{self._beats:012d}"
+        text = f"{self._term}|{self._beats:012d}"
         content = f"{text}|{sign(self._secret, f'lease|{text}')}".encode()
         with self._lock:
             try:

@@ -39,7 +39,7 @@ class SendToLeader:
 class Connect:
     """Connect to this entry's leader; report `FollowerState.connected` or `not_connected`."""
 
-    record: LogEntry
+    entry: LogEntry
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,19 @@ class ReadLog:
 class Claim:
     """Try to append entry ``number`` as the next leader; report `FollowerState.claimed`.
 
-    ``unseen``: nobody has seen the end of the leader before, which is only out of reach.
+    ``possibly_alive``: nobody has seen the end of the leader before, which is only out of reach.
     """
 
     number: int
     before: LogEntry | None
-    unseen: bool
+    possibly_alive: bool
 
 
 @dataclass(frozen=True)
 class Lead:
     """Lead: the claim was appended."""
 
-    record: LogEntry
+    entry: LogEntry
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class PublishResult:
     Its leader does, and an agent that finds the end in the log: the leader may have died before.
     """
 
-    record: LogEntry
+    entry: LogEntry
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,12 @@ class Exclude:
 class ClearHolds:
     """Let these tasks, which Slurm holds after a requeue or has ended, start soon.
 
-    ``unseen``: those of them whose end nobody has seen, each with the node where it may run still.
+    ``possibly_alive``: those of them that may still run, each with its node, since no end was seen.
     ``failed_on``: those that failed before they joined, each with the hosts where they did.
     """
 
     tasks: tuple[str, ...]
-    unseen: Mapping[str, str] = field(default_factory=dict)
+    possibly_alive: Mapping[str, str] = field(default_factory=dict)
     failed_on: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -273,7 +273,7 @@ class RoundInfo:
     """One member's place in a closed round, as it is sent: of the same size in any group."""
 
     number: int
-    record: int
+    index: int
     """The index of the entry that closed it: the group's fencing token."""
     restarts: int
     group_rank: int
@@ -296,17 +296,17 @@ def places(
         for agent in announce.requests:
             yield (
                 agent,
-                RoundInfo(entry.round, entry.number, entry.restarts, 0, 1, 0, agent.nproc, store),
+                RoundInfo(entry.round, entry.index, entry.restarts, 0, 1, 0, agent.nproc, store),
             )
         return
     *first_ranks, world_size = accumulate((m.nproc for m in members), initial=0)
     for rank, (agent, first_rank) in enumerate(zip(members, first_ranks, strict=True)):
         yield agent, RoundInfo(
-            entry.round, entry.number, entry.restarts, rank, len(members), first_rank,
+            entry.round, entry.index, entry.restarts, rank, len(members), first_rank,
             world_size, store,
         )  # fmt: skip
 
 
 def place_message(announce: Announce, agent: Agent, place: RoundInfo) -> Message:
     """Return the message that sends a member its place."""
-    return {"type": "round", "ask": announce.requests[agent], **vars(place)}
+    return {"type": "round", "request": announce.requests[agent], **vars(place)}

@@ -87,7 +87,7 @@ def strikes_of(failure: Failure) -> int:
 
 @dataclass
 class FailurePolicy:
-    """What the run has spent and suffered so far, over all epochs."""
+    """What the run has spent and suffered so far, over all terms."""
 
     rules: RoundRules
     restarts: int = 0
@@ -109,17 +109,18 @@ class FailurePolicy:
     """Hosts whose agents fell silent in the round that is to be judged."""
 
     @classmethod
-    def resume(cls, record: LogEntry, rules: RoundRules) -> FailurePolicy:
+    def resume(cls, entry: LogEntry, rules: RoundRules) -> FailurePolicy:
         """Go on from where the leader before has left off; it may have died with the round."""
-        tally = record.tally
+        counters = entry.counters
         return cls(
-            rules, restarts=record.restarts, not_counted=True, progress=tally.progress,
-            failures_without_progress=tally.fruitless, first_of_series=tally.first_of_series,
-            strikes=dict(tally.strikes), excluded=tally.excluded,
+            rules, restarts=entry.restarts, not_counted=True, progress=counters.progress,
+            failures_without_progress=counters.failures_without_progress,
+            first_of_series=counters.first_of_series,
+            strikes=dict(counters.strikes), excluded=counters.excluded,
         )  # fmt: skip
 
     def counters(self) -> FailureCounters:
-        """Return what the next record is to keep."""
+        """Return what the next entry is to keep."""
         return FailureCounters(
             self.progress,
             self.failures_without_progress,

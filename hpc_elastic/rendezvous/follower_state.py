@@ -2,13 +2,13 @@
 
 Theory of operation
 -------------------
-An agent looks at the run's last record, which names the leader, and connects to it. It *follows* as
+An agent looks at the run's last entry, which names the leader, and connects to it. It *follows* as
 long as it hears the leader; workers run only while their agent does. When the connection breaks, or
 nothing was heard for ``heartbeat_timeout_s``, its workers are to be stopped and it looks again. The
 workers of a replica (`replica_state`) go on meanwhile: their agent tells the next leader that it is
-*here*, by which record, and what it has reported of them.
+*here*, by which entry, and what it has reported of them.
 
-A leader that is dead (see `LeaderFailureDetector`) is replaced: the agent *claims* the next epoch.
+A leader that is dead (see `LeaderFailureDetector`) is replaced: the agent *claims* the next term.
 Members of the last round claim one after the other, in rank order, so that ten thousand of them do
 not fall upon the file system at once; whoever comes first has it, the others follow.
 
@@ -42,7 +42,7 @@ from hpc_elastic.rendezvous.effects import (
     SendToLeader,
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, begins_anew
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, has_no_leader
 
 _STAGGER_S, _LOOK_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 0.0001, 1.0
 _PUNCTUAL_S = 0.1
@@ -94,14 +94,14 @@ class FollowerState:
         self.joining = False
         self.liveness = liveness
         self._link = _Link.DOWN
-        self._record: LogEntry | None = None
-        """The record whose leader is followed, or was tried last."""
+        self._entry: LogEntry | None = None
+        """The entry whose leader is followed, or was tried last."""
         self._heard = now
         self._watch = LeaderFailureDetector(since=now)
         self._asks = 0
         """How often this agent has asked for a place; a round must answer the last time."""
         self._placed = 0
-        """The record number of the last round that this agent got a place in."""
+        """The entry number of the last round that this agent got a place in."""
         self._round: Message = {}
         """What it was told of that round."""
         self._told: Message | None = None
@@ -132,10 +132,10 @@ class FollowerState:
         What became of a replica's workers is told to the next leader then. Before the workers'
         end, a heartbeat tells how far they came.
         """
-        message = {"type": type_, "record": self._placed, **fields}
+        message = {"type": type_, "index": self._placed, **fields}
         if self._stays and type_ in ("finished", "failed"):
             self._told = message
-        last = self._say({"type": "beat"}) if type_ == "finished" else []
+        last = self._say({"type": "heartbeat"}) if type_ == "finished" else []
         return [*last, *self._say(message)]
 
     def notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
@@ -157,7 +157,7 @@ class FollowerState:
             return []
         reason = self._notice.reason if self._notice is not None else "asked"
         left = self._say({"type": "leave", "why": f"its node is to be left: {reason}"})
-        return [*left, *self._end({"type": "leaving", "reason": reason})]
+        return [*left, *self._end({"type": "departed", "reason": reason})]
 
     # ---- events -------------------------------------------------------------------------
 
@@ -171,42 +171,42 @@ class FollowerState:
         return self._look_if_due(now)
 
     def looked(
-        self, number: int, record: LogEntry | None, lease: int | None, now: float
+        self, number: int, entry: LogEntry | None, lease: int | None, now: float
     ) -> list[Effect]:
-        """The last record has this number, and this is the newest one that verifies."""
+        """The last entry has this number, and this is the newest one that verifies."""
         self._looking = False
         if self._over or self._claiming:
             return []
-        if record is not None and record.generation > self._generation:
+        if entry is not None and entry.generation > self._generation:
             return [Disconnect(), *self._end(_SUPERSEDED)]
-        if record is not None and record.ending is not None:
-            return [PublishResult(record), *self._end(record.ending.message)]
-        self._note_epoch(number, record, now)
+        if entry is not None and entry.ending is not None:
+            return [PublishResult(entry), *self._end(entry.ending.message)]
+        self._note_term(number, entry, now)
         self._watch.saw_lease(lease, self._asked, now)
         if self._link is _Link.UP:
-            deposed = self._record is not None and number > 0 and self._is_newer(record)
+            deposed = self._entry is not None and number > 0 and self._is_newer(entry)
             return self._lost("another agent leads", now) if deposed else []
         self._plan_look(now)
-        if begins_anew(number, record) or self._may_claim(number, record, now):
+        if has_no_leader(number, entry) or self._may_claim(number, entry, now):
             self._claiming = True
             hang_up: list[Effect] = [Disconnect()] if self._link is _Link.CONNECTING else []
             self._link = _Link.DOWN
-            return [*hang_up, Claim(number + 1, record, self._watch.refused_since is None)]
-        if record is None or record.number != number:
-            return [self._news(f"record {number} is damaged: waiting for a leader that follows it")]
+            return [*hang_up, Claim(number + 1, entry, self._watch.refused_since is None)]
+        if entry is None or entry.index != number:
+            return [self._news(f"entry {number} is damaged: waiting for a leader that follows it")]
         hang_up = list[Effect]()
-        if self._link is _Link.CONNECTING and self._is_newer(record):
+        if self._link is _Link.CONNECTING and self._is_newer(entry):
             self._link, hang_up = _Link.DOWN, [Disconnect()]
         if self._link is _Link.CONNECTING:
             return []
-        self._link, self._record = _Link.CONNECTING, record
-        return [*hang_up, Connect(record)]
+        self._link, self._entry = _Link.CONNECTING, entry
+        return [*hang_up, Connect(entry)]
 
     def blind(self, why: str, now: float) -> list[Effect]:
         """The shared file system did not answer."""
         self._looking = False
         self._plan_look(now)
-        return [] if self._link is _Link.UP else [self._news(f"no record can be read: {why}")]
+        return [] if self._link is _Link.UP else [self._news(f"no entry can be read: {why}")]
 
     def connected(self, now: float) -> list[Effect]:
         """The leader has proved who it is."""
@@ -223,13 +223,13 @@ class FollowerState:
         if self._link is not _Link.CONNECTING:
             return []
         self._link = _Link.DOWN
-        assert self._record is not None
+        assert self._entry is not None
         if not refused:
             self._watch.refused_since = None
         elif self._watch.refused_since is None:
             self._watch.refused_since = now
-        leader, epoch = self._record.leader, self._record.epoch
-        news = self._news(f"the leader of epoch {epoch}, {leader.task}, cannot be reached: {why}")
+        leader, term = self._entry.leader, self._entry.term
+        news = self._news(f"the leader of term {term}, {leader.task}, cannot be reached: {why}")
         return [news, *self._inquire(refused)]
 
     def received(self, message: Message, now: float) -> list[Effect]:
@@ -238,8 +238,8 @@ class FollowerState:
             return []
         self._heard = now
         match message["type"]:
-            case "round" if self.joining and message["ask"] == self._asks:
-                self.joining, self._placed, self._in_round = False, message["record"], True
+            case "round" if self.joining and message["request"] == self._asks:
+                self.joining, self._placed, self._in_round = False, message["index"], True
                 self._round, self._told = message, None
                 return [Deliver(message)]
             case "stop" if not self.joining:
@@ -251,7 +251,7 @@ class FollowerState:
             case "notice":
                 confirmed = self._say({"type": "noticed"})
                 return [*confirmed, *self.notice("asked", float(message["left_s"]), now)]
-            case "end" | "give back":
+            case "end" | "requeue":
                 return self._end(message)
         return []
 
@@ -261,18 +261,18 @@ class FollowerState:
 
     def slurm_says(self, task: str, runs: bool | None, now: float) -> list[Effect]:
         """Slurm's word on the task that was asked about; None: it gave none."""
-        if self._record is not None and self._record.leader.task == task and runs is False:
+        if self._entry is not None and self._entry.leader.task == task and runs is False:
             self._watch.slurm_says_dead = True
         return self._look_if_due(now)
 
-    def claimed(self, record: LogEntry | None, now: float) -> list[Effect]:
-        """The record asked for was created, or (None) it was not: somebody else was faster."""
+    def claimed(self, entry: LogEntry | None, now: float) -> list[Effect]:
+        """The entry asked for was created, or (None) it was not: somebody else was faster."""
         self._claiming = False
-        if record is not None:
+        if entry is not None:
             self._look_due = now
         else:
             self._plan_look(now)
-        lead: list[Effect] = [Lead(record)] if record is not None and not self._over else []
+        lead: list[Effect] = [Lead(entry)] if entry is not None and not self._over else []
         return [*lead, *self._look_if_due(now)]
 
     # ---- contact ------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class FollowerState:
         effects: list[Effect] = []
         if now - self._beaten >= self.liveness.heartbeat_interval_s:
             self._beaten = now
-            effects.append(SendToLeader({"type": "beat"}))
+            effects.append(SendToLeader({"type": "heartbeat"}))
         silence_s = now - self._heard
         if silence_s > self.liveness.heartbeat_timeout_s:
             return effects + self._lost(f"silent for {silence_s:.1f} s", now)
@@ -319,7 +319,7 @@ class FollowerState:
         """Tell a leader who has not placed this replica what he has to know of it."""
         if not (self._stays and self._in_round):
             return []
-        here = {"type": "here", "record": self._placed, "number": self._round["number"]}
+        here = {"type": "reattach", "index": self._placed, "number": self._round["number"]}
         again = [self._told] if self._told is not None else []
         if self._notice is not None:
             left_s = max(0.0, self._notice.by - now)
@@ -328,7 +328,7 @@ class FollowerState:
 
     def _ask(self) -> list[Effect]:
         self._asks += 1
-        return self._say({"type": "join", "ask": self._asks})
+        return self._say({"type": "join", "request": self._asks})
 
     def _say(self, message: Message) -> list[Effect]:
         return [SendToLeader(message)] if self._link is _Link.UP else []
@@ -342,24 +342,24 @@ class FollowerState:
 
     # ---- election -----------------------------------------------------------------------
 
-    def _note_epoch(self, number: int, record: LogEntry | None, now: float) -> None:
+    def _note_term(self, number: int, entry: LogEntry | None, now: float) -> None:
         """Begin to watch anew when the leader in question has changed."""
-        epoch = self._epoch_of(number, record)
-        if self._watch.epoch == epoch:
+        term = self._term_of(number, entry)
+        if self._watch.term == term:
             return
-        self._watch = LeaderFailureDetector(epoch, since=now)
+        self._watch = LeaderFailureDetector(term, since=now)
         self._dead_since = None
         self._look_pause_s = _LOOK_AGAIN_S
 
-    def _epoch_of(self, number: int, record: LogEntry | None) -> int:
-        """Return a record's epoch; one that does not verify stands for an epoch of its own."""
-        if record is not None and record.number == number:
-            return record.epoch
+    def _term_of(self, number: int, entry: LogEntry | None) -> int:
+        """Return an entry's term; one that does not verify stands for a term of its own."""
+        if entry is not None and entry.index == number:
+            return entry.term
         return -number
 
-    def _is_newer(self, record: LogEntry | None) -> bool:
-        assert self._record is not None
-        return record is not None and record.epoch > self._record.epoch
+    def _is_newer(self, entry: LogEntry | None) -> bool:
+        assert self._entry is not None
+        return entry is not None and entry.term > self._entry.term
 
     def _look_if_due(self, now: float) -> list[Effect]:
         if self._looking or self._claiming or self._over or now < self._look_due:
@@ -380,27 +380,27 @@ class FollowerState:
     def _inquire(self, refused: bool) -> list[Effect]:
         if refused or self._watch.inquired or self._place() >= _ADVISED_BY_SLURM:
             return []
-        assert self._record is not None
+        assert self._entry is not None
         self._watch.inquired = True
-        return [QuerySlurm(self._record.leader.task)]
+        return [QuerySlurm(self._entry.leader.task)]
 
-    def _may_claim(self, number: int, record: LogEntry | None, now: float) -> bool:
-        damaged = record is None or record.number != number
+    def _may_claim(self, number: int, entry: LogEntry | None, now: float) -> bool:
+        damaged = entry is None or entry.index != number
         if not self._watch.is_dead(self.liveness, now, damaged=damaged):
             self._dead_since = None
             return False
         if self._dead_since is None:
             self._dead_since = now
-        wait_s = min(_STAGGER_S * self._place(record), _LONGEST_STAGGER_S)
+        wait_s = min(_STAGGER_S * self._place(entry), _LONGEST_STAGGER_S)
         if now - self._dead_since >= wait_s:
             return True
         self._look_due = self._dead_since + wait_s
         return False
 
-    def _place(self, record: LogEntry | None = None) -> int:
+    def _place(self, entry: LogEntry | None = None) -> int:
         """Return this agent's place in the line of those who may claim."""
-        record = record or self._record
-        members = record.members if record is not None else ()
+        entry = entry or self._entry
+        members = entry.members if entry is not None else ()
         for rank, member in enumerate(members):
             if member == self.me:
                 return rank
@@ -420,9 +420,9 @@ class FollowerState:
 # That takes two reads of the lease, the second begun so long after the first had ended, and none
 # in between that differs. A lease that cannot be read proves nothing, however long.
 #
-# A record that does not verify counts as a leader out of reach without a lease. It is passed over
+# An entry that does not verify counts as a leader out of reach without a lease. It is passed over
 # only if looks further apart than files may be old have found it so: until then another node may
-# read a part of what is whole, and would take back what the record decides.
+# read a part of what is whole, and would take back what the entry decides.
 
 
 CONFIRM_REFUSAL_S = 0.2
@@ -430,9 +430,9 @@ CONFIRM_REFUSAL_S = 0.2
 
 @dataclass
 class LeaderFailureDetector:
-    """What is known of one epoch's leader while it is out of reach; monotonic seconds."""
+    """What is known of one term's leader while it is out of reach; monotonic seconds."""
 
-    epoch: int = 0
+    term: int = 0
     since: float = 0.0
     """Since when it is out of reach."""
     refused_since: float | None = None
@@ -444,7 +444,7 @@ class LeaderFailureDetector:
     inquired: bool = False
     slurm_says_dead: bool = False
     seen_since: float | None = None
-    """When the first look ended that found this epoch."""
+    """When the first look ended that found this term."""
     lease_until: float = 0.0
     """When the last look began that found this value."""
 
@@ -463,7 +463,7 @@ class LeaderFailureDetector:
         self.refused_since = None
 
     def is_dead(self, liveness: HeartbeatConfig, now: float, *, damaged: bool) -> bool:
-        """Return whether the next epoch may be claimed; ``damaged``: its record does not verify."""
+        """Return whether the next term may be claimed; ``damaged``: its entry does not verify."""
         if not damaged and self.slurm_says_dead:
             return True
         if not damaged and self.refused_since is not None:

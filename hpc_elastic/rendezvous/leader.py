@@ -77,19 +77,19 @@ _NODES_A_STATUS = 500
 
 
 class Leader:
-    """Leads one epoch, from its claim until `stop`, a newer epoch, or the end of the run."""
+    """Leads one term, from its claim until `stop`, a newer term, or the end of the run."""
 
     def __init__(self, office: LeaderContext, claim: LogEntry, listener: Listener) -> None:
         now = time.monotonic()
         self._office = office
-        self._journal = office.make_journal(claim.epoch)
+        self._journal = office.make_journal(claim.term)
         self._claim = claim
         self._listener = listener
         rng = random.Random()
         self._leadership = LeaderState(claim, office.rules, office.liveness, now, rng)
         self._term = Term(self._leadership, self, office.pace.show_s)
         notices = office.notices
-        self._folder = TermFolder(claim.epoch, notices) if notices is not None else None
+        self._folder = TermFolder(claim.term, notices) if notices is not None else None
         self._is_notice_confirmed = asyncio.Event()
         self._agents: dict[Agent, ServerConnection] = {}
         self._visitors: dict[ServerConnection, Agent | None] = {}
@@ -108,7 +108,7 @@ class Leader:
         self._store: StoreAddress | None = None
         """Where the workers of the last round meet."""
         self._readmitting: asyncio.Task[None] | None = None
-        self._lease = office.register.make_lease(claim.epoch)
+        self._lease = office.register.make_lease(claim.term)
         self._renewing = False
 
     # ---- life ---------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Leader:
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._term.handle(self._leadership.begin)
         self._listener.serve(self._take)
-        duties = self._tick(), self._watch_records(), self._tell_status(), self._readmit()
+        duties = self._tick(), self._watch_log(), self._tell_status(), self._readmit()
         for duty in duties:
             self._start(duty, self._duties)
         if self._folder is not None:
@@ -127,7 +127,7 @@ class Leader:
             self._start(self._tick_quorum(), self._duties)
 
     async def depart(self, agent: Agent, within_s: float = 1.0) -> None:
-        """Record that this leader's own node leaves, for the next one to know.
+        """Entry that this leader's own node leaves, for the next one to know.
 
         Without that, its replica would be taken for one that died with the leader.
         """
@@ -219,7 +219,7 @@ class Leader:
     # ---- agents -------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
-        visitor = ServerConnection(self._office.secret, self._claim.epoch, self, self._buffer)
+        visitor = ServerConnection(self._office.secret, self._claim.term, self, self._buffer)
         self._visitors[visitor] = None
         self._strangers[visitor] = None
         if len(self._strangers) > self._max_strangers:
@@ -318,20 +318,20 @@ class Leader:
             case Readmit(tasks):
                 if self._readmitting is None or self._readmitting.done():
                     self._readmitting = self._let_slurm(world.readmit, tasks)
-            case ClearHolds(tasks, unseen, failed_on):
-                avoids = sorted({*unseen.values()})
+            case ClearHolds(tasks, possibly_alive, failed_on):
+                avoids = sorted({*possibly_alive.values()})
                 self._journal.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
-                self._let_slurm(world.clear_holds, tasks, unseen, failed_on)
+                self._let_slurm(world.clear_holds, tasks, possibly_alive, failed_on)
 
-    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
+    def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """See `Hands`."""
-        self._start(self._publish(record, afterwards), self._clean_up)
+        self._start(self._publish(entry, afterwards), self._clean_up)
 
     def _let_slurm(self, work: Callable[..., None], *arguments: object) -> asyncio.Task[None]:
         return self._start(self._if_it_leads(work, *arguments), self._clean_up)
 
     async def _if_it_leads(self, work: Callable[..., None], *arguments: object) -> None:
-        """Do in a thread what no record guards, unless a record says that another leads."""
+        """Do in a thread what no entry guards, unless an entry says that another leads."""
         while not await self._in_thread(self._try_if_it_leads, partial(work, *arguments)):
             await asyncio.sleep(_RETRY_S)
 
@@ -340,9 +340,9 @@ class Leader:
         try:
             _, last = self._office.register.last()
         except OSError as e:
-            _log.info("whether epoch %d is over cannot be read: %s", self._claim.epoch, e)
+            _log.info("whether term %d is over cannot be read: %s", self._claim.term, e)
             return False
-        if not self._term.is_over and (last is None or last.epoch <= self._claim.epoch):
+        if not self._term.is_over and (last is None or last.term <= self._claim.term):
             work()
         return True
 
@@ -356,13 +356,13 @@ class Leader:
                 is_ours = await self._in_thread(self._office.register.create, entry)
                 break
             except OSError as e:
-                _log.warning("record %d is not written yet, trying on: %s", entry.number, e)
+                _log.warning("entry %d is not written yet, trying on: %s", entry.index, e)
                 await asyncio.sleep(_RETRY_S)
         self._term.handle(self._leadership.appended if is_ours else self._leadership.refused)
 
-    async def _publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
+    async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         self._term.show(time.time())  # before the result, whose readers take it for the last
-        await self._journal.publish(record)
+        await self._journal.publish(entry)
         self._term.do(afterwards)
         await self._if_it_leads(self._office.world.cancel_pending)
 
@@ -402,11 +402,11 @@ class Leader:
             await asyncio.sleep(_QUORUM_TICK_S)
             self._term.handle(self._leadership.tick_quorum, time.monotonic())
 
-    async def _watch_records(self) -> None:
+    async def _watch_log(self) -> None:
         """Step down once somebody else leads."""
         while True:
             with contextlib.suppress(OSError):
-                number = await self._in_thread(self._office.register.last_number)
+                number = await self._in_thread(self._office.register.last_index)
                 self._term.handle(self._leadership.saw, number)
             await asyncio.sleep(self._office.pace.look_s)
 
@@ -430,7 +430,7 @@ class Leader:
         try:
             yield
         except TermOverError as e:
-            _log.warning("epoch %d is over: %s", self._claim.epoch, e)
+            _log.warning("term %d is over: %s", self._claim.term, e)
             self._term.end()
 
     async def _readmit(self) -> None:
@@ -515,7 +515,7 @@ class LeaderScheduler(Protocol):
     def clear_holds(
         self,
         tasks: Iterable[str],
-        unseen: Mapping[str, str],
+        possibly_alive: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
         """Let tasks that Slurm holds, or has ended, start again soon.
@@ -543,7 +543,7 @@ class LeaderContext:
     secret: bytes
     register: DecisionLog
     make_journal: Callable[[int], StatusWriter]
-    """Makes the journal of the leader of an epoch; 0: of an agent that does not lead."""
+    """Makes the journal of the leader of a term; 0: of an agent that does not lead."""
     world: LeaderScheduler
     notices: SharedFiles | None = None
     """Where it is asked for nodes to be left; None: nowhere."""

@@ -108,7 +108,7 @@ class LeaderState:
             lost, members = replicas.inherited_losses, replicas.run.ranks.members
             sizes = QuorumRules(min_replicas=rules.min_nodes)
             lost_names = map(replica_name, lost)
-            lighthouse = LighthouseState(claim.epoch, sizes, lost_members=lost_names)
+            lighthouse = LighthouseState(claim.term, sizes, lost_members=lost_names)
             self._quorum = QuorumBridge(lighthouse, replicas)
             self._inherited_notes += [departed_note(agent, members) for agent in lost]
         else:
@@ -139,7 +139,7 @@ class LeaderState:
 
     def begin(self) -> list[Effect]:
         """The claim is appended: begin to lead."""
-        return [Note("leader", {"epoch": self.at.epoch}), *self._inherited_notes]
+        return [Note("leader", {"term": self.at.term}), *self._inherited_notes]
 
     def connected(self, agent: Agent, now: float) -> list[Effect]:
         """An agent has proved who it is, on a new connection."""
@@ -176,9 +176,9 @@ class LeaderState:
                 if self._quorum is not None:
                     self._quorum.received(agent, unpack(message["message"]), now)
                 return self._answer_replicas(now)
-            case "join" | "here" if self.at.ending is not None:
+            case "join" | "reattach" if self.at.ending is not None:
                 return [Send((agent,), self.at.ending.message)]
-            case "join" | "here" if self.run.phase is RoundPhase.ENDED:
+            case "join" | "reattach" if self.run.phase is RoundPhase.ENDED:
                 return []  # it is sent the end with all others, once that is appended
             case "join":
                 self._polls.hurry()
@@ -247,7 +247,7 @@ class LeaderState:
     def saw(self, last_number: int) -> list[Effect]:
         """The last entry on the shared file system has this index."""
         newest = self.at if self._pending is None else self._pending
-        return self._step_down() if last_number > newest.number else []
+        return self._step_down() if last_number > newest.index else []
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed; to be called every `HeartbeatConfig.heartbeat_interval_s` at least."""
@@ -258,7 +258,7 @@ class LeaderState:
         effects = self._lose_silent(now)
         effects += self._do(self.rounds.tick(now))
         effects += self._do(self._hangs.tick(self.rounds, now))
-        effects.append(Send(tuple(self._tracker.heard), {"type": "beat"}))
+        effects.append(Send(tuple(self._tracker.heard), {"type": "heartbeat"}))
         effects += self._renew_lease(now)
         return [*effects, *self._query_tasks(now), *self._query_sweep(now)]
 
@@ -288,10 +288,10 @@ class LeaderState:
     def _events(self, agent: Agent, message: Message, now: float) -> list[Effect]:
         match message["type"]:
             case "join":
-                return self.rounds.join(agent, now, message["ask"])
+                return self.rounds.join(agent, now, message["request"])
             case "close":
                 return self.run.close()
-            case "beat":
+            case "heartbeat":
                 return self._learn(agent, message["progress"], now) if message["progress"] else []
             case "stalled" | "stacks" if self.rounds.is_current(agent, message):
                 return self._hangs.received(self.rounds, agent, message, now)

@@ -1,25 +1,25 @@
-"""The decisions of a run, as a numbered sequence of signed records (pure).
+"""The decisions of a run, as a numbered sequence of signed entries (pure).
 
 Theory of operation
 -------------------
-All that the agents of a run must agree on, whoever leads, is one small state: which epoch it is and
+All that the agents of a run must agree on, whoever leads, is one small state: which term it is and
 who leads it, which round was closed last and with whom, what has been spent and lost, and whether
 the run has ended. Each change of that state is one `LogEntry`, a whole snapshot with a number, and
-record ``n + 1`` may be created by exactly one agent (`decision_log`: link(2) on the shared file
-system). Whoever creates it has seen record ``n``; so nobody can decide without knowing everything
+entry ``n + 1`` may be created by exactly one agent (`decision_log`: link(2) on the shared file
+system). Whoever creates it has seen entry ``n``; so nobody can decide without knowing everything
 that was decided before:
 
-- An agent *claims* the next epoch by creating the next record, with itself as the leader.
+- An agent *claims* the next term by creating the next entry, with itself as the leader.
 - The leader *closes a round*, *releases* members, notes that one has *departed*, *gives all nodes
-  back*, or *ends the run*, by creating the next record of its own epoch.
-- A leader that was paused or cut off, while somebody else has claimed an epoch, finds its next
+  back*, or *ends the run*, by creating the next entry of its own term.
+- A leader that was paused or cut off, while somebody else has claimed a term, finds its next
   number taken. It is *fenced*: nothing that it would still decide can come true.
-- A user *resumes* a run that has stopped by creating the next record, of the next generation and
+- A user *resumes* a run that has stopped by creating the next entry, of the next generation and
   without a leader. So the numbers go on, and with them fences, checkpoints and ledgers; whoever
   comes back from an earlier generation finds that he has no part in the run any more.
 
-The number of a round's record is its fencing token: whoever acts for that round (a checkpoint's
-writer, `hpc_elastic.run.fencing`) may do so as long as no later record exists.
+The number of a round's entry is its fencing token: whoever acts for that round (a checkpoint's
+writer, `hpc_elastic.run.fencing`) may do so as long as no later entry exists.
 
 Reference: M. Herlihy, Wait-Free Synchronization (1991), on agreement by a chain of
 compare-and-swap decisions; M. Burrows, The Chubby Lock Service (2006), on sequencers.
@@ -63,7 +63,7 @@ class Endpoint:
 
 
 NOBODY = Endpoint("", 0, "", 0)
-"""In place of a leader: the next agent that comes claims the epoch at once."""
+"""In place of a leader: the next agent that comes claims the term at once."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RunEnding:
 
     status: str
     failure: Failure | None = None
-    victims: tuple[Failure, ...] = ()
+    secondary_failures: tuple[Failure, ...] = ()
     results: str | None = None
     """Name of the folder with what the workers have returned; None: the last round's."""
 
@@ -93,7 +93,7 @@ class FailureCounters:
 
     progress: int | None = None
     """The last step of which a checkpoint was announced, as far as it was recorded."""
-    fruitless: int = 0
+    failures_without_progress: int = 0
     first_of_series: Failure | None = None
     strikes: Mapping[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
@@ -104,8 +104,8 @@ class FailureCounters:
 class LogEntry:
     """The state that all agents agree on, after one decision."""
 
-    number: int
-    epoch: int
+    index: int
+    term: int
     leader: Endpoint
     round: int = 0
     """Rounds closed so far."""
@@ -115,15 +115,15 @@ class LogEntry:
     """Members of the last round, in rank order."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Task -> attempt that was lost; Slurm may call it RUNNING for a while yet."""
-    unseen: Mapping[str, str] = field(default_factory=dict)
+    possibly_alive: Mapping[str, str] = field(default_factory=dict)
     """Task -> the node where it may run still, for nobody has seen the end of what was lost."""
-    given_back: int = 0
+    times_requeued: int = 0
     """How often the run gave its nodes back because they were too few."""
     started: float = 0.0
     """Unix time at which the run was first led."""
     ending: RunEnding | None = None
-    tally: FailureCounters = field(default_factory=FailureCounters)
-    away: Mapping[str, int] = field(default_factory=dict)
+    counters: FailureCounters = field(default_factory=FailureCounters)
+    requeued: Mapping[str, int] = field(default_factory=dict)
     """Task -> attempt that the run gave back itself: its next start has a time of its own."""
     generation: int = 0
     """How often the run was resumed; agents of another generation have no part in it."""
@@ -133,88 +133,95 @@ class LogEntry:
         """Whether nobody leads: the run was resumed, and waits for its first agent."""
         return self.leader == NOBODY
 
-    def seal(self, secret: bytes) -> str:
-        """Return the text of the record's file."""
+    def encode_signed(self, secret: bytes) -> str:
+        """Return the text of the entry's file."""
         body = json.dumps(asdict(self), separators=(",", ":"))
-        return json.dumps({"record": body, "mac": sign(secret, f"record|{body}")})
+        return json.dumps({"entry": body, "mac": sign(secret, f"entry|{body}")})
 
 
 def claim(
-    number: int, before: LogEntry | None, leader: Endpoint, now: float, *, unseen: bool = False
+    index: int,
+    before: LogEntry | None,
+    leader: Endpoint,
+    now: float,
+    *,
+    possibly_alive: bool = False,
 ) -> LogEntry:
-    """Return the record that makes somebody the leader of the next epoch.
+    """Return the entry that makes somebody the leader of the next term.
 
     The leader before is noted as lost: it is not waited for until it joins anew.
 
     Args:
-        number: The record's number.
-        before: The newest record that verifies; None where there is none. Those in between are
-            damaged, and may each have begun an epoch.
+        index: The entry's index.
+        before: The newest entry that verifies; None where there is none. Those in between are
+            damaged, and may each have begun a term.
         leader: Who claims.
         now: Unix time.
-        unseen: Whether nobody has seen the end of the leader before.
+        possibly_alive: Whether nobody has seen the end of the leader before.
     """
     if before is None:
-        return LogEntry(number=number, epoch=number, leader=leader, started=now)
+        return LogEntry(index=index, term=index, leader=leader, started=now)
     gone, lost = before.leader, dict(before.lost)
     if not before.is_vacant:
         lost[gone.task] = max(gone.attempt, before.lost.get(gone.task, -1))
     if lost.get(leader.task, -1) >= leader.attempt:
         del lost[leader.task]
-    may_run = {t: node for t, node in before.unseen.items() if t not in (gone.task, leader.task)}
-    if unseen:
+    may_run = {
+        t: node for t, node in before.possibly_alive.items() if t not in (gone.task, leader.task)
+    }
+    if possibly_alive:
         may_run |= {m.task: m.host for m in before.members if m.task == gone.task != leader.task}
     return replace(
-        before, number=number, epoch=before.epoch + number - before.number, leader=leader,
-        lost=lost, unseen=may_run, started=before.started or now,
+        before, index=index, term=before.term + index - before.index, leader=leader,
+        lost=lost, possibly_alive=may_run, started=before.started or now,
     )  # fmt: skip
 
 
-def begins_anew(number: int, record: LogEntry | None) -> bool:
+def has_no_leader(index: int, entry: LogEntry | None) -> bool:
     """Return whether nobody has led yet since the run was submitted, or resumed.
 
     Args:
-        number: That of the last record.
-        record: The newest one that verifies.
+        index: That of the last entry.
+        entry: The newest one that verifies.
     """
-    return number == 0 or (record is not None and record.number == number and record.is_vacant)
+    return index == 0 or (entry is not None and entry.index == index and entry.is_vacant)
 
 
-def reopen(number: int, before: LogEntry | None, generation: int) -> LogEntry:
-    """Return the record by which a run that has stopped is resumed (login node).
+def resume_entry(index: int, before: LogEntry | None, generation: int) -> LogEntry:
+    """Return the entry by which a run that has stopped is resumed (login node).
 
     Its rounds go on to be counted; what it has spent and lost is forgotten.
 
     Args:
-        number: The record's number.
-        before: The newest record that verifies; None where there is none.
+        index: The entry's index.
+        before: The newest entry that verifies; None where there is none.
         generation: The new one.
     """
     if before is None:
-        return LogEntry(number=number, epoch=number, leader=NOBODY, generation=generation)
+        return LogEntry(index=index, term=index, leader=NOBODY, generation=generation)
     return LogEntry(
-        number=number,
-        epoch=before.epoch + number - before.number,
+        index=index,
+        term=before.term + index - before.index,
         leader=NOBODY,
         round=before.round,
         started=before.started,
-        tally=FailureCounters(progress=before.tally.progress),
+        counters=FailureCounters(progress=before.counters.progress),
         generation=generation,
     )
 
 
-def unseal(text: str, secret: bytes) -> LogEntry | None:
-    """Return the record in a file's text; None if it is cut short, or not signed by this run."""
+def decode_signed(text: str, secret: bytes) -> LogEntry | None:
+    """Return the entry in a file's text; None if it is cut short, or not signed by this run."""
     try:
         sealed = json.loads(text)
-        body, mac = str(sealed["record"]), str(sealed["mac"])
-        if not is_signed(secret, f"record|{body}", mac):
+        body, mac = str(sealed["entry"]), str(sealed["mac"])
+        if not is_signed(secret, f"entry|{body}", mac):
             return None
         raw = json.loads(body)
         raw["leader"] = Endpoint(**raw["leader"])
         raw["members"] = tuple(Agent(**m) for m in raw["members"])
         raw["ending"] = _ending(raw["ending"]) if raw["ending"] else None
-        raw["tally"] = _tally(raw["tally"])
+        raw["counters"] = _counters(raw["counters"])
         return LogEntry(**raw)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -222,48 +229,48 @@ def unseal(text: str, secret: bytes) -> LogEntry | None:
 
 def _ending(raw: dict[str, Any]) -> RunEnding:
     failure = Failure(**raw["failure"]) if raw["failure"] else None
-    victims = tuple(Failure(**v) for v in raw["victims"])
-    return RunEnding(raw["status"], failure, victims, raw.get("results"))
+    secondary_failures = tuple(Failure(**f) for f in raw["secondary_failures"])
+    return RunEnding(raw["status"], failure, secondary_failures, raw.get("results"))
 
 
-def _tally(raw: dict[str, Any]) -> FailureCounters:
+def _counters(raw: dict[str, Any]) -> FailureCounters:
     first = Failure(**raw["first_of_series"]) if raw["first_of_series"] else None
     return FailureCounters(**{**raw, "first_of_series": first, "excluded": tuple(raw["excluded"])})
 
 
-# ---- How the run's records are found and created, whatever a file system's caches say (pure)
-# - A record is made complete under another name and then linked to its own: link(2) fails if the
+# ---- How the run's entries are found and created, whatever a file system's caches say (pure)
+# - An entry is made complete under another name and then linked to its own: link(2) fails if the
 #   name exists, on NFS too, so that exactly one agent creates each number (`log_entry` says what
 #   follows from that).
-# - Where the reply to link(2) is lost, the record that is there tells whose it is: it names its
+# - Where the reply to link(2) is lost, the entry that is there tells whose it is: it names its
 #   leader, and what that one has decided. A count of links may come from a cache, and the numbers
 #   of inodes may change.
-# - The last record is found by a listing, never by a look for the next one's path: a client
+# - The last entry is found by a listing, never by a look for the next one's path: a client
 #   remembers for a minute that a name was not there.
 # - The file under the other name is removed *behind*: a removal may hang for as long as a dead
 #   node holds a delegation, and a decision that is made waits for nothing.
-# - A lease is a counter that the leader of an epoch raises as long as it lives. Only whether it
+# - A lease is a counter that the leader of a term raises as long as it lives. Only whether it
 #   changes matters, seen on the reader's own clock: no two clocks are ever compared.
 
 
 class LogFiles(Protocol):
-    """A run's records and leases. Each call may block, and may raise `OSError`."""
+    """A run's entries and leases. Each call may block, and may raise `OSError`."""
 
-    def numbers(self) -> Collection[int]:
-        """Return the numbers of all records, from a fresh listing."""
+    def indices(self) -> Collection[int]:
+        """Return the indices of all entries, from a fresh listing."""
 
-    def read(self, number: int) -> LogEntry | None:
-        """Open a record anew and return it; None if it is damaged or not there."""
+    def read(self, index: int) -> LogEntry | None:
+        """Open an entry anew and return it; None if it is damaged or not there."""
 
-    def put(self, record: LogEntry) -> None:
-        """Link a record to its number; `FileExistsError`: that is taken, or the reply was lost."""
+    def put(self, entry: LogEntry) -> None:
+        """Link an entry at its index; `FileExistsError`: that is taken, or the reply was lost."""
 
-    def lease(self, epoch: int) -> int | None:
+    def lease(self, term: int) -> int | None:
         """Open a lease anew; return what the leader wrote last, None if nothing of his is there."""
 
 
 class LogSteps:
-    """What is done with the records of one run.
+    """What is done with the entries of one run.
 
     Args:
         files: Where it is done.
@@ -272,51 +279,51 @@ class LogSteps:
     def __init__(self, files: LogFiles) -> None:
         self._files = files
 
-    def last_number(self) -> Steps[int]:
-        """Return the number of the last record; 0 if there is none.
+    def last_index(self) -> Steps[int]:
+        """Return the index of the last entry; 0 if there is none.
 
         Raises:
             OSError: the file system does not answer.
         """
-        return max((yield self._files.numbers), default=0)
+        return max((yield self._files.indices), default=0)
 
     def last(self) -> Steps[tuple[int, LogEntry | None]]:
-        """Return the number of the last record, and the newest record that verifies.
+        """Return the index of the last entry, and the newest entry that verifies.
 
         Raises:
             OSError: the file system does not answer.
         """
-        last = yield from self.last_number()
-        for number in range(last, 0, -1):
-            record: LogEntry | None = yield partial(self._files.read, number)
-            if record is not None:
-                return last, record
+        last = yield from self.last_index()
+        for index in range(last, 0, -1):
+            entry: LogEntry | None = yield partial(self._files.read, index)
+            if entry is not None:
+                return last, entry
         return last, None
 
     def look(self) -> Steps[tuple[int, LogEntry | None, int | None]]:
-        """Return the same, and the lease of that record's epoch.
+        """Return the same, and the lease of that entry's term.
 
         Raises:
             OSError: the file system does not answer.
         """
-        number, record = yield from self.last()
-        if record is None:
-            return number, None, None
-        return number, record, (yield partial(self._files.lease, record.epoch))
+        index, entry = yield from self.last()
+        if entry is None:
+            return index, None, None
+        return index, entry, (yield partial(self._files.lease, entry.term))
 
-    def create(self, record: LogEntry) -> Steps[bool]:
-        """Create a record; False if its number is taken.
+    def create(self, entry: LogEntry) -> Steps[bool]:
+        """Create an entry; False if its index is taken.
 
         Raises:
-            OSError: it failed; the record may be tried again.
+            OSError: it failed; the entry may be tried again.
         """
         try:
-            yield partial(self._files.put, record)
+            yield partial(self._files.put, entry)
         except OSError:
-            if record.number not in (yield self._files.numbers):
+            if entry.index not in (yield self._files.indices):
                 raise
-            found: LogEntry | None = yield partial(self._files.read, record.number)
-            return found == record
+            found: LogEntry | None = yield partial(self._files.read, entry.index)
+            return found == entry
         return True
 
 

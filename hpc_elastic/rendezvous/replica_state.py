@@ -109,13 +109,13 @@ class ReplicaState:
     def is_current(self, agent: Agent, message: Message) -> bool:
         """Return whether a report is about the round that placed the member."""
         placement = self.placed.get(agent)
-        return placement is not None and message.get("record") == placement.index
+        return placement is not None and message.get("index") == placement.index
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
         """Take in a report of an agent; see `leader` for the messages."""
         match message["type"]:
-            case "here":
-                placement = Placement(int(message["number"]), int(message["record"]))
+            case "reattach":
+                placement = Placement(int(message["number"]), int(message["index"]))
                 return self.here(agent, placement, now)
             case "notice":
                 left_s = float(message["left_s"])
@@ -283,13 +283,13 @@ class ReplicaState:
         run.estimator.closed(now)
         self._update_short(now)
         if run.short_since is None:
-            run.backoff.given_back = 0
+            run.backoff.times_requeued = 0
         return self._place(placed)
 
     def _place(self, placed: tuple[Agent, ...]) -> list[Effect]:
         effects = self.run.announce(placed, alone=True)
         entry = self.run.entry
-        self.placed |= dict.fromkeys(placed, Placement(entry.round, entry.number))
+        self.placed |= dict.fromkeys(placed, Placement(entry.round, entry.index))
         self.taking_part.difference_update(placed)
         return effects
 

@@ -250,8 +250,8 @@ class RunState:
         self.participants = Participants(lost=dict(entry.lost))
         self.participants.expect(entry.members)
         self.policy = FailurePolicy.resume(entry, rules)
-        self.backoff = RequeueBackoff(rules, rng, entry.given_back, dict(entry.away))
-        self.recovery = LostTaskRecovery(dict(entry.unseen), rules.max_requeues)
+        self.backoff = RequeueBackoff(rules, rng, entry.times_requeued, dict(entry.requeued))
+        self.recovery = LostTaskRecovery(dict(entry.possibly_alive), rules.max_requeues)
         self.estimator = ProgressEstimator()
         self.done: set[Agent] = set()
         self.not_before = 0.0
@@ -263,9 +263,9 @@ class RunState:
     def decide(self, *, needs_store: bool = False, **changes: Any) -> Append:
         """Return the append of the next entry: this state, and these changes."""
         self.entry = replace(
-            self.entry, number=self.entry.number + 1, lost=dict(self.participants.lost),
-            unseen=dict(self.recovery.possibly_alive), away=dict(self.backoff.requeued),
-            tally=self.policy.counters(), **changes,
+            self.entry, index=self.entry.index + 1, lost=dict(self.participants.lost),
+            possibly_alive=dict(self.recovery.possibly_alive), requeued=dict(self.backoff.requeued),
+            counters=self.policy.counters(), **changes,
         )  # fmt: skip
         return Append(self.entry, needs_store)
 
@@ -274,11 +274,11 @@ class RunState:
         members = self.ranks.members
         append = self.decide(
             needs_store=not alone, round=self.entry.round + 1, members=members,
-            restarts=self.policy.restarts, given_back=self.backoff.given_back,
+            restarts=self.policy.restarts, times_requeued=self.backoff.times_requeued,
         )  # fmt: skip
         requests = {agent: self.participants.requests[agent] for agent in placed}
         fields: dict[str, object] = {
-            "number": self.entry.round, "record": self.entry.number, "epoch": self.entry.epoch,
+            "number": self.entry.round, "index": self.entry.index, "term": self.entry.term,
             "nodes": len(members), "world_size": sum(m.nproc for m in members),
             "members": [vars(m) for m in members], "restarts": self.entry.restarts,
         }  # fmt: skip
@@ -442,7 +442,7 @@ class RunState:
         self.participants.remove(self.ranks.members)
         self.phase = RoundPhase.RUNNING
         self.short_since = None
-        self.backoff.given_back = 0
+        self.backoff.times_requeued = 0
         self.policy.new_round()
         self.recovery.update_awaited(self.participants.lost)
         self.estimator.closed(now)
@@ -518,7 +518,7 @@ class RunState:
             self.ranks, changes = RankAssignment(), {"members": ()}
         self.phase = RoundPhase.DISBANDED
         effects = self.backoff.requeue_all(tuple(self.participants.joined), why)
-        return [self.decide(given_back=self.backoff.given_back, **changes), *effects]
+        return [self.decide(times_requeued=self.backoff.times_requeued, **changes), *effects]
 
 
 StopCause = Literal["regroup", "node_lost", "failed", "agent_restarted", "at_max_nodes"]
@@ -556,14 +556,14 @@ class RoundState:
     def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
         self.run = RunState(entry, rules, now, rng)
         self.change = GroupChange(rules)
-        self._index = entry.number
+        self._index = entry.index
         """Of the entry that closed the last round of this term."""
 
     # ---- events -------------------------------------------------------------------------
 
     def is_current(self, agent: Agent, message: Message) -> bool:
         """Return whether a report is about the last round."""
-        return bool(message.get("record") == self._index)
+        return bool(message.get("index") == self._index)
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
         """Take in a report of an agent; see `leader` for the messages."""
@@ -685,7 +685,7 @@ class RoundState:
         members = self.run.ranks.members
         self.change.new_round(members)
         effects = self.run.announce(members)
-        self._index = self.run.entry.number
+        self._index = self.run.entry.index
         return effects
 
     def _consider_change(self, now: float) -> list[Effect]:

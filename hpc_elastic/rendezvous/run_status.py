@@ -29,7 +29,7 @@ def status_of(leadership: LeaderState) -> dict[str, Any]:
     ending = run.entry.ending
     phase = ending.status if ending is not None else _PHASES[run.phase]
     return {
-        "phase": phase, "epoch": leadership.at.epoch, "round": run.entry.round,
+        "phase": phase, "term": leadership.at.term, "round": run.entry.round,
         "nodes": len(members), "world_size": sum(m.nproc for m in members),
         "members": [
             {"task": m.task, "host": m.host, "group_rank": rank, "nproc": m.nproc}
@@ -71,8 +71,8 @@ DENSE_S = 10_000.0
 _PACE_S = 30.0
 """The pace is taken over so long."""
 _KEPT = ("step", "total_steps", "samples", "loss", "nodes", "world_size", "blocked_s", "phase",
-         "round", "epoch", "checkpoint")  # fmt: skip
-_GROUP = ("phase", "round", "epoch", "nodes", "world_size")
+         "round", "term", "checkpoint")  # fmt: skip
+_GROUP = ("phase", "round", "term", "nodes", "world_size")
 
 Message = dict[str, Any]
 

@@ -318,8 +318,8 @@ class Session:
             match effect:
                 case ReadLog():
                     self._start(self._look())
-                case Connect(record):
-                    self._attempt = self._start(self._follow(record))
+                case Connect(entry):
+                    self._attempt = self._start(self._follow(entry))
                 case Disconnect():
                     self._hang_up()
                 case SendToLeader(message):
@@ -328,10 +328,10 @@ class Session:
                     self._start(self._inquire(task))
                 case Claim():
                     self._start(self._claim(effect))
-                case Lead(record):
-                    self._lead(record)
-                case PublishResult(record):
-                    self._start(self._publish(record, list(remaining)))
+                case Lead(entry):
+                    self._lead(entry)
+                case PublishResult(entry):
+                    self._start(self._publish(entry, list(remaining)))
                     return
                 case Deliver(message):
                     self._hear(message)
@@ -353,16 +353,16 @@ class Session:
 
     async def _look(self) -> None:
         try:
-            number, record, lease = await self._in_thread(self._office.register.look)
+            number, entry, lease = await self._in_thread(self._office.register.look)
         except OSError as e:
             self._carry_out(self._following.blind(str(e), time.monotonic()))
         else:
             now = time.monotonic()
-            self._carry_out(self._following.looked(number, record, lease, now))
+            self._carry_out(self._following.looked(number, entry, lease, now))
 
-    async def _publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
+    async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         journal = self._office.make_journal(0)
-        await journal.publish(record)
+        await journal.publish(entry)
         await journal.close()
         await self._in_thread(self._office.world.cancel_pending)
         self._carry_out(afterwards)
@@ -373,11 +373,11 @@ class Session:
 
     # ---- following ----------------------------------------------------------------------
 
-    async def _follow(self, record: LogEntry) -> None:
-        leader = record.leader
+    async def _follow(self, entry: LogEntry) -> None:
+        leader = entry.leader
         try:
             stream = await connect(
-                leader.address, leader.port, self._office.secret, record.epoch, asdict(self._me)
+                leader.address, leader.port, self._office.secret, entry.term, asdict(self._me)
             )
         except OSError as e:
             refused, why = isinstance(e, ConnectionRefusedError), str(e) or type(e).__name__
@@ -422,7 +422,7 @@ class Session:
 
     def _say(self, message: Message) -> None:
         if self._stream is not None:
-            if message["type"] == "beat":
+            if message["type"] == "heartbeat":
                 message = {**message, "progress": self._progress()}
             self._stream.send(message)
 
@@ -442,7 +442,7 @@ class Session:
     # ---- leading ------------------------------------------------------------------------
 
     async def _claim(self, wanted: Claim) -> None:
-        """Try to create the next record as the next leader; whoever creates it first leads."""
+        """Try to create the next entry as the next leader; whoever creates it first leads."""
         await self._stop_leading()
         try:
             listener = self._listener = Listener(self._candidacy.address)
@@ -452,9 +452,11 @@ class Session:
             self._carry_out(self._following.claimed(None, time.monotonic()))
             return
         here = Endpoint(self._candidacy.address, listener.port, self._me.task, self._me.attempt)
-        number, before, unseen = wanted.number, wanted.before, wanted.unseen
-        self._hear({"type": "news", "text": f"writing record {number}, to lead the run"})
-        mine: LogEntry | None = claim(number, before, here, time.time(), unseen=unseen)
+        number, before, possibly_alive = wanted.number, wanted.before, wanted.possibly_alive
+        self._hear({"type": "news", "text": f"writing entry {number}, to lead the run"})
+        mine: LogEntry | None = claim(
+            number, before, here, time.time(), possibly_alive=possibly_alive
+        )
         try:
             if mine is not None and not await self._create(mine, first=before is None):
                 mine = None
@@ -463,9 +465,9 @@ class Session:
                 listener.close()
         self._carry_out(self._following.claimed(mine, time.monotonic()))
 
-    def _lead(self, record: LogEntry) -> None:
+    def _lead(self, entry: LogEntry) -> None:
         assert self._listener is not None
-        self._leader = Leader(self._office, record, self._listener)
+        self._leader = Leader(self._office, entry, self._listener)
         self._leader.lead()
         self._start(self._part_with(self._leader))
 
@@ -475,15 +477,15 @@ class Session:
         if self._leader is leader:
             self._leader = None
 
-    async def _create(self, record: LogEntry, *, first: bool) -> bool:
+    async def _create(self, entry: LogEntry, *, first: bool) -> bool:
         try:
-            return await self._in_thread(self._office.register.create, record)
+            return await self._in_thread(self._office.register.create, entry)
         except RunDirectoryError:
             if first:
                 raise  # it never worked here, and no other node will fare better
             _log.exception("this node cannot lead")
         except OSError as e:
-            _log.warning("record %d cannot be written: %s", record.number, e)
+            _log.warning("entry %d cannot be written: %s", entry.index, e)
         await asyncio.sleep(_CLAIM_AGAIN_S)
         return False
 
@@ -535,7 +537,7 @@ class SessionState:
         self.checkpoint_request: CheckpointRequest | None = None
         self.notice: LeaveRequest | None = None
         self.ending: Ending | None = None
-        self.news = "reading the records of the run"
+        self.news = "reading the entries of the run"
         self.error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -574,7 +576,7 @@ class SessionState:
     def _take(self, message: Message) -> None:
         match message["type"]:
             case "round":
-                fields = {k: v for k, v in message.items() if k not in ("type", "ask")}
+                fields = {k: v for k, v in message.items() if k not in ("type", "request")}
                 self.round = RoundInfo(**{**fields, "store": tuple(message["store"])})
             case "stop":
                 _log.info("workers are to stop: %s", message["reason"])
@@ -586,7 +588,7 @@ class SessionState:
                 self.checkpoint_request = None if fields is None else CheckpointRequest(**fields)
             case "noticed":
                 self._note_notice(message)
-            case "end" | "give back" | "leaving":
+            case "end" | "requeue" | "departed":
                 self._end(message)
             case "waiting" | "news":
                 if message["text"] != self.news:
@@ -602,9 +604,9 @@ class SessionState:
         match message["type"]:
             case "end":
                 self.ending = RunOutcome(message["status"], message["failure"])
-            case "give back":
+            case "requeue":
                 self.ending = Requeued(float(message["delay_s"]))
                 self.stop_requested = True
-            case "leaving":
+            case "departed":
                 self.ending = Departed(message["reason"])
                 self.stop_requested = True

@@ -51,16 +51,16 @@ class StatusWriter:
         run: The run.
         run_id: Its id, for the result.
         events: Where the leader's agent writes its events.
-        epoch: The leader's; 0: this agent does not lead, and writes no status.
+        term: The leader's; 0: this agent does not lead, and writes no status.
     """
 
-    def __init__(self, run: RunDir, run_id: str, events: EventLog, epoch: int) -> None:
+    def __init__(self, run: RunDir, run_id: str, events: EventLog, term: int) -> None:
         self.is_over = False
         """Whether a later leader was found to write the status."""
         self._run = run
         self._run_id = run_id
         self._events = events
-        self._term = TermFolder(epoch, RunFiles(run))
+        self._term = TermFolder(term, RunFiles(run))
         self._waiting = _Waiting()
         self._is_called = False
         self._lock = threading.Lock()
@@ -78,15 +78,15 @@ class StatusWriter:
             waiting.status = {**status, "updated": time.time()}
             waiting.progress += lines
 
-    async def publish(self, record: LogEntry) -> None:
+    async def publish(self, entry: LogEntry) -> None:
         """Write result.json unless it is there; the end may be announced once this returns."""
-        result = _result(record, self._run_id)
-        loop, number = asyncio.get_running_loop(), record.number
+        result = _result(entry, self._run_id)
+        loop, number = asyncio.get_running_loop(), entry.index
         while not await loop.run_in_executor(self._thread, self._try_publish, result, number):
             await asyncio.sleep(_RETRY_S)
         self.note(
-            "end", status=result["status"], rounds=record.round, restarts=record.restarts,
-            failure=record.ending.summary if record.ending else None,
+            "end", status=result["status"], rounds=entry.round, restarts=entry.restarts,
+            failure=entry.ending.summary if entry.ending else None,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -122,10 +122,10 @@ class StatusWriter:
 
     def _try_publish(self, result: dict[str, Any], number: int) -> bool:
         try:
-            if fencing.last_record(self._run.rdzv) > number:
+            if fencing.last_index(self._run.rdzv) > number:
                 return True  # resumed meanwhile: this result is one of the past
         except FileNotFoundError:
-            pass  # no records are kept
+            pass  # no entries are kept
         except OSError as e:
             _log.error("%s: not read: %s", self._run.rdzv, e)
             return False
@@ -139,14 +139,14 @@ class StatusWriter:
         return True
 
 
-def _result(record: LogEntry, run_id: str) -> dict[str, Any]:
-    ending = record.ending
+def _result(entry: LogEntry, run_id: str) -> dict[str, Any]:
+    ending = entry.ending
     assert ending is not None
-    folder = f"results/{ending.results or f'round-{record.round}'}"
+    folder = f"results/{ending.results or f'round-{entry.round}'}"
     return {
-        "run_id": run_id, "status": ending.status, "started": record.started, "ended": time.time(),
-        "rounds": record.round, "restarts": record.restarts,
+        "run_id": run_id, "status": ending.status, "started": entry.started, "ended": time.time(),
+        "rounds": entry.round, "restarts": entry.restarts,
         "failure": ending.failure.to_json() if ending.failure else None,
-        "victims": [f.to_json() for f in ending.victims],
+        "secondary_failures": [f.to_json() for f in ending.secondary_failures],
         "results": folder if ending.status == "succeeded" else None,
     }  # fmt: skip

@@ -43,7 +43,7 @@ class RequeueBackoff:
 
     rules: RoundRules
     rng: random.Random = field(default_factory=random.Random)
-    given_back: int = 0
+    times_requeued: int = 0
     """How often the run has given all its nodes back since its last round."""
     requeued: dict[str, int] = field(default_factory=dict)
     """Task -> attempt that was sent back."""
@@ -53,7 +53,7 @@ class RequeueBackoff:
     _in_vain_since: float | None = None
 
     def __post_init__(self) -> None:
-        self._times = self.rng.uniform(1.0, 2.0 + self.given_back)
+        self._times = self.rng.uniform(1.0, 2.0 + self.times_requeued)
 
     def would_return(self, agents: Iterable[Agent]) -> bool:
         """Return whether the tasks of all of these may go back to the queue."""
@@ -82,7 +82,7 @@ class RequeueBackoff:
 
     def time_away(self, base_s: float = AWAY_S) -> float:
         """Return how long nodes are to stay away that go back now."""
-        longest = min(_LONGEST_AWAY_S, base_s * 2.0**self.given_back)
+        longest = min(_LONGEST_AWAY_S, base_s * 2.0**self.times_requeued)
         return longest * self.rng.uniform(0.5, 1.5)
 
     def requeue(self, agents: tuple[Agent, ...], delay_s: float) -> list[Effect]:
@@ -105,7 +105,7 @@ class RequeueBackoff:
             why: Why they wait in vain; empty: they have waited for too long.
         """
         self.last_delay_s = self.time_away(_AWAY_IN_VAIN_S if why else AWAY_S)
-        self.given_back += 1
+        self.times_requeued += 1
         note, send = self._requeue(
             agents, self.last_delay_s, {"all": True, **({"why": why} if why else {})}
         )
@@ -117,7 +117,7 @@ class RequeueBackoff:
         self.requeued |= {a.task: a.attempt for a in agents}
         named = {"nodes": len(agents), "hosts": hosts_of(agents)}
         note = Note("nodes_requeued", {**named, **fields, "delay_s": round(delay_s, 1)})
-        return [note, Send(agents, {"type": "give back", "delay_s": delay_s})]
+        return [note, Send(agents, {"type": "requeue", "delay_s": delay_s})]
 
 
 # ---- Tasks that are gone, and are to start again soon (pure)
@@ -264,7 +264,7 @@ class LostTaskRecovery:
         self,
         view: Mapping[str, TaskState],
         lost: Mapping[str, int],
-        away: Mapping[str, int],
+        requeued: Mapping[str, int],
         now: float,
     ) -> tuple[str, ...]:
         """Return the tasks that are to be brought back now.
@@ -272,13 +272,13 @@ class LostTaskRecovery:
         Args:
             view: Slurm's answer; empty: none.
             lost: Task -> attempt that was lost.
-            away: Task -> attempt that the run has given back.
+            requeued: Task -> attempt that the run has requeued itself.
             now: The time.
         """
         if not view:
             return ()
-        gone = set(self._gone(view, lost, away))
-        last = last_here(lost, away)
+        gone = set(self._gone(view, lost, requeued))
+        last = last_here(lost, requeued)
         wanted = {key for key in gone if self._is_to_be_tried(key, now)}
         self._seen = {key: self._seen.get(key, now) for key in wanted}
         sure = {key for key, since in self._seen.items() if now - since >= CONFIRM_LOST_S}
@@ -334,10 +334,10 @@ class LostTaskRecovery:
                 yield key[0]
 
     def _gone(
-        self, view: Mapping[str, TaskState], lost: Mapping[str, int], away: Mapping[str, int]
+        self, view: Mapping[str, TaskState], lost: Mapping[str, int], requeued: Mapping[str, int]
     ) -> Iterator[_Attempt]:
         """Yield the attempts that are to be brought back."""
-        last = last_here(lost, away)
+        last = last_here(lost, requeued)
         for task, state in view.items():
             attempt = lost.get(task)
             if state.phase is Phase.ENDED:
@@ -345,15 +345,15 @@ class LostTaskRecovery:
             elif state.is_launch_held:
                 wanted = self._is_retried(state)
             else:
-                wanted = attempt is not None and state.is_held and away.get(task, -1) < attempt
+                wanted = attempt is not None and state.is_held and requeued.get(task, -1) < attempt
                 wanted = wanted and not is_lost(state, attempt)
             if wanted:
                 yield _attempt(state)
 
 
-def last_here(lost: Mapping[str, int], away: Mapping[str, int]) -> dict[str, int]:
+def last_here(lost: Mapping[str, int], requeued: Mapping[str, int]) -> dict[str, int]:
     """Return the last attempt of each task that was here, and was lost or given back."""
-    return {task: max(lost.get(task, -1), away.get(task, -1)) for task in {**lost, **away}}
+    return {task: max(lost.get(task, -1), requeued.get(task, -1)) for task in {**lost, **requeued}}
 
 
 def _attempt(state: TaskState) -> _Attempt:

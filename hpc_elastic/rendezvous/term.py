@@ -6,7 +6,7 @@ notices on, and readmits tasks. Both return effects. `Term` hands them on to wha
 Once it is over, no event reaches the leadership and no effect comes out, whoever asks.
 
 A term that its leader does not know to be over yet is fenced where its effects arrive: decisions by
-`log_entry`, shared files by `term`, Slurm by a look at the last record right before the call.
+`log_entry`, shared files by `term`, Slurm by a look at the last entry right before the call.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Hands(Protocol):
     def carry_out(self, effect: Effect) -> None:
         """Carry one effect out, or begin to."""
 
-    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
+    def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """Write the run's result; hand the other effects to `Term.do` once that is done."""
 
     def let_go(self) -> None:
@@ -93,7 +93,7 @@ class Gate:
                 self.end()
                 return
             if isinstance(effect, PublishResult):
-                self._hands.publish(effect.record, list(remaining))
+                self._hands.publish(effect.entry, list(remaining))
             else:
                 self._hands.carry_out(effect)
 
@@ -145,13 +145,13 @@ class Term(Gate):
 # ---- How leaders, of whom one may not know yet that its term is over, write the same files (pure)
 # Theory of operation
 # -------------------
-# A run has one *term folder*, ``rdzv/term.<epoch>``. Each new leader renames it to its own epoch.
+# A run has one *term folder*, ``rdzv/term.<term>``. Each new leader renames it to its own term.
 # What a leader writes passes through the folder: ``status.json`` is staged there and renamed into
 # its place, and a notice file is claimed by a rename into it. A rename has one outcome for all
 # nodes. So once a leader has the folder, what an earlier leader wanted fails, however late it
 # comes: it was queued in a thread, or the whole process was stopped in the middle of it.
 #
-# - The folder never goes back: its name is looked up first, and a later epoch's is left alone.
+# - The folder never goes back: its name is looked up first, and a later term's is left alone.
 #   Where a stale cache shows an earlier name, the rename fails, and the look is repeated.
 # - The first folder, ``term.0``, is made with the run. A leader makes none: a second folder would
 #   fence nobody.
@@ -159,7 +159,7 @@ class Term(Gate):
 #   before that, the notice moves on with the folder, and the next leader tells the node.
 # - Lines of ``progress.jsonl`` are appended right after the status has passed. No rename guards
 #   them: of a process that is stopped between the two, one append may come too late. Each line
-#   has its epoch, and readers leave out one that follows a line of a later epoch
+#   has its term, and readers leave out one that follows a line of a later term
 #   (`report.progress_log`).
 #
 # The procedures here are `log_entry`: threads of the leader carry them out on files (`term`), the
@@ -178,19 +178,19 @@ class TermOverError(Exception):
 class SharedFiles(Protocol):
     """The files that leaders share. Each call may block, and may raise `OSError`.
 
-    Those that have an ``epoch`` raise `FileNotFoundError` if the folder is another epoch's.
+    Those that have a ``term`` raise `FileNotFoundError` if the folder is another term's.
     """
 
-    def term(self) -> int:
-        """Return the epoch whose the term folder is, from a fresh listing."""
+    def current_term(self) -> int:
+        """Return the term whose the term folder is, from a fresh listing."""
 
-    def take_over(self, before: int, epoch: int) -> None:
-        """Rename the folder of one epoch to another's."""
+    def take_over(self, before: int, term: int) -> None:
+        """Rename the folder of one term to another's."""
 
     def status(self) -> Message | None:
         """Return what status.json holds; None where there is none."""
 
-    def replace_status(self, epoch: int, status: Message) -> None:
+    def replace_status(self, term: int, status: Message) -> None:
         """Put another status.json in its place."""
 
     def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
@@ -199,16 +199,16 @@ class SharedFiles(Protocol):
     def new_notices(self) -> list[str]:
         """Return the names of the notices that nobody has claimed."""
 
-    def claim_notice(self, epoch: int, name: str) -> None:
+    def claim_notice(self, term: int, name: str) -> None:
         """Move a notice into the folder."""
 
     def forget_absence(self, name: str) -> None:
         """Drop the memory that a notice is absent; see `shared_files.forget_absence`."""
 
-    def claimed_notices(self, epoch: int) -> Mapping[str, float]:
+    def claimed_notices(self, term: int) -> Mapping[str, float]:
         """Return the notices in the folder, and the seconds that each leaves."""
 
-    def remove_notice(self, epoch: int, name: str) -> None:
+    def remove_notice(self, term: int, name: str) -> None:
         """Begin to remove a notice from the folder; that may take long, and fail."""
 
 
@@ -216,12 +216,12 @@ class TermFolder:
     """What one leader does with the shared files.
 
     Args:
-        epoch: The leader's.
+        term: The leader's.
         files: Where it does so.
     """
 
-    def __init__(self, epoch: int, files: SharedFiles) -> None:
-        self.epoch = epoch
+    def __init__(self, term: int, files: SharedFiles) -> None:
+        self.term = term
         self._files = files
         self._has_shown = False
         self._maybe_torn = True
@@ -239,13 +239,13 @@ class TermFolder:
             OSError: the file system does not answer, or there is no term folder.
         """
         for tries_left in reversed(range(_TRIES)):
-            before = yield self._files.term
-            if before == self.epoch:
+            before = yield self._files.current_term
+            if before == self.term:
                 return
-            if before > self.epoch:
-                raise TermOverError(f"epoch {before} has the term folder, not {self.epoch}")
+            if before > self.term:
+                raise TermOverError(f"term {before} has the term folder, not {self.term}")
             try:
-                yield partial(self._files.take_over, before, self.epoch)
+                yield partial(self._files.take_over, before, self.term)
                 return
             except FileNotFoundError:
                 if not tries_left:
@@ -265,7 +265,7 @@ class TermFolder:
         if not self._has_shown:
             last = yield self._files.status
             lines = [*_last_word(last), *lines]
-        yield partial(self._files.replace_status, self.epoch, status)
+        yield partial(self._files.replace_status, self.term, status)
         self._has_shown = True
         if lines:
             maybe_torn, self._maybe_torn = self._maybe_torn, True
@@ -285,7 +285,7 @@ class TermFolder:
         """
         yield from self.enter()
         for name in tuple(self._confirmed):
-            yield partial(self._files.remove_notice, self.epoch, name)
+            yield partial(self._files.remove_notice, self.term, name)
 
     def claim_notices(self) -> Steps[Mapping[str, float]]:
         """Remove what is confirmed, claim what is new; return what is left, with its seconds.
@@ -302,7 +302,7 @@ class TermFolder:
         self._looks += 1
         if self._confirmed or self._claimed is None or self._looks % _ALL_EVERY == 0:
             yield from self.remove_confirmed()
-            self._claimed = yield partial(self._files.claimed_notices, self.epoch)
+            self._claimed = yield partial(self._files.claimed_notices, self.term)
             self._confirmed.intersection_update(self._claimed)
         claimed: Mapping[str, float] = self._claimed
         new = [name for name in (yield self._files.new_notices) if name not in claimed]
@@ -315,12 +315,12 @@ class TermFolder:
             except FileNotFoundError:  # withdrawn meanwhile, or the folder is gone
                 yield from self.enter()
         if new:
-            self._claimed = claimed = yield partial(self._files.claimed_notices, self.epoch)
+            self._claimed = claimed = yield partial(self._files.claimed_notices, self.term)
         return {name: left_s for name, left_s in claimed.items() if name not in self._confirmed}
 
     def _claim(self, name: str) -> Steps[None]:
         """Claim a notice that a listing has shown, though this client may remember it as absent."""
-        claim = partial(self._files.claim_notice, self.epoch, name)
+        claim = partial(self._files.claim_notice, self.term, name)
         try:
             yield claim
         except FileNotFoundError:
@@ -339,7 +339,7 @@ def _last_word(status: Message | None) -> list[Message]:
 
 
 # ---- The files of a run that its leaders share, on the file system
-# Notices: somebody asks for a node of the run to be left, by a file in ``<run>/notice/``. Its
+# Notices: somebody asks for a node of the run to be left, by a file in ``<run>/preempt/``. Its
 # name is that of a task (``40_3``), of a host, or ``all``. Its content is the number of seconds
 # that are left, or nothing for ten minutes.
 
@@ -359,17 +359,17 @@ class RunFiles:
 
     run: RunDir
 
-    def term(self) -> int:
-        """Return the epoch of the term folder."""
+    def current_term(self) -> int:
+        """Return the term of the term folder."""
         names = names_in(self.run.rdzv)
-        epochs = [int(m[1]) for name in names if (m := _TERM.fullmatch(name))]
-        if not epochs:
+        terms = [int(m[1]) for name in names if (m := _TERM.fullmatch(name))]
+        if not terms:
             raise FileNotFoundError(2, "there is no term folder", str(self.run.rdzv))
-        return max(epochs)
+        return max(terms)
 
-    def take_over(self, before: int, epoch: int) -> None:
+    def take_over(self, before: int, term: int) -> None:
         """Rename the folder; remove what the leader before has staged and not put in place."""
-        mine = self._folder(epoch)
+        mine = self._folder(term)
         self._folder(before).rename(mine)
         for left in names_listed(mine):
             if not left.startswith(_NOTICE):
@@ -383,10 +383,10 @@ class RunFiles:
             _log.info("it says nothing of the leader before: %s", e)
             return None
 
-    def replace_status(self, epoch: int, status: dict[str, Any]) -> None:
+    def replace_status(self, term: int, status: dict[str, Any]) -> None:
         """Stage the status in the folder, and rename it."""
         text = json.dumps(status, indent=2) + "\n"
-        write_atomic(self.run.status, text, staged_in=self._folder(epoch))
+        write_atomic(self.run.status, text, staged_in=self._folder(term))
 
     def append_progress(self, lines: Sequence[dict[str, Any]], *, maybe_torn: bool) -> None:
         """Append, below the end of a line where that is missing.
@@ -409,7 +409,7 @@ class RunFiles:
     # ---- notices --------------------------------------------------------------------------
 
     def new_notices(self) -> list[str]:
-        """Return the files in ``notice/``; none is the usual case.
+        """Return the files in ``preempt/``; none is the usual case.
 
         What is longer than any name, so that it cannot be claimed, keeps no other from that.
         """
@@ -417,41 +417,41 @@ class RunFiles:
         names = (n for n in names_in(folder) if n[0] != "." and (folder / n).is_file())
         return sorted(n for n in names if len(os.fsencode(n)) <= _LONGEST_NAME)
 
-    def claim_notice(self, epoch: int, name: str) -> None:
+    def claim_notice(self, term: int, name: str) -> None:
         """Rename it into the folder."""
-        (self.run.notices / name).rename(self._notice(epoch, name))
+        (self.run.notices / name).rename(self._notice(term, name))
 
     def forget_absence(self, name: str) -> None:
         """Make the client ask the server about the notice."""
         forget_absence(self.run.notices / name)
 
-    def claimed_notices(self, epoch: int) -> dict[str, float]:
+    def claimed_notices(self, term: int) -> dict[str, float]:
         """Read what is claimed."""
-        folder = self._folder(epoch)
+        folder = self._folder(term)
         found = sorted(name for name in names_listed(folder) if name.startswith(_NOTICE))
         return {name.removeprefix(_NOTICE): _left_s(folder / name) for name in found}
 
-    def remove_notice(self, epoch: int, name: str) -> None:
+    def remove_notice(self, term: int, name: str) -> None:
         """Begin to remove it from the folder; usually it is gone when this returns."""
-        remove_behind(self._notice(epoch, name), wait_s=_REMOVED_IN_S)
+        remove_behind(self._notice(term, name), wait_s=_REMOVED_IN_S)
 
-    def _folder(self, epoch: int) -> Path:
-        return self.run.rdzv / f"term.{epoch}"
+    def _folder(self, term: int) -> Path:
+        return self.run.rdzv / f"term.{term}"
 
-    def _notice(self, epoch: int, name: str) -> Path:
-        return self._folder(epoch) / f"{_NOTICE}{name}"
+    def _notice(self, term: int, name: str) -> Path:
+        return self._folder(term) / f"{_NOTICE}{name}"
 
 
-def make_term_folder(run: RunDir, epoch: int = 0) -> None:
-    """Give the folder to an epoch without a leader; make it if the run has none (login node)."""
+def make_term_folder(run: RunDir, term: int = 0) -> None:
+    """Give the folder to a term without a leader; make it if the run has none (login node)."""
     files = RunFiles(run)
     try:
-        before = files.term()
+        before = files.current_term()
     except FileNotFoundError:
-        (run.rdzv / f"term.{epoch}").mkdir(exist_ok=True)
+        (run.rdzv / f"term.{term}").mkdir(exist_ok=True)
         return
-    if before < epoch:
-        files.take_over(before, epoch)
+    if before < term:
+        files.take_over(before, term)
 
 
 def _left_s(file: Path) -> float:

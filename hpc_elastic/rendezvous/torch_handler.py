@@ -286,7 +286,7 @@ class _Step:
     def clear_holds(
         self,
         tasks: Iterable[str],
-        unseen: Mapping[str, str],
+        possibly_alive: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
         """Do nothing: nothing of a job step is queued."""

@@ -106,7 +106,7 @@ class Round:
     Attributes:
         number: Its number, from 1 on.
         time: When it was closed.
-        epoch: Of the leader that closed it.
+        term: Of the leader that closed it.
         members: Its members by group rank.
         world_size: Number of their workers.
         placed: With ft=true: tasks whose workers start; else None.
@@ -116,7 +116,7 @@ class Round:
 
     number: int
     time: float
-    epoch: int
+    term: int
     members: tuple[TaskAttempt, ...]
     world_size: int
     placed: frozenset[str] | None
@@ -158,7 +158,7 @@ class EventIndex:
                     members.append(attempt)
                 placed = frozenset(event.get("placed") or ()) if self.has_replicas else None
                 found[number] = Round(
-                    number, time, int(event.get("epoch") or 0), tuple(members),
+                    number, time, int(event.get("term") or 0), tuple(members),
                     int(event.get("world_size") or 0), placed, max(over, time),
                 )  # fmt: skip
             stops = kind in ("round_stopped", "leader")
@@ -194,8 +194,8 @@ class EventIndex:
 
     @cached_property
     def leaders(self) -> list[Event]:
-        """The events of elected leaders, by epoch."""
-        return sorted(self.of("leader"), key=lambda e: int(e["epoch"]))
+        """The events of elected leaders, by term."""
+        return sorted(self.of("leader"), key=lambda e: int(e["term"]))
 
     @cached_property
     def excluded(self) -> dict[str, Event]:

@@ -70,7 +70,7 @@ def read_points(file: Path) -> list[Point]:
     """Return the points of a run in order of time; none if there is no file.
 
     Lines that were cut off, because a leader died while it wrote, are left out. So are lines after
-    one of a later epoch: their leader was stopped while it wrote, and another led meanwhile.
+    one of a later term: their leader was stopped while it wrote, and another led meanwhile.
     """
     try:
         text = file.read_text(errors="replace")
@@ -80,12 +80,12 @@ def read_points(file: Path) -> list[Point]:
     for line in text.splitlines():
         try:
             raw = json.loads(line)
-            epoch = int(raw.get("epoch") or 0)
+            term = int(raw.get("term") or 0)
             point = Point.of(raw, float(raw["time"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue
-        newest = max(newest, epoch)
-        if epoch == newest or not epoch:
+        newest = max(newest, term)
+        if term == newest or not term:
             found.append(point)
     return sorted(found, key=lambda point: point.time)
 

@@ -237,7 +237,7 @@ def _stop_of(run: EventIndex, round_: Round, until: float = math.inf) -> Event |
 
 
 def _leader_of(run: EventIndex, round_: Round) -> Event | None:
-    return next((e for e in run.leaders if int(e["epoch"]) == round_.epoch), None)
+    return next((e for e in run.leaders if int(e["term"]) == round_.term), None)
 
 
 def _host_of(run: EventIndex, leader: Event | None) -> str | None:
@@ -393,7 +393,7 @@ def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
     causes, left = [one.cause for one in group], group[-1].nodes
     is_announced = all(cause.what in (*_ANNOUNCED_CAUSES, "signalled") for cause in causes)
     successors = [one.successor for one in group if one.successor is not None]
-    leader = max(successors, key=lambda e: int(e["epoch"])) if successors and left else None
+    leader = max(successors, key=lambda e: int(e["term"])) if successors and left else None
     return TimelineEntry(
         "shrank" if left else "stopped", min(cause.time for cause in causes), _joined(causes),
         group[0].nodes + 1, left, cost=Cost(lost_steps=0 if is_announced and left else None),

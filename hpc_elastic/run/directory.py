@@ -17,12 +17,12 @@ k of the sweep: a job array, one task a node; or one *co-allocated job* of sever
     <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
     <run>/settings.json                   the settings: nodes and launcher.*; 0600
     <run>/secret                          0600: authenticates every message between agents
-    <run>/rdzv/record.<n>.json            decisions of leaders: leader, round, end
-    <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
-    <run>/rdzv/term.<epoch>/              through it a leader writes (`rendezvous.term`);
+    <run>/rdzv/entry.<n>.json             decisions of leaders: leader, round, end
+    <run>/rdzv/lease.<term>               shows that the leader of a term lives
+    <run>/rdzv/term.<term>/               through it a leader writes (`rendezvous.term`);
                                           holds the notices that are not confirmed yet
-    <run>/notice/                         a file named like a task or a node: leave it
-    <run>/excluded.json                   nodes that the run avoids, with the reasons
+    <run>/preempt/                        a file named like a task or a node: leave it
+    <run>/excluded_nodes.json             nodes that the run avoids, with the reasons
     <run>/avoided/<task>@<node>           the task was lost on that node, and may still run there
     <run>/checkpoints/                    checkpoints, by default; see hpc_elastic.checkpoint
     <run>/departing/                      combined requests of tasks that are requeued together
@@ -37,15 +37,15 @@ k of the sweep: a job array, one task a node; or one *co-allocated job* of sever
     <run>/progress.jsonl                  the same over time, one JSON object a line, append only: a
                                           line at each change of the group, and else every 5 s, in
                                           a run of days more rarely (`rendezvous.run_status`)
-    <run>/cancelled                       who cancelled the run, and when: its tasks do not restart
+    <run>/cancelled.json                  who cancelled the run, and when: no task restarts
     <run>/result.json                     written once, when the run has ended
     <run>/before-resume.<n>/              these two files from before the n-th `resume`
 
-A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, epoch, nodes,
+A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, term, nodes,
 world_size, step (the last), total_steps, samples, loss (of the first rank), blocked_s (seconds for
 which checkpoints have blocked the workers of this round), checkpoint (the last step that was
 announced as saved), steps_per_s and samples_per_s (over half a minute); null if unknown. A line may
-be cut off. A line of a leader that was stopped while it wrote may follow lines of a later epoch.
+be cut off. A line of a leader that was stopped while it wrote may follow lines of a later term.
 `report.progress_log` reads the file.
 """
 
@@ -224,9 +224,9 @@ class RunDir:
     rdzv = _Below("rdzv")
     first_term = _Below("rdzv/term.0")
     """The term folder, as it is made with the run; see `rendezvous.term`."""
-    notices = _Below("notice")
+    notices = _Below("preempt")
     """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
-    excluded = _Below("excluded.json")
+    excluded = _Below("excluded_nodes.json")
     avoided = _Below("avoided")
     checkpoints = _Below("checkpoints")
     """The default folder of checkpoints; the script may choose another."""
@@ -237,7 +237,7 @@ class RunDir:
     results = _Below("results")
     status = _Below("status.json")
     progress = _Below("progress.jsonl")
-    cancelled = _Below("cancelled")
+    cancelled = _Below("cancelled.json")
     """Written before the first task is cancelled."""
     result = _Below("result.json")
     """It exists when the run has ended."""

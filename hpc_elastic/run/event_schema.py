@@ -136,14 +136,14 @@ _OF_TASKS = (
 
 _OF_THE_GROUP = (
     Kind("leader", "An agent leads the run from now on.", "when it has been elected", _LEADER,
-         (Field("epoch", "integer", "number of the leadership; it grows with each leader"),)),
+         (Field("term", "integer", "number of its term; it grows with each leader"),)),
     Kind("joined", "A node is ready for the next round.", "when its agent has asked to join",
          _LEADER, (_HOST,)),
     Kind("round", "A group has formed: its members have ranks, and start their workers.",
          "when the decision is recorded", _LEADER,
          (Field("number", "integer", "number of the round, from 1 on"),
-          Field("record", "integer", "number of the record in `<run>/rdzv` that decides it"),
-          Field("epoch", "integer", "epoch of the leader"),
+          Field("index", "integer", "index of the log entry in `<run>/rdzv` that decides it"),
+          Field("term", "integer", "term of the leader"),
           Field("nodes", "integer", "number of members"),
           Field("world_size", "integer", "number of workers"),
           Field("members", "members", "by group rank"),

@@ -1,12 +1,12 @@
 """The fence of worker groups: whether a worker may still act for the run.
 
-Every decision about the group of a run is a numbered record in its run directory
-(`rendezvous.log_entry`). A worker group belongs to the record that formed it, and is over as soon
-as a later record exists: another leader was elected, or another group was formed. A worker that was
+Every decision about the group of a run is a numbered entry in its run directory
+(`rendezvous.log_entry`). A worker group belongs to the entry that formed it, and is over as soon
+as a later entry exists: another leader was elected, or another group was formed. A worker that was
 paused or cut off must not commit a checkpoint then, so it calls `check_fence` first.
 
 With ``ft=true`` the workers of a node outlive other nodes and leaders. They may act as long as the
-last record has their attempt of their task as a member that is not lost, and does not end the run.
+last entry has their attempt of their task as a member that is not lost, and does not end the run.
 
     from hpc_elastic import check_fence
 
@@ -25,11 +25,11 @@ from hpc_elastic.errors import CheckpointFencedError
 from hpc_elastic.shared_files import names_listed
 
 VARIABLE = "HPC_ELASTIC_FENCE"
-"""Path of the record that formed the worker's group."""
+"""Path of the entry that formed the worker's group."""
 REPLICA_VARIABLE = "HPC_ELASTIC_FENCE_REPLICA"
 """``task:attempt:slot`` of a worker of a replica; not set for other workers."""
 
-_NAME = re.compile(r"record\.(\d+)\.json")
+_NAME = re.compile(r"entry\.(\d+)\.json")
 
 
 def check_fence() -> None:
@@ -43,25 +43,25 @@ def check_fence() -> None:
             process; the run goes on without it.
         OSError: The run directory cannot be read.
     """
-    mine = own_record()
+    mine = own_entry()
     if mine is None:
         return
-    newest = last_record(mine.parent)
+    newest = last_index(mine.parent)
     if newest <= number(mine.name):
         return
     replica_ = os.environ.get(REPLICA_VARIABLE)
     if replica_ is None:
         raise CheckpointFencedError(
-            f"this worker belongs to the group of {mine}, but record {newest} exists: "
+            f"this worker belongs to the group of {mine}, but entry {newest} exists: "
             "another group or another leader has taken over"
         )
     task, attempt, _ = replica_.rsplit(":", 2)
-    record = json.loads(json.loads(record_path(mine.parent, newest).read_text())["record"])
-    names = [(member["task"], member["attempt"]) for member in record["members"]]
-    is_lost = int(record["lost"].get(task, -1)) >= int(attempt)
-    if (task, int(attempt)) not in names or record["ending"] or is_lost:
+    entry = json.loads(json.loads(entry_path(mine.parent, newest).read_text())["entry"])
+    names = [(member["task"], member["attempt"]) for member in entry["members"]]
+    is_lost = int(entry["lost"].get(task, -1)) >= int(attempt)
+    if (task, int(attempt)) not in names or entry["ending"] or is_lost:
         raise CheckpointFencedError(
-            f"this worker belongs to {task}, attempt {attempt}, which is no member in record "
+            f"this worker belongs to {task}, attempt {attempt}, which is no member in entry "
             f"{newest} of {mine.parent}: it was lost, or the run has ended"
         )
 
@@ -74,10 +74,10 @@ def replica(task: str, attempt: int, slot: int) -> str:
 def fencing_token() -> str | None:
     """Return the name of this worker's group; None outside of a run.
 
-    ``r<record>``: groups of an earlier record are over. ``f<record>s<slot>``: a replica of a run
+    ``r<entry>``: groups of an earlier entry are over. ``f<entry>s<slot>``: a replica of a run
     with ``ft=true``; other replicas may live.
     """
-    mine = own_record()
+    mine = own_entry()
     if mine is None:
         return None
     replica_ = os.environ.get(REPLICA_VARIABLE)
@@ -86,24 +86,24 @@ def fencing_token() -> str | None:
     return f"f{number(mine.name)}s{replica_.rpartition(':')[2]}"
 
 
-def own_record() -> Path | None:
-    """Return the record that formed this worker's group; None outside of a run."""
+def own_entry() -> Path | None:
+    """Return the entry that formed this worker's group; None outside of a run."""
     mine = os.environ.get(VARIABLE)
     return Path(mine) if mine else None
 
 
-def record_path(folder: Path, which: int) -> Path:
-    """Return the file of a record."""
-    return folder / f"record.{which}.json"
+def entry_path(folder: Path, which: int) -> Path:
+    """Return the file of an entry."""
+    return folder / f"entry.{which}.json"
 
 
-def last_record(folder: Path) -> int:
-    """Return the highest number of a record in a folder; 0 if there is none."""
-    return max(records_in(folder), default=0)
+def last_index(folder: Path) -> int:
+    """Return the highest number of an entry in a folder; 0 if there is none."""
+    return max(entries_in(folder), default=0)
 
 
-def records_in(folder: Path) -> frozenset[int]:
-    """Return the numbers of all records in a folder.
+def entries_in(folder: Path) -> frozenset[int]:
+    """Return the numbers of all entries in a folder.
 
     The folder is opened again, so that a client of NFS queries the server.
     """
@@ -111,6 +111,6 @@ def records_in(folder: Path) -> frozenset[int]:
 
 
 def number(name: str) -> int:
-    """Return the number in the name of a record's file; 0 for another file."""
+    """Return the number in the name of an entry's file; 0 for another file."""
     m = _NAME.fullmatch(name)
     return int(m[1]) if m else 0

@@ -269,7 +269,7 @@ def _carry_out(
 #
 #     <sweep>/.hpc_elastic/array-<k>.replaced/<index>.<n>   job id of the n-th task in that place
 #                                            /job.<n>       the same for a co-allocated job
-#     <run>/excluded.json                                   nodes that the run's tasks avoid
+#     <run>/excluded_nodes.json                             nodes that the run's tasks avoid
 #
 # Exactly one. Several peers may see that a task is lost. Each submits, with a start ten minutes
 # ahead, and then creates the next number by link(2): the peer whose link is made has replaced the

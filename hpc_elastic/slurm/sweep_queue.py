@@ -27,7 +27,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run.directory import RunDir, RunSpec, Submission, task_name
-from hpc_elastic.run.fencing import last_record
+from hpc_elastic.run.fencing import last_index
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
@@ -335,7 +335,7 @@ class SweepQueue:
             if run.path not in self._specs:
                 self._specs[run.path] = run.load()
             spec = self._specs[run.path]
-            has_started = waits and last_record(run.rdzv) > 0
+            has_started = waits and last_index(run.rdzv) > 0
         except (RunDirectoryError, FileNotFoundError):
             if is_there(run.spec):
                 raise

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run.fencing import own_record
+from hpc_elastic.run.fencing import own_entry
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNPROVED_BYTES = 4096
@@ -216,7 +216,7 @@ def peers_secret() -> bytes:
         OSError: It cannot be read.
         PermissionError: Other users may read the user's key.
     """
-    record = own_record()
+    record = own_entry()
     if record is None:
         return user_secret("peers")
     from hpc_elastic.run.directory import RunDir  # not in a manager server process

@@ -82,9 +82,9 @@ class ClientConnection:
 
 
 async def connect(
-    address: str, port: int, secret: bytes, epoch: int, hello: dict[str, Any]
+    address: str, port: int, secret: bytes, term: int, hello: dict[str, Any]
 ) -> ClientConnection:
-    """Connect to the leader of an epoch; return once it has proved that it holds the secret.
+    """Connect to the leader of a term; return once it has proved that it holds the secret.
 
     Raises:
         OSError: No process listens there, or none answers in time.
@@ -95,7 +95,7 @@ async def connect(
     try:
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
             first = {"type": "hello", "agent": hello}
-            answer, signer = answer_greeting(await _read_line(reader), secret, epoch, first)
+            answer, signer = answer_greeting(await _read_line(reader), secret, term, first)
             writer.write(answer)
             connection = ClientConnection(reader, writer, signer)
             await connection.receive()  # the welcome
@@ -136,9 +136,9 @@ class ServerConnection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, secret: bytes, epoch: int, owner: ConnectionOwner, buffer: memoryview
+        self, secret: bytes, term: int, owner: ConnectionOwner, buffer: memoryview
     ) -> None:
-        self._handshake = ServerHandshake(secret, epoch)
+        self._handshake = ServerHandshake(secret, term)
         self._owner = owner
         self._buffer = buffer
         self._pending = b""

@@ -33,7 +33,7 @@ def sweep(cluster, tmp_path) -> Iterator[Sweep]:
     text = (ROOT / "train.py").read_text().replace(", total_steps=total_steps", "")
     script.write_text(unhurried(text, tmp_path))
     shutil.copy(ROOT / "train.yaml", tmp_path)
-    started = Sweep(tmp_path, cluster.env, script, "nodes=1:3", "epochs=5", "pause_s=0.25")
+    started = Sweep(tmp_path, cluster.env, script, "nodes=1:3", "terms=5", "pause_s=0.25")
     yield started
     if started.process.poll() is None:
         started.process.kill()
@@ -78,12 +78,12 @@ def test_a_preempted_node_leaves_and_comes_back(cluster, sweep):
 
 @pytest.mark.long
 def test_a_leader_whose_node_dies_is_replaced(cluster, sweep):
-    """Another agent leads the next epoch."""
+    """Another agent leads the next term."""
     eventually(lambda: sweep.group_sizes()[-1:] == [3], "three nodes train")
     cluster.kill_node(leader_host(sweep))
     eventually(lambda: len(sweep.events("leader")) > 1, "another one leads")
     ends_well(sweep)
-    assert [e["epoch"] for e in sweep.events("leader")][:2] == [1, 2]
+    assert [e["term"] for e in sweep.events("leader")][:2] == [1, 2]
 
 
 @pytest.mark.long
@@ -152,7 +152,7 @@ def test_a_coallocated_job_that_was_cancelled_by_hand_is_seen_to_be_lost_and_res
     runs.call(
         COMMAND, "submit", "train.py", "launcher=slurm", "nodes=2:3",
         "launcher.coallocate_min=true",
-        "pause_s=0.1", "epochs=40", "save_every_s=2", "hydra.sweep.dir=sweep",
+        "pause_s=0.1", "terms=40", "save_every_s=2", "hydra.sweep.dir=sweep",
     )  # fmt: skip
     eventually(runs.newest, "the job has saved")
     assert "still has tasks" in runs.call(COMMAND, "resume", "last", code=1)
@@ -204,6 +204,6 @@ def test_an_interrupted_submission_leaves_no_run_and_prints_no_traceback(cluster
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130, output
     assert "Traceback" not in output and "interrupted during the submission" in output
-    assert (tmp_path / "sweep" / "0" / "cancelled").exists()
+    assert (tmp_path / "sweep" / "0" / "cancelled.json").exists()
     eventually(lambda: not cluster.tasks(), "the job has ended")
     assert not (tmp_path / "sweep" / "0" / "result.json").exists(), "it was not trained"

@@ -95,9 +95,9 @@ def a_long_key(s: socket.socket, rng: random.Random) -> None:
     s.recv(100)
 
 
-def replay(secret: bytes, epoch: int) -> Attack:
+def replay(secret: bytes, term: int) -> Attack:
     """Return the attack that repeats an agent's words of an earlier connection."""
-    words = _introduction(secret, epoch, new_nonce(), new_nonce())
+    words = _introduction(secret, term, new_nonce(), new_nonce())
 
     def replayed(s: socket.socket, rng: random.Random) -> None:
         s.sendall(words)
@@ -106,12 +106,12 @@ def replay(secret: bytes, epoch: int) -> Attack:
     return replayed
 
 
-def _introduction(secret: bytes, epoch: int, leader_nonce: str, nonce: str) -> bytes:
+def _introduction(secret: bytes, term: int, leader_nonce: str, nonce: str) -> bytes:
     """Return all that an agent sends until it waits for a round."""
-    cipher = FrameSigner(session_key(secret, epoch, leader_nonce, nonce), "client")
+    cipher = FrameSigner(session_key(secret, term, leader_nonce, nonce), "client")
     agent = {"task": "999_1", "attempt": 0, "slot": 1, "host": "evil", "nproc": 1}
     hello = cipher.seal({"type": "hello", "agent": agent})
-    return nonce.encode() + b"\n" + hello + cipher.seal({"type": "join", "ask": 1})
+    return nonce.encode() + b"\n" + hello + cipher.seal({"type": "join", "request": 1})
 
 
 ON_ANY_PORT = (

@@ -84,7 +84,7 @@ class Group:
     def clear_holds(
         self,
         tasks: Iterable[str],
-        unseen: Mapping[str, str],
+        possibly_alive: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
         """Note it."""

@@ -38,7 +38,7 @@ class LongRun:
         self.now = BEGIN + 40.0
         self.until = BEGIN + 86400 * days
         self.nodes, self.num_faults = nodes, faults
-        self.step = self.saved = self.round = self.restarts = self.epoch = 0
+        self.step = self.saved = self.round = self.restarts = self.term = 0
         self.saved_at = self.now
         self.blocked_s = 0.0
         self.attempt = dict.fromkeys(range(nodes), 0)
@@ -113,14 +113,14 @@ class LongRun:
     def _form(self, members: list[int]) -> None:
         if self.leader not in members:
             self.leader = members[0]
-            self.epoch += 1
-            self._tell("leader", self.leader, epoch=self.epoch)
+            self.term += 1
+            self._tell("leader", self.leader, term=self.term)
         self.now += self.random.uniform(1, 4)
         self.round += 1
         self.members = list(members)
         named = [{"task": f"{JOB}_{s}", "attempt": self.attempt[s], "slot": s, "host": host(s),
                   "nproc": 8} for s in members]  # fmt: skip
-        self._tell("round", self.leader, number=self.round, record=self.round, epoch=self.epoch,
+        self._tell("round", self.leader, number=self.round, index=self.round, term=self.term,
                    nodes=len(members), world_size=8 * len(members), members=named,
                    restarts=self.restarts)  # fmt: skip
         self.step, self.blocked_s = self.saved, 0.0
@@ -159,7 +159,7 @@ class LongRun:
         size = len(self.members)
         noise = self.random.gauss(0, 0.03)
         self.points.append({
-            "time": self.now, "phase": "training", "round": self.round, "epoch": self.epoch,
+            "time": self.now, "phase": "training", "round": self.round, "term": self.term,
             "nodes": size, "world_size": 8 * size, "step": self.step, "total_steps": 450_000,
             "samples": 4096 * self.step, "loss": 1.8 + 9 / (1 + self.step / 4000) + noise,
             "blocked_s": self.blocked_s, "checkpoint": self.saved or None,

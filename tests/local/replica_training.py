@@ -77,7 +77,7 @@ class Worker:
         at = self.client.steps
         request = QuorumRequest(
             at.quorum_step, self.step, self.state_version, at.quorum_id,
-            self.failures, 1, False, store, ("here",),
+            self.failures, 1, False, store, ("reattach",),
         )  # fmt: skip
         answer = self.client.request_quorum(request, timeout_s=GIVE_UP_S)
         if not isinstance(answer, QuorumResult):
@@ -199,9 +199,9 @@ class Replicas:
         """The slot whose agent leads."""
         from hpc_elastic.rendezvous.decision_log import DecisionLog
 
-        _, record = DecisionLog(self.run.rdzv, self.run.secret.read_bytes()).last()
-        assert record is not None
-        return int(record.leader.task.rpartition("_")[2])
+        _, entry = DecisionLog(self.run.rdzv, self.run.secret.read_bytes()).last()
+        assert entry is not None
+        return int(entry.leader.task.rpartition("_")[2])
 
     def finish(self, slot: int = 0) -> int:
         """Let all end at the same step, a little later; return it."""

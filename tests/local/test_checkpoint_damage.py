@@ -215,13 +215,13 @@ def test_a_fenced_writer_commits_nothing(tmp_path, monkeypatch):
     """Another group was formed while this one wrote."""
     folder, records = tmp_path / "c", tmp_path / "rdzv"
     records.mkdir()
-    (records / "record.3.json").touch()
-    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "record.3.json"))
+    (records / "entry.3.json").touch()
+    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "entry.3.json"))
     counter = Counter()
     c = checkpointer(folder, counter)
     save_at(c, counter, 1)
     c.wait()
-    (records / "record.4.json").touch()
+    (records / "entry.4.json").touch()
     save_at(c, counter, 2)
     with pytest.raises(CheckpointFencedError, match="record 4 exists"):
         c.wait()
@@ -233,8 +233,8 @@ def test_leftovers_go_once_their_group_is_surely_over(tmp_path, monkeypatch):
     folder, records = tmp_path / "c", tmp_path / "rdzv"
     records.mkdir()
     folder.mkdir()
-    (records / "record.3.json").touch()
-    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "record.3.json"))
+    (records / "entry.3.json").touch()
+    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "entry.3.json"))
     names = {"r2": False, "r3": False, "r4": True, "pabc": True, "pdef": False}
     for token in names:
         (folder / f".staging-step-7-{token}-0").mkdir()

@@ -216,7 +216,7 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
     """The run knows of the directory from the first checkpoint that is committed there."""
     run, elsewhere = tmp_path / "run", tmp_path / "scratch" / "my weights"
     (run / "rdzv").mkdir(parents=True)
-    record = run / "rdzv" / "record.1.json"
+    record = run / "rdzv" / "entry.1.json"
     record.write_text("{}")
     monkeypatch.setenv(fencing.VARIABLE, str(record))
     net = torch.nn.Linear(2, 2)

@@ -239,7 +239,7 @@ def all_fenced(rank: int, folder: Path, records: Path) -> str:
     """Another group is formed before the commit."""
     c = Checkpointer(folder, state())
     dist.barrier()
-    (records / "record.4.json").touch()
+    (records / "entry.4.json").touch()
     c.save(1)
     return outcome(c)
 
@@ -248,8 +248,8 @@ def test_a_fenced_group_commits_nothing_and_every_rank_knows(tmp_path):
     """Rank 0 finds out; the others do not wait for it."""
     folder, records = tmp_path / "c", tmp_path / "rdzv"
     records.mkdir()
-    (records / "record.3.json").touch()
-    env = {"HPC_ELASTIC_FENCE": str(records / "record.3.json")}
+    (records / "entry.3.json").touch()
+    env = {"HPC_ELASTIC_FENCE": str(records / "entry.3.json")}
     said = run_ranks(all_fenced, 2, folder, records, env={0: env, 1: env})
     assert CheckpointFencedError.__name__ in said[0]
     assert "record 4 exists" in said[1]

@@ -195,9 +195,9 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
     """Else its task, once it is back, would be asked to leave again."""
     remove = RunFiles.remove_notice
 
-    def slowly(files: RunFiles, epoch: int, name: str) -> None:
+    def slowly(files: RunFiles, term: int, name: str) -> None:
         time.sleep(1.0)
-        remove(files, epoch, name)
+        remove(files, term, name)
 
     monkeypatch.setattr(RunFiles, "remove_notice", slowly)
     g = group(max_nodes=2, scale_up="checkpoint")
@@ -220,17 +220,17 @@ def test_a_leader_that_is_deposed_ends_and_the_next_has_its_notices(group):
     eventually(lambda: list(g.run.rdzv.glob("term.1/notice.7_2")))
     old = g.leader
     leader = old._leader
-    number, record = g.register.last()
-    here = replace(record.leader, task="7_2", port=1)
-    assert g.register.create(claim(number + 1, record, here, time.time()))
+    number, entry = g.register.last()
+    here = replace(entry.leader, task="7_2", port=1)
+    assert g.register.create(claim(number + 1, entry, here, time.time()))
     eventually(lambda: old._leader is not leader)
     assert leader._term.is_over and not leader._duties and not leader._visitors
     eventually(lambda: any(s._leader for s in agents))
     eventually(lambda: list(g.run.rdzv.glob("term.3/notice.7_2")))
     assert [f.name for f in g.run.rdzv.glob("term.*")] == ["term.3"]
-    eventually(lambda: json.loads(g.run.status.read_text())["epoch"] == 3)
-    epochs = [json.loads(line)["epoch"] for line in g.run.progress.read_text().splitlines()]
-    assert epochs == sorted(epochs)
+    eventually(lambda: json.loads(g.run.status.read_text())["term"] == 3)
+    terms = [json.loads(line)["term"] for line in g.run.progress.read_text().splitlines()]
+    assert terms == sorted(terms)
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def claimed(tmp_path):
 )  # fmt: skip
 def test_what_a_notice_file_holds(tmp_path, claimed, text, left_s):
     """Seconds; nothing, or no number, is ten minutes."""
-    (tmp_path / "notice" / ".40_4.staged").write_text("1")
+    (tmp_path / "preempt" / ".40_4.staged").write_text("1")
     assert claimed(**{"40_3": text}) == {"40_3": left_s}
 
 
@@ -299,7 +299,7 @@ def test_a_notice_that_may_not_be_read_is_one_all_the_same(claimed, monkeypatch)
 def test_a_file_whose_name_is_none_keeps_no_notice_from_its_node(tmp_path, claimed):
     """It cannot be claimed; others are, whatever their names."""
     found = RunFiles(RunDir(tmp_path)).new_notices
-    too_long = tmp_path / "notice" / ("4" * 255)
+    too_long = tmp_path / "preempt" / ("4" * 255)
     too_long.touch()
     assert found() == []
     too_long.unlink()
@@ -309,7 +309,7 @@ def test_a_file_whose_name_is_none_keeps_no_notice_from_its_node(tmp_path, claim
 
 def test_no_notice_folder_is_no_notice(tmp_path, claimed):
     """As nearly always."""
-    (tmp_path / "notice").rmdir()
+    (tmp_path / "preempt").rmdir()
     assert RunFiles(RunDir(tmp_path)).new_notices() == []
 
 

@@ -24,7 +24,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rendezvous import status_writer
 from hpc_elastic.rendezvous.decision_log import DecisionLog, Lease
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, claim, unseal
+from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, claim, decode_signed
 from hpc_elastic.rendezvous.session import RunOutcome, Session
 
 NOBODY = Endpoint("127.0.0.1", 1, "7_9", 0)
@@ -74,7 +74,7 @@ class FaultyRegister(DecisionLog):
 
     weather: Weather = field(default_factory=Weather)
 
-    def numbers(self) -> frozenset[int]:
+    def indices(self) -> frozenset[int]:
         """See `DecisionLog`."""
         self.weather.meet("numbers")
         return super().numbers()
@@ -84,14 +84,14 @@ class FaultyRegister(DecisionLog):
         self.weather.meet("read")
         return super().read(number)
 
-    def put(self, record: LogEntry) -> None:
+    def put(self, entry: LogEntry) -> None:
         """See `DecisionLog`."""
         self.weather.meet("put")
-        super().put(record)
+        super().put(entry)
 
-    def make_lease(self, epoch: int) -> Lease:
+    def make_lease(self, term: int) -> Lease:
         """See `DecisionLog`."""
-        lease = super().make_lease(epoch)
+        lease = super().make_lease(term)
         renew = lease.renew
 
         def renew_in_weather() -> None:
@@ -101,10 +101,10 @@ class FaultyRegister(DecisionLog):
         lease.renew = renew_in_weather
         return lease
 
-    def lease(self, epoch: int) -> int | None:
+    def lease(self, term: int) -> int | None:
         """See `DecisionLog`."""
         self.weather.meet("lease")
-        return super().lease(epoch)
+        return super().lease(term)
 
 
 def faulty(g: Group) -> Weather:
@@ -114,11 +114,11 @@ def faulty(g: Group) -> Weather:
     return weather
 
 
-def records(g: Group) -> list[LogEntry]:
-    """The run's records that verify, in order."""
-    texts = (path.read_text() for path in g.run.rdzv.glob("record.*.json") if path.is_file())
-    found = (unseal(text, SECRET) for text in texts if text[:1] == "{")
-    return sorted((r for r in found if r is not None), key=lambda record: record.number)
+def entries(g: Group) -> list[LogEntry]:
+    """The run's entries that verify, in order."""
+    texts = (path.read_text() for path in g.run.rdzv.glob("entry.*.json") if path.is_file())
+    found = (decode_signed(text, SECRET) for text in texts if text[:1] == "{")
+    return sorted((r for r in found if r is not None), key=lambda entry: entry.index)
 
 
 def is_connected(session: Session) -> bool:
@@ -165,7 +165,7 @@ def test_a_run_outlives_its_file_system_in_every_phase(group, errors):
         time.sleep(0.5)
         assert not any(w.done() for w in waiting)
     assert {(w.result(PATIENCE_S).number, w.result().world_size) for w in waiting} == {(2, 2)}
-    assert [(r.epoch, r.round) for r in records(g)] == [(1, 0), (1, 1), (2, 1), (2, 2)]
+    assert [(r.term, r.round) for r in entries(g)] == [(1, 0), (1, 1), (2, 1), (2, 2)]
 
 
 def test_ten_seconds_of_a_hanging_file_system_are_not_noticed(group):
@@ -193,7 +193,7 @@ class HangingLog(logging.Handler):
         super().__init__()
         self.hangs, self.answers = threading.Event(), threading.Event()
 
-    def emit(self, _record: logging.LogRecord) -> None:
+    def emit(self, _entry: logging.LogRecord) -> None:
         """Hang."""
         self.hangs.set()
         assert self.answers.wait(2 * PATIENCE_S)
@@ -227,7 +227,7 @@ def test_a_log_that_can_not_be_written_costs_no_heartbeat(group, hanging_log):
 
 
 def test_a_decision_whose_answer_was_lost_is_made_once(group, monkeypatch):
-    """EIO from link(2) that came true all the same: the round is closed, under one record."""
+    """EIO from link(2) that came true all the same: the round is closed, under one entry."""
     g = group(max_nodes=1)
     link, lost = os.link, list[Path]()
 
@@ -238,7 +238,7 @@ def test_a_decision_whose_answer_was_lost_is_made_once(group, monkeypatch):
 
     monkeypatch.setattr(os, "link", link_and_fail)
     assert g.join(g.agent(0))[0].number == 1
-    assert [path.name for path in lost] == ["record.1.json", "record.2.json"]
+    assert [path.name for path in lost] == ["entry.1.json", "entry.2.json"]
 
 
 def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monkeypatch):
@@ -300,7 +300,7 @@ def test_nodes_come_and_go_while_the_disk_can_not_be_written(group, small_disk, 
         time.sleep(1.0)
         assert not alone.done()
     assert (alone.result().number, alone.result().world_size) == (3, 1)
-    assert {r.epoch for r in records(g)} == {1}
+    assert {r.term for r in entries(g)} == {1}
 
 
 def test_a_real_run_loses_its_leader_while_its_disk_is_full(small_disk, tmp_path, monkeypatch):
@@ -310,7 +310,7 @@ def test_a_real_run_loses_its_leader_while_its_disk_is_full(small_disk, tmp_path
     try:
         eventually(lambda: "2" in training.sizes, START_S)
         with full(small_disk):
-            os.kill(training.agents()[training.last_record().leader.task], signal.SIGKILL)
+            os.kill(training.agents()[training.last_index().leader.task], signal.SIGKILL)
             time.sleep(3.0)
         eventually(lambda: training.sizes[-1] == "1", START_S)
         training.goes_on()
@@ -337,52 +337,52 @@ def test_a_file_system_without_hard_links_is_an_error_at_once(group, monkeypatch
 # ---- files that no agent of this run wrote ------------------------------------------------
 
 
-def write_record(g: Group, number: int, *, secret: bytes = SECRET, **changes: object) -> str:
-    """Write a record whose leader is gone, as an agent with this secret would; return its text."""
-    text = replace(claim(number, None, NOBODY, 0.0), **changes).seal(secret)
-    (g.run.rdzv / f"record.{number}.json").write_text(text)
+def write_entry(g: Group, number: int, *, secret: bytes = SECRET, **changes: object) -> str:
+    """Write an entry whose leader is gone, as an agent with this secret would; return its text."""
+    text = replace(claim(number, None, NOBODY, 0.0), **changes).encode_signed(secret)
+    (g.run.rdzv / f"entry.{number}.json").write_text(text)
     return text
 
 
 def cut_short(g: Group) -> None:
-    """The last record's end is missing."""
-    text = write_record(g, 2)
-    (g.run.rdzv / "record.2.json").write_text(text[:-9])
+    """The last entry's end is missing."""
+    text = write_entry(g, 2)
+    (g.run.rdzv / "entry.2.json").write_text(text[:-9])
 
 
 def of_another_run(g: Group) -> None:
-    """Somebody has copied another run's last record in; that run has ended."""
-    write_record(g, 2, secret=b"another run's secret", round=7)
+    """Somebody has copied another run's last entry in; that run has ended."""
+    write_entry(g, 2, secret=b"another run's secret", round=7)
 
 
 def under_another_number(g: Group) -> None:
-    """A record of this run, copied to a later number."""
-    (g.run.rdzv / "record.3.json").write_text(write_record(g, 2, round=3))
+    """An entry of this run, copied to a later number."""
+    (g.run.rdzv / "entry.3.json").write_text(write_entry(g, 2, round=3))
 
 
 def after_a_gap(g: Group) -> None:
-    """Records 2 to 4 are missing."""
-    write_record(g, 5, round=3)
+    """Entries 2 to 4 are missing."""
+    write_entry(g, 5, round=3)
 
 
 def damaged_after_a_gap(g: Group) -> None:
-    """Records 2 to 4 are missing, and the fifth does not verify."""
-    (g.run.rdzv / "record.5.json").write_text("{}")
+    """Entries 2 to 4 are missing, and the fifth does not verify."""
+    (g.run.rdzv / "entry.5.json").write_text("{}")
 
 
 def folder(g: Group) -> None:
-    """A folder has the name of a record."""
-    (g.run.rdzv / "record.9.json").mkdir()
+    """A folder has the name of an entry."""
+    (g.run.rdzv / "entry.9.json").mkdir()
 
 
 def nested_deeply(g: Group) -> None:
     """The parser's stack would overflow."""
-    (g.run.rdzv / "record.2.json").write_text("[" * 100_000)
+    (g.run.rdzv / "entry.2.json").write_text("[" * 100_000)
 
 
 def leftovers(g: Group) -> None:
-    """Agents died halfway to a record."""
-    for name in (".record.0123", ".record.json", "record.2.json.new", "record.x.json"):
+    """Agents died halfway to an entry."""
+    for name in (".entry.0123", ".entry.json", "entry.2.json.new", "entry.x.json"):
         (g.run.rdzv / name).write_text("{}")
 
 
@@ -393,16 +393,16 @@ def leftovers(g: Group) -> None:
         folder, nested_deeply, leftovers,
     ],
 )  # fmt: skip
-def test_damaged_records_are_passed_over(group, damage: Callable[[Group], None]):
-    """After the time that a silent leader would get, the run goes on from the last good record."""
+def test_damaged_entries_are_passed_over(group, damage: Callable[[Group], None]):
+    """After the time that a silent leader would get, the run goes on from the last good entry."""
     g = group(max_nodes=2)
     g.liveness = IMPATIENT
-    write_record(g, 1, round=3)
+    write_entry(g, 1, round=3)
     damage(g)
-    before = g.register.last_number()
+    before = g.register.last_index()
     assert {(r.number, r.world_size) for r in g.join(g.agent(0), g.agent(1))} == {(4, 2)}
-    assert [(r.number, r.epoch) for r in records(g)[-2:]] == [
-        (before + 1, before + 1),  # each number may have begun an epoch
+    assert [(r.index, r.term) for r in entries(g)[-2:]] == [
+        (before + 1, before + 1),  # each number may have begun a term
         (before + 2, before + 1),
     ]
 
@@ -415,12 +415,12 @@ def test_a_lease_of_garbage_keeps_no_dead_leader_in_office(group, lease):
     with silent_leader(g):
         (g.run.rdzv / "lease.1").write_bytes(lease)
         assert g.join(g.agent(0))[0].world_size == 1
-    assert [(r.number, r.epoch) for r in records(g)] == [(1, 1), (2, 2), (3, 2)]
+    assert [(r.index, r.term) for r in entries(g)] == [(1, 1), (2, 2), (3, 2)]
 
 
 @contextlib.contextmanager
 def silent_leader(g: Group) -> Iterator[None]:
-    """A record whose leader's port is open, though nobody serves it."""
+    """An entry whose leader's port is open, though nobody serves it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        write_record(g, 1, leader=replace(NOBODY, port=server.getsockname()[1]))
+        write_entry(g, 1, leader=replace(NOBODY, port=server.getsockname()[1]))
         yield

@@ -61,11 +61,11 @@ def num_files(pid: int) -> int:
 
 def test_training_is_not_disturbed_by_garbage_on_its_ports(training):
     """No restart, no node lost or gained, and the leader's memory and files stay bounded."""
-    record, secret = training.last_record(), training.run.secret.read_bytes()
-    leader = (record.leader.address, record.leader.port)
-    pid = training.agents()[record.leader.task]
+    entry, secret = training.last_index(), training.run.secret.read_bytes()
+    leader = (entry.leader.address, entry.leader.port)
+    pid = training.agents()[entry.leader.task]
     kib, files = size_kib(pid), num_files(pid)
-    attacks = [*fuzz.ON_ANY_PORT, *(fuzz.replay(secret, e) for e in (record.epoch, 0))]
+    attacks = [*fuzz.ON_ANY_PORT, *(fuzz.replay(secret, e) for e in (entry.term, 0))]
     most = 0
     with ThreadPoolExecutor(4) as threads:
         reports = [
@@ -163,10 +163,10 @@ def test_what_was_heard_on_the_wire_is_of_no_use(group, taps):
 @contextlib.contextmanager
 def listener_of(g: Group) -> Iterator[fuzz.Address]:
     """Where the present leader listens; nobody may be disturbed meanwhile."""
-    number, record = g.register.last()
-    assert record is not None
-    yield record.leader.address, record.leader.port
-    assert g.register.last_number() == number
+    number, entry = g.register.last()
+    assert entry is not None
+    yield entry.leader.address, entry.leader.port
+    assert g.register.last_index() == number
     assert not any(s.stop_requested for s in g.sessions if s._thread.is_alive())
 
 
@@ -192,7 +192,7 @@ def test_an_impostor_on_a_dead_leaders_port_stops_nobody(group, greeting):
         threading.Thread(target=_greet, args=(server, greeting), daemon=True).start()
         assert g.join(g.agent(0))[0].world_size == 1
         server.shutdown(socket.SHUT_RDWR)
-    assert g.register.last()[1].epoch == 2
+    assert g.register.last()[1].term == 2
 
 
 def _greet(server: socket.socket, greeting: bytes) -> None:
@@ -294,8 +294,8 @@ def test_a_paused_leader_comes_back_as_a_follower(peers, tmp_path):
     for p in agents:
         p.ask("fence")
         assert p.says("fence")["fence"] == "free"
-    epochs = [register.read(n).epoch for n in range(1, register.last_number() + 1)]
-    assert epochs == sorted(epochs) and epochs[-1] == elected.epoch == 2
+    terms = [register.read(n).term for n in range(1, register.last_index() + 1)]
+    assert terms == sorted(terms) and terms[-1] == elected.term == 2
 
 
 def test_clocks_an_hour_off_neither_lose_a_node_nor_date_a_failure(peers, tmp_path):
@@ -304,7 +304,7 @@ def test_clocks_an_hour_off_neither_lose_a_node_nor_date_a_failure(peers, tmp_pa
     rounds = [p.says("round") for p in agents]
     assert {(r["round"], r["world_size"]) for r in rounds} == {(1, 3)}
     time.sleep(2.5)  # longer than heartbeat_timeout_s
-    assert DecisionLog(tmp_path / "rdzv", SECRET).last_number() == 2
+    assert DecisionLog(tmp_path / "rdzv", SECRET).last_index() == 2
     (offset_s,) = (s for s, r in zip((3600.0, 0.0, -3600.0), rounds, strict=True) if r["leads"])
     begun = time.time() + offset_s
     next(p for p, r in zip(agents, rounds, strict=True) if not r["leads"]).ask("fail")
@@ -323,13 +323,13 @@ def test_a_leader_out_of_file_descriptors_keeps_its_group(peers, tmp_path):
     """Silent strangers take them all; a third node gets in once they have gone."""
     agents = peers(0.0, 0.0)
     (leader,) = (p for p in agents if p.says("round")["leads"])
-    _, record = DecisionLog(tmp_path / "rdzv", SECRET).last()
+    _, entry = DecisionLog(tmp_path / "rdzv", SECRET).last()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = num_files(leader.process.pid) + 5
     resource.prlimit(leader.process.pid, resource.RLIMIT_NOFILE, (limit, hard))
     with contextlib.ExitStack() as stack:
         for _ in range(100):
-            where = record.leader.address, record.leader.port
+            where = entry.leader.address, entry.leader.port
             stack.enter_context(socket.create_connection(where, PATIENCE_S))
         time.sleep(2.5)  # longer than heartbeat_timeout_s
     eventually(lambda: all(has_files_left(leader, limit) for _ in range(30)))

@@ -81,5 +81,5 @@ def test_a_store_that_takes_long_costs_no_leader(group):
 
     g.make_store = make_slowly
     assert {r.number for r in g.join(*(g.agent(slot) for slot in range(3)))} == {1}
-    assert g.register.last()[1].epoch == 1
+    assert g.register.last()[1].term == 1
     assert not any(s.stop_requested for s in g.sessions)

@@ -86,7 +86,7 @@ def test_agents_that_start_together_have_one_leader(group):
     g = group(max_nodes=8)
     g.running = frozenset(f"7_{slot}" for slot in range(8))
     g.join(*(g.agent(slot) for slot in range(8)))
-    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [1])
+    eventually(lambda: [e["term"] for e in g.events("leader")] == [1])
 
 
 def test_a_stale_leader_whose_port_has_another_owner_is_passed_over(group):
@@ -97,7 +97,7 @@ def test_a_stale_leader_whose_port_has_another_owner_is_passed_over(group):
         assert g.register.create(claim(1, None, stale, 0.0))
         threading.Thread(target=_hang_up, args=(other,), daemon=True).start()
         assert g.join(g.agent(0))[0].world_size == 1
-    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [2])
+    eventually(lambda: [e["term"] for e in g.events("leader")] == [2])
 
 
 def _hang_up(server: socket.socket) -> None:
@@ -107,17 +107,17 @@ def _hang_up(server: socket.socket) -> None:
             server.accept()[0].close()
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"record": "{}", "mac": "00"}', "\xff\xfe"])
-def test_a_record_that_does_not_verify_is_waited_out_then_passed_over(group, text):
+@pytest.mark.parametrize("text", ["", "{}", '{"entry": "{}", "mac": "00"}', "\xff\xfe"])
+def test_an_entry_that_does_not_verify_is_waited_out_then_passed_over(group, text):
     """A damaged file takes its number, and costs the time that a silent leader would."""
     g = group(max_nodes=1)
-    (g.run.rdzv / "record.1.json").write_text(text, encoding="latin-1")
+    (g.run.rdzv / "entry.1.json").write_text(text, encoding="latin-1")
     assert g.join(g.agent(0))[0].world_size == 1
-    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [2])
+    eventually(lambda: [e["term"] for e in g.events("leader")] == [2])
 
 
 def test_a_leader_that_dies_is_replaced(group):
-    """The next leader counts rounds on, in the next epoch."""
+    """The next leader counts rounds on, in the next term."""
     g = group(max_nodes=3)
     agents = [g.agent(slot) for slot in range(3)]
     g.join(*agents)
@@ -129,7 +129,7 @@ def test_a_leader_that_dies_is_replaced(group):
         eventually(lambda s=s: s.stop_requested)
     again = g.join(*others)
     assert {(r.number, r.world_size) for r in again} == {(2, 2)}
-    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [1, 2])
+    eventually(lambda: [e["term"] for e in g.events("leader")] == [1, 2])
 
 
 def test_a_polite_leave_is_told_to_the_others(group):
@@ -166,9 +166,9 @@ def test_strangers_change_nothing(group):
     g.running = frozenset({"7_0", "7_1"})
     a = g.agent(0)
     waiting = g.threads.submit(a.join, PATIENCE_S)
-    eventually(g.register.last_number)
-    _, record = g.register.last()
-    where = (record.leader.address, record.leader.port)
+    eventually(g.register.last_index)
+    _, entry = g.register.last()
+    where = (entry.leader.address, entry.leader.port)
     unsigned = b"ab" * 16 + b"\n{}\n"
     with socket.create_connection(where):  # this one is silent
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, unsigned):

@@ -93,11 +93,11 @@ class Training:
         eventually(lambda: self.results.done() or self.steps >= reached + 3)
         assert not self.results.done(), self.results.result()
 
-    def last_record(self) -> LogEntry:
-        """The run's last record."""
-        _, record = DecisionLog(self.run.rdzv, self.run.secret.read_bytes()).last()
-        assert record is not None
-        return record
+    def last_index(self) -> LogEntry:
+        """The run's last entry."""
+        _, entry = DecisionLog(self.run.rdzv, self.run.secret.read_bytes()).last()
+        assert entry is not None
+        return entry
 
     def store(self) -> tuple[str, int]:
         """Where the first round's TCPStore is."""

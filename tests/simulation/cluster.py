@@ -78,14 +78,14 @@ class Components:
     places: Callable[[Announce], Iterator[tuple[Agent, RoundInfo]]] = places
     term: type[Term] = Term
     folder: type[TermFolder] = TermFolder
-    records: Callable[[NodeRegister], LogSteps] = LogSteps
-    """How a node finds and creates records."""
+    entries: Callable[[NodeRegister], LogSteps] = LogSteps
+    """How a node finds and creates entries."""
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
     has_succeeded: Callable[[int, WorkerStatus], bool] = has_succeeded
     """How an agent judges a worker that has ended with an exit code."""
     exclusive_create: bool = True
-    """Whether a record that exists cannot be created again."""
+    """Whether an entry that exists cannot be created again."""
 
 
 SOUND = Components()
@@ -124,7 +124,7 @@ class Env:
         self.network = Network(world, scenario.longest_delay_s)
         self.storage = Storage(world, random.Random(f"storage {seed}"), SLOWEST_FILES_S)
         self.register = Register(
-            self.storage, monitor, components.records, components.exclusive_create
+            self.storage, monitor, components.entries, components.exclusive_create
         )
         shared_monitor = SharedMonitor(monitor.check, self.is_named_alive)
         self.shared = SharedFiles(self.storage, shared_monitor, components.fenced_files)
@@ -132,7 +132,7 @@ class Env:
         self.slurm.down += scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(scenario.num_nodes)]
         self.works: dict[int, Work] = {}
-        """Record of a round -> its workers; none where each node is alone."""
+        """Entry of a round -> its workers; none where each node is alone."""
         self._alone = alone
         self._num_ports = 0
 
@@ -141,23 +141,23 @@ class Env:
         self._num_ports += 1
         return Endpoint(str(host.slot), self._num_ports, host.task, host.attempt)
 
-    def work_of(self, record: LogEntry, member: Agent) -> Work:
+    def work_of(self, entry: LogEntry, member: Agent) -> Work:
         """Return the workers of a member's round."""
         args = (self.world, self.network, self.scenario.training, self.monitor)
         if self._alone:
-            return Work(replace(record, members=(member,)), *args)
-        if record.number not in self.works:
-            self.works[record.number] = Work(record, *args)
-        return self.works[record.number]
+            return Work(replace(entry, members=(member,)), *args)
+        if entry.index not in self.works:
+            self.works[entry.index] = Work(entry, *args)
+        return self.works[entry.index]
 
     def told_to_stop(self, number: int, reason: str) -> None:
-        """A leader breaks the round of a record."""
+        """A leader breaks the round of an entry."""
         work = self.works.get(number)
         if work is not None:
             self.monitor.told_to_stop(reason, number, work.steps, work.staying_members)
 
     def confirmed(self, number: int, request: CheckpointRequest) -> None:
-        """A leader confirms a checkpoint request in the round of a record."""
+        """A leader confirms a checkpoint request in the round of an entry."""
         work = self.works.get(number)
         if work is not None:
             self.monitor.confirmed(number, request, work.ranks_at())
@@ -276,9 +276,9 @@ class Node(Host):
         self.mount.forget()
         self.up = False
         late = _STILL_RUNNING_S * self._env.world.rng.random()
-        away = 2.0 if comes_back else None
+        requeued = 2.0 if comes_back else None
         held = comes_back and self._env.world.rng.random() < 0.5
-        self._env.world.after(late, None, partial(self._requeue, away, held=held))
+        self._env.world.after(late, None, partial(self._requeue, requeued, held=held))
 
     def preempt(self) -> None:
         """Slurm takes the node without any grace: the agent has just time to say that it leaves."""
@@ -410,7 +410,7 @@ class AgentProcess:
         """The process ends: on its own, by a crash, or (``silently``) together with its node."""
         self.process.alive = False
         if self.work is not None:
-            self.work.leave(self, victims=not silently)
+            self.work.leave(self, secondary_failures=not silently)
             self.env.monitor.stopped(self.me)
             self.work = self.rank = None
         rng = self.env.world.rng
@@ -483,8 +483,8 @@ class AgentProcess:
         self._attempt = None
         self._do(self._following.not_connected(why, self.host.clock(), refused=refused))
 
-    def _connect(self, record: LogEntry) -> None:
-        self._attempt = attempt = Attempt(self, record.leader)
+    def _connect(self, entry: LogEntry) -> None:
+        self._attempt = attempt = Attempt(self, entry.leader)
         world = self.env.world
         world.after(self.env.network.delay(), None, attempt.reach)
         world.after(CONNECT_TIMEOUT_S, self.process, attempt.fail, "timed out", False)
@@ -499,7 +499,7 @@ class AgentProcess:
     def _say(self, message: dict[str, Any]) -> None:
         if self._connection is None:
             return
-        if message["type"] == "beat":
+        if message["type"] == "heartbeat":
             message = {**message, "progress": self._progress()}
         self._connection.send(CLIENT, message)
 
@@ -523,22 +523,22 @@ class AgentProcess:
                 self._told(message)
             case ReadLog():
                 self.host.register.look(self.process, self._looked, self._blind)
-            case Connect(record):
-                self._connect(record)
+            case Connect(entry):
+                self._connect(entry)
             case Disconnect():
                 self._hang_up()
             case QuerySlurm(task):
                 env.slurm.inquire(self.process, task, lambda runs: self._slurm_says(task, runs))
             case Claim():
                 self._claim(effect)
-            case PublishResult(record):
-                env.monitor.published(record)
-            case Lead(record):
-                env.world.note(self.host.task, "leads", record)
-                self.leaders[-1].lead(record)
+            case PublishResult(entry):
+                env.monitor.published(entry)
+            case Lead(entry):
+                env.world.note(self.host.task, "leads", entry)
+                self.leaders[-1].lead(entry)
 
-    def _looked(self, number: int, record: LogEntry | None, lease: int | None) -> None:
-        self._do(self._following.looked(number, record, lease, self.host.clock()))
+    def _looked(self, number: int, entry: LogEntry | None, lease: int | None) -> None:
+        self._do(self._following.looked(number, entry, lease, self.host.clock()))
 
     def _blind(self, why: Exception) -> None:
         self._do(self._following.blind(str(why), self.host.clock()))
@@ -553,27 +553,27 @@ class AgentProcess:
             self.host.register.check_claim(wanted, self.env.scenario.liveness)
         endpoint = self.env.new_endpoint(self.host)
         self.leaders.append(Leader(self, endpoint))
-        number, before, unseen = wanted.number, wanted.before, wanted.unseen
-        record = claim(number, before, endpoint, self.env.world.now, unseen=unseen)
-        self.env.world.note(self.host.task, "claims", record)
-        self._put(record)
+        number, before, possibly_alive = wanted.number, wanted.before, wanted.possibly_alive
+        entry = claim(number, before, endpoint, self.env.world.now, possibly_alive=possibly_alive)
+        self.env.world.note(self.host.task, "claims", entry)
+        self._put(entry)
 
     def _goes_by_the_lease(self, wanted: Claim) -> bool:
         """Return whether nothing but the leader's silence speaks for its death."""
         number, before = wanted.number - 1, wanted.before
-        if before is None or before.number != number or before.is_vacant:
+        if before is None or before.index != number or before.is_vacant:
             return False
-        return wanted.unseen and before.leader.task not in self._said_dead
+        return wanted.possibly_alive and before.leader.task not in self._said_dead
 
-    def _put(self, record: LogEntry) -> None:
-        self.host.register.create(self.process, record, lambda done: self._claimed(record, done))
+    def _put(self, entry: LogEntry) -> None:
+        self.host.register.create(self.process, entry, lambda done: self._claimed(entry, done))
 
-    def _claimed(self, record: LogEntry, done: bool | None) -> None:
+    def _claimed(self, entry: LogEntry, done: bool | None) -> None:
         if done is None and self.env.world.rng.random() < 0.5:
-            self._put(record)
+            self._put(entry)
             return
         leader = self.leaders[-1]
-        self._do(self._following.claimed(record if done else None, self.host.clock()))
+        self._do(self._following.claimed(entry if done else None, self.host.clock()))
         if not leader.leads:
             leader.let_go()
 
@@ -595,17 +595,17 @@ class AgentProcess:
                 self.env.world.after(0.001, self.process, self._obey)
                 in_time = float(message["left_s"])
                 self.env.world.after(in_time, self.process, self.leave_now)
-            case "leaving":
+            case "departed":
                 self._leave_the_run()
             case "end":
-                self.env.monitor.told_the_end(self.me, message["status"], self.env.register.records)
+                self.env.monitor.told_the_end(self.me, message["status"], self.env.register.entries)
                 self._go(None)
-            case "give back":
+            case "requeue":
                 self._go(message["delay_s"])
 
     def _begin(self, message: dict[str, Any]) -> None:
-        record = self.env.monitor.accepted(self.me, message)
-        self.work, self.rank = self.env.work_of(record, self.me), None
+        entry = self.env.monitor.accepted(self.me, message)
+        self.work, self.rank = self.env.work_of(entry, self.me), None
         self._heard, self._channel = SessionState(), None
         self._has_failed = self._stopping = False
         delay = 0.1 + 0.5 * self.env.world.rng.random()
@@ -626,7 +626,7 @@ class AgentProcess:
         if self.work is None or self._stopping or self.over:
             return
         self._stopping = True
-        self.work.leave(self, victims=True)
+        self.work.leave(self, secondary_failures=True)
         world = self.env.world
         delay = self.env.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
         world.after(delay, self.process, self._stopped)
@@ -650,7 +650,7 @@ class AgentProcess:
         for leader in self.leaders:
             leader.stop()
         if self.work is not None:
-            self.work.leave(self, victims=True)
+            self.work.leave(self, secondary_failures=True)
         world = self.env.world
         delay = self.env.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
         world.after(0.05 + delay, self.process, self.host.left, self.host.away_s())
@@ -701,7 +701,7 @@ class AgentProcess:
             return
         worker = self.rank.page.read()
         if not worker.returned:
-            work.leave(self, victims=True)
+            work.leave(self, secondary_failures=True)
         self.env.world.note(self.host.task, "returned" if worker.returned else "exits", exit_code)
         if self.env.components.has_succeeded(exit_code, worker):
             self._do(self._following.report("finished"))
@@ -717,7 +717,7 @@ class AgentProcess:
         self._has_failed = True
         if itself:
             self.env.monitor.own_failures += 1
-        work.leave(self, victims=True)
+        work.leave(self, secondary_failures=True)
         failure = Failure(
             self.me.task, self.me.host, 0, 0, self.env.world.now, message, exit_code=1
         )
@@ -781,7 +781,7 @@ _READMIT_EVERY_S = 10.0
 
 
 class Leader:
-    """A listener, and, once its claim is recorded, the leader of an epoch."""
+    """A listener, and, once its claim is recorded, the leader of a term."""
 
     def __init__(self, agent: AgentProcess, endpoint: Endpoint) -> None:
         self.agent = agent
@@ -804,20 +804,20 @@ class Leader:
 
     # ---- its life -----------------------------------------------------------------------
 
-    def lead(self, record: LogEntry) -> None:
+    def lead(self, entry: LogEntry) -> None:
         """Begin: the claim was recorded."""
         env = self._env
         self.leadership = env.components.leadership(
-            record, env.scenario.rules, env.scenario.liveness, self._now(), env.world.rng
+            entry, env.scenario.rules, env.scenario.liveness, self._now(), env.world.rng
         )
-        self._epoch = record.epoch
+        self._term = entry.term
         self.term = env.components.term(self.leadership, self, env.scenario.show_s)
         mount = self.host.mount
-        folder = env.components.folder(record.epoch, NodeFiles(env.shared, mount))
+        folder = env.components.folder(entry.term, NodeFiles(env.shared, mount))
         args = (env.shared, folder, mount, self.process, self.term.end)
         self._files = LeadersFiles(*args)
         self._has_begun = True
-        self._round = record.number
+        self._round = entry.index
         self.term.handle(self.leadership.begin)
         early, self._early = self._early, []
         for attempt in early:
@@ -950,7 +950,7 @@ class Leader:
     def carry_out(self, effect: Effect) -> None:
         """See `Hands`."""
         knows_over = self.leadership.fenced
-        self._env.shared.monitor.acts(self._epoch, effect, knows_over=knows_over)
+        self._env.shared.monitor.acts(self._term, effect, knows_over=knows_over)
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, RenewLease):
@@ -960,10 +960,10 @@ class Leader:
         else:
             self._carry_out_rarely(effect)
 
-    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
+    def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """See `Hands`."""
-        self._env.world.note(self.endpoint.task, "publishes", record)
-        self._env.monitor.published(record)
+        self._env.world.note(self.endpoint.task, "publishes", entry)
+        self._env.monitor.published(entry)
         self.term.do(afterwards)
 
     def _carry_out_rarely(self, effect: Effect) -> None:
@@ -1013,7 +1013,7 @@ class Leader:
             self._renewing = True
             self._beats += 1
             register = self.host.register
-            register.renew_lease(self.process, self._epoch, self._beats, self._renewed)
+            register.renew_lease(self.process, self._term, self._beats, self._renewed)
 
     def _renewed(self, done: bool) -> None:
         self._renewing = False
@@ -1022,7 +1022,7 @@ class Leader:
 
     def _announce(self, announce: Announce) -> None:
         self._env.monitor.announced(self.endpoint, announce)
-        self._round = announce.entry.number
+        self._round = announce.entry.index
         for agent, place in self._env.components.places(announce):
             self._tell(agent, place_message(announce, agent, place))
 

@@ -1,13 +1,13 @@
 """What must hold at every step of every schedule.
 
-Records    Each number is created once, and the numbers follow each other. Within an epoch all
-           records are its leader's; an epoch begins with a claim, which changes nothing but the
-           leader. So one leader at most closes rounds in an epoch; a fenced one changes nothing.
+Entries    Each number is created once, and the numbers follow each other. Within a term all
+           entries are its leader's; a term begins with a claim, which changes nothing but the
+           leader. So one leader at most closes rounds in a term; a fenced one changes nothing.
 Rounds     Between min and max members, each task once. Only the leader that created a round's
-           record announces it, once. Whoever accepts a place in it is among its members,
+           entry announces it, once. Whoever accepts a place in it is among its members,
            with the ranks that follow from their order, and no rank is taken twice. An agent accepts
            no round before its workers of the last one have ended, and never an older one.
-The end    Once it is recorded no record follows, and nobody is told of an end that is not. It is a
+The end    Once it is recorded no entry follows, and nobody is told of an end that is not. It is a
            success only if the function of every rank of the last round has returned.
 Restarts   Never more than ``max_restarts``, and never more than workers have failed on their own.
 Change     A round that is broken at a checkpoint has made no step beyond it.
@@ -19,7 +19,7 @@ Departure  Where nothing else goes wrong, a node that is to be left with enough 
            `Scenario.forms_again_s`.
 Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
            run has; nothing is brought back that the run itself has given back, and that waits.
-Files      What nodes learn of records and leases: see `storage`. Those that leaders share: see
+Files      What nodes learn of entries and leases: see `storage`. Those that leaders share: see
            `storage.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
@@ -92,8 +92,8 @@ class Monitor:
         self._accepted: dict[Agent, int] = {}
         self._at_work: dict[Agent, int] = {}
         self._returned: dict[Agent, int] = {}
-        """Agents whose worker's function has returned, and the record of the round of that."""
-        self._round_record = 0
+        """Agents whose worker's function has returned, and the entry of the round of that."""
+        self._round_entry = 0
 
     def check(self, holds: bool, what: str, *facts: object) -> None:
         """Raise unless it holds."""
@@ -101,136 +101,136 @@ class Monitor:
         if not holds:
             raise InvariantError(f"{what}: {', '.join(map(str, facts))}")
 
-    # ---- records ------------------------------------------------------------------------
+    # ---- entries ------------------------------------------------------------------------
 
-    def record_created(self, records: Sequence[LogEntry], record: LogEntry) -> None:
-        """Check a record that comes to be after (or, if that is broken, among) these."""
-        number = record.number
-        self.check(number not in self._by_number, "a record was created twice", number)
-        self.check(number == len(records) + 1, "a record's number was left out", number)
-        self._by_number[number] = record
-        before = records[-1] if records else None
+    def entry_created(self, entries: Sequence[LogEntry], entry: LogEntry) -> None:
+        """Check an entry that comes to be after (or, if that is broken, among) these."""
+        number = entry.index
+        self.check(number not in self._by_number, "an entry was created twice", number)
+        self.check(number == len(entries) + 1, "an entry's number was left out", number)
+        self._by_number[number] = entry
+        before = entries[-1] if entries else None
         if before is None:
-            self.check(record.epoch == 1 and record.round == 0, "the first record claims", record)
+            self.check(entry.term == 1 and entry.round == 0, "the first entry claims", entry)
             self.elections += 1
             return
-        self.check(before.ending is None, "a record follows the end", before, record)
-        self.check(record.epoch >= before.epoch, "an epoch went backwards", before, record)
-        if record.epoch == before.epoch:
-            self._decision(before, record)
+        self.check(before.ending is None, "an entry follows the end", before, entry)
+        self.check(entry.term >= before.term, "a term went backwards", before, entry)
+        if entry.term == before.term:
+            self._decision(before, entry)
         else:
-            self._claim(before, record)
+            self._claim(before, entry)
 
-    def _claim(self, before: LogEntry, record: LogEntry) -> None:
+    def _claim(self, before: LogEntry, entry: LogEntry) -> None:
         self.elections += 1
-        self.check(record.epoch == before.epoch + 1, "an epoch was left out", before, record)
+        self.check(entry.term == before.term + 1, "a term was left out", before, entry)
         state = replace(
-            before, number=record.number, epoch=record.epoch, leader=record.leader,
-            lost=record.lost, unseen=record.unseen,
+            before, index=entry.index, term=entry.term, leader=entry.leader,
+            lost=entry.lost, possibly_alive=entry.possibly_alive,
         )  # fmt: skip
-        self.check(record == state, "a claim changed the run's state", before, record)
+        self.check(entry == state, "a claim changed the run's state", before, entry)
 
-    def _decision(self, before: LogEntry, record: LogEntry) -> None:
+    def _decision(self, before: LogEntry, entry: LogEntry) -> None:
         self.check(
-            record.leader == before.leader, "a fenced leader changed something", before, record
+            entry.leader == before.leader, "a fenced leader changed something", before, entry
         )
-        self.check(record.round - before.round in (0, 1), "a round was left out", before, record)
+        self.check(entry.round - before.round in (0, 1), "a round was left out", before, entry)
         self.check(
-            before.restarts <= record.restarts <= min(self._rules.max_restarts, self.own_failures),
-            f"restarts: {self.own_failures} workers failed", before.restarts, record.restarts,
+            before.restarts <= entry.restarts <= min(self._rules.max_restarts, self.own_failures),
+            f"restarts: {self.own_failures} workers failed", before.restarts, entry.restarts,
         )  # fmt: skip
-        if record.round == before.round:
-            self._members(before, record)
+        if entry.round == before.round:
+            self._members(before, entry)
         else:
-            self._round(record)
-            self._round_record = record.number
-        if record.ending is not None and record.ending.status == "succeeded":
-            early = [a for a in record.members if not self._has_returned(a, record)]
-            self.check(not early, "a success before its function had returned", record, early)
+            self._round(entry)
+            self._round_entry = entry.index
+        if entry.ending is not None and entry.ending.status == "succeeded":
+            early = [a for a in entry.members if not self._has_returned(a, entry)]
+            self.check(not early, "a success before its function had returned", entry, early)
 
-    def _has_returned(self, agent: Agent, record: LogEntry) -> bool:
-        return self._returned.get(agent) == self._round_record
+    def _has_returned(self, agent: Agent, entry: LogEntry) -> bool:
+        return self._returned.get(agent) == self._round_entry
 
     def returned(self, agent: Agent, number: int) -> None:
-        """The function of an agent's worker has returned, in the round of a record."""
+        """The function of an agent's worker has returned, in the round of an entry."""
         self._returned[agent] = number
 
-    def _members(self, before: LogEntry, record: LogEntry) -> None:
-        self.check(record.members == before.members, "members without a round", record)
+    def _members(self, before: LogEntry, entry: LogEntry) -> None:
+        self.check(entry.members == before.members, "members without a round", entry)
 
-    def _round(self, record: LogEntry) -> None:
+    def _round(self, entry: LogEntry) -> None:
         self.rounds += 1
-        size, tasks = len(record.members), {m.task for m in record.members}
-        self.check(len(tasks) == size, "a task twice in a round", record)
-        self.check(self._rules.min_nodes <= size <= self._rules.max_nodes, "a round's size", record)
+        size, tasks = len(entry.members), {m.task for m in entry.members}
+        self.check(len(tasks) == size, "a task twice in a round", entry)
+        self.check(self._rules.min_nodes <= size <= self._rules.max_nodes, "a round's size", entry)
 
     # ---- what leaders and agents do -----------------------------------------------------
 
     def announced(self, leader: Endpoint, announce: Announce) -> None:
         """A leader carries out that a round has closed."""
-        number = announce.entry.number
-        record = self._own(leader, number, "announced")
+        number = announce.entry.index
+        entry = self._own(leader, number, "announced")
         self.check(number not in self._announced, "a round was announced twice", number)
         self._announced.add(number)
-        same = announce.entry == record
-        self.check(same, "announced another round than recorded", announce.entry, record)
+        same = announce.entry == entry
+        self.check(same, "announced another round than recorded", announce.entry, entry)
 
-    def published(self, record: LogEntry) -> None:
-        """Somebody carries out that the run has ended: its leader, or who has seen the record."""
-        recorded = self._by_number.get(record.number)
+    def published(self, entry: LogEntry) -> None:
+        """Somebody carries out that the run has ended: its leader, or who has seen the entry."""
+        recorded = self._by_number.get(entry.index)
         self.check(
-            record is recorded and record.ending is not None,
-            "published an end that was not recorded", record, recorded,
+            entry is recorded and entry.ending is not None,
+            "published an end that was not recorded", entry, recorded,
         )  # fmt: skip
         self.is_published = True
 
     def _own(self, leader: Endpoint, number: int, done: str) -> LogEntry:
-        record = self._by_number.get(number)
-        self.check(record is not None, f"{done} what was not recorded", leader, number)
-        assert record is not None
-        self.check(record.leader == leader, f"{done} another leader's record", leader, record)
-        return record
+        entry = self._by_number.get(number)
+        self.check(entry is not None, f"{done} what was not recorded", leader, number)
+        assert entry is not None
+        self.check(entry.leader == leader, f"{done} another leader's entry", leader, entry)
+        return entry
 
     def accepted(self, agent: Agent, told: dict[str, Any]) -> LogEntry:
-        """An agent is told its place in a round; return the round's record."""
-        number, rank = told["record"], told["group_rank"]
-        record = self._by_number.get(number)
-        self.check(record is not None, "a place in a round that was not recorded", agent, told)
-        assert record is not None
+        """An agent is told its place in a round; return the round's entry."""
+        number, rank = told["index"], told["group_rank"]
+        entry = self._by_number.get(number)
+        self.check(entry is not None, "a place in a round that was not recorded", agent, told)
+        assert entry is not None
         last = self._accepted.get(agent, 0)
         self.check(number > last, "an older round was accepted", agent, last, number)
         at_work = self._at_work.get(agent)
         self.check(at_work is None, "an agent is in two rounds", agent, at_work, number)
         self._accepted[agent] = self._at_work[agent] = number
-        self._ranks(agent, told, record)
+        self._ranks(agent, told, entry)
         self._take(number, agent, rank)
-        return record
+        return entry
 
     def _take(self, number: int, agent: Agent, rank: int) -> None:
         taken = self._taken.setdefault(number, set())
         self.check(rank not in taken, "a rank was given twice", agent, rank)
         taken.add(rank)
 
-    def _ranks(self, agent: Agent, told: dict[str, Any], record: LogEntry) -> None:
-        members, rank = record.members, told["group_rank"]
-        self.check(agent in members, "a place for an agent that is no member", agent, record)
+    def _ranks(self, agent: Agent, told: dict[str, Any], entry: LogEntry) -> None:
+        members, rank = entry.members, told["group_rank"]
+        self.check(agent in members, "a place for an agent that is no member", agent, entry)
         self.check(
             0 <= rank < len(members) and members[rank] == agent, "another's rank", agent, told
         )
         first = sum(m.nproc for m in members[:rank])
         world = sum(m.nproc for m in members)
         agree = (told["group_size"], told["first_rank"], told["world_size"], told["number"]) == (
-            len(members), first, world, record.round
+            len(members), first, world, entry.round
         )  # fmt: skip
-        self.check(agree, "members disagree on their round", agent, told, record)
+        self.check(agree, "members disagree on their round", agent, told, entry)
 
     def stopped(self, agent: Agent) -> None:
         """An agent's workers have ended."""
         self._at_work.pop(agent, None)
 
-    def told_the_end(self, agent: Agent, status: str, records: Sequence[LogEntry]) -> None:
+    def told_the_end(self, agent: Agent, status: str, entries: Sequence[LogEntry]) -> None:
         """An agent is told that the run has ended."""
-        ending = records[-1].ending if records else None
+        ending = entries[-1].ending if entries else None
         self.check(
             ending is not None and ending.status == status, "an end that is not", agent, status
         )
@@ -242,7 +242,7 @@ class Monitor:
 
         Args:
             reason: What its members are told.
-            number: The record of the round.
+            number: The entry of the round.
             steps: The last step that all members have made.
             staying: Returns the members that live, and have not left.
         """
@@ -330,5 +330,5 @@ class Monitor:
         states = run.participants.task_states or {}
         waiting = [t for t in tasks if t not in states or states[t].phase is not Phase.ENDED]
         lost, requeued = run.participants.lost, run.backoff.requeued
-        away = [t for t in waiting if requeued.get(t, -1) >= lost.get(t, 0)]
-        self.check(not away, "a task was brought back that was given back", away)
+        requeued = [t for t in waiting if requeued.get(t, -1) >= lost.get(t, 0)]
+        self.check(not requeued, "a task was brought back that was given back", requeued)

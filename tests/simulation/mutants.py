@@ -71,16 +71,16 @@ class InheritsNoNotices(TermFolder):
         return {name: left_s for name, left_s in claimed.items() if name in self._own}
 
 
-class SkipsTheEpochCheck(LeaderState):
+class SkipsTheTermCheck(LeaderState):
     """Takes the next number when its own is taken, instead of stepping down."""
 
     def refused(self) -> list[Effect]:  # noqa: D102
         assert self._pending is not None
-        self._pending = replace(self._pending, number=self._pending.number + 1)
+        self._pending = replace(self._pending, index=self._pending.index + 1)
         return [Append(self._pending)]
 
 
-class DecidesWithoutRecord(LeaderState):
+class DecidesWithoutEntry(LeaderState):
     """Carries a decision out before it is recorded."""
 
     def _do(self, effects: list[Effect]) -> list[Effect]:
@@ -146,7 +146,7 @@ class _ReleasesSilently(RoundState):
         return [e for e in effects if isinstance(e, Note)]
 
 
-class ReleasesWithoutRecord(LeaderState):
+class ReleasesWithoutEntry(LeaderState):
     """Lets members go without a decision that a new leader could read."""
 
     round_rules = _ReleasesSilently
@@ -220,28 +220,28 @@ class TakesAnyAnswer(FollowerState):
         self, message: dict[str, Any], now: float
     ) -> list[Effect]:
         if message["type"] == "round":
-            message = {**message, "ask": self._asks}
+            message = {**message, "request": self._asks}
         return super().received(message, now)
 
 
 class ClaimsAfterTheEnd(FollowerState):
-    """Does not see in the records that the run has ended."""
+    """Does not see in the entries that the run has ended."""
 
     def looked(  # noqa: D102
-        self, number: int, record: LogEntry | None, lease: int | None, now: float
+        self, number: int, entry: LogEntry | None, lease: int | None, now: float
     ) -> list[Effect]:
-        seen = replace(record, ending=None) if record is not None else None
+        seen = replace(entry, ending=None) if entry is not None else None
         return super().looked(number, seen, lease, now)
 
 
 class PollsThePath(LogSteps):
-    """Looks for the record that follows the last one that it knows, by its path."""
+    """Looks for the entry that follows the last one that it knows, by its path."""
 
     def __init__(self, files: NodeRegister) -> None:
         super().__init__(files)
         self._node, self._known = files, 0
 
-    def last_number(self) -> Steps[int]:  # noqa: D102
+    def last_index(self) -> Steps[int]:  # noqa: D102
         known = self._known
         while (yield partial(self._node.exists, known + 1)):
             known += 1
@@ -249,7 +249,7 @@ class PollsThePath(LogSteps):
         return self._known
 
 
-class _NodesRecords(LogSteps):
+class _EntriesOfNode(LogSteps):
     """Knows what only the simulated files tell."""
 
     def __init__(self, files: NodeRegister) -> None:
@@ -260,17 +260,17 @@ class _NodesRecords(LogSteps):
         """Tell, after a link that failed, whether it was made all the same."""
         raise NotImplementedError
 
-    def create(self, record: LogEntry) -> Steps[bool]:
+    def create(self, entry: LogEntry) -> Steps[bool]:
         try:
-            yield partial(self._files.put, record)
+            yield partial(self._files.put, entry)
         except OSError:
-            if record.number not in (yield self._files.numbers):
+            if entry.index not in (yield self._files.indices):
                 raise
-            return bool((yield partial(self._is_its_own, record.number)))
+            return bool((yield partial(self._is_its_own, entry.index)))
         return True
 
 
-class TrustsTheCountOfLinks(_NodesRecords):
+class TrustsTheCountOfLinks(_EntriesOfNode):
     """Goes by ``st_nlink`` of its own file, which comes from memory."""
 
     def _is_its_own(self, number: int) -> bool:
@@ -278,24 +278,24 @@ class TrustsTheCountOfLinks(_NodesRecords):
         return staged is not None and self._node.mount.num_links(staged) == 2
 
 
-class TrustsInodes(_NodesRecords):
-    """Goes by the inode numbers of its own file and of the record's."""
+class TrustsInodes(_EntriesOfNode):
+    """Goes by the inode numbers of its own file and of the entry's."""
 
     def _is_its_own(self, number: int) -> bool:
         mount, staged = self._node.mount, self._node.staged
-        there = mount.open(self._node.rdzv, ("record", number))
+        there = mount.open(self._node.rdzv, ("entry", number))
         return staged is not None and mount.inode(staged) == mount.inode(there)
 
 
 class WaitsForRemovals(LogSteps):
-    """Removes its own file before it says that the record was created."""
+    """Removes its own file before it says that the entry was created."""
 
     def __init__(self, files: NodeRegister) -> None:
         super().__init__(files)
         self._node = files
 
-    def create(self, record: LogEntry) -> Steps[bool]:  # noqa: D102
-        created = yield from super().create(record)
+    def create(self, entry: LogEntry) -> Steps[bool]:  # noqa: D102
+        created = yield from super().create(entry)
         with contextlib.suppress(OSError):
             yield self._node.remove_staged
         return created
@@ -308,8 +308,8 @@ class ListsFromMemory(LogSteps):
         super().__init__(files)
         self._node = files
 
-    def last_number(self) -> Steps[int]:  # noqa: D102
-        return max((yield partial(self._node.numbers, anew=False)), default=0)
+    def last_index(self) -> Steps[int]:  # noqa: D102
+        return max((yield partial(self._node.indices, anew=False)), default=0)
 
 
 class TakesLeasesForFresh(FollowerState):
@@ -326,9 +326,9 @@ def _by_time(rng: random.Random) -> Scenario:
 class TakesUnreadForSilent(FollowerState):
     """Takes the first read of a lease for silence since the leader was out of reach."""
 
-    def _may_claim(self, number: int, record: LogEntry | None, now: float) -> bool:
+    def _may_claim(self, number: int, entry: LogEntry | None, now: float) -> bool:
         self._watch.lease_since = self._watch.since
-        return super()._may_claim(number, record, now)
+        return super()._may_claim(number, entry, now)
 
 
 class EntersOnce(TermFolder):
@@ -354,11 +354,11 @@ def exits_with_0(exit_code: int, _: WorkerStatus) -> bool:
 
 MUTANTS: Mapping[str, tuple[Components, str]] = {
     "create is not exclusive": (Components(exclusive_create=False), "created twice"),
-    "no epoch check": (
-        Components(leadership=SkipsTheEpochCheck),
-        "a fenced leader|an epoch went|follows the end",
+    "no term check": (
+        Components(leadership=SkipsTheTermCheck),
+        "a fenced leader|a term went|follows the end",
     ),
-    "announces what is not recorded": (Components(leadership=DecidesWithoutRecord), "not recorded"),
+    "announces what is not recorded": (Components(leadership=DecidesWithoutEntry), "not recorded"),
     "ranks given twice": (Components(places=_same_rank_twice), "another's rank"),
     "joins too early": (Components(following=JoinsTooEarly), "an agent is in two rounds"),
     "takes an answer to an earlier question": (
@@ -386,8 +386,8 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(leadership=_with_change(ForgetsToPause)),
         "lost to a change",
     ),
-    "releases without a record": (
-        Components(leadership=ReleasesWithoutRecord, draw=draw_quiet),
+    "releases without an entry": (
+        Components(leadership=ReleasesWithoutEntry, draw=draw_quiet),
         "who was released",
     ),
     "stays under notice": (
@@ -406,17 +406,17 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(has_succeeded=exits_with_0),
         "before its function had returned|restarts: |no round stands",
     ),
-    "polls the path": (Components(records=PollsThePath), "a look has missed a record"),
+    "polls the path": (Components(entries=PollsThePath), "a look has missed an entry"),
     "trusts the count of links": (
-        Components(records=TrustsTheCountOfLinks),
-        "its own record was denied",
+        Components(entries=TrustsTheCountOfLinks),
+        "its own entry was denied",
     ),
-    "trusts inode numbers": (Components(records=TrustsInodes), "its own record was denied"),
+    "trusts inode numbers": (Components(entries=TrustsInodes), "its own entry was denied"),
     "lists from memory": (
-        Components(records=ListsFromMemory, draw=_by_time),
-        "a look has missed a record",
+        Components(entries=ListsFromMemory, draw=_by_time),
+        "a look has missed an entry",
     ),
-    "waits for removals": (Components(records=WaitsForRemovals), "a decision that was made waited"),
+    "waits for removals": (Components(entries=WaitsForRemovals), "a decision that was made waited"),
     "judges a lease by one read": (
         Components(following=TakesUnreadForSilent),
         "silent that renews its lease",
@@ -426,6 +426,6 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         "silent that renews its lease",
     ),
     "enters the term folder once": (Components(folder=EntersOnce), "the status went back"),
-    "claims after the end": (Components(following=ClaimsAfterTheEnd), "a record follows the end"),
+    "claims after the end": (Components(following=ClaimsAfterTheEnd), "an entry follows the end"),
 }
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

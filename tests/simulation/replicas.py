@@ -3,10 +3,10 @@
 The quorum of the replicas has a simulator of its own; here a node's workers depend on nobody, and
 what is to be shown is that nobody stops them. The invariants that differ:
 
-Records    Members change without a round where they depart; a round may have fewer than min nodes.
+Entries    Members change without a round where they depart; a round may have fewer than min nodes.
 Rounds     Each member that is placed is a group of its own.
 The end    It is a success only if the functions of all members have returned.
-Survival   An agent is told to stop its workers only if they have failed, or if a record has been
+Survival   An agent is told to stop its workers only if they have failed, or if an entry has been
            made, since they were placed, that does not name it as a member.
 Progress   In the calm all that live and reach each other become members, with their workers, and
            stay it; or one that is cut off for good leads, alone.
@@ -32,12 +32,12 @@ from simulation.scenario import Scenario
 from simulation.simulator import Simulator
 
 _Standing = tuple[tuple[Agent, int], ...]
-"""Who is at work, and by which record."""
+"""Who is at work, and by which entry."""
 
 
-def is_member(agent: Agent, record: LogEntry) -> bool:
-    """Return whether a record names an agent as a member that is not lost."""
-    return agent in record.members and record.lost.get(agent.task, -1) < agent.attempt
+def is_member(agent: Agent, entry: LogEntry) -> bool:
+    """Return whether an entry names an agent as a member that is not lost."""
+    return agent in entry.members and entry.lost.get(agent.task, -1) < agent.attempt
 
 
 class ReplicaMonitor(Monitor):
@@ -47,38 +47,38 @@ class ReplicaMonitor(Monitor):
         """An agent is told to stop its workers, which have failed or not."""
         since = self._accepted[agent]
         left = any(
-            not is_member(agent, record)
-            for number, record in self._by_number.items()
+            not is_member(agent, entry)
+            for number, entry in self._by_number.items()
             if number > since
         )
         self.check(failed or left, "a survivor is stopped", agent, since)
 
-    def _has_returned(self, agent: Agent, record: LogEntry) -> bool:
-        """Each by the record that has placed it; who is lost, or is to start again, need not have.
+    def _has_returned(self, agent: Agent, entry: LogEntry) -> bool:
+        """Each by the entry that has placed it; who is lost, or is to start again, need not have.
 
-        A member that has gone stays in the record until the next round.
+        A member that has gone stays in the entry until the next round.
         """
         placed_by = self._at_work.get(agent)
-        needed = placed_by is not None and is_member(agent, record)
+        needed = placed_by is not None and is_member(agent, entry)
         return not needed or self._returned.get(agent) == placed_by
 
-    def _members(self, before: LogEntry, record: LogEntry) -> None:
-        fewer = set(record.members) <= set(before.members)
-        self.check(fewer, "members without a round", before, record)
+    def _members(self, before: LogEntry, entry: LogEntry) -> None:
+        fewer = set(entry.members) <= set(before.members)
+        self.check(fewer, "members without a round", before, entry)
 
-    def _round(self, record: LogEntry) -> None:
+    def _round(self, entry: LogEntry) -> None:
         self.rounds += 1
-        size, tasks = len(record.members), {m.task for m in record.members}
-        self.check(len(tasks) == size, "a task twice in a round", record)
-        self.check(1 <= size <= self._rules.max_nodes, "a round's size", record)
+        size, tasks = len(entry.members), {m.task for m in entry.members}
+        self.check(len(tasks) == size, "a task twice in a round", entry)
+        self.check(1 <= size <= self._rules.max_nodes, "a round's size", entry)
 
-    def _ranks(self, agent: Agent, told: dict[str, Any], record: LogEntry) -> None:
-        self.check(agent in record.members, "a place for an agent that is no member", agent)
+    def _ranks(self, agent: Agent, told: dict[str, Any], entry: LogEntry) -> None:
+        self.check(agent in entry.members, "a place for an agent that is no member", agent)
         alone = (told["group_size"], told["first_rank"], told["world_size"])
         self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
 
     def _take(self, number: int, agent: Agent, rank: int) -> None:
-        """Every replica has rank 0; that none is placed twice by a record is seen already."""
+        """Every replica has rank 0; that none is placed twice by an entry is seen already."""
 
 
 class ReplicaProcess(AgentProcess):
@@ -124,11 +124,11 @@ class ReplicaSimulator(Simulator):
     def _stands(self) -> bool:
         """Return whether all who can be members are at work, and have been for long enough."""
         isolated = self.env.network.isolated
-        last = self.env.register.records[-1] if self.env.register.records else None
+        last = self.env.register.entries[-1] if self.env.register.entries else None
         alone = last is not None and last.leader.address == str(isolated)
         agents = [n.agent for n in self.env.nodes if n.lives and (n.slot == isolated) == alone]
         working = tuple(
-            (a.me, a.work.record.number)
+            (a.me, a.work.entry.index)
             for a in agents
             if isinstance(a, ReplicaProcess) and a.at_work and a.work is not None
         )
@@ -165,11 +165,11 @@ class _CountsByTheLastRound(ReplicaState):
     _last = 0
 
     def is_current(self, agent: Agent, message: dict[str, Any]) -> bool:
-        return bool(message.get("record") == self._last)
+        return bool(message.get("index") == self._last)
 
     def _place(self, placed: tuple[Agent, ...]) -> list[Effect]:
         effects = super()._place(placed)
-        self._last = self.run.entry.number
+        self._last = self.run.entry.index
         return effects
 
 
@@ -181,8 +181,8 @@ class _StopsThoseWhoAreHere(ReplicaState):
         return super().here(agent, placement, now)
 
 
-class _DepartsWithoutRecord(ReplicaState):
-    """Forgets to record that a member has gone."""
+class _DepartsWithoutEntry(ReplicaState):
+    """Forgets to entry that a member has gone."""
 
     def _let_go(self, agent: Agent, now: float) -> list[Effect]:
         entry = self.run.entry
@@ -206,8 +206,8 @@ REPLICA_MUTANTS = {
     "stops those who are here": (
         _with_rules(_StopsThoseWhoAreHere), "a survivor is stopped|no round",
     ),
-    "departs without a record": (
-        _with_rules(_DepartsWithoutRecord),
+    "departs without an entry": (
+        _with_rules(_DepartsWithoutEntry),
         "a survivor is stopped|no round|before its function had returned|a notice was lost",
     ),
     "takes exit code 0 for success": (

@@ -166,12 +166,12 @@ class Scenario:
         forming = 4 * lost + 2 * self.rules.straggler_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
         holding = _STRAGGLE_S + self.rules.scale_up_timeout_s + self.enough_grace_s
-        away = LONGEST_AWAY_S
+        requeued = LONGEST_AWAY_S
         if (wait_s := self.rules.below_min_timeout_s) is not None:
-            away += sum((2 + n) * wait_s + _GIVEN_BACK_S * 2**n for n in range(_GIVEN_BACK))
+            requeued += sum((2 + n) * wait_s + _GIVEN_BACK_S * 2**n for n in range(_GIVEN_BACK))
         return (
             SLOWEST_FILES_S + _WHOLE_ELECTIONS * (election + self.stale_s) + forming
-            + SLURM_TIMEOUT_S + self.longest_stop_s + growth + holding + away
+            + SLURM_TIMEOUT_S + self.longest_stop_s + growth + holding + requeued
         )  # fmt: skip
 
 

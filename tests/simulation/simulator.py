@@ -117,7 +117,7 @@ class Simulator:
 
     def _is_well(self) -> bool:
         """Return whether all that must come to pass in the calm has come to pass."""
-        if self.env.register.records and self.env.register.records[-1].ending is not None:
+        if self.env.register.entries and self.env.register.entries[-1].ending is not None:
             heard = not any(n.lives for n in self.env.nodes)
             return heard and (self.monitor.is_published or all(n.ended for n in self.env.nodes))
         return not self._is_enough() or (self._stands() and self._is_told_of())
@@ -136,9 +136,9 @@ class Simulator:
 
     def _is_told_of(self) -> bool:
         """Return whether the status is the last leader's, and no node has an open notice."""
-        shown, last = self.env.shared.shown, self.env.register.records[-1]
+        shown, last = self.env.shared.shown, self.env.register.entries[-1]
         isolated = last.leader.address == str(self.env.network.isolated)
-        told = shown is not None and shown["epoch"] == last.epoch
+        told = shown is not None and shown["term"] == last.term
         return told and (isolated or not any(map(self.env.is_named_alive, self.env.shared.notices)))
 
     def _is_any_left_behind(self, standing: Work) -> bool:
@@ -154,19 +154,19 @@ class Simulator:
         return len(reachable) >= self.scenario.rules.min_nodes
 
     def _complaint(self) -> str:
-        records = self.env.register.records
-        last = records[-1] if records else None
+        entries = self.env.register.entries
+        last = entries[-1] if entries else None
         alive = [n.task for n in self.env.nodes if n.lives]
         what = "not everybody hears of the end" if last and last.ending else "no round stands"
         if self._stands() and not (last and last.ending):
             what = f"a round stands, with the notices {self.env.shared.notices}, and the status of "
-            what += f"epoch {self.env.shared.shown and self.env.shared.shown['epoch']}"
+            what += f"term {self.env.shared.shown and self.env.shared.shown['term']}"
         return f"{what} {self.scenario.bound_s:.0f} s after all was healed: {alive} live, {last}"
 
     def outcome(self) -> Outcome:
         """Return the numbers of the schedule."""
-        monitor, records = self.monitor, self.env.register.records
-        ended = bool(records) and records[-1].ending is not None
+        monitor, entries = self.monitor, self.env.register.entries
+        ended = bool(entries) and entries[-1].ending is not None
         return Outcome(
             schedules=1, virtual_s=self.world.now, events=self.world.num_events,
             checks=monitor.num_checks, faults=self.faults.count, rounds=monitor.rounds,

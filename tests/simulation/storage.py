@@ -42,7 +42,7 @@ TICK_S = 0.018
 """A server's clock shows another time so often."""
 _ROUNDING_S = 1e-6
 Name = tuple[Any, ...]
-"""Of a file in its folder, such as ``("record", 5)``."""
+"""Of a file in its folder, such as ``("entry", 5)``."""
 
 
 class File:
@@ -383,12 +383,12 @@ def alone(step: Callable[[], object]) -> Steps[None]:
     yield step
 
 
-# ---- The run's records and leases in virtual time, by the product's own procedures
+# ---- The run's entries and leases in virtual time, by the product's own procedures
 # What must hold of them:
 #
-# Look       It shows every record that was there when it began; where a listing may be late, every
+# Look       It shows every entry that was there when it began; where a listing may be late, every
 #            one that was there so long before.
-# Answer     Who hears that his record was created has created it, and who hears that the number is
+# Answer     Who hears that his entry was created has created it, and who hears that the number is
 #            taken has not. No answer waits for what may hang.
 # Lease      Nobody takes a leader for silent whose lease was renewed within
 # `HeartbeatConfig.lapse_s`, by
@@ -402,13 +402,13 @@ _LONGEST_ANSWER_S = 60.0
 _SYNCED_AFTER_S = 0.015
 """A file is on the server's disk so long after it was written."""
 _TORN = 0.2
-"""Where a listing may be late, so many of the reads of young records find but a part."""
+"""Where a listing may be late, so many of the reads of young entries find but a part."""
 
 Seen = tuple[int, LogEntry | None, int | None]
 
 
 class Register:
-    """All records that were created.
+    """All entries that were created.
 
     Args:
         storage: Where they are.
@@ -424,49 +424,49 @@ class Register:
         procedures: Callable[[NodeRegister], LogSteps],
         exclusive: bool,
     ) -> None:
-        self.records: list[LogEntry] = []
+        self.entries: list[LogEntry] = []
         self.storage = storage
         self.monitor = monitor
         self.procedures = procedures
         self.exclusive = exclusive
         self._files: list[File] = []
 
-    def created(self, record: LogEntry, file: File) -> None:
-        """A record has come to be."""
-        self.monitor.record_created(self.records, record)
-        at = record.number - 1
-        self.records[at : at + 1], self._files[at : at + 1] = [record], [file]
+    def created(self, entry: LogEntry, file: File) -> None:
+        """An entry has come to be."""
+        self.monitor.entry_created(self.entries, entry)
+        at = entry.index - 1
+        self.entries[at : at + 1], self._files[at : at + 1] = [entry], [file]
 
     def num_made_by(self, time: float) -> int:
-        """Return how many records there were at some time."""
+        """Return how many entries there were at some time."""
         number = len(self._files)
         while number and self._files[number - 1].made_at > time:
             number -= 1
         return number
 
-    def made_at(self, record: LogEntry) -> float:
-        """Return when a record that is there was created."""
-        return self._files[record.number - 1].made_at
+    def made_at(self, entry: LogEntry) -> float:
+        """Return when an entry that is there was created."""
+        return self._files[entry.index - 1].made_at
 
 
 class NodeRegister:
-    """What one node does with the records; see `rendezvous.log_entry.LogFiles` for the calls."""
+    """What one node does with the entries; see `rendezvous.log_entry.LogFiles` for the calls."""
 
     def __init__(self, register: Register, mount: Mount) -> None:
         self.mount = mount
         self.rdzv = register.storage.rdzv
         self.staged: File | None = None
-        """The file of the record that this node has put last."""
+        """The file of the entry that this node has put last."""
         self._register = register
         self._storage = register.storage
-        self._records = register.procedures(self)
+        self._entries = register.procedures(self)
         self._num_staged = 0
         self._staged: dict[int, tuple[Name, File]] = {}
         """What is written under another name, and not linked yet."""
         self._leases: dict[int, tuple[int | None, float]] = {}
-        """Epoch -> what was read of its lease, and until when that is read again."""
+        """Term -> what was read of its lease, and until when that is read again."""
         self._lease_age_s: dict[int, float] = {}
-        """Epoch -> for how long its lease had not changed when the server was asked last."""
+        """Term -> for how long its lease had not changed when the server was asked last."""
 
     # ---- for agents and leaders ---------------------------------------------------------
 
@@ -476,43 +476,43 @@ class NodeRegister:
         answer: Callable[[int, LogEntry | None, int | None], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """Read the last record and its epoch's lease."""
+        """Read the last entry and its term's lease."""
         checked = self._checked(lambda seen: answer(*seen), lambda seen: seen[0])
-        self._carry_out(process, self._records.look(), checked, fail)
+        self._carry_out(process, self._entries.look(), checked, fail)
 
     def look_for_number(
         self, process: Process, answer: Callable[[int], None], fail: Callable[[Exception], None]
     ) -> None:
-        """Read the last record's number."""
+        """Read the last entry's number."""
         checked = self._checked(answer, lambda number: number)
-        self._carry_out(process, self._records.last_number(), checked, fail)
+        self._carry_out(process, self._entries.last_index(), checked, fail)
 
     def create(
-        self, process: Process, record: LogEntry, answer: Callable[[bool | None], None]
+        self, process: Process, entry: LogEntry, answer: Callable[[bool | None], None]
     ) -> None:
-        """Create a record; the answer is None where the file system gave none."""
+        """Create an entry; the answer is None where the file system gave none."""
 
         def done(created: bool) -> None:
-            self._check_answer(record, created)
+            self._check_answer(entry, created)
             answer(created)
 
-        self._carry_out(process, self._records.create(record), done, lambda _: answer(None))
+        self._carry_out(process, self._entries.create(entry), done, lambda _: answer(None))
 
     def renew_lease(
-        self, process: Process, epoch: int, beats: int, answer: Callable[[bool], None]
+        self, process: Process, term: int, beats: int, answer: Callable[[bool], None]
     ) -> None:
         """Renew a lease; the answer tells whether that has worked."""
-        steps = alone(partial(self._write_lease, epoch, beats))
+        steps = alone(partial(self._write_lease, term, beats))
         self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
 
     def check_claim(self, claim: Claim, liveness: HeartbeatConfig) -> None:
         """A leader is taken for dead, and nothing but its silence speaks for that."""
         assert claim.before is not None
-        age_s = self._lease_age_s[claim.before.epoch]
+        age_s = self._lease_age_s[claim.before.term]
         self._register.monitor.silent += 1
         lapsed = age_s * _FASTEST_CLOCK >= liveness.lapse_s - liveness.stale_s
         what = "a leader was taken for silent that renews its lease"
-        self._register.monitor.check(lapsed, what, claim.before.epoch, age_s)
+        self._register.monitor.check(lapsed, what, claim.before.term, age_s)
 
     def _carry_out(self, process: Process, *rest: Any) -> None:
         self._storage.carry_out(self.mount, process, *rest)
@@ -525,87 +525,87 @@ class NodeRegister:
         there = register.num_made_by(self._storage.world.now - self.mount.stale_s)
 
         def looked(seen: Any) -> None:
-            number, what = number_of(seen), "a look has missed a record"
+            number, what = number_of(seen), "a look has missed an entry"
             register.monitor.check(number >= there, what, number, there)
             answer(seen)
 
         return looked
 
-    def _check_answer(self, record: LogEntry, created: bool) -> None:
+    def _check_answer(self, entry: LogEntry, created: bool) -> None:
         register = self._register
-        its_own = register.records[record.number - 1] is record
-        what = "its own record was denied" if its_own else "another's record was taken for its own"
-        register.monitor.check(its_own == created, what, record)
-        waited_s = self._storage.world.now - register.made_at(record) if created else 0.0
+        its_own = register.entries[entry.index - 1] is entry
+        what = "its own entry was denied" if its_own else "another's entry was taken for its own"
+        register.monitor.check(its_own == created, what, entry)
+        waited_s = self._storage.world.now - register.made_at(entry) if created else 0.0
         what = "a decision that was made waited"
-        register.monitor.check(waited_s <= _LONGEST_ANSWER_S, what, record, waited_s)
+        register.monitor.check(waited_s <= _LONGEST_ANSWER_S, what, entry, waited_s)
 
     # ---- see `LogFiles` ----------------------------------------------------------------
 
-    def numbers(self, *, anew: bool = True) -> frozenset[int]:
+    def indices(self, *, anew: bool = True) -> frozenset[int]:
         """List the folder; see `Mount.names_in`."""
         names = self.mount.names_in(self.rdzv, anew=anew)
-        return frozenset(number for kind, number, *_ in names if kind == "record")
+        return frozenset(number for kind, number, *_ in names if kind == "entry")
 
     def read(self, number: int) -> LogEntry | None:
-        """Open a record; it may not be whole yet where a listing may be late."""
+        """Open an entry; it may not be whole yet where a listing may be late."""
         try:
-            file = self.mount.open(self.rdzv, ("record", number))
+            file = self.mount.open(self.rdzv, ("entry", number))
         except FileNotFoundError:
             return None
         is_young = self._storage.world.now - file.made_at < self.mount.stale_s
         if is_young and file.maker != self.mount.slot and self._storage.rng.random() < _TORN:
             return None
-        record: LogEntry = file.content
-        return record
+        entry: LogEntry = file.content
+        return entry
 
-    def put(self, record: LogEntry) -> None:
-        """Write a record under another name, and a moment later link it to its own."""
-        if id(record) not in self._staged:
+    def put(self, entry: LogEntry) -> None:
+        """Write an entry under another name, and a moment later link it to its own."""
+        if id(entry) not in self._staged:
             self._num_staged += 1
             staged: Name = ("staged", self._num_staged, self.mount.slot)
-            self._staged[id(record)] = staged, self.mount.write(self.rdzv, staged, record)
-        staged, file = self._staged[id(record)]
+            self._staged[id(entry)] = staged, self.mount.write(self.rdzv, staged, entry)
+        staged, file = self._staged[id(entry)]
         self.mount.hold_up(self.rdzv, staged, _SYNCED_AFTER_S)
-        del self._staged[id(record)]
-        self.staged, name = file, ("record", record.number)
+        del self._staged[id(entry)]
+        self.staged, name = file, ("entry", entry.index)
         file.made_at = self._storage.world.now
         if not self._register.exclusive:
             self.rdzv.entries.pop(name, None)
         try:
             if name not in self.rdzv.entries:
-                self._register.created(record, file)
+                self._register.created(entry, file)
             self.mount.link(file, self.rdzv, name)
         finally:
             self.mount.remove_behind(self.rdzv, staged)
 
     def exists(self, number: int) -> bool:
-        """Return whether a record is there, as far as memory goes."""
-        return self.mount.find(self.rdzv, ("record", number)) is not None
+        """Return whether an entry is there, as far as memory goes."""
+        return self.mount.find(self.rdzv, ("entry", number)) is not None
 
     def remove_staged(self) -> None:
-        """Remove the file of the record that was put last, and wait for that."""
+        """Remove the file of the entry that was put last, and wait for that."""
         self.mount.unlink(self.rdzv, ("staged", self._num_staged, self.mount.slot))
 
-    def lease(self, epoch: int) -> int | None:
+    def lease(self, term: int) -> int | None:
         """Open a lease; what is read of it may be old."""
         register, now = self._register, self._storage.world.now
-        beats, until = self._leases.get(epoch, (None, -1.0))
+        beats, until = self._leases.get(term, (None, -1.0))
         if now < until:
             return beats
-        claim = next(r for r in register.records if r.epoch == epoch)
-        self._lease_age_s[epoch] = now - register.made_at(claim)
+        claim = next(r for r in register.entries if r.term == term)
+        self._lease_age_s[term] = now - register.made_at(claim)
         try:
-            file = self.mount.open(self.rdzv, ("lease", epoch))
+            file = self.mount.open(self.rdzv, ("lease", term))
         except FileNotFoundError:
             return None
-        self._lease_age_s[epoch] = min(self._lease_age_s[epoch], now - file.changed_at)
+        self._lease_age_s[term] = min(self._lease_age_s[term], now - file.changed_at)
         until = now + self.mount.stale_s * self._storage.rng.random()
-        self._leases[epoch] = file.content, until
-        return self._leases[epoch][0]
+        self._leases[term] = file.content, until
+        return self._leases[term][0]
 
-    def _write_lease(self, epoch: int, beats: int) -> None:
-        self.mount.write(self.rdzv, ("lease", epoch), beats)
+    def _write_lease(self, term: int, beats: int) -> None:
+        self.mount.write(self.rdzv, ("lease", term), beats)
 
 
 # ---- The files that leaders share, in virtual time: status, progress, notices, and the term folder
@@ -641,21 +641,21 @@ class SharedMonitor:
         self._check = check
         self._is_named_alive = is_named_alive
         self._status = (0, 0)
-        self._epoch = 0
+        self._term = 0
         self._is_late: set[int] = set()
         self._is_shown_late: set[int] = set()
         self._heard: dict[str, float] = {}
 
-    def acts(self, epoch: int, what: object, *, knows_over: bool) -> None:
+    def acts(self, term: int, what: object, *, knows_over: bool) -> None:
         """A leader does something."""
-        self._check(not knows_over, "a leader acts though its term is over", epoch, what)
+        self._check(not knows_over, "a leader acts though its term is over", term, what)
 
     def replaced(self, status: Message, *, is_late: bool) -> None:
         """Another status can be read.
 
         ``is_late``: the folder was found by a name that it had, but its leader has looked before.
         """
-        at = int(status["epoch"]), int(status.get("round") or 0)
+        at = int(status["term"]), int(status.get("round") or 0)
         if is_late and at < self._status:
             self._check(at[0] not in self._is_shown_late, "the status went back again", at)
             self._is_shown_late.add(at[0])
@@ -667,12 +667,12 @@ class SharedMonitor:
 
     def appended(self, lines: Sequence[Message]) -> None:
         """Further lines of the progress can be read."""
-        epoch = max(int(line["epoch"]) for line in lines)
-        if epoch < self._epoch:
+        term = max(int(line["term"]) for line in lines)
+        if term < self._term:
             self.late += 1
-            self._check(epoch not in self._is_late, "the progress went back again", epoch)
-            self._is_late.add(epoch)
-        self._epoch = max(self._epoch, epoch)
+            self._check(term not in self._is_late, "the progress went back again", term)
+            self._is_late.add(term)
+        self._term = max(self._term, term)
 
     def heard(self, names: Sequence[str], now: float) -> None:
         """An agent of this task, on this host, has been told that it is to leave."""
@@ -732,19 +732,19 @@ class NodeFiles:
         self._has_looked = False
         """Whether it has listed the folder since it wrote a status."""
 
-    def term(self) -> int:
+    def current_term(self) -> int:
         """List the folder in which the term folder is."""
         self._has_looked = True
         names = self.mount.names_in(self._storage.rdzv)
         return max(int(number) for kind, number, *_ in names if kind == "term")
 
-    def take_over(self, before: int, epoch: int) -> None:
+    def take_over(self, before: int, term: int) -> None:
         """Rename the folder."""
         rdzv = self._storage.rdzv
         if not self._files.is_fenced:
             before = next(n for kind, n, *_ in rdzv.entries if kind == "term")
-        self._storage.world.note(f"slot {self.mount.slot}", "takes the term folder", epoch)
-        self.mount.rename((rdzv, _term(before)), (rdzv, _term(epoch)))
+        self._storage.world.note(f"slot {self.mount.slot}", "takes the term folder", term)
+        self.mount.rename((rdzv, _term(before)), (rdzv, _term(term)))
 
     def status(self) -> Message | None:
         """Return the status."""
@@ -755,12 +755,12 @@ class NodeFiles:
             return self._files.shown
         return status
 
-    def replace_status(self, epoch: int, status: Message) -> None:
+    def replace_status(self, term: int, status: Message) -> None:
         """Stage the status in the folder, and rename it."""
-        folder = self._folder(epoch)
-        by_old_name = self._storage.rdzv.entries.get(_term(epoch)) is not folder
+        folder = self._folder(term)
+        by_old_name = self._storage.rdzv.entries.get(_term(term)) is not folder
         is_late, self._has_looked = by_old_name and self._has_looked, False
-        staged = ("staged", epoch)
+        staged = ("staged", term)
         self.mount.write(folder, staged, status)
         self._files.monitor.replaced(status, is_late=is_late and self._files.is_fenced)
         self.mount.rename((folder, staged), (self._storage.run, STATUS))
@@ -773,37 +773,37 @@ class NodeFiles:
         """Return what nobody has claimed."""
         return sorted(name for (name,) in self.mount.names_in(self._storage.notices))
 
-    def claim_notice(self, epoch: int, name: str) -> None:
+    def claim_notice(self, term: int, name: str) -> None:
         """Rename it into the folder."""
-        self.mount.rename((self._storage.notices, (name,)), (self._folder(epoch), (name,)))
+        self.mount.rename((self._storage.notices, (name,)), (self._folder(term), (name,)))
 
     def forget_absence(self, name: str) -> None:
         """Make the client ask the server about the notice."""
         self.mount.forget_absence(self._storage.notices, (name,))
 
-    def claimed_notices(self, epoch: int) -> Mapping[str, float]:
+    def claimed_notices(self, term: int) -> Mapping[str, float]:
         """List the folder."""
-        names = self.mount.names_in(self._folder(epoch))
+        names = self.mount.names_in(self._folder(term))
         return dict.fromkeys(sorted(name for (name,) in names), ASKED_LEFT_S)
 
-    def remove_notice(self, epoch: int, name: str) -> None:
+    def remove_notice(self, term: int, name: str) -> None:
         """Begin to remove it from the folder."""
         monitor = self._files.monitor
         self.mount.remove_behind(
-            self._folder(epoch), (name,), lambda file: monitor.removed(name, file.content)
+            self._folder(term), (name,), lambda file: monitor.removed(name, file.content)
         )
 
-    def _folder(self, epoch: int) -> Folder:
+    def _folder(self, term: int) -> Folder:
         if not self._files.is_fenced:
             return self._files.folder
-        found = self.mount.find(self._storage.rdzv, _term(epoch))
+        found = self.mount.find(self._storage.rdzv, _term(term))
         if not isinstance(found, Folder):
-            raise FileNotFoundError(2, "no such folder", _term(epoch))
+            raise FileNotFoundError(2, "no such folder", _term(term))
         return found
 
 
-def _term(epoch: int) -> Name:
-    return ("term", epoch)
+def _term(term: int) -> Name:
+    return ("term", term)
 
 
 class LeadersFiles:

@@ -78,7 +78,7 @@ class Run:
     max_nodes: int
     work_s: float
     tasks: list[Task] = field(default_factory=list)
-    record: LogEntry | None = None
+    entry: LogEntry | None = None
     leadership: LeaderState | None = None
     done: bool = False
 
@@ -216,7 +216,7 @@ class SweepSimulation:
             return
         for task in run.tasks:
             if task.joined:
-                beat = {"type": "beat", "progress": None}
+                beat = {"type": "heartbeat", "progress": None}
                 self._do(run, leadership.received(task.agent, beat, self.now))
         if run.leadership is leadership:
             self._do(run, leadership.tick(self.now))
@@ -227,17 +227,17 @@ class SweepSimulation:
         task.joined = True
         agent = task.agent
         if run.leadership is None:
-            number = 1 if run.record is None else run.record.number + 1
+            number = 1 if run.entry is None else run.entry.index + 1
             here = Endpoint("10.0.0.1", 1, agent.task, agent.attempt)
-            run.record = claim(number, run.record, here, self.now)
+            run.entry = claim(number, run.entry, here, self.now)
             rules = RoundRules(
                 run.min_nodes, run.max_nodes, 3, 600.0, 5.0,
                 scale_up="immediate", below_min_timeout_s=300.0, in_sweep=self._takes_turns,
             )  # fmt: skip
             liveness = HeartbeatConfig(1.0, 10.0)
-            run.leadership = LeaderState(run.record, rules, liveness, self.now, self._rng)
+            run.leadership = LeaderState(run.entry, rules, liveness, self.now, self._rng)
         effects = run.leadership.connected(agent, self.now)
-        effects += run.leadership.received(agent, {"type": "join", "ask": 1}, self.now)
+        effects += run.leadership.received(agent, {"type": "join", "request": 1}, self.now)
         self._do(run, effects)
 
     def _train(self, run: Run, leadership: LeaderState) -> None:
@@ -259,15 +259,15 @@ class SweepSimulation:
                 return
             match effect:
                 case Append(entry):
-                    run.record = entry
+                    run.entry = entry
                     self._do(run, leadership.appended())
                 case Announce(_, requests):
                     self._begin(run, requests)
                 case Send(agents, {"type": "stop"}):
                     for agent in agents or ():
-                        again = {"type": "join", "ask": 2}
+                        again = {"type": "join", "request": 2}
                         self._do(run, leadership.received(agent, again, self.now))
-                case Send(agents, {"type": "give back", "delay_s": delay_s}):
+                case Send(agents, {"type": "requeue", "delay_s": delay_s}):
                     names = {agent.task for agent in agents or ()}
                     for task in [t for t in run.tasks if t.name in names]:
                         self._end(task, max(_GIVE_BACK_S, float(delay_s)))
@@ -308,7 +308,7 @@ class SweepSimulation:
                 str(run.number),
                 run.min_nodes,
                 {t.name: t.state(self.now) for t in run.tasks},
-                has_started=run.record is not None,
+                has_started=run.entry is not None,
             )
             for run in self._runs
         ]

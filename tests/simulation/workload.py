@@ -245,14 +245,23 @@ class Work:
     """The workers of all members of one round; nobody in the simulation sees it whole."""
 
     __slots__ = (
-        "_monitor", "_network", "_saved", "complete_since", "members", "over", "ranks", "record",
-        "start", "training", "world",
+        "_monitor",
+        "_network",
+        "_saved",
+        "complete_since",
+        "entry",
+        "members",
+        "over",
+        "ranks",
+        "start",
+        "training",
+        "world",
     )  # fmt: skip
 
     def __init__(
-        self, record: LogEntry, world: World, network: Network, training: Training, monitor: Monitor
+        self, entry: LogEntry, world: World, network: Network, training: Training, monitor: Monitor
     ) -> None:
-        self.record = record
+        self.entry = entry
         self.start = monitor.checkpoint
         self.members: dict[Agent, Member] = {}
         self.ranks: dict[Agent, Rank] = {}
@@ -296,9 +305,9 @@ class Work:
     def enter(self, member: Member) -> Rank:
         """A member's workers have started."""
         self.members[member.me] = member
-        first = self.record.members[0] == member.me
+        first = self.entry.members[0] == member.me
         rank = self.ranks[member.me] = Rank(self, member, first)
-        if len(self.members) == len(self.record.members) and not self.over:
+        if len(self.members) == len(self.entry.members) and not self.over:
             self.complete_since = self.world.now
             for each in self.ranks.values():
                 each.go_on()
@@ -309,10 +318,10 @@ class Work:
             self._want_later(rank)
         return rank
 
-    def leave(self, member: Member, victims: bool) -> None:
-        """A member's workers are ended; the others lose a peer and may (``victims``) fail of it."""
+    def leave(self, member: Member, secondary_failures: bool) -> None:
+        """A member's workers end; those of others lose a peer, and may fail of it."""
         was_over, self.over = self.over, True
-        if not victims or was_over:
+        if not secondary_failures or was_over:
             return
         for other in self.members.values():
             if other is not member and self.world.rng.random() < 0.5:
@@ -363,7 +372,7 @@ class Work:
 
     def passed(self, rank: Rank, pauses: bool | None) -> None:
         """A rank has polled a step: whether it stays at a checkpoint there; None: it continues."""
-        self._monitor.passed(self.record.number, rank.member.me, self.polled(rank), pauses)
+        self._monitor.passed(self.entry.index, rank.member.me, self.polled(rank), pauses)
 
     def polled(self, rank: Rank) -> range:
         """The steps that a rank has made since it polled before."""
@@ -371,10 +380,10 @@ class Work:
 
     def returned(self, rank: Rank) -> None:
         """The function of a rank has returned."""
-        self._monitor.returned(rank.member.me, self.record.number)
+        self._monitor.returned(rank.member.me, self.entry.index)
 
     def saved(self, rank: Rank) -> None:
         """A rank has saved its part of the checkpoint of the step that it is at."""
         num = self._saved[rank.at] = self._saved.get(rank.at, 0) + 1
-        if num == len(self.record.members):
+        if num == len(self.entry.members):
             self._monitor.checkpoint = max(self._monitor.checkpoint, rank.at)

@@ -51,7 +51,7 @@ class Process:
 
 
 class World:
-    """The clock that nobody in the simulation sees, chance, and the record of what happened."""
+    """The clock that nobody in the simulation sees, chance, and the entry of what happened."""
 
     __slots__ = ("_heap", "_num", "now", "num_events", "rng", "trace")
 

@@ -80,7 +80,7 @@ def cut_off(slurm, host: str, task: str) -> Callable[[], None]:
 
 def test_a_deposed_leader_leaves_the_run_to_the_next(slurm, sweep):
     """No read goes back to an earlier term, and a notice is obeyed whoever has seen it first."""
-    s = sweep("nodes=1:4", "epochs=1000", "pause_s=0.25")
+    s = sweep("nodes=1:4", "terms=1000", "pause_s=0.25")
     trains_whole(s)
     with watched(s) as seen:
         for away in (pause, suspend, cut_off):
@@ -88,10 +88,10 @@ def test_a_deposed_leader_leaves_the_run_to_the_next(slurm, sweep):
             trains_whole(s)
         eventually(lambda: seen.seen[-1]["nodes"] == 4, "the status shows it")
     s.process.terminate()
-    epochs = [status["epoch"] for status in seen.seen]
-    assert not goes_back(epochs), [(x["epoch"], x["phase"], x["nodes"]) for x in seen.seen]
-    assert len(set(epochs)) > 3
-    assert not goes_back([line["epoch"] for line in seen.progress()])
+    terms = [status["term"] for status in seen.seen]
+    assert not goes_back(terms), [(x["term"], x["phase"], x["nodes"]) for x in seen.seen]
+    assert len(set(terms)) > 3
+    assert not goes_back([line["term"] for line in seen.progress()])
 
 
 def trains_whole(s: Sweep) -> None:
@@ -110,7 +110,7 @@ def depose(slurm, s: Sweep, away: Callable[..., Callable[[], None]]) -> None:
     assert len(asked) == 2
     bring_back()
     for task in asked:  # one after the other: both leaders may see either
-        (s.run() / "notice" / task).touch()
+        (s.run() / "preempt" / task).touch()
         what = f"{away.__name__}: {task} leaves as it was asked to"
         eventually(lambda task=task: left(s, task, since), what)
 
@@ -123,4 +123,4 @@ def left(s: Sweep, task: str, since: float) -> bool:
 
 def asked_still(s: Sweep) -> list[Path]:
     """Notices that nobody has obeyed yet."""
-    return [*(s.run() / "notice").iterdir(), *s.run().glob("rdzv/term.*/notice.*")]
+    return [*(s.run() / "preempt").iterdir(), *s.run().glob("rdzv/term.*/notice.*")]

@@ -151,4 +151,4 @@ def test_a_rank_that_exits_early_is_named_and_not_the_one_that_lost_it(sweep, tm
         on_host = f"rank 1 (local rank 0) on {failure['host']} {what}"
         assert output.count(f"restart 1 of 1: {on_host}") == 1, name
         assert "return from the function" in output and "died afterwards" in output
-        assert {v["rank"] for v in run.sweep.result()["victims"]} <= {0}
+        assert {v["rank"] for v in run.sweep.result()["secondary_failures"]} <= {0}

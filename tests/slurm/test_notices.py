@@ -142,7 +142,7 @@ def test_no_notice_costs_a_step(slurm, sweep, tmp_path):
 
     trains_on(s, 3)
     slurm.preempt([hosts_of(s)[a]], for_s=1)
-    notices = s.run() / "notice"
+    notices = s.run() / "preempt"
     (notices / c).touch()
     has_left(s, (a, "signal", "requeue"), (c, "asked", "requeue"))
 

@@ -15,12 +15,12 @@ from sweeps import PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_hos
 
 
 def epochs_by_round(run: Path) -> dict[int, list[int]]:
-    """Which epochs' losses each round's rank 0 logged."""
+    """Which terms' losses each round's rank 0 logged."""
     logged: dict[int, list[int]] = {}
     for path in run.glob("tasks/*/attempt-*/round-*.rank-0.out"):
         number = int(re.search(r"round-(\d+)\.", path.name)[1])
-        epochs = [int(n) for n in re.findall(r"epoch (\d+): loss", path.read_text())]
-        logged.setdefault(number, []).extend(epochs)
+        terms = [int(n) for n in re.findall(r"term (\d+): loss", path.read_text())]
+        logged.setdefault(number, []).extend(terms)
     return logged
 
 
@@ -37,8 +37,8 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     assert next(n for n in s.group_sizes() if n > 1) == 2
     assert s.result()["restarts"] == 0 and s.value() > 0.95
     logged = epochs_by_round(s.run())
-    assert all(len(set(epochs)) == len(epochs) for epochs in logged.values())
-    assert max(max(epochs) for epochs in logged.values() if epochs) == 7
+    assert all(len(set(terms)) == len(terms) for terms in logged.values())
+    assert max(max(terms) for terms in logged.values() if terms) == 7
 
 
 def test_a_node_that_comes_as_the_run_ends_leaves_at_once(slurm, sweep, tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_a_follower_that_dies_is_dropped(slurm, sweep):
 
 def test_a_run_goes_on_without_its_launcher(slurm, sweep):
     """Ctrl-C says how to come back; that command shows the end, though the first try was killed."""
-    s = sweep("nodes=1:2", "epochs=3", "pause_s=0.25")
+    s = sweep("nodes=1:2", "terms=3", "pause_s=0.25")
     eventually(lambda: s.group_sizes(), "it trains")
     s.process.send_signal(signal.SIGINT)
     said = s.process.communicate(timeout=PATIENCE_S)[0]
@@ -100,7 +100,7 @@ def test_a_run_goes_on_without_its_launcher(slurm, sweep):
 
 @pytest.mark.nfs
 def test_a_leader_that_dies_is_replaced(slurm, sweep):
-    """Another agent leads the next epoch, and the run ends as if nothing had been.
+    """Another agent leads the next term, and the run ends as if nothing had been.
 
     So does the other run of the sweep.
     """
@@ -108,8 +108,8 @@ def test_a_leader_that_dies_is_replaced(slurm, sweep):
     eventually(lambda: [s.group_sizes(n)[-1:] for n in range(2)] == [[2], [2]], "both train")
     slurm.kill_node(leader_host(s))
     output = s.output()
-    assert [e["epoch"] for e in s.events("leader")][:2] == [1, 2]
-    assert [e["epoch"] for e in s.events("leader", 1)] == [1]
+    assert [e["term"] for e in s.events("leader")][:2] == [1, 2]
+    assert [e["term"] for e in s.events("leader", 1)] == [1]
     assert [s.result(n)["restarts"] for n in range(2)] == [0, 0], output
     assert all(s.value(n) > 0.95 for n in range(2))
 
@@ -123,7 +123,7 @@ def test_a_leader_that_is_preempted_is_replaced(slurm, sweep):
     eventually(lambda: s.group_sizes()[-1:] == [3], "three nodes go on")
     slurm.preempt([leader_host(s)], for_s=3)
     eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes go on")
-    assert [e["epoch"] for e in s.events("leader")] == [1, 2]
+    assert [e["term"] for e in s.events("leader")] == [1, 2]
 
 
 @pytest.mark.long
@@ -188,7 +188,7 @@ def test_the_first_failure_is_what_the_user_sees(sweep, tmp_path):
     assert (failure["rank"], failure["exception"]) == (3, "ValueError")
     assert failure["host"] in output and "boom on purpose" in output and "in inner" in output
     assert s.result()["restarts"] == 1
-    assert all("boom" not in v["message"] for v in s.result()["victims"])
+    assert all("boom" not in v["message"] for v in s.result()["secondary_failures"])
 
 
 def test_a_missing_module_ends_the_run_at_once(sweep, tmp_path):
@@ -210,7 +210,7 @@ def _plus(sweep, script, *overrides):
 
 def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     """`hpc-elastic submit --dry-run` prints a script; sbatch takes it, and it trains to the end."""
-    overrides = ["launcher=slurm", "nodes=1:2", "epochs=3"]
+    overrides = ["launcher=slurm", "nodes=1:2", "terms=3"]
     folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
     render = [
         sys.executable, "-m", "hpc_elastic", "submit", "--dry-run", str(ROOT / "train.py")

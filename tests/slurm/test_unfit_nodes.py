@@ -49,6 +49,6 @@ def test_a_node_that_has_lost_its_gpu_is_excluded_and_another_takes_its_place(
     unfit = s.events("preflight")
     assert {(e["host"], e["check"], e["excluded"]) for e in unfit} == {(bad, "gpus", True)}
     assert bad not in hosts(s) and len(hosts(s)) == 2
-    excluded = json.loads((s.run() / "excluded.json").read_text())
+    excluded = json.loads((s.run() / "excluded_nodes.json").read_text())
     assert "GPU is lost" in excluded[bad]
     assert s.result()["restarts"] == 0

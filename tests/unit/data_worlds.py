@@ -114,7 +114,7 @@ class Run:
         """Let samplers that are made from now on belong to a new group; the old one is over."""
         reporting._reporter.when_returned.clear()
         self.record += 1
-        mine = fencing.record_path(RunDir(self.path).rdzv, self.record)
+        mine = fencing.entry_path(RunDir(self.path).rdzv, self.record)
         self._monkeypatch.setenv(fencing.VARIABLE, str(mine))
 
     def train_group(self, *args, num_epochs: int, num_steps: int | None = None, **options) -> dict:

@@ -29,7 +29,7 @@ def _result(plot: str) -> dict:
         return {"status": "succeeded", "restarts": 1, "results": "results/round-0"}
     failure = {"host": "n3", "rank": 3, "local_rank": 1, "exit_code": 1, "exception": "ValueError"}
     failure |= {"message": "no", "traceback": "Traceback...\nValueError: no"}
-    return {"status": "failed", "restarts": 0, "failure": failure, "victims": []}
+    return {"status": "failed", "restarts": 0, "failure": failure, "secondary_failures": []}
 
 
 def _replace(path: Path, value: object) -> None:

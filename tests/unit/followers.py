@@ -19,9 +19,9 @@ from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
 
 LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
 LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
-RECORD = LogEntry(5, 2, LEADER, round=2, members=(A, B, C, D))
+ENTRY = LogEntry(5, 2, LEADER, round=2, members=(A, B, C, D))
 """The leader is the agent of A's node."""
-MANY = replace(RECORD, members=tuple(Agent(f"8_{i}", 0, i, "n", 1) for i in range(5000)))
+MANY = replace(ENTRY, members=tuple(Agent(f"8_{i}", 0, i, "n", 1) for i in range(5000)))
 """A run of five thousand nodes."""
 REFUSED, UNREACHABLE = True, False
 
@@ -33,12 +33,12 @@ def agent(me: Agent = B, now: float = 0.0, liveness: HeartbeatConfig = LIVENESS)
     return following
 
 
-def following(me: Agent = B, now: float = 0.0, record: LogEntry = RECORD) -> FollowerState:
-    """An agent that follows the leader of a record, and has a place in its round."""
+def following(me: Agent = B, now: float = 0.0, entry: LogEntry = ENTRY) -> FollowerState:
+    """An agent that follows the leader of an entry, and has a place in its round."""
     f = agent(me, now)
     assert f.tick(now) == [ReadLog()]
-    assert f.looked(record.number, record, 1, now) == [Connect(record)]
-    placed = {"type": "round", "ask": asked(f.connected(now)), "record": record.number}
+    assert f.looked(entry.index, entry, 1, now) == [Connect(entry)]
+    placed = {"type": "round", "request": asked(f.connected(now)), "index": entry.index}
     assert f.received(placed, now) == [Deliver(placed)]
     return f
 
@@ -47,7 +47,7 @@ def asked(effects: list[Effect]) -> int:
     """The number of the request for a place that is the only effect."""
     (say,) = effects
     assert isinstance(say, SendToLeader) and say.message["type"] == "join"
-    return say.message["ask"]
+    return say.message["request"]
 
 
 def of(effects: list[Effect], *types: type) -> list[Effect]:
@@ -63,11 +63,9 @@ def told(effects: list[Effect], type_: str) -> list[dict]:
 class Search:
     """An agent without a leader, in a world where nothing changes but what a test says."""
 
-    def __init__(
-        self, f: FollowerState, now: float = 0.0, record: LogEntry | None = RECORD
-    ) -> None:
-        self.f, self.now, self.record = f, now, record
-        self.number = record.number if record is not None else 0
+    def __init__(self, f: FollowerState, now: float = 0.0, entry: LogEntry | None = ENTRY) -> None:
+        self.f, self.now, self.entry = f, now, entry
+        self.number = entry.index if entry is not None else 0
         self.lease: int | None = None
         self.beats = 0.0
         """Seconds between two renewals of the lease; 0: it is not renewed."""
@@ -100,7 +98,7 @@ class Search:
             match effect:
                 case ReadLog():
                     lease = int(self.now / self.beats) if self.beats else self.lease
-                    queue += self.f.looked(self.number, self.record, lease, self.now)
+                    queue += self.f.looked(self.number, self.entry, lease, self.now)
                 case Connect():
                     queue += self.f.not_connected("no", self.now, refused=self.refused)
                 case QuerySlurm(task):

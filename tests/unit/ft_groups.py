@@ -30,8 +30,8 @@ def request(**changes):
 class Groups:
     """A lighthouse's state, the clock, and the groups; every message is kept by receiver."""
 
-    def __init__(self, *names, state=None, epoch=0, now=0.0, **rules):
-        self.state = state or LighthouseState(epoch, rules=replace(NO_WAIT, **rules))
+    def __init__(self, *names, state=None, term=0, now=0.0, **rules):
+        self.state = state or LighthouseState(term, rules=replace(NO_WAIT, **rules))
         self.now = now
         self.received = {}
         self._connected = set()

@@ -96,11 +96,11 @@ def _short(effect: Effect) -> Short | None:
             placed = tuple(requests) if alone else None
             return closed(entry.round, entry.members, entry.restarts, placed)
         case PublishResult(entry):
-            return ended(entry.ending.status, entry.ending.failure, entry.ending.victims,
+            return ended(entry.ending.status, entry.ending.failure, entry.ending.secondary_failures,
                          entry.ending.results)  # fmt: skip
         case Note(kind) if kind not in ("members_released", "replica_left"):
             return None
-        case Send(agents, {"type": "give back", "delay_s": delay_s}):
+        case Send(agents, {"type": "requeue", "delay_s": delay_s}):
             return SentBack(agents, delay_s)
         case Append() | Postpone() | Send(None, {"type": "end"}):
             return None
@@ -114,9 +114,9 @@ def closed(number, members, restarts, placed=None) -> Short:
     return ("round", number, members, restarts, placed)
 
 
-def ended(status, failure=None, victims=(), results=None) -> Short:
+def ended(status, failure=None, secondary_failures=(), results=None) -> Short:
     """The run is over."""
-    return ("end", RunEnding(status, failure, victims, results))
+    return ("end", RunEnding(status, failure, secondary_failures, results))
 
 
 def stop(agents, reason) -> Send:
@@ -156,9 +156,9 @@ def failure(agent: Agent, message="ValueError: boom", time=1.0, **fields) -> Fai
 
 
 def resumed(**fields) -> RoundState:
-    """The rules of a leader that goes on from a record."""
-    record = LogEntry(9, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), **fields)
-    return RoundState(record, RoundRules(1, 4, 2, 60.0, 5.0), 100.0, random.Random(1))
+    """The rules of a leader that goes on from an entry."""
+    entry = LogEntry(9, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), **fields)
+    return RoundState(entry, RoundRules(1, 4, 2, 60.0, 5.0), 100.0, random.Random(1))
 
 
 def poll_none(m: RoundState, agents, number, now) -> list[Effect]:

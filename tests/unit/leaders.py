@@ -11,15 +11,15 @@ HERE = Endpoint("10.0.0.1", 4000, "7_9", 0)
 LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
 
 
-def leading(record: LogEntry | None = None, **rules) -> LeaderState:
-    """A leader that has just claimed its epoch, at time 0."""
+def leading(entry: LogEntry | None = None, **rules) -> LeaderState:
+    """A leader that has just claimed its term, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
         "straggler_timeout_s": 60.0, "last_call_s": 5.0, "scale_up": "immediate",
     }  # fmt: skip
-    record = record or claim(1, None, HERE, 1000.0)
+    entry = entry or claim(1, None, HERE, 1000.0)
     settings = RoundRules(**{**defaults, **rules})
-    return LeaderState(record, settings, LIVENESS, 0.0, random.Random(1))
+    return LeaderState(entry, settings, LIVENESS, 0.0, random.Random(1))
 
 
 def after(*members: Agent, **rules) -> LeaderState:
@@ -33,14 +33,14 @@ def say(leader: LeaderState, agent: Agent, type_: str, now: float, **fields: Any
     return leader.received(agent, {"type": type_, **fields}, now)
 
 
-def join(leader: LeaderState, agent: Agent, now: float, ask: int = 1) -> list[Effect]:
+def join(leader: LeaderState, agent: Agent, now: float, request: int = 1) -> list[Effect]:
     """Let an agent connect, if it has not, and ask for a place."""
-    return [*leader.connected(agent, now), *say(leader, agent, "join", now, ask=ask)]
+    return [*leader.connected(agent, now), *say(leader, agent, "join", now, request=request)]
 
 
 def rejoin(leader: LeaderState, agent: Agent, now: float) -> list[Effect]:
     """Let an agent that is connected ask for another place."""
-    return say(leader, agent, "join", now, ask=2)
+    return say(leader, agent, "join", now, request=2)
 
 
 def of(effects: list[Effect], *types: type) -> list[Effect]:
@@ -55,7 +55,7 @@ def told(effects: list[Effect], type_: str) -> list[Agent]:
 
 
 def closing(*agents: Agent, **rules) -> tuple[LeaderState, LogEntry]:
-    """A leader whose first round waits for its record, and that record."""
+    """A leader whose first round waits for its entry, and that entry."""
     leader = leading(max_nodes=len(agents), **rules)
     for agent in agents:
         effects = join(leader, agent, 1.0)
@@ -76,7 +76,7 @@ def meanwhile(leader: LeaderState, until: float, *alive: Agent, since: float = 1
     while now < until:
         now += 0.5
         for agent in alive:
-            say(leader, agent, "beat", now, progress={})
+            say(leader, agent, "heartbeat", now, progress={})
         effects += tick(leader, now)
     return effects
 
@@ -85,7 +85,7 @@ def passed(leader: LeaderState, until: float, *alive: Agent, since: float = 1.0)
     """Let time pass, with the beats of these agents; return the last tick's effects."""
     meanwhile(leader, until - 0.5, *alive, since=since)
     for agent in alive:
-        say(leader, agent, "beat", until, progress={})
+        say(leader, agent, "heartbeat", until, progress={})
     return tick(leader, until)
 
 

@@ -21,10 +21,10 @@ def node(time: float, slot: int, attempt: int = 0) -> Event:
 
 def begun(*slots: int) -> list[Event]:
     """Nodes have started, and the first leads."""
-    return [*(node(1.0, slot) for slot in slots), event(1.5, "leader", slots[0], epoch=1)]
+    return [*(node(1.0, slot) for slot in slots), event(1.5, "leader", slots[0], term=1)]
 
 
-def group(time: float, number: int, *slots: int, epoch: int = 1, **fields: object) -> Event:
+def group(time: float, number: int, *slots: int, term: int = 1, **fields: object) -> Event:
     """A round of these slots; one above 9 is the slot of its last digit in its second attempt."""
     members = [
         {"task": f"7_{s % 10}", "attempt": s // 10, "slot": s % 10, "host": f"node{s % 10}",
@@ -32,7 +32,7 @@ def group(time: float, number: int, *slots: int, epoch: int = 1, **fields: objec
         for s in slots
     ]  # fmt: skip
     return event(
-        time, "round", number=number, record=number, epoch=epoch, nodes=len(slots),
+        time, "round", number=number, index=number, term=term, nodes=len(slots),
         world_size=len(slots), members=members, restarts=0, **fields,
     )  # fmt: skip
 

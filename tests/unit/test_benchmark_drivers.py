@@ -154,29 +154,29 @@ def test_runs_on_the_kernels_nfs_have_a_column_for_each_mount():
     ]
 
 
-def write_run(folder: Path, records: list[tuple[int, str]], terms: list[int]) -> None:
-    """A run's records, by their epoch and leader, and the epochs of its lines of progress."""
+def write_run(folder: Path, entries: list[tuple[int, str]], terms: list[int]) -> None:
+    """A run's entries, by their term and leader, and the terms of its lines of progress."""
     (folder / "rdzv").mkdir()
-    for number, (epoch, task) in enumerate(records, 1):
-        body = json.dumps({"epoch": epoch, "leader": {"task": task, "attempt": 0}})
-        (folder / "rdzv" / f"record.{number}.json").write_text(json.dumps({"record": body}))
-    lines = [json.dumps({"epoch": term}) for term in terms]
+    for number, (term, task) in enumerate(entries, 1):
+        body = json.dumps({"term": term, "leader": {"task": task, "attempt": 0}})
+        (folder / "rdzv" / f"entry.{number}.json").write_text(json.dumps({"entry": body}))
+    lines = [json.dumps({"term": term}) for term in terms]
     (folder / "progress.jsonl").write_text("\n".join(lines))
 
 
 @pytest.mark.parametrize(
-    ("records", "terms", "problem"),
+    ("entries", "terms", "problem"),
     [
         ([(1, "7_0"), (1, "7_0"), (2, "7_1")] + [(2, "7_1")] * 8, [1, 1, 2], None),
-        ([(1, "7_0"), (1, "7_1")], [1], "epoch 1 is led by"),
-        ([(2, "7_1"), (1, "7_0")], [1], "epochs go back"),
+        ([(1, "7_0"), (1, "7_1")], [1], "term 1 is led by"),
+        ([(2, "7_1"), (1, "7_0")], [1], "terms go back"),
         ([(1, "7_0"), (2, "7_1")], [2, 1, 1, 1], "3 lines of progress.jsonl"),
-        ([], [1], "there are no records"),
+        ([], [1], "there are no entries"),
     ],
 )
-def test_a_split_leadership_on_the_kernels_nfs_is_found(tmp_path, records, terms, problem):
-    """Records of an epoch are by one leader, in order of number; progress is of one at a time."""
-    write_run(tmp_path, records, terms)
+def test_a_split_leadership_on_the_kernels_nfs_is_found(tmp_path, entries, terms, problem):
+    """Entries of a term are by one leader, in order of number; progress is of one at a time."""
+    write_run(tmp_path, entries, terms)
     found = facts.split(str(tmp_path))
     assert len(found) == (problem is not None)
     assert problem is None or found[0].startswith(problem)

@@ -134,9 +134,9 @@ def test_what_is_followed_is_told_in_order_and_when_it_is_settled(capsys):
 
 DAMAGE = (
     b"\x00\xff garbage\n[]\n3\nnull\n" + b"[" * 10_000 + b"\n"
-    b'{"v": 1, "time": NaN, "kind": "leader", "task": "7_0", "epoch": 1}\n'
-    b'{"v": 1, "time": 1e300, "kind": "leader", "task": "7_0", "epoch": 1}\n'
-    b'{"v": 1, "time": "x", "kind": "leader", "task": "7_0", "epoch": 1}\n'
+    b'{"v": 1, "time": NaN, "kind": "leader", "task": "7_0", "term": 1}\n'
+    b'{"v": 1, "time": 1e300, "kind": "leader", "task": "7_0", "term": 1}\n'
+    b'{"v": 1, "time": "x", "kind": "leader", "task": "7_0", "term": 1}\n'
     b'{"v": 1, "time": 1.7, "kind": "task", "task": "7_0"}\n'
     b'{"v": 1, "time": 1.8, "kind": "round", "task": "7_0"}\n'
     b'{"v": 1, "time": 1.8, "kind": "round", "task": "7_0", "members": 4, "number": "x"}\n'

@@ -73,13 +73,13 @@ def test_a_kind_is_described_in_sentences(name):
     ("wrong", "said"),
     [
         (event(1.0, "news"), "'news' is no kind of event"),
-        (event(1.0, "leader"), "leader: epoch is missing"),
-        (event(1.0, "leader", epoch=True), "leader: epoch is True, which is no integer"),
-        (event(1.0, "leader", epoch=1.5), "leader: epoch is 1.5, which is no integer"),
-        (event(1.0, "leader", epoch=1, of="7"), "leader: of is no field of it"),
-        ({**event(1.0, "leader", epoch=1), "v": 2}, "leader: v is 2, not 1"),
-        ({"time": 1.0, "kind": "leader", "task": "7", "epoch": 1}, "leader: v is missing"),
-        ({**event(1.0, "leader", epoch=1), "time": "1"}, "time is '1', which is no number"),
+        (event(1.0, "leader"), "leader: term is missing"),
+        (event(1.0, "leader", term=True), "leader: term is True, which is no integer"),
+        (event(1.0, "leader", term=1.5), "leader: term is 1.5, which is no integer"),
+        (event(1.0, "leader", term=1, of="7"), "leader: of is no field of it"),
+        ({**event(1.0, "leader", term=1), "v": 2}, "leader: v is 2, not 1"),
+        ({"time": 1.0, "kind": "leader", "task": "7", "term": 1}, "leader: v is missing"),
+        ({**event(1.0, "leader", term=1), "time": "1"}, "time is '1', which is no number"),
         (event(1.0, "members_released", tasks=[1]), "tasks is [1], which is no texts"),
         ({**group(1.0, 1, 0), "members": [{}]}, "members is [{}], which is no members"),
         (event(1.0, "nodes_requeued", delay_s=1, all=1), "all is 1, which is no flag"),
@@ -106,7 +106,7 @@ def test_every_key_of_the_story_is_on_the_page(made_of):
 
 def test_readers_pass_over_what_is_damaged_and_take_what_is_newer():
     """A field that is missing or of another type; but not one that was added, or another kind."""
-    fits = [event(1.0, "leader", epoch=1, of="7"), event(2.0, "news"), group(3.0, 1, 0)]
+    fits = [event(1.0, "leader", term=1, of="7"), event(2.0, "news"), group(3.0, 1, 0)]
     newer = {**group(3.0, 1, 0), "members": [{**fits[2]["members"][0], "gpus": 8}]}
-    damaged = [event(1.0, "leader"), event(1.0, "leader", epoch="1"), {**newer, "members": [{}]}]
+    damaged = [event(1.0, "leader"), event(1.0, "leader", term="1"), {**newer, "members": [{}]}]
     assert valid_events([*damaged, *fits, newer]) == [*fits, newer]

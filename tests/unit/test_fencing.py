@@ -8,11 +8,11 @@ from hpc_elastic.run import fencing
 
 
 @pytest.fixture
-def records(tmp_path, monkeypatch):
-    """A run directory's records; this worker belongs to the group of number 2."""
+def entries(tmp_path, monkeypatch):
+    """A run directory's entries; this worker belongs to the group of number 2."""
     for number in (1, 2):
-        fencing.record_path(tmp_path, number).touch()
-    monkeypatch.setenv(fencing.VARIABLE, str(fencing.record_path(tmp_path, 2)))
+        fencing.entry_path(tmp_path, number).touch()
+    monkeypatch.setenv(fencing.VARIABLE, str(fencing.entry_path(tmp_path, 2)))
     return tmp_path
 
 
@@ -22,39 +22,39 @@ def test_outside_a_run_everything_is_allowed(monkeypatch):
     fencing.check_fence()
 
 
-def test_the_present_group_may_commit(records):
+def test_the_present_group_may_commit(entries):
     """As often as it likes."""
     fencing.check_fence()
     fencing.check_fence()
 
 
-def test_any_later_record_ends_the_group(records):
+def test_any_later_entry_ends_the_group(entries):
     """Another leader, another round, the end of the run: the fence does not ask which."""
-    fencing.record_path(records, 3).touch()
-    with pytest.raises(CheckpointFencedError, match="record 3 exists") as e:
+    fencing.entry_path(entries, 3).touch()
+    with pytest.raises(CheckpointFencedError, match="entry 3 exists") as e:
         fencing.check_fence()
     assert isinstance(e.value, CheckpointError)
-    assert str(fencing.record_path(records, 2)) in str(e.value)
+    assert str(fencing.entry_path(entries, 2)) in str(e.value)
 
 
-def test_numbers_are_compared_as_numbers(records, monkeypatch):
-    """The tenth record comes after the ninth."""
-    fencing.record_path(records, 10).touch()
-    monkeypatch.setenv(fencing.VARIABLE, str(fencing.record_path(records, 9)))
+def test_numbers_are_compared_as_numbers(entries, monkeypatch):
+    """The tenth entry comes after the ninth."""
+    fencing.entry_path(entries, 10).touch()
+    monkeypatch.setenv(fencing.VARIABLE, str(fencing.entry_path(entries, 9)))
     with pytest.raises(CheckpointFencedError):
         fencing.check_fence()
 
 
-def test_other_files_are_no_records(records):
-    """Leases, staged records and what an NFS client leaves behind do not fence anybody."""
-    for name in ("lease.9", ".record.99", "record.9.json~", ".nfs0009", "record.x.json"):
-        (records / name).touch()
+def test_other_files_are_no_entries(entries):
+    """Leases, staged entries and what an NFS client leaves behind do not fence anybody."""
+    for name in ("lease.9", ".entry.99", "entry.9.json~", ".nfs0009", "entry.x.json"):
+        (entries / name).touch()
     fencing.check_fence()
 
 
 def test_a_folder_that_can_not_be_read_is_no_leave(tmp_path, monkeypatch):
     """Whoever does not know whether he may, may not."""
-    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "gone" / "record.2.json"))
+    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "gone" / "entry.2.json"))
     with pytest.raises(OSError, match="gone"):
         fencing.check_fence()
 

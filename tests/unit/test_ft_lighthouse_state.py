@@ -5,8 +5,8 @@ from ft_groups import Groups, aborted, formed, last, of, quorum_of, request, res
 
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.messages import (
-    EPOCH_SHIFT,
     NO_QUORUM,
+    TERM_SHIFT,
     CheckpointBeforeLeave,
     ConfirmSwitch,
     Hello,
@@ -192,13 +192,13 @@ def test_result_is_formed_on_a_tick():
 # ---- the quorum of an earlier lighthouse -------------------------------------------------------
 
 
-OLD = (3 << EPOCH_SHIFT) + 1
+OLD = (3 << TERM_SHIFT) + 1
 """A quorum of an earlier lighthouse."""
 
 
 def adopted(*names, waited_s=0.0, **given):
     """Let members of that quorum connect to a new lighthouse."""
-    groups = Groups(epoch=4)
+    groups = Groups(term=4)
     groups.reconnect(OLD, *names, **given)
     if waited_s:
         groups.wait(waited_s)
@@ -207,9 +207,9 @@ def adopted(*names, waited_s=0.0, **given):
 
 def test_quorum_of_an_earlier_lighthouse_continues():
     """Its members are asked for their steps, and earlier proposals are withdrawn."""
-    groups = Groups(epoch=4)
+    groups = Groups(term=4)
     assert groups.reconnect(OLD, "a", "b") == {}
-    number = (4 << EPOCH_SHIFT) + 1
+    number = (4 << TERM_SHIFT) + 1
     assert groups.wait(0.05) == {n: [ProposeSwitch(OLD, number, 0)] for n in "ab"}
     assert groups.vote(5, "a") == {}
     assert {n: sent[-1] for n, sent in groups.vote(5, "b").items()} == {
@@ -245,7 +245,7 @@ def test_half_confirmed_switch_is_carried_out():
     groups = adopted("a", "b")
     assert groups.request("a", quorum_id=OLD, quorum_step=7, step=7) == {}
     sent = groups.wait(0.05)
-    number = (4 << EPOCH_SHIFT) + 1
+    number = (4 << TERM_SHIFT) + 1
     assert sent == {"b": [ProposeSwitch(OLD, number, 7)]}
     assert groups.vote(6, "b") == {"b": [ConfirmSwitch(OLD, number)]}
     sent = groups.request("b", quorum_id=OLD, quorum_step=7, step=7)
@@ -269,7 +269,7 @@ def test_member_past_the_step_of_a_request_aborts_the_quorum():
 
 def test_member_that_does_not_reconnect_is_lost():
     """After the time-out, the others are notified."""
-    groups = Groups(epoch=4, reconnect_timeout_s=5.0)
+    groups = Groups(term=4, reconnect_timeout_s=5.0)
     groups.reconnect(OLD, "a", "b", size=3)
     assert groups.wait(4.9) == {}
     sent = groups.wait(0.2)
@@ -280,7 +280,7 @@ def test_member_that_does_not_reconnect_is_lost():
 
 def test_missing_member_of_an_aborted_quorum_delays_the_next_briefly():
     """Most likely it caused the abort, and was lost with the lighthouse."""
-    groups = Groups(epoch=4, reconnect_timeout_s=5.0, short_reconnect_timeout_s=1.0)
+    groups = Groups(term=4, reconnect_timeout_s=5.0, short_reconnect_timeout_s=1.0)
     groups.reconnect(OLD, "a", "b", size=3, is_aborted=True)
     groups.request("a", "b", quorum_id=OLD, commit_failures=1)
     assert results(groups.wait(0.9)) == {}
@@ -289,7 +289,7 @@ def test_missing_member_of_an_aborted_quorum_delays_the_next_briefly():
 
 def test_member_that_left_with_the_lighthouse_delays_the_others_briefly():
     """The others request as agreed, which the new lighthouse does not know."""
-    groups = Groups(epoch=4, reconnect_timeout_s=5.0, short_reconnect_timeout_s=1.0)
+    groups = Groups(term=4, reconnect_timeout_s=5.0, short_reconnect_timeout_s=1.0)
     groups.reconnect(OLD, "a", size=2)
     groups.request("a", quorum_id=OLD, quorum_step=7)
     assert results(groups.wait(0.9)) == {}
@@ -567,7 +567,7 @@ def test_member_without_time_leaves_at_once():
 
 def test_member_without_time_saves_a_state_that_an_absent_member_may_have():
     """The earlier lighthouse may have been on that member's node."""
-    groups = Groups(epoch=2)
+    groups = Groups(term=2)
     groups.reconnect(7, "b", size=2, is_aborted=True)
     notice(groups, "b", left_s=3.0)
     groups.request("b", quorum_id=7, quorum_step=4, step=4)
@@ -578,8 +578,8 @@ def test_member_without_time_saves_a_state_that_an_absent_member_may_have():
 
 def test_last_member_saves_at_the_switch_of_an_earlier_lighthouse():
     """It was to stay for a newcomer that is under notice by now."""
-    old = (3 << EPOCH_SHIFT) + 1
-    groups = Groups(epoch=4)
+    old = (3 << TERM_SHIFT) + 1
+    groups = Groups(term=4)
     groups.reconnect(old, "a")
     notice(groups, "a")
     groups.request("a", quorum_id=old, quorum_step=4, step=5)

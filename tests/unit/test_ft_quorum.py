@@ -7,7 +7,7 @@ import pytest
 from ft_groups import Groups, aborted, formed, quorum_of, request, results, with_newcomer
 
 from hpc_elastic.ft.messages import (
-    EPOCH_SHIFT,
+    TERM_SHIFT,
     CancelRequest,
     HealSource,
     QuorumAborted,
@@ -86,19 +86,19 @@ def test_group_of_another_size_is_excluded():
 # ---- the next ones ----------------------------------------------------------------------------
 
 
-def test_ids_rise_and_start_with_the_epoch():
+def test_ids_rise_and_start_with_the_term():
     """No id is used twice, by any lighthouse."""
-    groups = Groups(epoch=7)
+    groups = Groups(term=7)
     first = groups.form("a")
     groups.send("a", QuorumAborted(first, "x"))
     second = quorum_of(groups.request("a", quorum_id=first))
-    assert (first >> EPOCH_SHIFT, second - first) == (7, 1)
+    assert (first >> TERM_SHIFT, second - first) == (7, 1)
 
 
 def test_ids_rise_above_those_of_earlier_lighthouses():
-    """The lighthouse's clock, and so its epoch, may have been set back."""
-    groups = Groups("a", epoch=1)
-    assert quorum_of(groups.request("a", quorum_id=9 << EPOCH_SHIFT)) == (9 << EPOCH_SHIFT) + 1
+    """The lighthouse's clock, and so its term, may have been set back."""
+    groups = Groups("a", term=1)
+    assert quorum_of(groups.request("a", quorum_id=9 << TERM_SHIFT)) == (9 << TERM_SHIFT) + 1
 
 
 def test_quorum_is_formed_at_once_if_all_live_members_request():

@@ -41,15 +41,15 @@ def test_the_wait_begins_anew_once_there_were_enough():
 @pytest.mark.parametrize(("before", "least", "most"), [(0, 7, 23), (2, 30, 90), (30, 300, 900)])
 def test_the_time_away_doubles_and_is_random_within_its_range(before, least, most):
     """Half to one and a half of it; about ten minutes after many times."""
-    away = set()
+    requeued = set()
     for seed in range(40):
         m = machine(min_nodes=2, below_min_timeout_s=10.0)
-        m.run.backoff.rng, m.run.backoff.given_back = random.Random(seed), before
+        m.run.backoff.rng, m.run.backoff.times_requeued = random.Random(seed), before
         m.join(A, 0.0)
         (given,) = decisions(m.tick(20.0))
-        away.add(given.delay_s)
-    assert len(away) == 40 and least <= min(away) and max(away) <= most
-    assert max(away) > 1.5 * min(away)
+        requeued.add(given.delay_s)
+    assert len(requeued) == 40 and least <= min(requeued) and max(requeued) <= most
+    assert max(requeued) > 1.5 * min(requeued)
 
 
 def test_the_wait_is_random_from_one_run_to_the_next():
@@ -76,10 +76,10 @@ def test_whoever_joins_after_that_goes_back_too():
 
 def test_a_round_forgets_how_often_nodes_were_given_back():
     """The next shortage is a new one."""
-    m = resumed(given_back=3)
+    m = resumed(times_requeued=3)
     m.join(A, 100.0)
     m.slurm_says(running(A), 100.1, 100.1)
-    assert m.run.phase is RoundPhase.RUNNING and m.run.backoff.given_back == 0
+    assert m.run.phase is RoundPhase.RUNNING and m.run.backoff.times_requeued == 0
 
 
 def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():

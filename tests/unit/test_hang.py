@@ -82,21 +82,21 @@ def test_the_message_names_place_and_files():
 def answer(leader, agent, now, rank, at, number=1):
     """Let an agent of one worker answer."""
     ranks_ = [{"rank": rank, "local_rank": 0, "state": "stands", **at}]
-    return say(leader, agent, "stacks", now, record=2, number=number, ranks=ranks_)
+    return say(leader, agent, "stacks", now, index=2, number=number, ranks=ranks_)
 
 
 def test_one_member_that_is_stalled_has_all_asked_once():
     """The others will say the same in a moment."""
     leader = training(A, B, C)
-    asked = say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    asked = say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     assert told(asked, "stacks") == [A, B, C]
-    assert not say(leader, B, "stalled", 70.1, record=2, stalled_s=61.0, limit_s=60.0)
+    assert not say(leader, B, "stalled", 70.1, index=2, stalled_s=61.0, limit_s=60.0)
 
 
 def test_once_all_have_answered_the_group_is_started_again():
     """The hang is noted, all are stopped, and a restart is spent on it."""
     leader = training(A, B, C)
-    say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     answer(leader, A, 71.0, 0, HERE)
     answer(leader, B, 71.0, 1, NOWHERE)
     effects = answer(leader, C, 71.5, 2, HERE)
@@ -112,7 +112,7 @@ def test_once_all_have_answered_the_group_is_started_again():
 def test_who_does_not_answer_is_to_blame():
     """Its agent beats, and can not look into its workers."""
     leader = training(A, B)
-    say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     answer(leader, A, 71.0, 0, HERE)
     effects = leader.tick(70.5 + ANSWER_S)
     (hang, *_) = [n for n in of(effects, Note) if n.kind == "hang"]
@@ -122,7 +122,7 @@ def test_who_does_not_answer_is_to_blame():
 def test_answers_of_a_round_that_is_over_count_for_nothing():
     """It broke for another reason meanwhile."""
     leader = training(A, B)
-    say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     answer(leader, A, 71.0, 0, HERE)
     leader.disconnected(B, "its connection closed", 71.0)
     assert not [n for n in of(leader.tick(71.0 + ANSWER_S), Note) if n.kind == "hang"]

@@ -56,21 +56,21 @@ def test_a_silent_agent_is_lost_after_heartbeat_timeout_s():
     """Its connection is abandoned, which would not break by itself."""
     leader = training(A, B, C)
     assert of(passed(leader, 4.0, A, C), Disconnect) == []
-    say(leader, A, "beat", 4.1, progress={})
-    say(leader, C, "beat", 4.1, progress={})
+    say(leader, A, "heartbeat", 4.1, progress={})
+    say(leader, C, "heartbeat", 4.1, progress={})
     effects = leader.tick(4.1)
     assert of(effects, Disconnect) == [Disconnect(B)] and told(effects, "stop") == [A, C]
 
 
 def test_who_fell_silent_may_run_still_until_it_is_heard_or_hangs_up():
-    """The next record says so, for the next leader."""
+    """The next entry says so, for the next leader."""
     leader = training(A, B, C)
     passed(leader, 5.0, A, C)
     assert leader.run.recovery.possibly_alive == {B.task: B.host}
     rejoin(leader, A, 5.1)
     rejoin(leader, C, 5.1)
     (append,) = of(leader.slurm_says(running(A, B, C), 5.2), Append)
-    assert append.entry.unseen == {B.task: B.host}
+    assert append.entry.possibly_alive == {B.task: B.host}
     assert leading(append.entry).run.recovery.possibly_alive == {B.task: B.host}
     leader.connected(B, 6.0)
     assert leader.run.recovery.possibly_alive == {}
@@ -88,8 +88,8 @@ def test_whatever_an_agent_says_shows_that_it_lives():
     """Beats or others."""
     leader = training(A, B)
     for now in (2.5, 4.5, 6.5):
-        say(leader, A, "checkpoint", now, record=2, step=1, paused=0)
-        say(leader, B, "beat", now, progress={})
+        say(leader, A, "checkpoint", now, entry=2, step=1, paused=0)
+        say(leader, B, "heartbeat", now, progress={})
         assert of(leader.tick(now), Disconnect) == []
 
 
@@ -113,7 +113,7 @@ def test_a_stranger_is_not_listened_to():
     """Only agents that are connected count."""
     leader = training(A)
     assert say(leader, B, "close", 2.0) == []
-    assert say(leader, B, "join", 2.0, ask=1) == []
+    assert say(leader, B, "join", 2.0, request=1) == []
 
 
 def test_a_new_leader_waits_for_the_members_of_the_last_round():
@@ -186,7 +186,7 @@ def unrenewed(leader: LeaderState, until: float, *alive: Agent) -> list[Effect]:
     while now < until:
         now += 0.5
         for agent in alive:
-            say(leader, agent, "beat", now, progress={})
+            say(leader, agent, "heartbeat", now, progress={})
         effects += leader.tick(now)
     return effects
 
@@ -231,7 +231,7 @@ def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
     leader.slurm_says(running(A), 4.7)
     assert leader.run.not_before == 4.5 + 6.0
     assert of(meanwhile(leader, 10.0, A, since=5.0), Append) == []
-    say(leader, A, "beat", 10.5, progress={})
+    say(leader, A, "heartbeat", 10.5, progress={})
     assert of(leader.tick(10.5), Append)
 
 
@@ -241,7 +241,7 @@ def test_a_leader_that_hears_them_again_goes_on():
     passed(leader, 4.5, A)
     effects = rejoin(leader, A, 4.5)
     for agent in (B, C):
-        effects += join(leader, agent, 4.6, ask=2)
+        effects += join(leader, agent, 4.6, request=2)
     effects += leader.tick(4.7)
     assert renews(leader, 5.0, A, B, C)
     assert of(effects, Append), "nobody waits for an election that nobody needs"
@@ -262,7 +262,7 @@ def test_a_leader_below_min_nodes_renews_no_lease():
     leader = training(A, B, min_nodes=2)
     leader.disconnected(B, "its connection closed", 2.0)
     assert not renews(leader, 2.1, A)
-    join(leader, B, 2.2, ask=2)
+    join(leader, B, 2.2, request=2)
     assert renews(leader, 2.3, A, B)
 
 
@@ -284,17 +284,17 @@ def test_all_agents_hear_a_beat_with_every_tick():
     """By which they know that their leader lives."""
     leader = training(A, B)
     for now in (1.5, 2.0):
-        assert told(leader.tick(now), "beat") == [A, B]
+        assert told(leader.tick(now), "heartbeat") == [A, B]
 
 
 def test_the_last_report_of_each_members_workers_is_kept():
     """For the status; and the first rank's gives the outlook."""
     leader = training(A, B)
-    say(leader, B, "beat", 2.0, progress={"step": 3, "total": 100, "loss": 0.5})
+    say(leader, B, "heartbeat", 2.0, progress={"step": 3, "total": 100, "loss": 0.5})
     assert leader.progress == {B: {"step": 3, "total": 100, "loss": 0.5}}
     assert leader.run.estimator.outlook.restart_cost_s is None
     for now, step in ((3.0, 10), (4.0, 20)):
-        say(leader, A, "beat", now, progress={"step": step, "total": 100, "loss": None})
+        say(leader, A, "heartbeat", now, progress={"step": step, "total": 100, "loss": None})
     assert leader.run.estimator.outlook.restart_cost_s == 2.0
     assert leader.run.estimator.outlook.remaining_s == 8.0
     leader.disconnected(A, "its connection closed", 5.0)
@@ -314,7 +314,7 @@ def test_slurm_is_asked_as_soon_as_somebody_waits():
     leader = leading()
     assert not asks(leader.tick(0.5))
     leader.connected(A, 1.0)
-    assert asks(say(leader, A, "join", 1.0, ask=1))
+    assert asks(say(leader, A, "join", 1.0, request=1))
 
 
 def test_a_question_under_way_is_not_repeated():
@@ -338,7 +338,7 @@ def questions(leader: LeaderState, until: float, *alive: Agent) -> list[float]:
     asked, now = [], 1.0
     while now < until:
         now += 0.5
-        effects = [e for a in alive for e in say(leader, a, "beat", now, progress={})]
+        effects = [e for a in alive for e in say(leader, a, "heartbeat", now, progress={})]
         if asks([*effects, *leader.tick(now)]):
             asked.append(now)
             leader.slurm_says(running(*alive), now)

@@ -153,7 +153,7 @@ def test_what_has_no_end_of_line_comes_in_pieces():
 
 
 def told(found) -> list[tuple[float, str]]:
-    """Times, in seconds since the epoch of this file, and texts."""
+    """Times, in seconds since the term of this file, and texts."""
     return [(line.time - EPOCH, line.text) for line in found]
 
 

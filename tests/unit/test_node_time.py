@@ -67,7 +67,7 @@ def check(found: Account) -> None:
 
 
 ALONE = [
-    task(0), told(4, "leader", epoch=1), told(5, "joined"), closed(6, 1, (A, 0)),
+    task(0), told(4, "leader", term=1), told(5, "joined"), closed(6, 1, (A, 0)),
     trains(10, 1, 1, restored=None, restore_s=1.0),
 ]  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_a_round_counts_its_checkpoints_from_nothing():
 
 
 TWO = [
-    task(0), task(0, B), told(4, "leader", epoch=1), told(5, "joined"), told(5, "joined", B),
+    task(0), task(0, B), told(4, "leader", term=1), told(5, "joined"), told(5, "joined", B),
     closed(6, 1, (A, 0), (B, 0)), trains(10, 1, 1), trains(10, 1, 1, B),
 ]  # fmt: skip
 
@@ -158,10 +158,10 @@ def test_steps_that_only_count_from_a_workers_start_are_no_replay():
 
 
 def test_a_new_leader_ends_the_round_before():
-    """A led and dies; B claims the next epoch, and goes on alone."""
+    """A led and dies; B claims the next term, and goes on alone."""
     points = [point(100, 1, 91), point(120, 2, 97)]
     events = [
-        *TWO, told(104, "leader", B, epoch=2), told(105, "joined", B), told(106, "node_lost", A),
+        *TWO, told(104, "leader", B, term=2), told(105, "joined", B), told(106, "node_lost", A),
         closed(106, 2, (B, 0)), trains(112, 2, 92, B),
     ]  # fmt: skip
     found = account(events, points, now=120, running={B})

@@ -230,7 +230,7 @@ class Excluding:
     def exclude_nodes(self, hosts, why) -> None:
         """Write them to the run directory."""
         self.asked += hosts
-        (self.run.path / "excluded.json").write_text(json.dumps(dict.fromkeys(hosts, why)))
+        (self.run.path / "excluded_nodes.json").write_text(json.dumps(dict.fromkeys(hosts, why)))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ class Excluding:
 def test_a_node_is_avoided_unless_too_many_are(tmp_path, launcher, known, goes):
     """As many as the run may have: then it is not the nodes."""
     text = json.dumps({f"h{i}": "x" for i in range(known)})
-    (tmp_path / "excluded.json").write_text(text)
+    (tmp_path / "excluded_nodes.json").write_text(text)
     task = SimpleNamespace(
         slurm=SimpleNamespace(node_name="n7"), run=RunDir(tmp_path),
         spec=SimpleNamespace(launcher=launcher, max_nodes=2),
@@ -248,7 +248,7 @@ def test_a_node_is_avoided_unless_too_many_are(tmp_path, launcher, known, goes):
     assert exclude_node(Problem("gpus", "lost"), task, excluding) is goes
     assert excluding.asked == (["n7"] if goes else [])
     if goes:
-        assert json.loads((tmp_path / "excluded.json").read_text())["n7"] == "preflight: lost"
+        assert json.loads((tmp_path / "excluded_nodes.json").read_text())["n7"] == "preflight: lost"
 
 
 def off_by(error):

@@ -21,7 +21,7 @@ def training() -> LeaderState:
     leader = leading()
     for agent in (A, B):
         leader.connected(agent, 0.0)
-        leader.received(agent, {"type": "join", "ask": 1}, 0.0)
+        leader.received(agent, {"type": "join", "request": 1}, 0.0)
     leader.appended()
     return leader
 
@@ -30,9 +30,9 @@ def test_a_group_that_forms():
     """Who has joined counts; there are no members yet."""
     leader = leading()
     leader.connected(A, 0.0)
-    leader.received(A, {"type": "join", "ask": 1}, 0.0)
+    leader.received(A, {"type": "join", "request": 1}, 0.0)
     assert status_of(leader) == {
-        "phase": "waiting", "epoch": 3, "round": 2, "nodes": 0, "world_size": 0, "members": [],
+        "phase": "waiting", "term": 3, "round": 2, "nodes": 0, "world_size": 0, "members": [],
         "joined": 1, "restarts": 1, "max_restarts": 3,
         "step": None, "total_steps": None, "loss": None, "samples": None, "blocked_s": 0.0,
         "checkpoint": None, "stragglers": [],
@@ -57,11 +57,11 @@ def test_progress_is_the_furthest_step_and_the_first_ranks_loss():
         (A, {"step": 7, "total": 100, "loss": None, "samples": 56, "blocked_s": 0.5}),
         (B, {"step": 8, "total": 100, "loss": 0.25, "blocked_s": 0.75}),
     ):
-        leader.received(agent, {"type": "beat", "progress": progress}, 1.0)
+        leader.received(agent, {"type": "heartbeat", "progress": progress}, 1.0)
     status = status_of(leader)
     assert (status["step"], status["total_steps"], status["loss"]) == (8, 100, 0.25)
     assert (status["samples"], status["blocked_s"]) == (56, 0.75)
-    leader.received(A, {"type": "beat", "progress": {"step": 9, "loss": 0.5}}, 2.0)
+    leader.received(A, {"type": "heartbeat", "progress": {"step": 9, "loss": 0.5}}, 2.0)
     assert status_of(leader)["loss"] == 0.5
 
 
@@ -69,7 +69,7 @@ def test_a_run_that_has_ended_shows_how():
     """And the last group."""
     leader = training()
     for agent in (A, B):
-        leader.received(agent, {"type": "finished", "record": 5}, 1.0)
+        leader.received(agent, {"type": "finished", "index": 5}, 1.0)
     status = status_of(leader)
     assert status["phase"] == "succeeded" and status["nodes"] == 2
 
@@ -78,10 +78,10 @@ def test_a_run_that_has_failed_shows_its_restarts():
     """As many as were spent."""
     leader = training()
     leader.rounds.run.policy.restarts = 3
-    failed = {"type": "failed", "record": 5, "failures": [vars(failure(A))]}
+    failed = {"type": "failed", "index": 5, "failures": [vars(failure(A))]}
     leader.received(A, failed, 1.0)
     for agent in (A, B):
-        leader.received(agent, {"type": "join", "ask": 2}, 2.0)
+        leader.received(agent, {"type": "join", "request": 2}, 2.0)
     status = status_of(leader)
     assert (status["phase"], status["restarts"], status["max_restarts"]) == ("failed", 3, 3)
 
@@ -90,7 +90,7 @@ def test_nodes_that_were_given_back():
     """The run is in the queue again."""
     leader = leading(min_nodes=2, below_min_timeout_s=1.0)
     leader.connected(A, 0.0)
-    leader.received(A, {"type": "join", "ask": 1}, 0.0)
+    leader.received(A, {"type": "join", "request": 1}, 0.0)
     for now in (0.5, 1.0, 1.5, 2.0, 2.5):
         leader.tick(now)
     assert status_of(leader)["phase"] == "requeued"

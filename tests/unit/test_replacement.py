@@ -172,7 +172,7 @@ def test_a_replacement_avoids_the_nodes_that_the_run_avoids(tmp_path):
     client = Client()
     requeue.resubmit(run, "70_0", client)
     assert client.submitted == [("array-0.sbatch", 0, ["n1", "n3"])]
-    stored = json.loads((run.path / "excluded.json").read_text())
+    stored = json.loads((run.path / "excluded_nodes.json").read_text())
     assert stored == {"n3": "CUDA error", "n1": "lost heartbeat"}
 
 
@@ -192,5 +192,5 @@ def test_nodes_that_two_exclude_at_once_are_both_avoided(tmp_path, monkeypatch):
 def test_a_torn_list_of_nodes_is_no_list(tmp_path):
     """Another node is better than none."""
     run = run_of(tmp_path, "70", [(0, 0)])
-    (run.path / "excluded.json").write_text("{")
+    (run.path / "excluded_nodes.json").write_text("{")
     assert requeue.excluded(run) == {}

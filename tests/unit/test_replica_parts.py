@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from followers import LEADER, LIVENESS, RECORD, asked, told
+from followers import ENTRY, LEADER, LIVENESS, asked, told
 from groups import A, B, C, failure
 
 from hpc_elastic import should_checkpoint
@@ -32,10 +32,10 @@ from hpc_elastic.worker import checkpoint_trigger
 # ---- an agent without its leader ----------------------------------------------------------
 
 
-def connected(f: FollowerState, record: LogEntry, now: float) -> list:
-    """Let an agent find the leader of a record; return what it does then."""
+def connected(f: FollowerState, entry: LogEntry, now: float) -> list:
+    """Let an agent find the leader of an entry; return what it does then."""
     f.tick(now)
-    assert Connect(record) in f.looked(record.number, record, 1, now)
+    assert Connect(entry) in f.looked(entry.index, entry, 1, now)
     return f.connected(now)
 
 
@@ -43,20 +43,20 @@ def placed() -> FollowerState:
     """A replica's agent with a place in a round."""
     f = FollowerState(B, LIVENESS, 0.0, stays=True)
     f.join()
-    ask = asked(connected(f, RECORD, 0.0))
-    f.received({"type": "round", "ask": ask, "record": RECORD.number, "number": 2}, 0.0)
+    ask = asked(connected(f, ENTRY, 0.0))
+    f.received({"type": "round", "request": ask, "index": ENTRY.index, "number": 2}, 0.0)
     return f
 
 
 def test_the_leaders_death_does_not_stop_the_workers():
-    """The agent looks for the next leader at once, and tells him by which record it is here."""
+    """The agent looks for the next leader at once, and tells him by which entry it is here."""
     f = placed()
     effects = f.disconnected("reset", 1.0)
     assert told(effects, "stop") == [] and ReadLog() in effects
-    newer = claim(6, RECORD, LEADER, 1000.0)
-    f.looked(RECORD.number, RECORD, 1, 1.0)
+    newer = claim(6, ENTRY, LEADER, 1000.0)
+    f.looked(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
-    assert connected(f, newer, 2.0) == [SendToLeader({"type": "here", "record": 5, "number": 2})]
+    assert connected(f, newer, 2.0) == [SendToLeader({"type": "reattach", "index": 5, "number": 2})]
 
 
 def test_what_became_of_the_workers_meanwhile_is_told_again():
@@ -64,11 +64,11 @@ def test_what_became_of_the_workers_meanwhile_is_told_again():
     f = placed()
     f.report("finished")
     f.disconnected("reset", 1.0)
-    f.looked(RECORD.number, RECORD, 1, 1.0)
+    f.looked(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
-    effects = connected(f, claim(6, RECORD, LEADER, 1000.0), 2.0)
-    assert [e.message["type"] for e in effects] == ["here", "finished"]
-    assert effects[1].message["record"] == 5
+    effects = connected(f, claim(6, ENTRY, LEADER, 1000.0), 2.0)
+    assert [e.message["type"] for e in effects] == ["reattach", "finished"]
+    assert effects[1].message["index"] == 5
 
 
 def test_a_leader_that_wants_them_stopped_is_obeyed():
@@ -95,7 +95,7 @@ def quorum() -> LeaderState:
     leader = LeaderState(claim(5, before, LEADER, 0.0), rules, LIVENESS, 0.0, random.Random(1))
     for agent in (B, C):
         leader.connected(agent, 0.0)
-        leader.received(agent, {"type": "here", "record": 4, "number": 3}, 0.0)
+        leader.received(agent, {"type": "reattach", "index": 4, "number": 3}, 0.0)
     says(leader, B, ReplicaStatus(7, 0, 1, 0, is_aborted=False), 0.0)
     says(leader, C, ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False), 0.0)
     return leader
@@ -127,7 +127,7 @@ def test_a_replica_that_gets_a_place_takes_part():
     """From then on the run waits for it."""
     leader = quorum()
     says(leader, B, WorkersLost("it ended"), 1.0)
-    leader.received(B, {"type": "failed", "record": 4, "failures": [failure(B).to_json()]}, 1.0)
+    leader.received(B, {"type": "failed", "index": 4, "failures": [failure(B).to_json()]}, 1.0)
     assert is_placed([*says(leader, C, ASK, 1.1), *passes(leader, 1.1, 3.0)], C)
     assert C in leader.rounds.taking_part
 
@@ -137,7 +137,7 @@ def test_a_newcomer_waits_while_another_ends():
     leader = quorum()
     says(leader, B, Shutdown(), 1.0)
     told = [*says(leader, C, ASK, 1.1), *passes(leader, 1.1, 1.0 + SETTLES_WITHIN_S)]
-    leader.received(B, {"type": "finished", "record": 4}, 1.0 + SETTLES_WITHIN_S)
+    leader.received(B, {"type": "finished", "index": 4}, 1.0 + SETTLES_WITHIN_S)
     assert not is_placed([*told, *passes(leader, 3.0, 9.0)], C)
 
 
@@ -162,14 +162,14 @@ def test_what_is_no_message_of_a_replica_is_refused():
 
 @pytest.fixture
 def fenced(tmp_path, monkeypatch):
-    """Writes the newest record; this worker is A's, placed by record 2."""
-    monkeypatch.setenv(fencing.VARIABLE, str(fencing.record_path(tmp_path, 2)))
+    """Writes the newest entry; this worker is A's, placed by entry 2."""
+    monkeypatch.setenv(fencing.VARIABLE, str(fencing.entry_path(tmp_path, 2)))
     monkeypatch.setenv(fencing.REPLICA_VARIABLE, fencing.replica(A.task, A.attempt, A.slot))
-    fencing.record_path(tmp_path, 2).touch()
+    fencing.entry_path(tmp_path, 2).touch()
 
     def write(**fields) -> None:
-        record = LogEntry(3, 1, LEADER, **fields)
-        fencing.record_path(tmp_path, 3).write_text(record.seal(b"secret"))
+        entry = LogEntry(3, 1, LEADER, **fields)
+        fencing.entry_path(tmp_path, 3).write_text(entry.encode_signed(b"secret"))
 
     return write
 
@@ -193,12 +193,12 @@ def test_a_replica_may_commit_as_long_as_it_is_a_member(fenced):
 def test_a_replica_that_is_no_member_may_not_commit(fenced, fields):
     """It was paused or cut off, and the others went on without it."""
     fenced(**fields)
-    with pytest.raises(CheckpointFencedError, match="record 3"):
+    with pytest.raises(CheckpointFencedError, match="entry 3"):
         fencing.check_fence()
 
 
 def test_a_replicas_staged_files_say_nothing_about_others(fenced, monkeypatch):
-    """A record that is older than another's does not make them leftovers."""
+    """An entry that is older than another's does not make them leftovers."""
     assert fencing.fencing_token() == "f2s0"
     monkeypatch.delenv(fencing.REPLICA_VARIABLE)
     assert fencing.fencing_token() == "r2"
@@ -254,8 +254,8 @@ def test_the_clock_is_told_apart_from_the_count_of_steps():
     assert asked == [(False, True)]
 
 
-def test_a_record_says_where_the_results_are():
+def test_an_entry_says_where_the_results_are():
     """Also when the leader dies before it has written the result."""
-    record = LogEntry(3, 1, LEADER, ending=RunEnding("succeeded", results="round-1.slot-2"))
-    body = json.loads(json.loads(record.seal(b"secret"))["record"])
+    entry = LogEntry(3, 1, LEADER, ending=RunEnding("succeeded", results="round-1.slot-2"))
+    body = json.loads(json.loads(entry.encode_signed(b"secret"))["entry"])
     assert body["ending"]["results"] == "round-1.slot-2"

@@ -51,10 +51,10 @@ def training(*agents: Agent, **changes) -> ReplicaState:
 
 def resumed(*members: Agent, lost: dict[str, int] | None = None, **changes) -> ReplicaState:
     """The machine of a leader that takes over a run with these members."""
-    record = LogEntry(
+    entry = LogEntry(
         9, 3, Endpoint("10.0.0.1", 4000, A.task, 0), round=4, members=members, lost=lost or {}
     )
-    return ReplicaState(record, rules(**changes), 0.0, random.Random(1))
+    return ReplicaState(entry, rules(**changes), 0.0, random.Random(1))
 
 
 # ---- who comes and goes -------------------------------------------------------------------
@@ -122,8 +122,12 @@ def test_too_few_for_too_long_go_back_to_the_queue():
     m = training(A, B, min_nodes=2, below_min_timeout_s=10.0)
     m.gone(B, "lost", 1.0)
     assert decisions(m.tick(10.0)) == []
-    (given_back,) = decisions(m.tick(100.0))
-    assert isinstance(given_back, SentBack) and given_back.all and given_back.agents == (A,)
+    (times_requeued,) = decisions(m.tick(100.0))
+    assert (
+        isinstance(times_requeued, SentBack)
+        and times_requeued.all
+        and times_requeued.agents == (A,)
+    )
     assert m.run.ranks.members == ()
 
 

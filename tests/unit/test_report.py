@@ -96,8 +96,8 @@ def test_the_loss_of_all_nodes_costs_until_they_train_again():
     came_back = [
         *begun(0), event(1.8, "joined", 0, host="node0"), group(2.0, 1, 0), trains(4.0, 0, 1, 0),
         notice(14.0, 0), stop(15.0, 1, "regroup", 20), stopped(15.0, 0, 1, 20), left(16.0, 0),
-        node(60.0, 0, 1), event(61.0, "leader", 0, epoch=2),
-        event(62.0, "joined", 0, host="node0"), group(63.0, 2, 10, epoch=2),
+        node(60.0, 0, 1), event(61.0, "leader", 0, term=2),
+        event(62.0, "joined", 0, host="node0"), group(63.0, 2, 10, term=2),
         trains(70.0, 0, 2, 20, 1),
     ]  # fmt: skip
     found = reported(came_back, [], until=80.0)

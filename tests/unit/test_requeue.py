@@ -179,7 +179,7 @@ def test_a_task_comes_back_on_none_of_the_nodes_that_its_run_avoids(tmp_path):
     """Whatever it leaves for; all of them together."""
     client = Client(TaskState("7_0", "RUNNING", node="n3"))
     run = run_of(tmp_path, "7", [(0, 0)])
-    (run.path / "excluded.json").write_text('{"n5": "CUDA error", "n6": "silent"}')
+    (run.path / "excluded_nodes.json").write_text('{"n5": "CUDA error", "n6": "silent"}')
     assert requeue_or_exit("7_0", client, run=run) is ExitAction.REQUEUE
     assert client.told[-1] == ("exclude", "7_0", "n5", "n6")
 

@@ -36,7 +36,7 @@ VICTIM = {"host": "node1", "task": "7_1", "rank": 1, "local_rank": 0, "signal": 
 
 def test_a_failed_run_shows_the_first_failure_in_full(run):
     """Host, ranks, exit code and traceback of who failed; who died of it is one line."""
-    write(run, status="failed", restarts=2, failure=FAILURE, victims=[VICTIM])
+    write(run, status="failed", restarts=2, failure=FAILURE, secondary_failures=[VICTIM])
     outcome = run.read_outcome()
     assert outcome and outcome.error and outcome.restarts == 2
     assert str(outcome.error).splitlines() == [
@@ -59,7 +59,7 @@ def test_a_failure_of_a_later_attempt_is_not_one_that_died_afterwards(run):
         "message": how, "remedy": "return from the function",
     }  # fmt: skip
     victims = [{**VICTIM, "round": 1}, {**exited, "round": 3}]
-    write(run, status="failed", restarts=2, failure=exited, victims=victims)
+    write(run, status="failed", restarts=2, failure=exited, secondary_failures=victims)
     outcome = run.read_outcome()
     assert outcome and str(outcome.error).splitlines()[1:5] == [
         f"first failure: host node2, rank 1, local rank 0, task 7_1: {how}",
@@ -72,7 +72,7 @@ def test_a_failure_of_a_later_attempt_is_not_one_that_died_afterwards(run):
 def test_a_failure_without_a_traceback_still_says_what_it_was(run):
     """A worker that was killed has no exception; one that could not be started has a message."""
     failure = {"host": "n", "exception": "RendezvousTimeoutError", "message": "nobody came"}
-    write(run, status="failed", failure=failure, victims=None)
+    write(run, status="failed", failure=failure, secondary_failures=None)
     outcome = run.read_outcome()
     assert outcome and "RendezvousTimeoutError: nobody came" in str(outcome.error)
 

@@ -15,7 +15,7 @@ from hpc_elastic.launcher import control
 from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
 from hpc_elastic.launcher.submit import write
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.log_entry import reopen
+from hpc_elastic.rendezvous.log_entry import resume_entry
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.slurm.scheduler import QueueSnapshot
@@ -103,7 +103,7 @@ def test_of_two_who_resume_a_run_at_once_the_later_one_is_refused(tmp_path, monk
     read = control.read_settings
 
     def another_resumes(files):
-        DecisionLog(run.rdzv, run.secret.read_bytes()).create(reopen(1, None, 1))
+        DecisionLog(run.rdzv, run.secret.read_bytes()).create(resume_entry(1, None, 1))
         return read(files)
 
     monkeypatch.setattr(control, "read_settings", another_resumes)

@@ -6,7 +6,7 @@ from hpc_elastic.report.progress_log import Point
 
 def status(step: int | None = None, **more) -> dict:
     """What status.json shows of a group that trains."""
-    known = {"phase": "training", "round": 1, "epoch": 1, "nodes": 2, "world_size": 2}
+    known = {"phase": "training", "round": 1, "term": 1, "nodes": 2, "world_size": 2}
     return {**known, "step": step, "samples": None, "members": ["not of interest"], **more}
 
 

@@ -138,12 +138,12 @@ def test_what_the_next_leader_appends_to_is_left_without_a_delegation(tmp_path, 
         opened.append((str(path), flags & os.O_ACCMODE))
         return open_(path, flags, *args, **kwargs)
 
-    def given_back(fd, mode):
+    def times_requeued(fd, mode):
         released.append(Path(f"/proc/self/fd/{fd}").readlink())
         fchmod(fd, mode)
 
     monkeypatch.setattr(os, "open", noted)
-    monkeypatch.setattr(os, "fchmod", given_back)
+    monkeypatch.setattr(os, "fchmod", times_requeued)
     run.append_progress([{"b": 2}], maybe_torn=True)
     run.append_progress([{"c": 3}], maybe_torn=False)
     assert progress.read_text() == '{"a": 1}\n{"torn\n{"b": 2}\n{"c": 3}\n'

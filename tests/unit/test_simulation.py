@@ -57,7 +57,7 @@ def test_planted_bug_is_found(name):
 
 def test_failure_can_be_replayed():
     """A failure names its seed, and that seed fails again in the same way."""
-    components, _ = MUTANTS["no epoch check"]
+    components, _ = MUTANTS["no term check"]
     first = find(partial(Simulator, components=components), 0, MUTANT_SCHEDULES)
     assert first is not None
     seed = int(re.match(r"seed (\d+):", first)[1])

@@ -57,12 +57,12 @@ def training(run: RunDir, now: float, step: int = 400) -> None:
     log.write("task", attempt=1, host="node1", pid=1, started=at, time=at + 1)
     log.write("joined", host="node1", time=at + 2)
     member = {"task": "17_0", "attempt": 1, "slot": 0, "host": "node1", "nproc": 4}
-    formed = {"number": 3, "record": 3, "epoch": 1, "nodes": 1, "world_size": 4, "restarts": 1}
+    formed = {"number": 3, "index": 3, "term": 1, "nodes": 1, "world_size": 4, "restarts": 1}
     log.write("round", members=[member], **formed, time=at + 2)
     log.write(
         "first_step", attempt=1, round=3, step=step - 120, restored=None, restore_s=0, time=at + 10
     )
-    group = {"phase": "training", "round": 3, "epoch": 1, "nodes": 1, "world_size": 4}
+    group = {"phase": "training", "round": 3, "term": 1, "nodes": 1, "world_size": 4}
     told = {**group, "total_steps": 1000, "loss": 0.25, "blocked_s": 0.0, "checkpoint": 390}
     lines = [{"time": at + 10 + t, **told, "step": step - 120 + t} for t in range(0, 121, 5)]
     run.progress.write_text("".join(f"{json.dumps(x)}\n" for x in lines))

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 from arrays import GONE, run_of, write_table
-from followers import LEADER, LIVENESS, RECORD, agent, of, told
+from followers import ENTRY, LEADER, LIVENESS, agent, of, told
 from groups import B
 
 from ended import sleeping
@@ -29,7 +29,7 @@ from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import Claim, PublishResult
 from hpc_elastic.rendezvous.follower_state import FollowerState
-from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, reopen, unseal
+from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, decode_signed, resume_entry
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm import requeue
@@ -83,19 +83,19 @@ def test_what_would_make_another_run_of_it_is_refused(override, key, remedy):
     assert e.value.key == key and remedy in str(e.value)
 
 
-# ---- the record that begins a new generation --------------------------------------------
+# ---- the entry that begins a new generation --------------------------------------------
 
 
 def test_a_resumed_run_goes_on_to_count_and_forgets_what_it_has_spent():
-    """Rounds and epochs never repeat; the next agent leads at once, and nobody counts as lost."""
-    ended = replace(RECORD, restarts=3, lost={"7_3": 0}, ending=RunEnding("failed"), started=5.0)
-    again = reopen(6, ended, 1)
-    assert (again.number, again.epoch, again.round, again.generation) == (6, 3, 2, 1)
+    """Rounds and terms never repeat; the next agent leads at once, and nobody counts as lost."""
+    ended = replace(ENTRY, restarts=3, lost={"7_3": 0}, ending=RunEnding("failed"), started=5.0)
+    again = resume_entry(6, ended, 1)
+    assert (again.index, again.term, again.round, again.generation) == (6, 3, 2, 1)
     assert (again.restarts, again.lost, again.members, again.ending) == (0, {}, (), None)
     led = claim(7, again, LEADER, 9.0)
-    assert (led.epoch, led.lost, led.generation, led.started) == (4, {}, 1, 5.0)
-    assert claim(2, reopen(1, None, 1), LEADER, 9.0).started == 9.0
-    assert unseal(again.seal(b"k"), b"k") == again and again.leader == NOBODY
+    assert (led.term, led.lost, led.generation, led.started) == (4, {}, 1, 5.0)
+    assert claim(2, resume_entry(1, None, 1), LEADER, 9.0).started == 9.0
+    assert decode_signed(again.encode_signed(b"k"), b"k") == again and again.leader == NOBODY
 
 
 def test_the_first_agent_of_a_resumed_run_leads_without_waiting():
@@ -103,8 +103,8 @@ def test_the_first_agent_of_a_resumed_run_leads_without_waiting():
     f = FollowerState(B, LIVENESS, 0.0, generation=1)
     f.join()
     f.tick(0.0)
-    again = reopen(6, RECORD, 1)
-    assert of(f.looked(6, again, None, 0.1), Claim) == [Claim(7, again, unseen=True)]
+    again = resume_entry(6, ENTRY, 1)
+    assert of(f.looked(6, again, None, 0.1), Claim) == [Claim(7, again, possibly_alive=True)]
 
 
 @pytest.mark.parametrize("ending", [None, RunEnding("failed")])
@@ -112,16 +112,16 @@ def test_an_agent_from_before_ends_and_publishes_nothing(ending):
     """It was paused when its run was resumed: it neither joins, nor leads, nor writes a result."""
     f = agent()
     f.tick(0.0)
-    effects = f.looked(9, replace(RECORD, number=9, generation=1, ending=ending), 1, 0.1)
+    effects = f.looked(9, replace(ENTRY, index=9, generation=1, ending=ending), 1, 0.1)
     assert [m["status"] for m in told(effects, "end")] == ["superseded"]
     assert not of(effects, Claim, PublishResult)
     assert f.tick(9.0) == []
 
 
-async def _publish(run, record):
+async def _publish(run, entry):
     journal = StatusWriter(run, "r", None, 0)
     journal.note = lambda *_, **__: None
-    await journal.publish(record)
+    await journal.publish(entry)
     await journal.close()
 
 
@@ -129,8 +129,8 @@ def test_a_result_from_before_is_not_published_any_more(tmp_path):
     """Its leader was paused between its decision and the file; the run was resumed meanwhile."""
     run = run_of(tmp_path, "7", [(0, 0)])
     register = DecisionLog(run.rdzv, b"k")
-    ended = replace(RECORD, number=1, ending=RunEnding("failed"))
-    assert register.create(ended) and register.create(reopen(2, ended, 1))
+    ended = replace(ENTRY, index=1, ending=RunEnding("failed"))
+    assert register.create(ended) and register.create(resume_entry(2, ended, 1))
     asyncio.run(_publish(run, ended))
     assert not run.result.exists()
 
@@ -284,7 +284,7 @@ def test_only_what_is_older_than_the_newest_good_ones_goes(kept, keep_last, goin
 
 
 def test_what_a_living_group_writes_is_no_leftover():
-    """Groups of earlier records are fenced; of others nobody knows while the run goes on."""
+    """Groups of earlier entries are fenced; of others nobody knows while the run goes on."""
     names = ["step-00000010", ".trash-step-1-ab", ".staging-step-20-r3-0", ".staging-step-20-r5-1",
              ".staging-step-20-f3s1-1", ".memory-id"]  # fmt: skip
     goes_on = store.fenced_by(5, run_goes_on=True)

@@ -74,6 +74,6 @@ def test_the_leader_hears_of_it_with_heartbeats_and_shows_it():
     for number in range(1, 5):
         for rank, (agent, load_s) in enumerate(((A, 0.5), (B, 0.9))):
             progress = {"step": 3, "loads": [number, [[rank, load_s, 1.0]]]}
-            notes += of(say(leader, agent, "beat", 2.0, progress=progress), Note)
+            notes += of(say(leader, agent, "heartbeat", 2.0, progress=progress), Note)
     assert [n.kind for n in notes] == ["straggler"]
     assert status_of(leader)["stragglers"] == [{"rank": 1, "host": B.host, "ratio": 1.8}]

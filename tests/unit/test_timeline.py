@@ -158,23 +158,23 @@ TOLD = {
          left(14.0, 1), stop(14.1, 2, "node_lost"), group(15.0, 3, 0)],
         "node1 was preempted (SIGTERM, 5 s grace); group 2 -> 1 node; formed again after 0.9 s"),
     "the leader died": (
-        [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
-         group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20)],
+        [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, term=2),
+         group(11.0, 2, 1, term=2), trains(12.5, 1, 2, 20)],
         "node0, the leader, was lost (it did not answer any more), node1 leads now; "
         "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s"),
     "the leader was cut off, and told to end when it could be reached again": (
-        [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
-         group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20), notice(20.0, 0), left(21.0, 0)],
+        [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, term=2),
+         group(11.0, 2, 1, term=2), trains(12.5, 1, 2, 20), notice(20.0, 0), left(21.0, 0)],
         "node0, the leader, was lost (it did not answer any more), node1 leads now; "
         "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s"),
     "the leader was out of reach": (
-        [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
-         group(11.0, 2, 1, 0, epoch=2), trains(12.5, 1, 2, 20)],
+        [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, term=2),
+         group(11.0, 2, 1, 0, term=2), trains(12.5, 1, 2, 20)],
         "node0, the leader, was unreachable for a while, node1 leads now; "
         "group still 2 nodes; lost 7 steps (from 27 back to 20), trained again after 2.5 s"),
     "the leader was cut off, and took the others for lost": (
         [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), stopped(10.2, 1, 1, 27),
-         event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2),
+         event(10.5, "leader", 1, term=2), group(11.0, 2, 1, term=2),
          notice(20.0, 0), gone(20.1, 0, "its node is to be left: signal"), left(21.0, 0)],
         "node0, the leader, was lost (it did not answer any more), node1 leads now; "
         "group 2 -> 1 node; formed again after 0.8 s"),
@@ -289,8 +289,8 @@ def test_a_run_that_was_gone_comes_back():
     """What it has cost is told when it trains again; while nobody trains, nothing is."""
     away = [notice(10.0, 0), notice(10.1, 1), stop(11.0, 1, "regroup", 20), left(11.0, 0),
             left(11.0, 1), stopped(11.0, 0, 1, 20)]  # fmt: skip
-    back = [node(30.0, 0, 1), node(31.0, 1, 1), event(31.1, "leader", epoch=2),
-            group(31.5, 2, 10, 11, epoch=2), trains(33.0, 0, 2, 20, attempt=1)]  # fmt: skip
+    back = [node(30.0, 0, 1), node(31.0, 1, 1), event(31.1, "leader", term=2),
+            group(31.5, 2, 10, 11, term=2), trains(33.0, 0, 2, 20, attempt=1)]  # fmt: skip
     stood, again = timeline([*TWO, *away, *back])[-2:]
     assert (stood.kind, stood.nodes_after, stood.cost.pause_s) == ("stopped", 0, None)
     assert sentence(again) == (
@@ -301,9 +301,9 @@ def test_a_run_that_was_gone_comes_back():
 
 def test_a_leader_that_stood_still_takes_nobody_for_lost():
     """When it goes on it hears nobody for a moment, and says so; it was away itself."""
-    lost = [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2)]
+    lost = [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, term=2), group(11.0, 2, 1, term=2)]
     wakes = [gone(20.0, 1, "silent"), event(20.5, "joined", 0, host="node0")]
-    again = [stop(21.0, 2, "regroup", 30), group(22.0, 3, 1, 0, epoch=2)]
+    again = [stop(21.0, 2, "regroup", 30), group(22.0, 3, 1, 0, term=2)]
     *_, left, came = timeline([*TWO, *lost, *wakes, *again])
     assert sentence(left).startswith("node0, the leader, was lost (it did not answer any more)")
     assert sentence(came).startswith("node0 came back after 12 s away; all ranks saved step 30")
@@ -385,7 +385,7 @@ def test_replicas_live_on_when_one_is_preempted():
 
 def test_the_replica_that_led_may_die():
     """The next leader notes that, for the dead one can not."""
-    events = [event(10.0, "leader", 1, epoch=2),
+    events = [event(10.0, "leader", 1, term=2),
               event(10.0, "replica_left", 0, host="node0", nodes=2)]  # fmt: skip
     assert replicas(*events) == [
         "node0, the leader, was lost (it did not answer any more), node1 leads now; "
@@ -395,7 +395,7 @@ def test_the_replica_that_led_may_die():
 
 def test_another_replica_may_lead_without_loss():
     """The leader before was slow, and is a replica still."""
-    assert replicas(event(10.0, "leader", 1, epoch=2)) == [
+    assert replicas(event(10.0, "leader", 1, term=2)) == [
         "node0, the leader, was unreachable for a while, node1 leads now"
     ]
 
@@ -453,7 +453,7 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
                  "task": "command"}  # fmt: skip
     first = [*begun(0, 1), group(2.0, 1, 0, 1), failed(9.0),
              event(9.5, "node_lost", 1, host="node1", why="its connection closed")]  # fmt: skip
-    again = [node(22.0, 2), event(22.5, "leader", 2, epoch=2), group(23.0, 2, 2, epoch=2)]
+    again = [node(22.0, 2), event(22.5, "leader", 2, term=2), group(23.0, 2, 2, term=2)]
     told = [sentence(e) for e in timeline([*first, let_go_on, *again, failed(30.0)])]
     assert [i for i, text in enumerate(told) if "the run failed" in text] == [2, len(told) - 1]
     assert "it took 8 s" in told[2] and "ada resumed the run" in told[3]

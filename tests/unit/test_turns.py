@@ -221,7 +221,7 @@ def two_runs(tmp_path) -> list[RunDir]:
         entry = Entry("function", "main", script="/x.py")
         where = {"partition": "low", "whole_nodes": True}
         run.create(RunSpec("r", 2, 2, 1, 0, entry, str(submission.path), slots, **where))
-        (run.rdzv / "record.1.json").touch()
+        (run.rdzv / "entry.1.json").touch()
     return runs
 
 

@@ -62,9 +62,9 @@ class RunMonitor:
     def refresh(self) -> EventIndex:
         """Read the new events and the status, and return all events so far."""
         status = read_json(self.run.status) or {}
-        term = int(status.get("epoch") or 0)
+        term = int(status.get("term") or 0)
         if term < self._term:
-            what = f"status.json is of epoch {term}, after one of epoch {self._term}"
+            what = f"status.json is of term {term}, after one of term {self._term}"
             state = f"{status.get('phase')}, nodes {status.get('nodes')}"
             self.status_regressions.append(f"{what}: {state}")
         self._term = max(term, self._term)

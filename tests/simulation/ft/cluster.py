@@ -50,8 +50,8 @@ class Components:
     """Through which passes what a keeper's leader does."""
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
-    epochs_rise: bool = True
-    """Whether each keeper has a higher epoch than the one before."""
+    terms_rise: bool = True
+    """Whether each keeper has a higher term than the one before."""
     says_here: bool = True
     """Whether groups tell a new keeper which quorum they are in."""
 

@@ -29,27 +29,27 @@ _DUTIES_EVERY_S = 1.0
 
 
 class KeeperProcess:
-    """One keeper, in its epoch."""
+    """One keeper, in its term."""
 
     def __init__(
-        self, env: Env, keepers: Coordinator, host: Host, epoch: int, lost: list[str]
+        self, env: Env, keepers: Coordinator, host: Host, term: int, lost: list[str]
     ) -> None:
         self.process = Process()
         self.host = host
         self.fenced = False
         self._env = env
         self._keepers = keepers
-        self._epoch = epoch
+        self._term = term
         self._num_formed = 0
         self._gate = env.components.gate(self, self)
         mount = Mount(env.storage, host.slot)
-        folder = TermFolder(epoch, NodeFiles(env.shared, mount))
+        folder = TermFolder(term, NodeFiles(env.shared, mount))
         args = (env.shared, folder, mount, self.process, self._gate.end)
         self._files = LeadersFiles(*args)
         self._asked = LeaveRequests()
         self._agents: dict[str, Agent] = {}
         rules = env.scenario.rules
-        self.keeper = env.components.keeper(epoch, lost_members=lost, rules=rules)
+        self.keeper = env.components.keeper(term, lost_members=lost, rules=rules)
         self._connections: dict[str, Connection] = {}
         self._members: tuple[str, ...] = ()
         self._dismissed: set[str] = set()
@@ -67,10 +67,10 @@ class KeeperProcess:
 
     def _attend(self) -> None:
         """See whether another leads; show the status."""
-        if self._keepers.epoch > self._epoch:
+        if self._keepers.term > self._term:
             self._gate.end()
         if not self._gate.is_over:
-            status = {"epoch": self._epoch, "round": self._num_formed}
+            status = {"term": self._term, "round": self._num_formed}
             self._gate.do([Show(status, (status,))])
             self._env.world.after(_DUTIES_EVERY_S, self.process, self._attend)
 
@@ -92,10 +92,10 @@ class KeeperProcess:
     def carry_out(self, effect: Effect) -> None:
         """See `rendezvous.term.Hands`."""
         assert isinstance(effect, Show)
-        self._env.shared.monitor.acts(self._epoch, effect, knows_over=self.fenced)
+        self._env.shared.monitor.acts(self._term, effect, knows_over=self.fenced)
         self._files.show(effect.status, effect.lines)
 
-    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
+    def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """Nothing ends here."""
 
     def let_go(self) -> None:
@@ -195,7 +195,7 @@ class Coordinator:
 
     def __init__(self, env: Env) -> None:
         self.keeper: KeeperProcess | None = None
-        self.epoch = 0
+        self.term = 0
         self._env = env
         self._lighthouse = Host(_LIGHTHOUSE_SLOT)
         self._deposed: list[KeeperProcess] = []
@@ -211,10 +211,10 @@ class Coordinator:
                 self._env.world.after(0.2, None, self.elect, lost)
                 return
             host = self._env.world.rng.choice(live)
-        self.epoch += 1 if self._env.components.epochs_rise or not self.epoch else 0
+        self.term += 1 if self._env.components.terms_rise or not self.term else 0
         dead = [n for n in lost if not any(g.name == n and g.up for g in self._env.groups)]
-        self._env.world.note("keeper", f"epoch {self.epoch} on {host.slot}, lost", dead)
-        self.keeper = KeeperProcess(self._env, self, host, self.epoch, dead)
+        self._env.world.note("keeper", f"term {self.term} on {host.slot}, lost", dead)
+        self.keeper = KeeperProcess(self._env, self, host, self.term, dead)
 
     def kill(self, lost: tuple[str, ...] = ()) -> None:
         """The keeper dies."""

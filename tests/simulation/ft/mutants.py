@@ -211,8 +211,8 @@ class AdoptsAnything(LighthouseState):
 
 
 MUTANTS: Mapping[str, tuple[Components, str]] = {
-    "epochs do not rise": (
-        Components(epochs_rise=False),
+    "terms do not rise": (
+        Components(terms_rise=False),
         "a quorum id came again|the status went back",
     ),
     "groups do not say where they are": (Components(says_here=False), "costs a step|not all make"),

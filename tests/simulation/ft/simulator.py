@@ -128,6 +128,6 @@ class Simulator:
             checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
             failed_steps=m.failed_steps, heals=m.heals, proposals=m.switches,
             shown=self.env.shared.monitor.shown, notices=self.env.shared.monitor.obeyed,
-            farewells=m.farewells, dropped=m.dropped, keepers=self.coordinator.epoch,
+            farewells=m.farewells, dropped=m.dropped, keepers=self.coordinator.term,
             stood=int(self._stood),
         )  # fmt: skip

@@ -320,7 +320,7 @@ def test_anybody_may_close_the_run_once():
 # ---- a new leader -------------------------------------------------------------------------
 
 
-def test_a_new_leader_goes_on_from_the_record():
+def test_a_new_leader_goes_on_from_the_entry():
     """Rounds, restarts and ranks survive it, and a broken round costs nothing."""
     m = resumed(round=4, restarts=2, members=(B, A))
     m.worker_failed([failure(A)], A, 100.0)

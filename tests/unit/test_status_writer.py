@@ -20,7 +20,7 @@ LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
 
 
 def ended(*ending) -> LogEntry:
-    """The record of an end."""
+    """The entry of an end."""
     return LogEntry(9, 2, LEADER, round=4, restarts=2, started=1000.0, ending=RunEnding(*ending))
 
 
@@ -33,11 +33,11 @@ def run(tmp_path) -> RunDir:
     return run
 
 
-def write(run: RunDir, *steps, epoch: int = 1) -> None:
-    """Let the leader of an epoch write, and end."""
+def write(run: RunDir, *steps, term: int = 1) -> None:
+    """Let the leader of a term write, and end."""
 
     async def lead() -> None:
-        journal = StatusWriter(run, "run-1", EventLog(run.events("7_0"), "7_0"), epoch)
+        journal = StatusWriter(run, "run-1", EventLog(run.events("7_0"), "7_0"), term)
         for step in steps:
             await step(journal)
         await journal.close()
@@ -45,9 +45,9 @@ def write(run: RunDir, *steps, epoch: int = 1) -> None:
     asyncio.run(lead())
 
 
-def publish(record: LogEntry):
-    """A step that publishes a record's end."""
-    return lambda journal: journal.publish(record)
+def publish(entry: LogEntry):
+    """A step that publishes an entry's end."""
+    return lambda journal: journal.publish(entry)
 
 
 def note(kind: str, **fields):
@@ -88,7 +88,7 @@ def test_the_result_of_a_run_that_succeeded(run):
     assert result.pop("ended") > 1e9
     assert result == {
         "run_id": "run-1", "status": "succeeded", "started": 1000.0, "rounds": 4, "restarts": 2,
-        "failure": None, "victims": [], "results": "results/round-4",
+        "failure": None, "secondary_failures": [], "results": "results/round-4",
     }  # fmt: skip
     (event,) = read_events(run.path / "events")
     assert (event["kind"], event["status"], event["rounds"]) == ("end", "succeeded", 4)
@@ -98,7 +98,9 @@ def test_the_result_of_a_run_that_failed(run):
     """The first cause, and who followed."""
     write(run, publish(ended("failed", CAUSE, (VICTIM,))))
     result = json.loads(run.result.read_text())
-    assert result["failure"] == CAUSE.to_json() and result["victims"] == [VICTIM.to_json()]
+    assert result["failure"] == CAUSE.to_json() and result["secondary_failures"] == [
+        VICTIM.to_json()
+    ]
     assert result["results"] is None
 
 
@@ -140,7 +142,7 @@ def test_progress_is_appended_whoever_leads(run):
     with run.progress.open("a") as f:
         f.write('{"time": 3.0, "st')
     run.status.unlink()
-    write(run, progress({"time": 4.0}), epoch=2)
+    write(run, progress({"time": 4.0}), term=2)
     lines = run.progress.read_text().splitlines()
     assert lines == ['{"time": 1.0}', '{"time": 2.0}', '{"time": 3.0, "st', '{"time": 4.0}']
 
@@ -210,21 +212,21 @@ def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
 
 def test_a_status_of_a_term_that_is_over_is_not_written(run):
     """Though its leader does not know yet that another leads; nor are its lines."""
-    write(run, progress({"time": 1.0, "epoch": 2}), status(nodes=3), epoch=2)
-    write(run, progress({"time": 2.0, "epoch": 1}), status(nodes=0), epoch=1)
+    write(run, progress({"time": 1.0, "term": 2}), status(nodes=3), term=2)
+    write(run, progress({"time": 2.0, "term": 1}), status(nodes=0), term=1)
     assert json.loads(run.status.read_text())["nodes"] == 3
     assert [json.loads(line)["time"] for line in run.progress.read_text().splitlines()] == [1.0]
 
 
 def test_a_journal_knows_that_its_term_is_over(run):
-    """It is how a leader learns it that looks at no record."""
+    """It is how a leader learns it that looks at no entry."""
 
     async def see(journal: StatusWriter) -> None:
         await journal.close()
         assert journal.is_over
 
-    write(run, status(nodes=3), epoch=2)
-    write(run, status(nodes=0), see, epoch=1)
+    write(run, status(nodes=3), term=2)
+    write(run, status(nodes=0), see, term=1)
 
 
 def test_a_status_that_was_staged_before_another_led_is_not_put_in_place(run, monkeypatch):
@@ -234,11 +236,11 @@ def test_a_status_that_was_staged_before_another_led_is_not_put_in_place(run, mo
     def stopped_meanwhile(path, content, mode, folder):
         staged = real(path, content, mode, folder)
         monkeypatch.setattr(shared_files, "_stage", real)
-        write(run, status(nodes=3), epoch=2)
+        write(run, status(nodes=3), term=2)
         return staged
 
     monkeypatch.setattr(shared_files, "_stage", stopped_meanwhile)
-    write(run, status(nodes=0), epoch=1)
+    write(run, status(nodes=0), term=1)
     assert json.loads(run.status.read_text())["nodes"] == 3
     assert not list(run.rdzv.glob("term.*/.*")), "what was staged is gone"
 

@@ -1,4 +1,4 @@
-"""What a leader decides waits for its record, and comes true once."""
+"""What a leader decides waits for its entry, and comes true once."""
 
 from dataclasses import replace
 
@@ -29,14 +29,14 @@ from hpc_elastic.slurm.job_state import TaskState
 # ---- decisions ----------------------------------------------------------------------------
 
 
-def test_a_round_is_announced_once_its_record_exists():
+def test_a_round_is_announced_once_its_entry_exists():
     """Before, nobody could know whether it is this leader's to decide."""
-    leader, record = closing(A, B)
-    assert (record.number, record.epoch, record.round) == (2, 1, 1)
-    assert record.members == (A, B) and record.leader == HERE and record.started == 1000.0
+    leader, entry = closing(A, B)
+    assert (entry.index, entry.term, entry.round) == (2, 1, 1)
+    assert entry.members == (A, B) and entry.leader == HERE and entry.started == 1000.0
     assert of(leader.tick(1.5), Append, Announce) == []
-    assert leader.appended()[0] == Announce(record, {A: 1, B: 1})
-    assert leader.at == record
+    assert leader.appended()[0] == Announce(entry, {A: 1, B: 1})
+    assert leader.at == entry
 
 
 def test_what_follows_a_decision_waits_in_order():
@@ -50,13 +50,13 @@ def test_what_follows_a_decision_waits_in_order():
     assert tell.agents == (A,) and tell.message["type"] == "stop"
 
 
-def test_a_decision_that_follows_a_decision_needs_its_own_record():
+def test_a_decision_that_follows_a_decision_needs_its_own_entry():
     """One number after the other."""
-    leader, record = closing(A, B)
+    leader, entry = closing(A, B)
     say(leader, A, "close", 1.5)
     announce, _, append = leader.appended()
     assert isinstance(announce, Announce)
-    assert append == Append(replace(record, number=3, ending=RunEnding("closed")))
+    assert append == Append(replace(entry, index=3, ending=RunEnding("closed")))
     assert told(leader.appended(), "end") == [A, B]
 
 
@@ -64,15 +64,15 @@ def test_a_round_answers_the_requests_that_it_was_closed_with():
     """An agent that has come back meanwhile has asked again, for another round."""
     leader, _ = closing(A, B)
     leader.disconnected(B, "its connection closed", 1.2)
-    join(leader, B, 1.4, ask=2)
+    join(leader, B, 1.4, request=2)
     (announce,) = of(leader.appended(), Announce)
     assert announce.requests[B] == 1
 
 
-def test_a_record_knows_what_was_lost_and_spent():
+def test_an_entry_knows_what_was_lost_and_spent():
     """The next leader goes on from there."""
     leader = training(A, B, C, max_restarts=3)
-    say(leader, A, "failed", 2.0, record=2, failures=[vars(failure(A))])
+    say(leader, A, "failed", 2.0, index=2, failures=[vars(failure(A))])
     rejoin(leader, A, 2.1)
     leader.disconnected(C, "its connection closed", 2.2)
     rejoin(leader, B, 2.3)
@@ -83,35 +83,35 @@ def test_a_record_knows_what_was_lost_and_spent():
 
 def test_whose_number_is_taken_steps_down_for_ever():
     """Whatever it hears after that, it decides nothing, and says nothing."""
-    leader, record = closing(A, B)
+    leader, entry = closing(A, B)
     assert leader.refused() == [StepDown()]
-    assert leader.fenced and leader.at.number == 1
+    assert leader.fenced and leader.at.index == 1
     answers = [
         leader.appended(), leader.refused(), leader.saw(99), leader.tick(9.0),
-        leader.connected(C, 2.0), say(leader, A, "join", 2.0, ask=2),
+        leader.connected(C, 2.0), say(leader, A, "join", 2.0, request=2),
         leader.disconnected(A, "its connection closed", 2.0), leader.slurm_says({}, 2.0),
     ]  # fmt: skip
-    assert not any(answers) and record.number == 2
+    assert not any(answers) and entry.index == 2
 
 
-def test_who_sees_a_later_record_steps_down():
+def test_who_sees_a_later_entry_steps_down():
     """Another agent leads, or has led."""
     leader = training(A, B)
     assert leader.saw(2) == []
     assert leader.saw(3) == [StepDown()] and leader.tick(2.0) == []
 
 
-def test_the_record_that_one_has_asked_for_fences_nobody():
+def test_the_entry_that_one_has_asked_for_fences_nobody():
     """It may be seen before its own creation was reported."""
-    leader, record = closing(A)
-    assert leader.saw(record.number) == []
+    leader, entry = closing(A)
+    assert leader.saw(entry.index) == []
     assert of(leader.appended(), Announce)
 
 
-def test_a_record_beyond_the_one_that_one_has_asked_for_does():
+def test_an_entry_beyond_the_one_that_one_has_asked_for_does():
     """Whoever created it has seen that one."""
-    leader, record = closing(A)
-    assert leader.saw(record.number + 1) == [StepDown()]
+    leader, entry = closing(A)
+    assert leader.saw(entry.index + 1) == [StepDown()]
 
 
 def test_giving_all_nodes_back_is_a_decision():
@@ -120,19 +120,19 @@ def test_giving_all_nodes_back_is_a_decision():
     for agent in (A, B):
         join(leader, agent, 1.0)
     (append,) = of(meanwhile(leader, 5.5, A, B), Append)
-    assert append.entry.given_back == 1 and append.entry.round == 0
+    assert append.entry.times_requeued == 1 and append.entry.round == 0
     effects = leader.appended()
     (postpone,) = of(effects, Postpone)
-    assert told(effects, "give back") == [A, B] and postpone.delay_s > 0
-    assert told(join(leader, C, 7.0), "give back") == [C]
+    assert told(effects, "requeue") == [A, B] and postpone.delay_s > 0
+    assert told(join(leader, C, 7.0), "requeue") == [C]
 
 
-def test_sending_one_node_back_needs_no_record():
+def test_sending_one_node_back_needs_no_entry():
     """The group is what it was."""
     leader = training(A, B, below_min_timeout_s=1.0, scale_up="on_restart")
     join(leader, C, 1.5)
     effects = meanwhile(leader, 4.0, A, B, C, since=2.0)
-    assert told(effects, "give back") == [C]
+    assert told(effects, "requeue") == [C]
     assert not of(effects, Append, Postpone)
 
 
@@ -140,30 +140,30 @@ def test_sending_one_node_back_needs_no_record():
 
 
 def ending(*agents: Agent) -> tuple[LeaderState, LogEntry]:
-    """A leader whose run has succeeded, which waits for its record."""
+    """A leader whose run has succeeded, which waits for its entry."""
     leader = training(*agents)
     for agent in agents:
-        effects = say(leader, agent, "finished", 5.0, record=2)
+        effects = say(leader, agent, "finished", 5.0, index=2)
     (append,) = of(effects, Append)
     return leader, append.entry
 
 
 def test_the_end_is_published_once_it_is_recorded():
     """Then everybody who listens is told."""
-    leader, record = ending(A, B)
-    assert record.ending == RunEnding("succeeded")
+    leader, entry = ending(A, B)
+    assert entry.ending == RunEnding("succeeded")
     publish, tell = leader.appended()
-    assert publish == PublishResult(record) and told([tell], "end") == [A, B]
+    assert publish == PublishResult(entry) and told([tell], "end") == [A, B]
     assert tell.message == {"type": "end", "status": "succeeded", "failure": None}
 
 
 def test_the_end_carries_the_failure():
-    """The first cause and its victims stand in the record; agents are told in one line."""
+    """The first cause and its victims stand in the entry; agents are told in one line."""
     leader = training(A, B, max_restarts=0)
     cause, victim = failure(A, exit_code=1), failure(B, "Broken pipe", 2.0)
-    say(leader, A, "failed", 2.0, record=2, failures=[vars(cause)])
+    say(leader, A, "failed", 2.0, index=2, failures=[vars(cause)])
     rejoin(leader, A, 2.1)
-    say(leader, B, "failed", 2.2, record=2, failures=[vars(victim)])
+    say(leader, B, "failed", 2.2, index=2, failures=[vars(victim)])
     (append,) = of(rejoin(leader, B, 2.3), Append)
     assert append.entry.ending == RunEnding("failed", cause, (victim,))
     tells = of(leader.appended(), Send)
@@ -196,7 +196,7 @@ def test_who_comes_while_the_end_is_recorded_is_told_with_the_others():
 def test_what_is_said_of_another_round_is_ignored(type_, fields):
     """A message may be older than the round that its sender is in now."""
     leader = training(A)
-    assert say(leader, A, type_, 2.0, record=1, **fields) == []
+    assert say(leader, A, type_, 2.0, index=1, **fields) == []
     assert leader.rounds.run.phase is RoundPhase.RUNNING and not leader.rounds.change.barrier.seen
 
 
@@ -211,7 +211,7 @@ def test_every_member_is_told_its_place():
     (first, a), (second, b) = places(announce, ("10.0.0.1", 99))
     assert (first, second) == (big, small)
     assert place_message(announce, big, a) == {
-        "type": "round", "ask": 5, "record": 17, "number": 3, "restarts": 1, "group_rank": 0,
+        "type": "round", "request": 5, "index": 17, "number": 3, "restarts": 1, "group_rank": 0,
         "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
     }  # fmt: skip
     assert b == replace(a, group_rank=1, first_rank=8)
@@ -220,7 +220,7 @@ def test_every_member_is_told_its_place():
 def test_tasks_are_brought_back_whatever_is_being_recorded():
     """Later, the run may have sent them away."""
     before = LogEntry(4, 2, HERE, round=3, lost={C.task: 0})
-    leader = leading(replace(before, epoch=3))
+    leader = leading(replace(before, term=3))
     states = running(A, B) | {C.task: TaskState(C.task, "NODE_FAIL", restarts=0)}
     for agent in (A, B):
         join(leader, agent, 1.0)
@@ -237,7 +237,7 @@ def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
     assert leader.sweep_says("others hold it", 3.0) == []
     assert not of(leader.tick(4.0), QuerySweep) and len(of(leader.tick(8.0), QuerySweep)) == 1
     (append,) = of(leader.sweep_says("others hold it", 8.5), Append)
-    assert append.entry.given_back == 1
+    assert append.entry.times_requeued == 1
 
 
 def test_slurm_is_asked_seldom_while_a_run_waits():
@@ -253,7 +253,7 @@ def test_slurm_is_asked_seldom_while_a_run_waits():
             came = [Agent(f"7_{n}", 0, n, f"n{n}", 1) for n in range(min(tick + 1, agents))]
             effects = join(leader, came[-1], now) if tick < agents else []
             for agent in came:
-                effects += say(leader, agent, "beat", now, progress={})
+                effects += say(leader, agent, "heartbeat", now, progress={})
             effects += leader.tick(now)
             asked[tick // 240] += len(of(effects, QueryTasks)) + 2 * len(of(effects, QuerySweep))
             if of(effects, QueryTasks):

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 from followers import (
+    ENTRY,
     LEADER,
     MANY,
-    RECORD,
     agent,
     asked,
     following,
@@ -32,11 +32,11 @@ from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RunEnding
 # ---- finding a leader ---------------------------------------------------------------------
 
 
-def test_the_first_agent_of_a_run_claims_the_first_record():
+def test_the_first_agent_of_a_run_claims_the_first_entry():
     """There is nobody to look for."""
     f = agent()
     assert f.tick(0.0) == [ReadLog()]
-    assert f.looked(0, None, None, 0.1) == [Claim(1, None, unseen=True)]
+    assert f.looked(0, None, None, 0.1) == [Claim(1, None, possibly_alive=True)]
     assert f.tick(0.2) == [], "one thing at a time"
     mine = LogEntry(1, 1, replace(LEADER, task=B.task))
     assert f.claimed(mine, 0.3) == [Lead(mine), ReadLog()]
@@ -44,7 +44,7 @@ def test_the_first_agent_of_a_run_claims_the_first_record():
 
 
 def test_who_was_too_late_follows_the_winner():
-    """It looks again, and finds the winner's record; in its own time, for a cache may be stale."""
+    """It looks again, and finds the winner's entry; in its own time, for a cache may be stale."""
     f = agent()
     f.tick(0.0)
     f.looked(0, None, None, 0.0)
@@ -53,11 +53,11 @@ def test_who_was_too_late_follows_the_winner():
         now += 0.05
         effects = f.tick(now)
     assert effects == [ReadLog()] and now <= 1.2
-    winners = replace(RECORD, number=1)
+    winners = replace(ENTRY, index=1)
     assert f.looked(1, winners, None, now) == [Connect(winners)]
 
 
-def test_follows_the_leader_that_the_last_record_names():
+def test_follows_the_leader_that_the_last_entry_names():
     """And asks for a place once it is connected."""
     following()
 
@@ -98,30 +98,30 @@ def test_an_attempt_to_connect_is_not_repeated_while_it_lasts():
     """It ends by itself."""
     f = agent()
     f.tick(0.0)
-    f.looked(5, RECORD, None, 0.0)
+    f.looked(5, ENTRY, None, 0.0)
     assert f.tick(0.5) == [ReadLog()]
-    assert f.looked(5, RECORD, None, 0.5) == []
+    assert f.looked(5, ENTRY, None, 0.5) == []
 
 
 def test_an_attempt_to_reach_a_leader_that_was_replaced_is_given_up():
     """Its successor is connected to at once."""
     f = agent()
     f.tick(0.0)
-    f.looked(5, RECORD, None, 0.0)
+    f.looked(5, ENTRY, None, 0.0)
     f.tick(0.5)
-    newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, B.task, 0))
+    newer = replace(ENTRY, index=6, term=3, leader=Endpoint("10.0.0.2", 1, B.task, 0))
     assert f.looked(6, newer, None, 0.5) == [Disconnect(), Connect(newer)]
 
 
 def test_a_run_that_has_ended_is_over():
-    """Whoever comes late reads so in the record, and makes sure that there is a result."""
+    """Whoever comes late reads so in the entry, and makes sure that there is a result."""
     f = agent()
     f.tick(0.0)
-    ended = replace(RECORD, ending=RunEnding("succeeded"))
+    ended = replace(ENTRY, ending=RunEnding("succeeded"))
     publish, tell = f.looked(5, ended, None, 0.1)
     assert publish == PublishResult(ended)
     assert tell.message == {"type": "end", "status": "succeeded", "failure": None}
-    assert f.tick(9.0) == [] and f.looked(9, RECORD, None, 9.0) == []
+    assert f.tick(9.0) == [] and f.looked(9, ENTRY, None, 9.0) == []
 
 
 # ---- following ----------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_beats_as_often_as_it_was_told():
         said, now = 0, begin
         while now < end:
             said += len(of(f.tick(now), SendToLeader))
-            f.received({"type": "beat"}, now)
+            f.received({"type": "heartbeat"}, now)
             now = round(now + 0.1, 3)
         return said
 
@@ -146,8 +146,8 @@ def test_reports_name_the_round_that_they_are_of():
     """A leader ignores what belongs to another."""
     f = following()
     said = f.report("finished")
-    beat = SendToLeader({"type": "beat"})  # how far the workers came, before they have ended
-    assert said == [beat, SendToLeader({"type": "finished", "record": 5})]
+    beat = SendToLeader({"type": "heartbeat"})  # how far the workers came, before they have ended
+    assert said == [beat, SendToLeader({"type": "finished", "index": 5})]
     assert agent().report("finished") == [], "without a leader the round is lost anyway"
 
 
@@ -155,10 +155,10 @@ def test_a_round_answers_the_last_request_only():
     """An earlier one was made before something else went wrong."""
     f = following()
     ask = asked(f.join())
-    assert f.received({"type": "round", "ask": ask - 1, "record": 6}, 1.0) == []
-    placed = {"type": "round", "ask": ask, "record": 7}
+    assert f.received({"type": "round", "request": ask - 1, "index": 6}, 1.0) == []
+    placed = {"type": "round", "request": ask, "index": 7}
     assert f.received(placed, 1.1) == [Deliver(placed)]
-    assert f.received({**placed, "record": 8}, 1.2) == [], "it has a place"
+    assert f.received({**placed, "index": 8}, 1.2) == [], "it has a place"
 
 
 def test_a_stop_is_heard_once_it_has_a_place():
@@ -178,7 +178,7 @@ def test_other_words_of_the_leader_reach_the_agent(message):
     assert following().received(message, 1.0) == [Deliver(message)]
 
 
-@pytest.mark.parametrize("type_", ["end", "give back"])
+@pytest.mark.parametrize("type_", ["end", "requeue"])
 def test_the_leaders_last_word_ends_it(type_):
     """Nothing is looked for after that, whatever happens to the connection."""
     f = following()
@@ -215,7 +215,7 @@ def test_a_request_outlives_its_leader():
     f = following()
     f.disconnected("its connection closed", 1.0)
     assert f.join() == []
-    f.looked(5, RECORD, 1, 1.1)
+    f.looked(5, ENTRY, 1, 1.1)
     assert asked(f.connected(1.2))
 
 
@@ -235,7 +235,7 @@ def test_a_leader_that_another_has_replaced_is_left():
     assert of(f.tick(0.8), ReadLog) == [ReadLog()], (
         "it has been silent for longer than a beat and a half"
     )
-    newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
+    newer = replace(ENTRY, index=6, term=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
     effects = f.looked(6, newer, 1, 1.4)
     assert of(effects, Disconnect) and told(effects, "stop")
 
@@ -248,7 +248,7 @@ def test_outside_a_round_a_node_under_notice_leaves_at_once():
     f = agent()
     noticed, leaving = f.notice("signal", 5.0, 1.0)
     assert noticed == Deliver({"type": "noticed", "reason": "signal", "left_s": 5.0})
-    assert leaving == Deliver({"type": "leaving", "reason": "signal"})
+    assert leaving == Deliver({"type": "departed", "reason": "signal"})
     assert f.tick(2.0) == []
 
 
@@ -259,7 +259,7 @@ def test_a_node_that_waits_for_a_place_tells_the_leader_that_it_leaves():
     f.join()
     effects = f.notice("signal", 5.0, 1.5)
     assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
-    assert told(effects, "leaving") == [{"type": "leaving", "reason": "signal"}]
+    assert told(effects, "departed") == [{"type": "departed", "reason": "signal"}]
 
 
 def test_in_a_round_it_tells_the_leader_and_goes_on():
@@ -269,7 +269,7 @@ def test_in_a_round_it_tells_the_leader_and_goes_on():
     assert of(effects, SendToLeader) == [
         SendToLeader({"type": "notice", "reason": "signal", "left_s": 5.0})
     ]
-    assert told(effects, "leaving") == []
+    assert told(effects, "departed") == []
 
 
 @pytest.mark.parametrize("ends", ["stop", "lost"])
@@ -283,14 +283,14 @@ def test_when_its_round_is_over_it_leaves_instead_of_joining_again(ends):
     else:
         effects = f.disconnected("its connection closed", 2.0)
     kinds = [e.message["type"] for e in of(effects, Deliver)]
-    assert kinds.index("stop") < kinds.index("leaving")
+    assert kinds.index("stop") < kinds.index("departed")
 
 
 def test_a_round_that_was_stopped_holds_no_node_under_notice():
     """Its workers are being stopped, and it has not asked for another place yet."""
     f = following()
     f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
-    assert told(f.notice("signal", 5.0, 1.5), "leaving")
+    assert told(f.notice("signal", 5.0, 1.5), "departed")
 
 
 def test_the_nearest_deadline_counts_and_the_first_reason():
@@ -318,7 +318,7 @@ def test_its_time_being_over_it_leaves_whatever_its_round_does():
     f = following()
     f.notice("signal", 5.0, 1.0)
     effects = f.leave_now()
-    assert told(effects, "leaving") and [e.message["type"] for e in of(effects, SendToLeader)] == [
+    assert told(effects, "departed") and [e.message["type"] for e in of(effects, SendToLeader)] == [
         "leave"
     ]
     assert f.leave_now() == [] and f.notice("signal", 1.0, 6.0) == []

@@ -13,15 +13,15 @@ from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRul
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 
 
-def leading(record: LogEntry | None = None, **changes) -> LeaderState:
-    """A leader that has just claimed its epoch, at time 0."""
+def leading(entry: LogEntry | None = None, **changes) -> LeaderState:
+    """A leader that has just claimed its term, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
         "straggler_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
     }  # fmt: skip
-    record = record or claim(1, None, HERE, 1000.0)
+    entry = entry or claim(1, None, HERE, 1000.0)
     rules = RoundRules(**{**defaults, **changes})
-    return LeaderState(record, rules, LIVENESS, 0.0, random.Random(1))
+    return LeaderState(entry, rules, LIVENESS, 0.0, random.Random(1))
 
 
 def training(*agents: Agent, room: int = 0) -> LeaderState:
@@ -40,10 +40,10 @@ def after(*members: Agent) -> LeaderState:
     return leading(claim(5, before, HERE, 1000.0))
 
 
-def here(leader: LeaderState, agent: Agent, now: float, record: int = 4) -> list:
+def here(leader: LeaderState, agent: Agent, now: float, entry: int = 4) -> list:
     """Let an agent connect and say that it is here."""
     connected = leader.connected(agent, now)
-    return [*connected, *say(leader, agent, "here", now, record=record, number=3)]
+    return [*connected, *say(leader, agent, "reattach", now, index=entry, number=3)]
 
 
 def test_each_node_is_a_group_of_its_own():
@@ -61,7 +61,7 @@ def test_each_node_is_a_group_of_its_own():
 
 
 def test_only_a_newcomer_is_told_of_its_round():
-    """It is announced once it is recorded; the record names all."""
+    """It is announced once it is recorded; the entry names all."""
     leader = training(A, B, room=1)
     (append,) = of(join(leader, C, 2.0), Append)
     assert append.entry.members == (A, B, C)
@@ -72,13 +72,13 @@ def test_only_a_newcomer_is_told_of_its_round():
 def test_reports_count_by_the_round_that_placed_the_reporter():
     """Others have been admitted since."""
     leader = training(A, B, room=1)
-    mine = leader.at.number
+    mine = leader.at.index
     join(leader, C, 2.0)
     leader.appended()
     failed = {"task": B.task, "host": B.host, "rank": 0, "local_rank": 0, "time": 1.0,
               "message": "boom"}  # fmt: skip
-    assert told(say(leader, B, "failed", 3.0, record=mine, failures=[failed]), "stop") == [B]
-    assert told(say(leader, C, "failed", 3.0, record=mine, failures=[failed]), "stop") == []
+    assert told(say(leader, B, "failed", 3.0, index=mine, failures=[failed]), "stop") == [B]
+    assert told(say(leader, C, "failed", 3.0, index=mine, failures=[failed]), "stop") == []
 
 
 def test_a_departure_is_recorded():
@@ -94,8 +94,8 @@ def test_members_are_here_under_the_next_leader():
     """Nobody is told to stop, no round is closed, and their reports count."""
     leader = after(A, B)
     assert told([*here(leader, A, 0.1), *here(leader, B, 0.2)], "stop") == []
-    assert of(say(leader, A, "finished", 1.0, record=4), Append) == []
-    (append,) = of(say(leader, B, "finished", 1.0, record=4), Append)
+    assert of(say(leader, A, "finished", 1.0, index=4), Append) == []
+    (append,) = of(say(leader, B, "finished", 1.0, index=4), Append)
     assert append.entry.ending is not None
     assert of(leader.appended(), PublishResult)
 
@@ -128,7 +128,7 @@ def test_who_is_heard_again_while_the_leader_is_cut_off_stays():
     leader = training(A, B, C, D)
     meanwhile(leader, 5.0, A)
     for agent in (B, C, D):
-        here(leader, agent, 5.5, record=leader.at.number)
+        here(leader, agent, 5.5, entry=leader.at.index)
     assert not leader.is_cut_off(5.5)
     assert of(meanwhile(leader, 12.0, A, B, C, D, since=5.5), Append) == []
     assert leader.rounds.run.ranks.members == (A, B, C, D)

@@ -1,4 +1,4 @@
-"""The records on the file system: one creator a number, and only signed ones count."""
+"""The entries on the file system: one creator a number, and only signed ones count."""
 
 import errno
 import os
@@ -27,8 +27,8 @@ def register(tmp_path) -> DecisionLog:
     return DecisionLog(tmp_path, SECRET)
 
 
-def record(number: int, port: int = 4000) -> LogEntry:
-    """A record of some leader."""
+def entry(number: int, port: int = 4000) -> LogEntry:
+    """An entry of some leader."""
     return LogEntry(number, 1, replace(LEADER, port=port), started=5.0)
 
 
@@ -55,36 +55,36 @@ def failing(monkeypatch, call: str, number: int, *, after: bool = False) -> None
 # ---- exclusive creation -------------------------------------------------------------------
 
 
-def test_an_empty_register_has_no_record(register):
+def test_an_empty_register_has_no_entry(register):
     """Number 0 stands for none."""
-    assert register.last() == (0, None) and register.last_number() == 0
+    assert register.last() == (0, None) and register.last_index() == 0
 
 
 def test_the_highest_number_counts(register):
-    """The tenth record comes after the ninth."""
+    """The tenth entry comes after the ninth."""
     for number in range(1, 12):
-        assert register.create(record(number))
-    assert register.last() == (11, record(11))
+        assert register.create(entry(number))
+    assert register.last() == (11, entry(11))
 
 
 def test_a_number_is_taken_once(register):
     """What stands there stays."""
-    assert register.create(record(1, 4000))
-    assert not register.create(record(1, 4001))
-    assert register.last() == (1, record(1, 4000))
+    assert register.create(entry(1, 4000))
+    assert not register.create(entry(1, 4001))
+    assert register.last() == (1, entry(1, 4000))
 
 
 def test_one_of_many_racing_threads_wins_each_number(register):
-    """link(2) has one winner, and the record is whole for all others."""
+    """link(2) has one winner, and the entry is whole for all others."""
     start = threading.Barrier(16)
 
     def race(port: int) -> list[int]:
         start.wait(10)
         won = []
         for number in range(1, 21):
-            if register.create(record(number, port)):
+            if register.create(entry(number, port)):
                 won.append(number)
-            assert register.last()[1] is not None, "a record is seen whole, or not at all"
+            assert register.last()[1] is not None, "an entry is seen whole, or not at all"
         return won
 
     with ThreadPoolExecutor(16) as pool:
@@ -134,7 +134,7 @@ def test_a_link_that_came_true_though_its_answer_was_lost(register, monkeypatch)
     """open(2), O_EXCL: the number of links of one's own file tells."""
     failing(monkeypatch, "link", errno.EIO, after=True)
     assert register.create(FIRST)
-    assert register.last() == (1, FIRST) and files(register) == ["record.1.json"]
+    assert register.last() == (1, FIRST) and files(register) == ["entry.1.json"]
 
 
 def test_a_link_that_was_made_twice_by_the_client_came_true(register, monkeypatch):
@@ -143,7 +143,7 @@ def test_a_link_that_was_made_twice_by_the_client_came_true(register, monkeypatc
     assert register.create(FIRST)
 
 
-def test_a_record_of_a_try_before_is_ones_own(register):
+def test_an_entry_of_a_try_before_is_ones_own(register):
     """A try whose outcome nobody could tell may be repeated."""
     assert register.create(FIRST) and register.create(FIRST)
 
@@ -162,7 +162,7 @@ def test_no_decision_waits_for_a_removal_that_hangs(register, monkeypatch):
         assert len(list(register.path.iterdir())) == 2, "its other name is there still"
     finally:
         goes_on.set()
-    assert files(register) == ["record.1.json"]
+    assert files(register) == ["entry.1.json"]
 
 
 # ---- failures -----------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_file_system_that_fails_for_now_may_be_tried_again(register, monkeypat
 
 
 def test_a_missing_folder_is_an_error_of_the_file_system(tmp_path):
-    """To read nothing from it would be to claim the first epoch again."""
+    """To read nothing from it would be to claim the first term again."""
     gone = DecisionLog(tmp_path / "gone", SECRET)
     with pytest.raises(OSError, match="gone"):
         gone.last()
@@ -214,35 +214,35 @@ def test_a_missing_folder_is_an_error_of_the_file_system(tmp_path):
 
 
 def damage(path: Path, how: str) -> None:
-    """Damage a record's file."""
+    """Damage an entry's file."""
     match how:
         case "cut":
             path.write_text(path.read_text()[:40])
         case "empty":
             path.write_text("")
         case "forged":
-            path.write_text(replace(FIRST, number=2).seal(b"other"))
+            path.write_text(replace(FIRST, index=2).encode_signed(b"other"))
         case "renamed":
-            path.write_text(replace(FIRST, number=3, epoch=9).seal(SECRET))
+            path.write_text(replace(FIRST, index=3, term=9).encode_signed(SECRET))
         case "binary":
             path.write_bytes(b"\xff\xfe\x00")
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "forged", "renamed", "binary"])
-def test_a_damaged_record_counts_and_the_one_before_is_read(register, how):
+def test_a_damaged_entry_counts_and_the_one_before_is_read(register, how):
     """Its number is taken; what it said is unknown."""
     register.create(FIRST)
-    register.create(record(2))
-    damage(register.path / "record.2.json", how)
+    register.create(entry(2))
+    damage(register.path / "entry.2.json", how)
     assert register.last() == (2, FIRST)
-    assert not register.create(record(2))
+    assert not register.create(entry(2))
 
 
-def test_where_no_record_verifies_the_numbers_still_count(register):
+def test_where_no_entry_verifies_the_numbers_still_count(register):
     """The next claim comes after them."""
-    (register.path / "record.3.json").write_text("garbage")
-    (register.path / "record.2.json").write_text("garbage")
-    (register.path / "record.1.json").write_text("garbage")
+    (register.path / "entry.3.json").write_text("garbage")
+    (register.path / "entry.2.json").write_text("garbage")
+    (register.path / "entry.1.json").write_text("garbage")
     assert register.last() == (3, None)
 
 
@@ -258,7 +258,7 @@ def test_a_lease_shows_each_renewal(register):
         assert register.lease(1) == beats
 
 
-def test_each_epoch_has_a_lease_of_its_own(register):
+def test_each_term_has_a_lease_of_its_own(register):
     """A fenced leader that renews its lease on does not speak for the present one."""
     first, second = register.make_lease(1), register.make_lease(2)
     first.renew()
@@ -269,7 +269,7 @@ def test_each_epoch_has_a_lease_of_its_own(register):
 
 
 def test_a_lease_that_does_not_verify_is_none(register):
-    """Of another run, of another epoch, cut short, or garbage."""
+    """Of another run, of another term, cut short, or garbage."""
     lease = register.path / "lease.2"
     DecisionLog(register.path, b"other").make_lease(2).renew()
     assert register.lease(2) is None
@@ -309,7 +309,7 @@ def test_a_lease_is_closed_behind_a_renewal_that_hangs(register, monkeypatch):
         os.fstat(fd)
 
 
-def test_a_lease_is_no_record(register):
+def test_a_lease_is_no_entry(register):
     """It takes no number."""
     register.make_lease(9).renew()
     assert register.last() == (0, None)

@@ -40,7 +40,7 @@ def test_the_first_error_of_a_crash_loop_is_not_a_victim_of_its_own():
     m.join(A, 11.0)
     (end,) = decisions(m.join(B, 11.0))
     assert kind(end) == "end" and end[1].failure == failure(A)
-    assert [v.message for v in end[1].victims] == ["Connection closed by peer"]
+    assert [v.message for v in end[1].secondary_failures] == ["Connection closed by peer"]
 
 
 def test_a_new_checkpoint_begins_the_count_anew():
@@ -109,10 +109,10 @@ def test_a_failure_without_doubt_excludes_the_host_and_costs_nothing():
     """Its agent, which lives, goes back to the queue, and the others go on."""
     m = training(A, B, max_restarts=0)
     actions = fails(m, B, UNCORRECTABLE, 10.0)
-    exclude, given_back, start = decisions(actions)
+    exclude, times_requeued, start = decisions(actions)
     assert exclude == Exclude(("node2",), failure(B, UNCORRECTABLE).summary())
-    assert isinstance(given_back, SentBack) and given_back.agents == (B,)
-    assert given_back.delay_s > 0.0 and not given_back.all
+    assert isinstance(times_requeued, SentBack) and times_requeued.agents == (B,)
+    assert times_requeued.delay_s > 0.0 and not times_requeued.all
     assert start == closed(2, (A,), 0)
     assert notes(actions, "excluded")[0].fields["host"] == "node2"
 
@@ -172,12 +172,12 @@ def test_an_agent_on_an_excluded_host_is_sent_back():
     m = training(A, B)
     fails(m, B, UNCORRECTABLE, 10.0)
     again = Agent(B.task, 1, B.slot, "node2", 1)
-    exclude, given_back = decisions(m.join(again, 20.0))
-    assert exclude.hosts == ("node2",) and given_back.agents == (again,)
+    exclude, times_requeued = decisions(m.join(again, 20.0))
+    assert exclude.hosts == ("node2",) and times_requeued.agents == (again,)
 
 
 def test_the_next_leader_knows_what_the_last_one_knew():
-    """The count, the first error and the strikes are in the record."""
+    """The count, the first error and the strikes are in the entry."""
     m = training(A, B, max_restarts=100)
     m.checkpointed(A, 40, 0, 5.0)
     fails(m, A, "boom", 10.0)

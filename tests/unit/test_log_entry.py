@@ -1,4 +1,4 @@
-"""Records: sealed under the run's secret, and each claim follows from the record before."""
+"""Entries: sealed under the run's secret, and each claim follows from the entry before."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hpc_elastic.rendezvous.log_entry import (
     LogEntry,
     RunEnding,
     claim,
-    unseal,
+    decode_signed,
 )
 from hpc_elastic.transport.auth import sign
 
@@ -23,52 +23,54 @@ CAUSE = Failure("7_0", "node1", 0, 0, 12.5, "boom", exception="ValueError", exit
 VICTIM = Failure("7_1", "nöde2", 2, 1, 12.7, "Connection closed by peer", signal="SIGTERM")
 BEFORE = LogEntry(
     6, 2, FIRST, round=4, restarts=1, members=(A, B), lost={"7_3": 1},
-    given_back=2, started=1000.5, unseen={"7_4": "node9"},
+    times_requeued=2, started=1000.5, possibly_alive={"7_4": "node9"},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "ending", [None, RunEnding("succeeded"), RunEnding("failed", CAUSE, (VICTIM, VICTIM))]
 )
-def test_a_record_survives_its_file(ending):
+def test_an_entry_survives_its_file(ending):
     """All fields, with their types: what was decided is what is read."""
-    record = replace(BEFORE, ending=ending)
-    assert unseal(record.seal(SECRET), SECRET) == record
+    entry = replace(BEFORE, ending=ending)
+    assert decode_signed(entry.encode_signed(SECRET), SECRET) == entry
 
 
-def test_a_file_cut_short_is_no_record():
+def test_a_file_cut_short_is_no_entry():
     """However much of it there is."""
-    text = BEFORE.seal(SECRET)
-    assert all(unseal(text[:length], SECRET) is None for length in range(len(text)))
+    text = BEFORE.encode_signed(SECRET)
+    assert all(decode_signed(text[:length], SECRET) is None for length in range(len(text)))
 
 
-def test_another_runs_record_is_none_of_ours():
+def test_another_runs_entry_is_none_of_ours():
     """The signature goes by the run's secret."""
-    assert unseal(BEFORE.seal(b"another"), SECRET) is None
+    assert decode_signed(BEFORE.encode_signed(b"another"), SECRET) is None
 
 
-def test_a_record_that_was_changed_is_none():
+def test_an_entry_that_was_changed_is_none():
     """Each character is under the signature."""
-    assert unseal(BEFORE.seal(SECRET).replace("10.0.0.1", "10.6.6.6"), SECRET) is None
+    assert (
+        decode_signed(BEFORE.encode_signed(SECRET).replace("10.0.0.1", "10.6.6.6"), SECRET) is None
+    )
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", "7", "{}", '{"record": 1, "mac": 2}', "\0\0"])
-def test_garbage_is_no_record(text):
+@pytest.mark.parametrize("text", ["", "null", "[]", "7", "{}", '{"entry": 1, "mac": 2}', "\0\0"])
+def test_garbage_is_no_entry(text):
     """Whatever somebody leaves there, no reader fails on it."""
-    assert unseal(text, SECRET) is None
+    assert decode_signed(text, SECRET) is None
 
 
 @pytest.mark.parametrize("change", [{"leader": None}, {"members": 7}, {"a_new_field": 1}])
-def test_a_signed_record_of_another_form_is_none(change):
-    """A record that this version does not understand is not guessed at."""
-    body = json.dumps(json.loads(json.loads(BEFORE.seal(SECRET))["record"]) | change)
-    text = json.dumps({"record": body, "mac": sign(SECRET, f"record|{body}")})
-    assert unseal(text, SECRET) is None
+def test_a_signed_entry_of_another_form_is_none(change):
+    """An entry that this version does not understand is not guessed at."""
+    body = json.dumps(json.loads(json.loads(BEFORE.encode_signed(SECRET))["entry"]) | change)
+    text = json.dumps({"entry": body, "mac": sign(SECRET, f"entry|{body}")})
+    assert decode_signed(text, SECRET) is None
 
 
 def test_the_secret_is_not_in_the_file():
     """Whoever may read the run directory's files learns nothing that lets him in."""
-    assert "topsecret" not in BEFORE.seal(SECRET)
+    assert "topsecret" not in BEFORE.encode_signed(SECRET)
 
 
 def test_the_first_claim_begins_the_run():
@@ -77,9 +79,9 @@ def test_the_first_claim_begins_the_run():
 
 
 def test_a_claim_keeps_what_was_decided():
-    """Another leader, the next epoch, the next number: all else is as it was."""
+    """Another leader, the next term, the next number: all else is as it was."""
     now = claim(7, BEFORE, SECOND, 2000.0)
-    assert (now.number, now.epoch, now.leader) == (7, 3, SECOND)
+    assert (now.index, now.term, now.leader) == (7, 3, SECOND)
     kept = ("round", "restarts", "members", "given_back", "started", "ending")
     assert [getattr(now, k) for k in kept] == [getattr(BEFORE, k) for k in kept]
 
@@ -100,14 +102,23 @@ def test_who_claims_after_itself_is_not_lost():
 
 def test_a_claim_notes_where_the_leader_before_may_run_still():
     """It was out of reach only: nobody has seen its end. A claim that saw it end forgets it."""
-    assert claim(7, BEFORE, SECOND, 2000.0, unseen=True).unseen == {"7_0": "node1", "7_4": "node9"}
-    before = replace(BEFORE, unseen={"7_0": "node1", "7_1": "nöde2", "7_3": "node4"})
-    assert claim(7, before, SECOND, 2000.0).unseen == {"7_3": "node4"}
-    assert claim(7, before, SECOND, 2000.0, unseen=True).unseen == {"7_0": "node1", "7_3": "node4"}
-    assert claim(7, before, FIRST, 2000.0, unseen=True).unseen == {"7_1": "nöde2", "7_3": "node4"}
+    assert claim(7, BEFORE, SECOND, 2000.0, possibly_alive=True).possibly_alive == {
+        "7_0": "node1",
+        "7_4": "node9",
+    }
+    before = replace(BEFORE, possibly_alive={"7_0": "node1", "7_1": "nöde2", "7_3": "node4"})
+    assert claim(7, before, SECOND, 2000.0).possibly_alive == {"7_3": "node4"}
+    assert claim(7, before, SECOND, 2000.0, possibly_alive=True).possibly_alive == {
+        "7_0": "node1",
+        "7_3": "node4",
+    }
+    assert claim(7, before, FIRST, 2000.0, possibly_alive=True).possibly_alive == {
+        "7_1": "nöde2",
+        "7_3": "node4",
+    }
 
 
-def test_damaged_records_may_each_have_begun_an_epoch():
-    """An epoch is never led twice, so none is counted less than once."""
-    assert claim(9, BEFORE, SECOND, 2000.0).epoch == 5
-    assert claim(4, None, SECOND, 2000.0).epoch == 4
+def test_damaged_entries_may_each_have_begun_a_term():
+    """A term is never led twice, so none is counted less than once."""
+    assert claim(9, BEFORE, SECOND, 2000.0).term == 5
+    assert claim(4, None, SECOND, 2000.0).term == 4

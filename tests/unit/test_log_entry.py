@@ -82,7 +82,7 @@ def test_a_claim_keeps_what_was_decided():
     """Another leader, the next term, the next number: all else is as it was."""
     now = claim(7, BEFORE, SECOND, 2000.0)
     assert (now.index, now.term, now.leader) == (7, 3, SECOND)
-    kept = ("round", "restarts", "members", "given_back", "started", "ending")
+    kept = ("round", "restarts", "members", "times_requeued", "started", "ending")
     assert [getattr(now, k) for k in kept] == [getattr(BEFORE, k) for k in kept]
 
 

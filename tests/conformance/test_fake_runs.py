@@ -33,7 +33,7 @@ def sweep(cluster, tmp_path) -> Iterator[Sweep]:
     text = (ROOT / "train.py").read_text().replace(", total_steps=total_steps", "")
     script.write_text(unhurried(text, tmp_path))
     shutil.copy(ROOT / "train.yaml", tmp_path)
-    started = Sweep(tmp_path, cluster.env, script, "nodes=1:3", "terms=5", "pause_s=0.25")
+    started = Sweep(tmp_path, cluster.env, script, "nodes=1:3", "epochs=5", "pause_s=0.25")
     yield started
     if started.process.poll() is None:
         started.process.kill()
@@ -152,7 +152,7 @@ def test_a_coallocated_job_that_was_cancelled_by_hand_is_seen_to_be_lost_and_res
     runs.call(
         COMMAND, "submit", "train.py", "launcher=slurm", "nodes=2:3",
         "launcher.coallocate_min=true",
-        "pause_s=0.1", "terms=40", "save_every_s=2", "hydra.sweep.dir=sweep",
+        "pause_s=0.1", "epochs=40", "save_every_s=2", "hydra.sweep.dir=sweep",
     )  # fmt: skip
     eventually(runs.newest, "the job has saved")
     assert "still has tasks" in runs.call(COMMAND, "resume", "last", code=1)

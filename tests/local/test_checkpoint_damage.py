@@ -223,7 +223,7 @@ def test_a_fenced_writer_commits_nothing(tmp_path, monkeypatch):
     c.wait()
     (records / "entry.4.json").touch()
     save_at(c, counter, 2)
-    with pytest.raises(CheckpointFencedError, match="record 4 exists"):
+    with pytest.raises(CheckpointFencedError, match="entry 4 exists"):
         c.wait()
     eventually(lambda: names_in(folder) == ["step-00000001"])
 

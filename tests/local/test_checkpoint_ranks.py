@@ -252,7 +252,7 @@ def test_a_fenced_group_commits_nothing_and_every_rank_knows(tmp_path):
     env = {"HPC_ELASTIC_FENCE": str(records / "entry.3.json")}
     said = run_ranks(all_fenced, 2, folder, records, env={0: env, 1: env})
     assert CheckpointFencedError.__name__ in said[0]
-    assert "record 4 exists" in said[1]
+    assert "entry 4 exists" in said[1]
     assert Store(folder).steps() == []
 
 

@@ -76,13 +76,13 @@ class FaultyRegister(DecisionLog):
 
     def indices(self) -> frozenset[int]:
         """See `DecisionLog`."""
-        self.weather.meet("numbers")
-        return super().numbers()
+        self.weather.meet("indices")
+        return super().indices()
 
-    def read(self, number: int) -> LogEntry | None:
+    def read(self, index: int) -> LogEntry | None:
         """See `DecisionLog`."""
         self.weather.meet("read")
-        return super().read(number)
+        return super().read(index)
 
     def put(self, entry: LogEntry) -> None:
         """See `DecisionLog`."""

@@ -122,7 +122,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs):
     """On two nodes, then on one; meanwhile old checkpoints go, and the one that it needs stays."""
-    told = runs.submit("nodes=2", "terms=10")
+    told = runs.submit("nodes=2", "epochs=10")
     run_id = told["runs"][0]["run_id"]
     eventually(lambda: len(runs.steps()) > 1, within_s=120)
     assert "goes on" in runs.call("prune", run_id, "--keep-last", "0", "--yes", code=1).stderr
@@ -163,7 +163,7 @@ def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs)
 @pytest.mark.long
 def test_a_run_whose_processes_were_all_killed_is_resumed(runs):
     """The launcher, the agents and the workers: what was not saved is made again, once."""
-    told = runs.submit("nodes=2", "terms=4")
+    told = runs.submit("nodes=2", "epochs=4")
     eventually(lambda: runs.steps(), within_s=120)
     for pid in (told["pid"], *processes_of(runs.folder)):
         if psutil.pid_exists(pid):
@@ -178,7 +178,7 @@ def test_a_run_whose_processes_were_all_killed_is_resumed(runs):
 @pytest.mark.long
 def test_checkpoints_are_kept_by_what_is_in_them(runs):
     """A damaged one is never kept in place of a good one; leftovers go with the old ones."""
-    runs.submit("nodes=1", "terms=2")
+    runs.submit("nodes=1", "epochs=2")
     runs.ends()
     checkpoints = runs.run / "checkpoints"
     newest = runs.steps()[-1]
@@ -215,7 +215,7 @@ def test_a_run_of_somebody_else_is_refused_and_left_alone(runs):
     """Another user is told whose it is; the folder of a sweep of several runs names them."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
-    runs.submit("nodes=1", "terms=2", "lr=0.1,0.05")
+    runs.submit("nodes=1", "epochs=2", "lr=0.1,0.05")
     eventually(lambda: runs.events("round"), within_s=120)
     for folder in (runs.folder, *runs.folder.parents):
         folder.chmod(folder.stat().st_mode | 0o055)
@@ -236,7 +236,7 @@ def test_a_full_disk_stops_no_cancellation_and_spoils_no_resume(tmp_path):
     with mounted(tmp_path / "disk", "64m") as disk:
         runs = Runs(disk)
         runs.env["XDG_STATE_HOME"] = str(tmp_path / "state")
-        runs.submit("nodes=1", "terms=4")
+        runs.submit("nodes=1", "epochs=4")
         eventually(lambda: runs.steps(), within_s=120)
         with full(disk):
             done = runs.call("cancel", runs.run)

@@ -13,7 +13,7 @@ def test_a_task_that_its_node_can_not_start_starts_elsewhere(slurm, sweep):
     All nodes that the run has are needed, so that it would end if one task were given up.
     """
     slurm.make_read_only("node1")  # the one that Slurm gives first
-    s = sweep("nodes=2", "terms=8", "pause_s=0.25")
+    s = sweep("nodes=2", "epochs=8", "pause_s=0.25")
     eventually(lambda: s.group_sizes() == [2], "the group forms without node1")
     follower = next(host for host in hosts(s) if host != leader_host(s))
     member = next(m for m in s.events("round")[-1]["members"] if m["host"] == follower)

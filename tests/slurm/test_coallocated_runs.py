@@ -7,8 +7,8 @@ import pytest
 from sweeps import Sweep, busy, eventually, hosts, leader_host
 
 COALLOCATED = "launcher.coallocate_min=true"
-QUICK = ("terms=2", "pause_s=0")
-LIGHT = ("terms=3", "pause_s=0.25")
+QUICK = ("epochs=2", "pause_s=0")
+LIGHT = ("epochs=3", "pause_s=0.25")
 
 
 def queue(slurm) -> list[str]:
@@ -41,7 +41,7 @@ def starts(s: Sweep, number: int = 0) -> list[dict[str, Any]]:
 def test_the_min_part_starts_at_once_and_the_rest_when_it_is_free(slurm, sweep):
     """With one of four nodes busy, nodes=3:4 begins with three; the fourth joins later."""
     job = busy(slurm, 1)
-    s = sweep("nodes=3:4", COALLOCATED, "terms=5", "pause_s=0.25")
+    s = sweep("nodes=3:4", COALLOCATED, "epochs=5", "pause_s=0.25")
     eventually(lambda: s.group_sizes() == [3], "three nodes train")
     slurm.run(["scancel", job])
     eventually(lambda: s.group_sizes()[-1] == 4, "four nodes train")

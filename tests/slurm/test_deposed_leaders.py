@@ -80,7 +80,7 @@ def cut_off(slurm, host: str, task: str) -> Callable[[], None]:
 
 def test_a_deposed_leader_leaves_the_run_to_the_next(slurm, sweep):
     """No read goes back to an earlier term, and a notice is obeyed whoever has seen it first."""
-    s = sweep("nodes=1:4", "terms=1000", "pause_s=0.25")
+    s = sweep("nodes=1:4", "epochs=1000", "pause_s=0.25")
     trains_whole(s)
     with watched(s) as seen:
         for away in (pause, suspend, cut_off):

@@ -15,12 +15,12 @@ from sweeps import PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_hos
 
 
 def epochs_by_round(run: Path) -> dict[int, list[int]]:
-    """Which terms' losses each round's rank 0 logged."""
+    """Which epochs' losses each round's rank 0 logged."""
     logged: dict[int, list[int]] = {}
     for path in run.glob("tasks/*/attempt-*/round-*.rank-0.out"):
         number = int(re.search(r"round-(\d+)\.", path.name)[1])
-        terms = [int(n) for n in re.findall(r"term (\d+): loss", path.read_text())]
-        logged.setdefault(number, []).extend(terms)
+        epochs = [int(n) for n in re.findall(r"epoch (\d+): loss", path.read_text())]
+        logged.setdefault(number, []).extend(epochs)
     return logged
 
 
@@ -37,8 +37,8 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     assert next(n for n in s.group_sizes() if n > 1) == 2
     assert s.result()["restarts"] == 0 and s.value() > 0.95
     logged = epochs_by_round(s.run())
-    assert all(len(set(terms)) == len(terms) for terms in logged.values())
-    assert max(max(terms) for terms in logged.values() if terms) == 7
+    assert all(len(set(epochs)) == len(epochs) for epochs in logged.values())
+    assert max(max(epochs) for epochs in logged.values() if epochs) == 7
 
 
 def test_a_node_that_comes_as_the_run_ends_leaves_at_once(slurm, sweep, tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_a_follower_that_dies_is_dropped(slurm, sweep):
 
 def test_a_run_goes_on_without_its_launcher(slurm, sweep):
     """Ctrl-C says how to come back; that command shows the end, though the first try was killed."""
-    s = sweep("nodes=1:2", "terms=3", "pause_s=0.25")
+    s = sweep("nodes=1:2", "epochs=3", "pause_s=0.25")
     eventually(lambda: s.group_sizes(), "it trains")
     s.process.send_signal(signal.SIGINT)
     said = s.process.communicate(timeout=PATIENCE_S)[0]
@@ -210,7 +210,7 @@ def _plus(sweep, script, *overrides):
 
 def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     """`hpc-elastic submit --dry-run` prints a script; sbatch takes it, and it trains to the end."""
-    overrides = ["launcher=slurm", "nodes=1:2", "terms=3"]
+    overrides = ["launcher=slurm", "nodes=1:2", "epochs=3"]
     folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
     render = [
         sys.executable, "-m", "hpc_elastic", "submit", "--dry-run", str(ROOT / "train.py")

@@ -56,7 +56,7 @@ def main() -> None:
     session = g.agent(int(sys.argv[2]))
     threading.Thread(target=obey, args=(session,), daemon=True).start()
     while isinstance(outcome := session.join(PATIENCE_S), RoundInfo):
-        os.environ[fencing.VARIABLE] = str(fencing.entry_path(g.run.rdzv, outcome.entry))
+        os.environ[fencing.VARIABLE] = str(fencing.entry_path(g.run.rdzv, outcome.index))
         leads = session._leader is not None
         say(round=outcome.number, world_size=outcome.world_size, leads=leads)
         while not session.stop_requested:

@@ -190,14 +190,14 @@ def one_is_slow(rank: int, folder: Path, trouble: str) -> str:
         eventually((folder / "trouble").exists)
         c.save(1)
     elif rank == 1 and trouble == "open files":
-        names = save_module.Staging.names
+        names = save_module.Save._staged_names
 
-        def fail_once(self: save_module.Staging) -> set[str]:
-            save_module.Staging.names = names
+        def fail_once(self: save_module.Save) -> set[str]:
+            save_module.Save._staged_names = names
             (folder / "trouble").touch()
             raise OSError(24, "Too many open files")
 
-        save_module.Staging.names = fail_once
+        save_module.Save._staged_names = fail_once
         c.save(1)
     else:
         c.save(1)

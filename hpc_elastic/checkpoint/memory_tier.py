@@ -19,6 +19,7 @@ is removed and made again does not find those of its predecessor.
 from __future__ import annotations
 
 import errno
+import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,10 +39,8 @@ from hpc_elastic.checkpoint.replication import (
     CopyGathering,
     Needed,
     NodeDirectory,
-    Peer,
     Receiver,
     choose_neighbour,
-    derive_key,
     draw_words,
     exchange_peers,
     push,
@@ -102,7 +101,9 @@ class MemoryStore:
         try:
             base = base_folder(tier.memory)
             self._memory = NodeMemory.of(base, words[0], directory)
-            self._key = derive_key(_run_secret(), words[1:])
+            record, drawn = fencing.own_record(), b"".join(w.to_bytes(8, "big") for w in words[1:])
+            secret = RunDir(record.parent.parent).secret.read_bytes() if record else b""
+            self._key = hmac.digest(secret, b"checkpoint copies|" + drawn, "sha256")
             self._receiver = Receiver(self._memory, self._key, own_addresses())
         except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
             error = e
@@ -113,7 +114,16 @@ class MemoryStore:
         self._peers = exchange_peers(group, *self._receiver.address)
         self._nodes = NodeDirectory(tuple(peer.node for peer in self._peers))
         self._neighbour = choose_neighbour(self._peers, group.rank) if tier.copies else None
-        self.active = self._fits(num_bytes)
+        room = free_bytes(self._memory.folder) + self._memory.num_bytes()
+        rows = group.gather([num_bytes, room])
+        missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)
+        self.active = missing is None
+        if missing is not None and group.rank == 0:
+            node, needed, has = missing
+            _log.warning(
+                "checkpoints do not fit into memory: node %d has room for %d bytes there, and may "
+                "need %d; all of them go to the shared directory", node, has, needed,
+            )  # fmt: skip
 
     def shared_due(self, number: int) -> bool:
         """Return whether the n-th save of this process, from 0, goes to the shared directory."""
@@ -149,8 +159,16 @@ class MemoryStore:
             for path in (folder / f"shard-{rank}.safetensors", folder / f"part-{rank}.json"):
                 path.unlink(missing_ok=True)
             raise
-        if self._neighbour is not None:
-            self._copy(save, folder, self._neighbour)
+        to = self._neighbour
+        if to is None:
+            return
+        try:
+            push((to.address, to.port), self._key, save, folder, rank)
+        except (OSError, CheckpointError) as e:
+            _log.warning(
+                "step %d is in this node's memory only; no copy on that of rank %d (%s): %s",
+                step, to.rank, to.address, e,
+            )  # fmt: skip
 
     def steps(self) -> list[int]:
         """Return the steps that are complete in all nodes' memory together, newest first.
@@ -190,28 +208,6 @@ class MemoryStore:
         """Take no more copies. What is in memory stays."""
         self._receiver.close()
 
-    def _copy(self, save: MemorySave, folder: Path, to: Peer) -> None:
-        try:
-            push((to.address, to.port), self._key, save, folder, self._group.rank)
-        except (OSError, CheckpointError) as e:
-            _log.warning(
-                "step %d is in this node's memory only; no copy on that of rank %d (%s): %s",
-                save.step, to.rank, to.address, e,
-            )  # fmt: skip
-
-    def _fits(self, num_bytes: int) -> bool:
-        """Find out together whether all nodes have room for what may come."""
-        room = free_bytes(self._memory.folder) + self._memory.num_bytes()
-        rows = self._group.gather([num_bytes, room])
-        missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)
-        if missing is not None and self._group.rank == 0:
-            node, needed, has = missing
-            _log.warning(
-                "checkpoints do not fit into memory: node %d has room for %d bytes there, and may "
-                "need %d; all of them go to the shared directory", node, has, needed,
-            )  # fmt: skip
-        return missing is None
-
 
 def complete(rows: Iterable[Sequence[int]]) -> list[MemorySave]:
     """Return the saves with every rank's part on some node, in order (pure).
@@ -246,9 +242,3 @@ def lacking_room(
         if needed > room:
             return node, needed, room
     return None
-
-
-def _run_secret() -> bytes:
-    """Return the secret of the run; nothing outside of one."""
-    record = fencing.own_record()
-    return RunDir(record.parent.parent).secret.read_bytes() if record else b""

@@ -57,20 +57,29 @@ class Restorer:
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.restore` (every rank; collective)."""
+        tier, rank = self._tier, self._group.rank
+        needed = partial(state.files_needed, state=into, strict=strict, ranks=self._ranks)
         self._damaged.clear()
         for step, is_near in self._candidates():
-            found = self._gathered(step, into, strict) if is_near else self._stored(step)
+            found = tier.gather(step, needed) if tier and is_near else self._find_stored(step)
             if found is None:
                 continue
             folder, manifest = found
             self._load(manifest, folder, into, strict)
             if with_rng:
-                _restore_rng(manifest, self._group.rank)
-            self._forget_newer(step)
-            level = logging.INFO if self._group.rank == 0 else logging.DEBUG
+                mine = manifest.rank_values.get(rank, {}).get("rng")
+                first = manifest.rank_values.get(0, {}).get("rng")
+                if mine is not None:
+                    state.restore(mine)
+                elif first is not None:
+                    state.derive(step, rank, first)
+            if tier is not None:
+                tier.forget_newer(step)
+            level = logging.INFO if rank == 0 else logging.DEBUG
             _log.log(level, "restored the checkpoint of step %d from %s", step, folder)
             return step
-        self._forget_newer(_NONE)
+        if tier is not None:
+            tier.forget_newer(_NONE)
         if self._damaged:
             raise CheckpointCorruptError(
                 f"no checkpoint in {self._store.directory} verifies (steps "
@@ -94,43 +103,29 @@ class Restorer:
         for step in near:
             yield step, True
 
-    def _stored(self, step: int) -> tuple[Path, Manifest] | None:
-        """Return a checkpoint of the directory if it is good, the same answer on every rank."""
-        folder = self._store.folder(step)
-        manifest = self._verified(folder)
-        if self._group.all_agree(manifest is not None):
+    def _find_stored(self, step: int) -> tuple[Path, Manifest] | None:
+        """Return a checkpoint of the directory if it is good, the same answer on every rank.
+
+        Each rank checks its share of the files.
+        """
+        folder, problems = self._store.folder(step), []
+        manifest: Manifest | None = None
+        try:
+            manifest = self._read_manifest(folder)
+            share = manifest.files[self._group.rank :: self._group.world_size]
+            problems = [p for entry in share if (p := file_problem(folder, entry))]
+        except CheckpointError as e:
+            problems = [str(e)]
+        for problem in problems:
+            _log.warning("%s", problem)
+        if self._group.all_agree(not problems):
             assert manifest is not None
             return folder, manifest
         _log.warning("%s is passed over: it does not verify on every rank", folder)
         self._damaged.add(step)
         return None
 
-    def _gathered(
-        self, step: int, into: Mapping[str, Any], strict: bool
-    ) -> tuple[Path, Manifest] | None:
-        """Return a checkpoint of near memory if it is good, the same answer on every rank."""
-        assert self._tier is not None
-        needed = partial(state.files_needed, state=into, strict=strict, ranks=self._ranks)
-        return self._tier.gather(step, needed)
-
-    def _forget_newer(self, step: int) -> None:
-        if self._tier is not None:
-            self._tier.forget_newer(step)
-
-    def _verified(self, folder: Path) -> Manifest | None:
-        """Check this rank's share of a checkpoint; None if it is not good."""
-        try:
-            manifest = self._manifest(folder)
-        except CheckpointError as e:
-            _log.warning("%s", e)
-            return None
-        rank, world_size = self._group.rank, self._group.world_size
-        problems = [file_problem(folder, entry) for entry in manifest.files[rank::world_size]]
-        for problem in filter(None, problems):
-            _log.warning("%s", problem)
-        return None if any(problems) else manifest
-
-    def _manifest(self, folder: Path) -> Manifest:
+    def _read_manifest(self, folder: Path) -> Manifest:
         """Read the manifest of a checkpoint that rank 0 sees; another node may see it later."""
         for pause_s in _LOOK_AGAIN_S:
             with contextlib.suppress(CheckpointNotFoundError):
@@ -154,12 +149,3 @@ class Restorer:
             raise error or CheckpointError(
                 f"another rank could not restore {folder}; its log has the reason"
             )
-
-
-def _restore_rng(manifest: Manifest, rank: int) -> None:
-    mine = manifest.rank_values.get(rank, {}).get("rng")
-    first = manifest.rank_values.get(0, {}).get("rng")
-    if mine is not None:
-        state.restore(mine)
-    elif first is not None:
-        state.derive(manifest.step, rank, first)

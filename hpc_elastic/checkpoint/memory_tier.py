@@ -20,7 +20,11 @@ from __future__ import annotations
 
 import errno
 import hmac
+import ipaddress
 import logging
+import os
+import secrets
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -30,19 +34,18 @@ from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import Manifest, RankPart
 from hpc_elastic.checkpoint.node_memory import (
     NUM_KEPT,
+    WORD_BITS,
     MemorySave,
     NodeMemory,
     base_folder,
     free_bytes,
+    identity,
 )
 from hpc_elastic.checkpoint.replication import (
     CopyGathering,
     Needed,
     NodeDirectory,
     Receiver,
-    choose_neighbour,
-    draw_words,
-    exchange_peers,
     push,
 )
 from hpc_elastic.errors import CheckpointError, ConfigError
@@ -96,8 +99,16 @@ class MemoryStore:
         self._token = int.from_bytes(blake2b(group.token.encode(), digest_size=7).digest())
         self._saves: dict[int, MemorySave] = {}
         self._num_bytes = num_bytes
-        words = draw_words(group, directory)
         error: Exception | None = None
+        words = [-1] * 6  # the directory's number, and five random ones
+        if group.rank == 0:
+            try:
+                words = [identity(directory), *(secrets.randbits(WORD_BITS) for _ in range(5))]
+            except OSError as e:
+                error = e
+        words = group.broadcast_row(words)
+        if words[0] < 0:
+            raise CheckpointError(f"rank 0 cannot write to {directory}: {error or 'see its log'}")
         try:
             base = base_folder(tier.memory)
             self._memory = NodeMemory.of(base, words[0], directory)
@@ -242,3 +253,57 @@ def lacking_room(
         if needed > room:
             return node, needed, room
     return None
+
+
+# ---- The workers of a group as each other's neighbours: their nodes and addresses
+# A node is known by the group rank that torch's agent gives its workers, and outside of one by
+# the name of the host.
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A worker as the others know it."""
+
+    rank: int
+    node: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
+    """Return the worker that keeps copies of a rank's saves; None if there is one node (pure).
+
+    It is on the next node, in the order of the nodes' numbers.
+    """
+    me = peers[rank]
+    nodes = sorted({peer.node for peer in peers})
+    if len(nodes) == 1:
+        return None
+    following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
+    there = sorted((p for p in peers if p.node == following), key=lambda peer: peer.local_rank)
+    return there[me.local_rank % len(there)]
+
+
+def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
+    """Return where all ranks are (every rank; collective).
+
+    Args:
+        group: All ranks.
+        address: Numeric, on which this worker listens.
+        port: On which it does.
+    """
+    machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
+    hashed = int.from_bytes(blake2b(machine.encode(), digest_size=7).digest())
+    node = int(os.environ.get("GROUP_RANK", hashed))
+    number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
+    words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
+    local_rank = int(os.environ.get("LOCAL_RANK", str(group.rank)))
+    rows = group.gather([node, local_rank, port, version, *words])
+    order = list(dict.fromkeys(row[0] for row in rows))
+    peers = []
+    for rank, (node, local_rank, port, version, *words) in enumerate(rows):
+        number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
+        kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
+        peers.append(Peer(rank, order.index(node), local_rank, str(kind(number)), port))
+    return peers

@@ -62,11 +62,6 @@ class MemorySave:
     token: int
     world_size: int
 
-    @property
-    def name(self) -> str:
-        """Return the name of its folder."""
-        return f"step-{self.step:08d}-{self.token:x}-{self.world_size}"
-
 
 @dataclass(frozen=True)
 class NodeMemory:
@@ -112,7 +107,7 @@ class NodeMemory:
 
     def path(self, save: MemorySave) -> Path:
         """Return the folder of a save; it may not exist."""
-        return self.folder / save.name
+        return self.folder / f"step-{save.step:08d}-{save.token:x}-{save.world_size}"
 
     def make(self, save: MemorySave) -> Path:
         """Return the folder of a save, which exists."""

@@ -10,10 +10,8 @@ there, which is written last.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
-import os
 import re
 import secrets
 import socket
@@ -22,7 +20,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,13 +29,7 @@ import xxhash
 
 from hpc_elastic.checkpoint.collectives import RankGroup, device
 from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, merge
-from hpc_elastic.checkpoint.node_memory import (
-    WORD_BITS,
-    MemorySave,
-    NodeMemory,
-    free_bytes,
-    identity,
-)
+from hpc_elastic.checkpoint.node_memory import MemorySave, NodeMemory, free_bytes
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.transport.signed_socket import SignedSocket
@@ -394,75 +385,3 @@ class CopyGathering:
 
     def _warn(self, why: str) -> None:
         _log.warning("step %d in memory is passed over: %s", self._save.step, why)
-
-
-# ---- The workers of a group as each other's neighbours: their nodes and addresses
-# A node is known by the group rank that torch's agent gives its workers, and outside of one by
-# the name of the host.
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A worker as the others know it."""
-
-    rank: int
-    node: int
-    local_rank: int
-    address: str
-    port: int
-
-
-def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
-    """Return the worker that keeps copies of a rank's saves; None if there is one node (pure).
-
-    It is on the next node, in the order of the nodes' numbers.
-    """
-    me = peers[rank]
-    nodes = sorted({peer.node for peer in peers})
-    if len(nodes) == 1:
-        return None
-    following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
-    there = sorted((p for p in peers if p.node == following), key=lambda peer: peer.local_rank)
-    return there[me.local_rank % len(there)]
-
-
-def draw_words(group: RankGroup, directory: Path) -> list[int]:
-    """Return numbers of rank 0: the directory's, and five random ones (every rank; collective).
-
-    Raises:
-        CheckpointError: rank 0 cannot give the directory a number.
-    """
-    words, error = [-1] * 6, None
-    if group.rank == 0:
-        try:
-            words = [identity(directory), *(secrets.randbits(WORD_BITS) for _ in range(5))]
-        except OSError as e:
-            error = e
-    words = group.broadcast_row(words)
-    if words[0] < 0:
-        raise CheckpointError(f"rank 0 cannot write to {directory}: {error or 'see its log'}")
-    return words
-
-
-def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
-    """Return where all ranks are (every rank; collective).
-
-    Args:
-        group: All ranks.
-        address: Numeric, on which this worker listens.
-        port: On which it does.
-    """
-    machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
-    hashed = int.from_bytes(blake2b(machine.encode(), digest_size=7).digest())
-    node = int(os.environ.get("GROUP_RANK", hashed))
-    number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
-    words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
-    local_rank = int(os.environ.get("LOCAL_RANK", str(group.rank)))
-    rows = group.gather([node, local_rank, port, version, *words])
-    order = list(dict.fromkeys(row[0] for row in rows))
-    peers = []
-    for rank, (node, local_rank, port, version, *words) in enumerate(rows):
-        number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
-        kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
-        peers.append(Peer(rank, order.index(node), local_rank, str(kind(number)), port))
-    return peers

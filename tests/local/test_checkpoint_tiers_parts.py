@@ -17,7 +17,7 @@ from scarcity import no_descriptors, no_thread
 
 from hpc_elastic.checkpoint import MemoryTier
 from hpc_elastic.checkpoint.manifest import FileEntry, RankPart, checksum_of
-from hpc_elastic.checkpoint.memory_tier import complete, lacking_room
+from hpc_elastic.checkpoint.memory_tier import Peer, choose_neighbour, complete, lacking_room
 from hpc_elastic.checkpoint.node_memory import (
     MemorySave,
     NodeMemory,
@@ -30,9 +30,7 @@ from hpc_elastic.checkpoint.replication import (
     _CONTEXT,
     _MAX_CONNECTIONS,
     NodeDirectory,
-    Peer,
     Receiver,
-    choose_neighbour,
     push,
 )
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError

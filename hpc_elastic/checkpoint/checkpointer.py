@@ -38,7 +38,7 @@ from hpc_elastic.checkpoint.restore import Restorer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots
-from hpc_elastic.checkpoint.state import Flat, flatten, rank_states
+from hpc_elastic.checkpoint.state import Flat, RankStates, flatten, rank_states
 from hpc_elastic.checkpoint.store import Cleaner, Retention, Store, remember
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 from hpc_elastic.worker import reporting
@@ -216,8 +216,9 @@ class Checkpointer:
         begin = time.monotonic()
         self._settle()
         context = self._context
-        accepted = self._options.accept_inexact
-        restorer = Restorer(context.store, self._group, context.damaged, self._memory, accepted)
+        group, accepted = self._group, self._options.accept_inexact
+        ranks = RankStates(group.rank, group.world_size, accepted)
+        restorer = Restorer(context.store, group, ranks, context.damaged, self._memory)
         with reporting.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None

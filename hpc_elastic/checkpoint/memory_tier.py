@@ -122,9 +122,9 @@ class MemoryStore:
             raise error or CheckpointError(
                 "another rank cannot use its memory; its log has the reason"
             )
-        self._peers = exchange_peers(group, *self._receiver.address)
-        self._nodes = NodeDirectory(tuple(peer.node for peer in self._peers))
-        self._neighbour = choose_neighbour(self._peers, group.rank) if tier.copies else None
+        peers = exchange_peers(group, *self._receiver.address)
+        self._nodes = NodeDirectory(tuple(peer.node for peer in peers))
+        self._neighbour = choose_neighbour(peers, group.rank) if tier.copies else None
         room = free_bytes(self._memory.folder) + self._memory.num_bytes()
         rows = group.gather([num_bytes, room])
         missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,37 +30,29 @@ _LOOK_AGAIN_S = (0.0, 0.2, 1.0)
 """Pauses before a rank believes that it cannot see what rank 0 sees."""
 
 
+@dataclass(frozen=True)
 class Restorer:
-    """Restores from one directory."""
+    """Restores from one directory; all ranks make one.
 
-    def __init__(
-        self,
-        store: Store,
-        group: RankGroup,
-        damaged: set[int],
-        tier: MemoryStore | None = None,
-        accept_inexact: Container[str] = (),
-    ) -> None:
-        """Prepare.
+    Attributes:
+        store: Where to look.
+        group: The ranks.
+        ranks: How states that each rank has for itself are restored.
+        damaged: Gets the steps that do not verify.
+        tier: Where to look, too.
+    """
 
-        Args:
-            store: Where to look.
-            group: The ranks; all of them make a Restorer.
-            damaged: Gets the steps that do not verify.
-            tier: Where to look, too.
-            accept_inexact: See `CheckpointOptions`.
-        """
-        self._tier = tier
-        self._store = store
-        self._group = group
-        self._damaged = damaged
-        self._ranks = state.RankStates(group.rank, group.world_size, accept_inexact)
+    store: Store
+    group: RankGroup
+    ranks: state.RankStates
+    damaged: set[int]
+    tier: MemoryStore | None
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.restore` (every rank; collective)."""
-        tier, rank = self._tier, self._group.rank
-        needed = partial(state.files_needed, state=into, strict=strict, ranks=self._ranks)
-        self._damaged.clear()
+        tier, rank = self.tier, self.group.rank
+        needed = partial(state.files_needed, state=into, strict=strict, ranks=self.ranks)
+        self.damaged.clear()
         for step, is_near in self._candidates():
             found = tier.gather(step, needed) if tier and is_near else self._find_stored(step)
             if found is None:
@@ -80,10 +73,10 @@ class Restorer:
             return step
         if tier is not None:
             tier.forget_newer(_NONE)
-        if self._damaged:
+        if self.damaged:
             raise CheckpointCorruptError(
-                f"no checkpoint in {self._store.directory} verifies (steps "
-                f"{sorted(self._damaged)}; the log has the reasons): move them away to start anew"
+                f"no checkpoint in {self.store.directory} verifies (steps "
+                f"{sorted(self.damaged)}; the log has the reasons): move them away to start anew"
             )
         return None
 
@@ -92,11 +85,11 @@ class Restorer:
 
         The same on every rank: the directory is as rank 0 sees it.
         """
-        near = self._tier.steps() if self._tier is not None else []
-        stored = self._store.steps() if self._group.rank == 0 else []
-        count = self._group.broadcast_int(len(stored))
+        near = self.tier.steps() if self.tier is not None else []
+        stored = self.store.steps() if self.group.rank == 0 else []
+        count = self.group.broadcast_int(len(stored))
         for i in range(count):
-            step = self._group.broadcast_int(stored[i] if stored else _NONE)
+            step = self.group.broadcast_int(stored[i] if stored else _NONE)
             while near and near[0] > step:
                 yield near.pop(0), True
             yield step, False
@@ -108,21 +101,21 @@ class Restorer:
 
         Each rank checks its share of the files.
         """
-        folder, problems = self._store.folder(step), []
+        folder, problems = self.store.folder(step), []
         manifest: Manifest | None = None
         try:
             manifest = self._read_manifest(folder)
-            share = manifest.files[self._group.rank :: self._group.world_size]
+            share = manifest.files[self.group.rank :: self.group.world_size]
             problems = [p for entry in share if (p := file_problem(folder, entry))]
         except CheckpointError as e:
             problems = [str(e)]
         for problem in problems:
             _log.warning("%s", problem)
-        if self._group.all_agree(not problems):
+        if self.group.all_agree(not problems):
             assert manifest is not None
             return folder, manifest
         _log.warning("%s is passed over: it does not verify on every rank", folder)
-        self._damaged.add(step)
+        self.damaged.add(step)
         return None
 
     def _read_manifest(self, folder: Path) -> Manifest:
@@ -131,7 +124,7 @@ class Restorer:
             with contextlib.suppress(CheckpointNotFoundError):
                 return read_manifest(folder)
             time.sleep(pause_s)
-            self._store.steps()  # opening a directory makes a client of NFS ask the server
+            self.store.steps()  # opening a directory makes a client of NFS ask the server
         return read_manifest(folder)
 
     def _load(
@@ -139,13 +132,13 @@ class Restorer:
     ) -> None:
         error: CheckpointError | None = None
         try:
-            state.load(manifest, folder, into, strict=strict, ranks=self._ranks)
+            state.load(manifest, folder, into, strict=strict, ranks=self.ranks)
         except CheckpointError as e:
             error = e
         except Exception as e:  # whatever it is: the other ranks wait for the vote
             error = CheckpointError(f"{folder} cannot be restored: {e!r}")
             error.__cause__ = e
-        if not self._group.all_agree(error is None):
+        if not self.group.all_agree(error is None):
             raise error or CheckpointError(
                 f"another rank could not restore {folder}; its log has the reason"
             )

@@ -136,7 +136,7 @@ class Save:
             self._aborted.set()
 
     def run(self) -> None:
-        """Do all of it; what goes wrong is in `error` then. `end` is to follow."""
+        """Do all of it; what goes wrong is in `error` then. `finish` is to follow."""
         begin, memory, snapshot = time.monotonic(), self.context.memory, self.snapshot
         assert snapshot is not None
         try:

@@ -23,44 +23,13 @@ from hpc_elastic.checkpoint.state import Flat
 _TOUCH_BYTES = 16 << 20
 
 
-class HostBuffer:
-    """A piece of host memory that only grows."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._map: mmap.mmap | None = None
-        self._lock = threading.Lock()
-
-    def reserve(self, num_bytes: int) -> mmap.mmap:
-        """Return memory of at least a size, every page of it touched."""
-        with self._lock:
-            if self._map is None or len(self._map) < num_bytes:
-                if self._map is not None and self._pinned:
-                    _cudart().cudaHostUnregister(address_of(self._map))
-                self._map = None
-                self._map = self._make(max(num_bytes, mmap.PAGESIZE))
-            return self._map
-
-    def _make(self, num_bytes: int) -> mmap.mmap:
-        made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A DataLoader's workers are forked: they would make each page a fault again.
-        made.madvise(mmap.MADV_DONTFORK)
-        address = address_of(made)
-        for begin in range(0, num_bytes, _TOUCH_BYTES):
-            if not threading.main_thread().is_alive():
-                break
-            ctypes.memset(address + begin, 0, min(_TOUCH_BYTES, num_bytes - begin))
-        if self._pinned:
-            error = _cudart().cudaHostRegister(address, num_bytes, 0)
-            self._pinned = int(error) == 0
-        return made
-
-
 class Snapshots:
-    """Makes snapshots of one state's tensors, in one buffer."""
+    """Makes snapshots of one state's tensors, in one buffer, which only grows."""
 
     def __init__(self) -> None:
-        self._buffer: HostBuffer | None = None
+        self._map: mmap.mmap | None = None
+        self._is_pinned: bool | None = None
+        self._lock = threading.Lock()
         self._pieces: Sequence[ShardPiece] | None = None
         self._layout = FileLayout((), (), 0)
         self._views: tuple[mmap.mmap, list[torch.Tensor]] | None = None
@@ -72,8 +41,9 @@ class Snapshots:
             flat: The state; it has whether memory is to be pinned.
             num_bytes: What a snapshot will probably take.
         """
-        reserve = self._buffer_for(flat).reserve
-        thread = threading.Thread(target=reserve, args=(num_bytes,), name="checkpoint-warm-up")
+        thread = threading.Thread(
+            target=self._reserve, args=(flat, num_bytes), name="checkpoint-warm-up"
+        )
         with contextlib.suppress(RuntimeError):  # no thread is to be had: the first save makes it
             thread.start()
 
@@ -85,7 +55,7 @@ class Snapshots:
         The snapshot is valid until the next call.
         """
         layout = self._layout_of(pieces)
-        memory = self._buffer_for(flat).reserve(layout.num_bytes)
+        memory = self._reserve(flat, layout.num_bytes)
         devices = set()
         for piece, to in zip(layout.pieces, self._views_of(memory), strict=True):
             source = piece.view(flat.tensors[piece.fqn])
@@ -112,11 +82,30 @@ class Snapshots:
         data = [_bytes_of(tensor) for tensor in tensors]
         return HostSnapshot(layout, data, flat.values, rank_values, keep=tensors)
 
-    def _buffer_for(self, flat: Flat) -> HostBuffer:
-        if self._buffer is None:
-            pinned = any(tensor.is_cuda for tensor in flat.tensors.values())
-            self._buffer = HostBuffer(pinned=pinned)
-        return self._buffer
+    def _reserve(self, flat: Flat, num_bytes: int) -> mmap.mmap:
+        """Return memory of at least a size, every page of it touched."""
+        with self._lock:
+            if self._map is not None and len(self._map) >= num_bytes:
+                return self._map
+            if self._is_pinned is None:
+                self._is_pinned = any(tensor.is_cuda for tensor in flat.tensors.values())
+            if self._map is not None and self._is_pinned:
+                _cudart().cudaHostUnregister(address_of(self._map))
+            self._map = None
+            num_bytes = max(num_bytes, mmap.PAGESIZE)
+            made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # A DataLoader's workers are forked: they would make each page a fault again.
+            made.madvise(mmap.MADV_DONTFORK)
+            address = address_of(made)
+            for begin in range(0, num_bytes, _TOUCH_BYTES):
+                if not threading.main_thread().is_alive():
+                    break
+                ctypes.memset(address + begin, 0, min(_TOUCH_BYTES, num_bytes - begin))
+            if self._is_pinned:
+                error = _cudart().cudaHostRegister(address, num_bytes, 0)
+                self._is_pinned = int(error) == 0
+            self._map = made
+            return made
 
     def _layout_of(self, pieces: Sequence[ShardPiece]) -> FileLayout:
         if pieces is not self._pieces:  # the planner keeps its list while the structure is the same

@@ -102,9 +102,17 @@ class Store:
             OSError: nothing was committed.
         """
         _sync_folder(staging)
-        fencing.check_fence()
         target = self.folder(step)
-        if not _rename_to_new(staging, target):
+        for attempt in range(2):
+            fencing.check_fence()
+            try:
+                staging.rename(target)
+                break
+            except OSError as e:
+                if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                if attempt > 0:
+                    raise CheckpointError(f"{target} was made by another writer meanwhile") from e
             problems = verify(target)
             if not problems:
                 _log.warning("%s is there already, and good: it is kept", target)
@@ -112,9 +120,6 @@ class Store:
                 return False
             _log.warning("%s is replaced: %s", target, problems[0])
             self.set_aside(target)
-            fencing.check_fence()
-            if not _rename_to_new(staging, target):
-                raise CheckpointError(f"{target} was made by another writer meanwhile")
         _sync_folder(self.directory)
         return True
 
@@ -230,17 +235,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _rename_to_new(source: Path, target: Path) -> bool:
-    """Rename a folder unless the target is there; return whether it was renamed."""
-    try:
-        source.rename(target)
-    except OSError as e:
-        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    return True
 
 
 # ---- Removals from a directory of checkpoints, for which no save waits

@@ -194,7 +194,7 @@ def test_buffers_are_used_again(tmp_path):
         for step in range(1, 5):
             save_at(c, counter, step)
             c.wait()
-            memories.add(id(c._snapshots._buffer._map))
+            memories.add(id(c._snapshots._map))
     assert len(memories) == 1
 
 

@@ -1,7 +1,7 @@
 """Which part of a replicated state each rank writes; parts of stored boxes in files."""
 
 import json
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -98,7 +98,7 @@ def test_rows_hold_any_part_of_a_box(sizes):
     box = torch.arange(prod(sizes), dtype=torch.int32).reshape(sizes)
     data = box.numpy().tobytes()
     spans = [[(a, n - a - b) for a in (0, 1) for b in (0, 1) if n - a - b > 0] for n in sizes]
-    for part in _choices(spans):
+    for part in product(*spans):
         starts, lengths = [a for a, _ in part], [n for _, n in part]
         rows = rows_of(sizes, starts, lengths, 4)
         read = data[rows.offset : rows.offset + rows.count * rows.num_bytes]
@@ -111,12 +111,6 @@ def test_rows_hold_any_part_of_a_box(sizes):
                 found = found.narrow(d - rows.dim, start, length)
         assert torch.equal(found.flatten(), expected.flatten())
         assert not rows.exact or found.numel() * 4 == len(read)
-
-
-def _choices(spans):
-    if not spans:
-        return [[]]
-    return [[span, *rest] for span in spans[0] for rest in _choices(spans[1:])]
 
 
 def _safetensors(header, data=b"12345678"):

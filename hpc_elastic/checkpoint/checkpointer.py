@@ -202,7 +202,7 @@ class Checkpointer:
         """Fill the state from the newest checkpoint that verifies (every rank; collective).
 
         Which ones were passed over, and why, is in the log. Ranks that the checkpoint has no
-        random number generators for, since there were fewer, get new ones (`rng.derive`).
+        random number generators for, since there were fewer, get new ones (`state.derive`).
 
         Returns:
             The step; None if there is no checkpoint at all.

@@ -65,13 +65,10 @@ class MemorySave:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """The saves in one node's memory.
-
-    Attributes:
-        folder: On a memory file system; all workers of the node have the same.
-    """
+    """The saves in one node's memory."""
 
     folder: Path
+    """On a memory file system; all workers of the node have the same."""
 
     @classmethod
     def of(cls, base: Path, number: int, directory: Path) -> NodeMemory:

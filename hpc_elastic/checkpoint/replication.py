@@ -203,13 +203,10 @@ _GATHERED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class NodeDirectory:
-    """Which ranks are on one node, the same on every rank.
-
-    Attributes:
-        of_rank: Number of each rank's node.
-    """
+    """Which ranks are on one node, the same on every rank."""
 
     of_rank: tuple[int, ...]
+    """Number of each rank's node."""
 
     def ranks(self, node: int) -> list[int]:
         """Return the ranks of a node."""

@@ -46,13 +46,10 @@ TRASH = ".trash-"
 
 @dataclass(frozen=True)
 class Store:
-    """A directory of checkpoints.
-
-    Attributes:
-        directory: On a file system that all ranks share.
-    """
+    """A directory of checkpoints."""
 
     directory: Path
+    """On a file system that all ranks share."""
 
     def steps(self) -> list[int]:
         """Return the committed steps, newest first; none if there is no such directory."""
@@ -298,7 +295,7 @@ class Cleaner:
                 _log.warning("old checkpoints stay in %s for now: %s", self._store.directory, e)
 
 
-# ---- Which checkpoints of a run a user may do without, and their removal. Needs no torch
+# ---- Which checkpoints of a run a user may do without, and their removal
 # A checkpoint counts as good once all of its bytes were read and their checksums are right. The
 # newest ``keep_last`` good ones stay, and so does whatever is newer than the oldest of them,
 # damaged or not: what a run restores now is never older. Nodes' memory is left alone.
@@ -427,8 +424,6 @@ def _num_bytes(folder: Path) -> int:
 # rank 0 writes it down in the run directory at the first checkpoint that it commits there:
 #
 #     <run>/saves_to/<hash of the path>     the path of the directory, one line
-#
-# Nothing here needs torch, so that the command line can use it.
 
 
 def remember(directory: Path) -> None:

@@ -20,7 +20,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -351,46 +350,3 @@ class ShardFile:
                     )
                 found[name] = (begin + first, begin + last)
         return found
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The bytes of a stored box that hold a part of it: rows of the same length, end to end.
-
-    Attributes:
-        dim: The dimension that the rows are counted along: the part is one element long along
-            those before it.
-        offset: Of the first row in the box, in bytes.
-        num_bytes: Of one row.
-        count: Number of rows.
-        exact: Whether the rows hold nothing but the part.
-    """
-
-    dim: int
-    offset: int
-    num_bytes: int
-    count: int
-    exact: bool
-
-
-def rows_of(
-    sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[int], itemsize: int
-) -> Rows:
-    """Find a part of a stored box (pure).
-
-    Args:
-        sizes: Of the stored box, which is in row-major order.
-        starts: Where the part begins in the box.
-        lengths: Of the part; none is 0.
-        itemsize: Bytes of an element.
-    """
-    dim = next((d for d, length in enumerate(lengths) if length > 1), max(len(lengths) - 1, 0))
-    strides = [prod(sizes[d + 1 :]) * itemsize for d in range(len(sizes))]
-    before = zip(starts[: dim + 1], strides, strict=False)
-    return Rows(
-        dim=dim,
-        offset=sum(start * stride for start, stride in before),
-        num_bytes=strides[dim] if strides else itemsize,
-        count=lengths[dim] if lengths else 1,
-        exact=tuple(lengths[dim + 1 :]) == tuple(sizes[dim + 1 :]),
-    )

@@ -12,7 +12,7 @@ the present ones, or new ones for a fresh optimizer), then `read`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from hpc_elastic.checkpoint.files import Rows, ShardFile, rows_of
+from hpc_elastic.checkpoint.files import ShardFile
 from hpc_elastic.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
 from hpc_elastic.checkpoint.store import read_manifest
@@ -245,6 +245,49 @@ class ManifestReader(StorageReader):
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The bytes of a stored box that hold a part of it: rows of the same length, end to end.
+
+    Attributes:
+        dim: The dimension that the rows are counted along: the part is one element long along
+            those before it.
+        offset: Of the first row in the box, in bytes.
+        num_bytes: Of one row.
+        count: Number of rows.
+        exact: Whether the rows hold nothing but the part.
+    """
+
+    dim: int
+    offset: int
+    num_bytes: int
+    count: int
+    exact: bool
+
+
+def rows_of(
+    sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[int], itemsize: int
+) -> Rows:
+    """Find a part of a stored box (pure).
+
+    Args:
+        sizes: Of the stored box, which is in row-major order.
+        starts: Where the part begins in the box.
+        lengths: Of the part; none is 0.
+        itemsize: Bytes of an element.
+    """
+    dim = next((d for d, length in enumerate(lengths) if length > 1), max(len(lengths) - 1, 0))
+    strides = [prod(sizes[d + 1 :]) * itemsize for d in range(len(sizes))]
+    before = zip(starts[: dim + 1], strides, strict=False)
+    return Rows(
+        dim=dim,
+        offset=sum(start * stride for start, stride in before),
+        num_bytes=strides[dim] if strides else itemsize,
+        count=lengths[dim] if lengths else 1,
+        exact=tuple(lengths[dim + 1 :]) == tuple(sizes[dim + 1 :]),
+    )
+
+
+@dataclass(frozen=True)
 class _Piece:
     """Some rows of a stored box, and the memory that they belong in."""
 
@@ -286,9 +329,25 @@ def _plan(
     reader: ManifestReader, manifest: Manifest, into: Mapping[str, torch.Tensor]
 ) -> tuple[LoadPlanner, LoadPlan]:
     for fqn, tensor in into.items():
-        if fqn not in manifest.tensors:
+        entry, mine, now = manifest.tensors.get(fqn), local(tensor), dtype_name(tensor.dtype)
+        if entry is None:
             raise CheckpointError(f"{fqn} is not in the checkpoint")
-        _compare(fqn, manifest.tensors[fqn], tensor)
+        if tuple(tensor.shape) != entry.shape:
+            raise CheckpointError(
+                f"{fqn} has shape {list(entry.shape)} in the checkpoint, but {list(tensor.shape)} "
+                "now: build the model with the settings that it was saved with"
+            )
+        sides = zip(mine.shape, mine.stride(), strict=True)
+        if any(stride == 0 < size - 1 for size, stride in sides):
+            raise CheckpointError(
+                f"{fqn} is an expanded view, several of its elements are one in memory: put "
+                "tensor.clone() into the state"
+            )
+        if now != entry.dtype:
+            raise CheckpointError(
+                f"{fqn} is {entry.dtype} in the checkpoint, but {now} now: convert the model to "
+                f"{entry.dtype} before it is restored"
+            )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(into), reader.read_metadata(), is_coordinator=False)
     return planner, planner.create_local_plan()
@@ -296,26 +355,6 @@ def _plan(
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _compare(fqn: str, entry: TensorEntry, tensor: torch.Tensor) -> None:
-    now = dtype_name(tensor.dtype)
-    if tuple(tensor.shape) != entry.shape:
-        raise CheckpointError(
-            f"{fqn} has shape {list(entry.shape)} in the checkpoint, but {list(tensor.shape)} now: "
-            "build the model with the settings that it was saved with"
-        )
-    mine = local(tensor)
-    if any(stride == 0 < size - 1 for size, stride in zip(mine.shape, mine.stride(), strict=True)):
-        raise CheckpointError(
-            f"{fqn} is an expanded view, several of its elements are one in memory: put "
-            "tensor.clone() into the state"
-        )
-    if now != entry.dtype:
-        raise CheckpointError(
-            f"{fqn} is {entry.dtype} in the checkpoint, but {now} now: convert the model to "
-            f"{entry.dtype} before it is restored"
-        )
 
 
 def _new(fqn: str, entry: TensorEntry, parameter: torch.Tensor | None) -> torch.Tensor:

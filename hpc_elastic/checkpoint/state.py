@@ -275,7 +275,10 @@ def _add(flat: Flat, key: str, item: Any) -> None:
         return kind, at
 
     tree: object = item
-    if not isinstance(item, torch.Tensor) and _is_stateful(item):
+    if isinstance(item, torch.nn.Module):
+        tree = dict(item.state_dict())
+        flat.first.update(tree_codec.join(path, name) for name, _ in item.named_buffers())
+    elif _is_stateful(item) and not isinstance(item, torch.Tensor):
         tree = item.state_dict()
     elif not isinstance(item, torch.Tensor) and type(item) is not dict:
         raise ConfigError(
@@ -283,9 +286,6 @@ def _add(flat: Flat, key: str, item: Any) -> None:
             type(item),
             "give a tensor, a dict of values, or an object with state_dict() and load_state_dict()",
         )
-    if isinstance(item, torch.nn.Module):
-        tree = dict(tree)  # type: ignore[call-overload]
-        flat.first.update(tree_codec.join(path, name) for name, _ in item.named_buffers())
     flat.values[key] = tree_codec.encode(tree, path, leaf_of)
 
 

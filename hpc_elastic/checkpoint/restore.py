@@ -32,20 +32,13 @@ _LOOK_AGAIN_S = (0.0, 0.2, 1.0)
 
 @dataclass(frozen=True)
 class Restorer:
-    """Restores from one directory; all ranks make one.
-
-    Attributes:
-        store: Where to look.
-        group: The ranks.
-        ranks: How states that each rank has for itself are restored.
-        damaged: Gets the steps that do not verify.
-        tier: Where to look, too.
-    """
+    """Restores from one directory, and from near memory if there is a tier; all ranks make one."""
 
     store: Store
     group: RankGroup
     ranks: state.RankStates
     damaged: set[int]
+    """Gets the steps that do not verify."""
     tier: MemoryStore | None
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:

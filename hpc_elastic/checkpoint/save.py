@@ -58,25 +58,18 @@ class AbandonedSaveError(CheckpointError):
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What all saves of one Checkpointer share.
-
-    Attributes:
-        store: Where the checkpoints are.
-        group: Who saves.
-        rule: What is kept of the earlier ones.
-        timeout_s: How long one rank waits for another.
-        cleaner: Removes what is not kept.
-        damaged: Steps that did not verify when the state was restored.
-        memory: The nodes' memory; None without a memory tier.
-    """
+    """What all saves of one Checkpointer share."""
 
     store: Store
     group: RankGroup
     rule: Retention
     timeout_s: float
+    """How long one rank waits for another."""
     cleaner: Cleaner
     damaged: set[int] = field(default_factory=set)
+    """Steps that did not verify when the state was restored."""
     memory: MemoryStore | None = None
+    """The nodes' memory; None without a memory tier."""
 
 
 @dataclass
@@ -84,8 +77,6 @@ class Save:
     """One save, from the snapshot on.
 
     Attributes:
-        context: What it has in common with others.
-        step: What is saved.
         number: Of the save, the same on every rank.
         urgent: Leave out what can wait.
         to_store: Whether it goes to the shared directory; otherwise to memory only.

@@ -96,17 +96,12 @@ class _Filling:
 
 @dataclass(frozen=True)
 class RankStates:
-    """How states that each rank has for itself are restored.
-
-    Attributes:
-        rank: This process's.
-        world_size: Of the present group.
-        accept_inexact: Keys whose objects get rank 0's state under another world size.
-    """
+    """How states that each rank has for itself are restored on this rank of the present group."""
 
     rank: int
     world_size: int
     accept_inexact: Container[str]
+    """Keys whose objects get rank 0's state under another world size."""
 
     def value(self, manifest: Manifest, key: str, item: object) -> Any:
         """Return the stored value of an object for this rank.

@@ -311,19 +311,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What is to go from one directory of checkpoints.
-
-    Attributes:
-        directory: The directory.
-        kept: The good steps that stay, newest first.
-        damaged: What is wrong with those that were read and are not good, by step.
-        going: What goes: old checkpoints first, then leftovers of aborted saves.
-    """
+    """What is to go from one directory of checkpoints."""
 
     directory: Path
     kept: list[int]
+    """The good steps that stay, newest first."""
     damaged: Mapping[int, str]
+    """What is wrong with those that were read and are not good, by step."""
     going: list[Item]
+    """What goes: old checkpoints first, then leftovers of aborted saves."""
 
 
 def plan(directory: Path, *, keep_last: int, last_record: int | None) -> Cleaning:

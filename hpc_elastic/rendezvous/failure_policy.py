@@ -45,7 +45,7 @@ from hpc_elastic.rendezvous.log_entry import (
     RoundRules,
     RunEnding,
     first_failure,
-    looks_like_victim,
+    is_secondary,
 )
 from hpc_elastic.rendezvous.task_recovery import FailedStart
 
@@ -82,7 +82,7 @@ def strikes_of(failure: Failure) -> int:
         return STRIKES
     if failure.signal == "SIGBUS":
         return 1
-    return int(bool(_DOUBTFUL.search(text)) and not looks_like_victim(failure))
+    return int(bool(_DOUBTFUL.search(text)) and not is_secondary(failure))
 
 
 @dataclass
@@ -145,7 +145,7 @@ class FailurePolicy:
             self.progress, self.failures_without_progress, self.first_of_series = step, 0, None
             self._has_progressed = True
 
-    def fell_silent(self, host: str) -> None:
+    def heartbeat_lost(self, host: str) -> None:
         """A member's agent was not heard any more, though its connection did not end."""
         self._silent.add(host)
 

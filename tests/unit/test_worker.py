@@ -22,7 +22,7 @@ from hpc_elastic.agent.worker_failures import (
 from hpc_elastic.agent.worker_main import load_function, to_json
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.rendezvous.log_entry import Failure, looks_like_victim
+from hpc_elastic.rendezvous.log_entry import Failure, is_secondary
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
@@ -346,7 +346,7 @@ def test_an_exit_because_of_a_lost_peer_is_a_consequence(job):
     assert failure["message"].endswith("while it handled RuntimeError: Connection closed by peer "
                                        "[10.0.0.1]")  # fmt: skip
     fields = {name: value for name, value in failure.items() if name != "age_s"}
-    assert looks_like_victim(Failure(time=0.0, **fields))
+    assert is_secondary(Failure(time=0.0, **fields))
 
 
 def test_a_step_that_is_known_is_told(job):

@@ -12,8 +12,8 @@ the end of the one before it. Everything else is a problem.
 
 Stretches form a tree: each starts from a state, and a state names the stretch that made it and the
 step (`ledger`). The last stretch is that of the last log entry. Its ancestors, each up to the step
-at which its child branched off, are the history of the model. All other work was lost: steps after the
-last checkpoint of a killed group, and groups without a successor.
+at which its child branched off, are the history of the model. All other work was lost: steps after
+the last checkpoint of a killed group, and groups without a successor.
 
 The last stretch of a run that goes on, or was killed, has steps that not all ranks have written;
 only those of all ranks count. A run that succeeded has all steps, and its history ends where its

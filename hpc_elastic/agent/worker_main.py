@@ -355,7 +355,7 @@ def _exit_process(exit_code: int) -> None:
 #
 # A data loader's children would die: torch lets them end on a SIGTERM whose sender is not the
 # worker. `torch.utils.data._utils.signal_handling._set_worker_signal_handlers`, a private name,
-# is what each of them calls first (test_steadfast fails if torch changes it). They ignore the
+# is what each of them calls first (test_worker_signals fails if torch changes it). They ignore the
 # worker's SIGTERM as well then, which torch sends to one that has not ended in time;
 # `end_children` replaces it.
 #

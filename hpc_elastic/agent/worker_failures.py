@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_elastic.agent.signals import name_of
 from hpc_elastic.worker.shared_page import WorkerStatus
@@ -25,25 +25,13 @@ _REMEDY = (
 )
 
 
-class ProcessFailure(Protocol):
-    """The part of torch's ProcessFailure that is read here."""
-
-    @property
-    def local_rank(self) -> int:
-        """The worker's rank on its node."""
-
-    @property
-    def exitcode(self) -> int:
-        """Its exit code; negative: the signal that has ended it."""
-
-
 @dataclass(frozen=True)
 class EndedWorker:
-    """A worker that has ended by itself.
+    """A worker that has ended.
 
     Attributes:
         local_rank: Its rank on its node.
-        exitcode: As in `ProcessFailure`.
+        exitcode: Its exit code; negative: the signal that has ended it.
     """
 
     local_rank: int
@@ -125,7 +113,7 @@ def has_just_exited(failure: Mapping[str, Any]) -> bool:
 
 
 def describe(
-    failure: ProcessFailure,
+    failure: EndedWorker,
     files: WorkerFiles,
     place: NodeIdentity,
     progress: WorkerStatus | None = None,

@@ -103,7 +103,7 @@ def watch_of(tmp_path, monkeypatch):
 def at(watch: PreemptionWatcher, clock: dict[str, float], now: float) -> float | None:
     """Let the watch look at a time; return how long it waits then."""
     clock["now"] = now
-    watch._look_at_clock()
+    watch._check_clock()
     return watch._wait_s()
 
 

@@ -17,9 +17,7 @@ from hpc_elastic.agent.hang_watch import (
     WatchedWorker,
     WorkerSample,
     describe_place,
-    is_long_work,
     parse_main_thread,
-    stacks_differ,
     waiting_collective,
 )
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
@@ -207,23 +205,6 @@ def test_what_a_stack_waits_in(stack, waits, stands):
     assert f":{stands} in" in describe_place(stack)
 
 
-def test_saving_and_compiling_are_work():
-    """They take long, and are no step."""
-    assert is_long_work(frames(f"{SITE}/torch/serialization.py:1:_save", USER))
-    assert is_long_work(frames(f"{SITE}/torch/_inductor/compile_fx.py:1:f", USER))
-    assert not is_long_work(frames(f"{SITE}/torch/_dynamo/eval_frame.py:1:f", USER))
-
-
-def test_a_stack_moves_if_two_looks_differ():
-    """Be it by one line."""
-    still, other = frames(USER), frames("/home/u/hpc_elastic/train.py:41:step")
-    assert (
-        not stacks_differ([still, still, still])
-        and stacks_differ([still, other, still])
-        and not stacks_differ([])
-    )
-
-
 def test_one_that_reports_without_a_step_is_alive_and_one_that_steps_is_not_waited_for():
     """A validation; and a rank that goes on without those that hang."""
     validating, training = stepping(4.0, 0.1), stepping(4.0, 0.1)
@@ -235,7 +216,10 @@ def test_one_that_reports_without_a_step_is_alive_and_one_that_steps_is_not_wait
 
 
 USERS = (Frame("/u/t.py", 4, "step"),)
+MOVED = (Frame("/u/t.py", 5, "step"),)
 SAVING = (Frame(f"{SITE}/torch/serialization.py", 1, "_save"), *USERS)
+COMPILING = (Frame(f"{SITE}/torch/_inductor/compile_fx.py", 1, "f"), *USERS)
+COMPILED = (Frame(f"{SITE}/torch/_dynamo/eval_frame.py", 1, "f"), *USERS)
 WAITING = (Frame(str(Path(hang_watch.__file__).parents[1] / "ft" / "link.py"), 1, "ask"), *USERS)
 
 
@@ -255,6 +239,9 @@ WAITING = (Frame(str(Path(hang_watch.__file__).parents[1] / "ft" / "link.py"), 1
         (WorkerSample("R", [USERS, USERS], BLANK, computes=True), "moves"),
         (WorkerSample("S", [USERS, SAVING], BLANK), "moves"),
         (WorkerSample("S", [SAVING, SAVING], BLANK), "moves"),
+        (WorkerSample("S", [COMPILING, COMPILING], BLANK), "moves"),
+        (WorkerSample("S", [USERS, MOVED, USERS], BLANK), "moves"),
+        (WorkerSample("S", [COMPILED, COMPILED], BLANK), "stands"),
         (WorkerSample("S", [USERS, USERS], BLANK), "stands"),
     ],
 )

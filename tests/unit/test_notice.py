@@ -9,11 +9,9 @@ from hpc_elastic.agent.preemption import (
     PreemptionConfig,
     PreemptionNotice,
     TimeLimit,
-    first_spread_s,
     merged,
     of_departure,
     of_signal,
-    spread_s,
     why_leave_now,
     within,
 )
@@ -81,12 +79,6 @@ def test_the_notice_of_a_time_limit_takes_no_more_than_a_tenth_of_it(length_s, a
     assert limit.notice_at(120) == 10_000 - ahead_s
     assert limit.notice_at(120) < limit.notice(120).by < 10_000
     assert limit.notice(120).reason is Reason.TIME_LIMIT
-
-
-def test_ten_thousand_tasks_ask_slurm_over_half_a_minute():
-    """And a few ask at once. For a limit that nobody asked for there is time."""
-    assert (spread_s(10_000), spread_s(4)) == (30.0, 0.04)
-    assert [first_spread_s(n) for n in (1, 16, 10_000)] == [0.0, 15.0, 30.0]
 
 
 @pytest.mark.parametrize(

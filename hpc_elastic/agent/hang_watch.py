@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.metrics import main_thread_load_s
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import PATIENCE, RankState, failures_of, judge, note_of
 from hpc_elastic.rendezvous.log_entry import Agent
@@ -153,7 +152,10 @@ class HangWatch:
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""
         samplers = [StackSampler(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]
-        since, loads = time.monotonic(), {pid: main_thread_load_s(pid) for pid in pids.values()}
+        since, loads = (
+            time.monotonic(),
+            {pid: stacks.main_thread_load_s(pid) for pid in pids.values()},
+        )
         deadline = since + WITHIN_S
         threads = [
             threading.Thread(target=sampler.sample, args=(deadline,), name="stack", daemon=True)
@@ -169,7 +171,7 @@ class HangWatch:
             pid, computes = sampler.pid, False
             before_s = None if pid is None else loads.get(pid)
             if pid is not None and before_s is not None:
-                after_s = main_thread_load_s(pid)
+                after_s = stacks.main_thread_load_s(pid)
                 computes = after_s is not None and after_s - before_s > wanted_s
                 computes = computes and not stacks.has_gpu_open(pid)
             seen = WorkerSample(

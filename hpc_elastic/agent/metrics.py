@@ -16,7 +16,6 @@ slow and on fast ranks alike.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -31,6 +30,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpc_elastic._util import ThroughputMeter
+from hpc_elastic.agent.stacks import main_thread_load_s
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
@@ -231,14 +231,6 @@ class WorkerLoads:
         if window:
             self.number += 1
             self.last, self._start = window, known
-
-
-def main_thread_load_s(pid: int) -> float | None:
-    """Return the seconds that a process's main thread ran or was ready to run; None if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
-        return (int(ran) + int(waited)) / 1e9
-    return None
 
 
 class WorkerObserver:

@@ -52,7 +52,7 @@ from typing import Any
 
 from hpc_elastic._util import readable
 from hpc_elastic.agent.signals import name_of
-from hpc_elastic.agent.stacks import process_state
+from hpc_elastic.agent.stacks import main_thread_load_s, process_state
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.shared_files import read_json
@@ -204,7 +204,13 @@ class WarmWorkerPool:
         if worker is None:
             return None
         self._handle_report(worker)
-        if self._is_usable(worker, command, env) and worker.send(env, outputs):
+        if (
+            worker.process.poll() is None
+            and tuple(command) == self._command
+            and worker.cwd == _cwd()
+            and is_compatible(worker.env, env)
+            and worker.send(env, outputs)
+        ):
             state = "had imported" if worker.ready else "was still importing"
             _log.info("slot %d: process %d, which %s", slot, worker.process.pid, state)
             return worker.process
@@ -220,35 +226,24 @@ class WarmWorkerPool:
         while self._workers:
             self._workers.popitem()[1].kill()
 
-    def _is_usable(
-        self, worker: _WarmWorker, command: Sequence[str], env: Mapping[str, str]
-    ) -> bool:
-        lives = worker.process.poll() is None
-        same = tuple(command) == self._command and worker.cwd == _cwd()
-        return lives and same and is_compatible(worker.env, env)
-
     def _start(self, slot: int, *, paced: bool) -> None:
         """Start a warm worker as torch starts a worker; an error is only logged."""
         env, cwd = dict(os.environ), _cwd()
         try:
             ours, theirs = socket.socketpair()
+            with theirs, contextlib.ExitStack() as on_error:
+                on_error.callback(ours.close)
+                how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
+                process = subprocess.Popen(
+                    self._command,
+                    env={**env, WARM_WORKER_VARIABLE: how},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+                on_error.pop_all()
         except OSError as e:
             _log.warning("no warm worker for slot %d: %s", slot, e)
             return
-        how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
-        try:
-            process = subprocess.Popen(
-                self._command,
-                env={**env, WARM_WORKER_VARIABLE: how},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except OSError as e:
-            ours.close()
-            _log.warning("no warm worker for slot %d: %s", slot, e)
-            return
-        finally:
-            theirs.close()
         ours.setblocking(False)
         self._workers[slot] = _WarmWorker(process, ours, env, cwd)
 
@@ -257,18 +252,17 @@ class WarmWorkerPool:
         report = worker.read_report()
         if report is None:
             return True
-        for module, why in report["failed"].items():
-            self._warn(f"launcher.agent.warm_imports: {module} is not imported in advance: {why}")
+        texts = [
+            f"{module} is not imported in advance: {why}"
+            for module, why in report["failed"].items()
+        ]
         if report["holds_gpu"]:
-            self._warn(
-                "launcher.agent.warm_imports: a module opens the GPU; such processes are not kept"
-            )
+            texts.append("a module opens the GPU; such processes are not kept")
+        for text in texts:
+            if text not in self._warned:
+                self._warned.add(text)
+                _log.warning("launcher.agent.warm_imports: %s", text)
         return not report["holds_gpu"]
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            _log.warning("%s", text)
 
 
 def exit_text(exit_code: int) -> str:
@@ -342,7 +336,10 @@ def wait_for_use(how: str, modules: list[str]) -> None:
     number, _, pace = how.partition(" ")
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
-    _buffer_output()
+    for descriptor in _OUTPUTS:
+        kept = os.memfd_create("hpc_elastic-warm-worker")
+        os.dup2(kept, descriptor)
+        os.close(kept)
     with (
         frozen_imports(),
         _in_the_background(channel) if pace == "paced" else _when_cpu_is_idle(channel),
@@ -350,12 +347,23 @@ def wait_for_use(how: str, modules: list[str]) -> None:
         failed = _import_ahead(modules, channel)
     with channel:
         with contextlib.suppress(OSError):  # made a worker before, and the socket closed
-            report = {"failed": failed, "holds_gpu": _holds_gpu()}
+            torch = sys.modules.get("torch")
+            holds_gpu = torch is not None and bool(torch.cuda.is_initialized())
+            report = {"failed": failed, "holds_gpu": holds_gpu}
             channel.sendall(json.dumps(report).encode() + b"\n")
         env, outputs = _receive_start(channel)
-    _replace_environment(env)
+    # change only what differs: C libraries may hold pointers to the rest
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     for descriptor, output in zip(_OUTPUTS, outputs, strict=True):
-        _redirect(descriptor, output)
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        os.dup2(output, descriptor)
+        os.close(output)
+        while text:  # the output of the imports comes first
+            text = text[os.write(descriptor, text) :]
 
 
 def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
@@ -379,11 +387,6 @@ def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
     return bool(readable(channel, timeout_s=wait_s))
 
 
-def _holds_gpu() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
-
-
 @contextlib.contextmanager
 def frozen_imports() -> Iterator[None]:
     """Exclude imported objects from garbage collection, which would take 0.1 s each time.
@@ -403,20 +406,15 @@ def _when_cpu_is_idle(channel: socket.socket) -> Iterator[None]:
     """Wait until a CPU is free, the agent has finished its imports, or this process is needed."""
     agent, cpus = os.getppid(), {f"cpu{number}" for number in os.sched_getaffinity(0)}
     with contextlib.suppress(OSError):  # a kernel without these counters
-        looked = time.monotonic(), _runnable_s(agent), _idle_s(cpus)
-        while not _is_needed(channel, _WINDOW_S):
-            before, looked = looked, (time.monotonic(), _runnable_s(agent), _idle_s(cpus))
-            passed, wanted, free = (now - then for now, then in zip(looked, before, strict=True))
+        looked = time.monotonic(), main_thread_load_s(agent), _idle_s(cpus)
+        while looked[1] is not None and not _is_needed(channel, _WINDOW_S):
+            before, looked = looked, (time.monotonic(), main_thread_load_s(agent), _idle_s(cpus))
+            passed, free = looked[0] - before[0], looked[2] - before[2]
+            wanted = (looked[1] or 0.0) - (before[1] or 0.0)
             # a wait in the run queue is counted only once it has ended
             if free > 0.8 * passed or (wanted < 0.5 * passed and process_state(agent) != "R"):
                 break
     yield
-
-
-def _runnable_s(pid: int) -> float:
-    """Return how long a main thread has run or was ready to run (proc(5), schedstat)."""
-    ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-    return (int(ran) + int(waited)) / 1e9
 
 
 def _idle_s(cpus: Collection[str]) -> float:
@@ -469,22 +467,6 @@ def _set_policy(policy: int) -> None:
             os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
 
 
-def _buffer_output() -> None:
-    for descriptor in _OUTPUTS:
-        kept = os.memfd_create("hpc_elastic-warm-worker")
-        os.dup2(kept, descriptor)
-        os.close(kept)
-
-
-def _redirect(descriptor: int, output: int) -> None:
-    """Redirect stdout or stderr to the worker's, and write the kept output there."""
-    kept = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    os.dup2(output, descriptor)
-    os.close(output)
-    while kept:
-        kept = kept[os.write(descriptor, kept) :]
-
-
 def _receive_start(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     first, outputs, _, _ = socket.recv_fds(channel, 1 << 16, len(_OUTPUTS))
     if not first:
@@ -494,15 +476,6 @@ def _receive_start(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
         for part in iter(partial(channel.recv, 1 << 16), b""):
             message += part
     return json.loads(message)["env"], outputs
-
-
-def _replace_environment(env: dict[str, str]) -> None:
-    """Change only what differs: C libraries may hold pointers to the rest."""
-    for name in os.environ.keys() - env.keys():
-        del os.environ[name]
-    for name, value in env.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
 
 
 _OPEN_FILES = 65_536
@@ -520,8 +493,12 @@ def worker_command(task: Task) -> tuple[str, ...]:
 
 def start_pool(task: Task) -> WarmWorkerPool:
     """Start the warm workers of a task before the agent imports torch: both import in parallel."""
-    wanted = task.spec.nproc_per_node
-    num_workers = likely_workers(wanted, task.slurm.cpus_on_node, os.environ, _num_gpu_devices())
+    num_gpus = sum(
+        bool(re.fullmatch(r"nvidia\d+", device.name)) for device in Path("/dev").iterdir()
+    )
+    num_workers = likely_workers(
+        task.spec.nproc_per_node, task.slurm.cpus_on_node, os.environ, num_gpus
+    )
     prepare_environment(task, num_workers)
     num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_WARMING)
     slots = num_workers if task.spec.agent.warm_workers else 0
@@ -545,10 +522,6 @@ def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices
         return cpus
     gpus = len(listed_gpus(env[GPUS])) if GPUS in env else num_devices
     return max(1, min(gpus, num_devices))
-
-
-def _num_gpu_devices() -> int:
-    return sum(bool(re.fullmatch(r"nvidia\d+", device.name)) for device in Path("/dev").iterdir())
 
 
 def prepare_environment(task: Task, num_workers: int) -> None:

@@ -148,8 +148,8 @@ def set_checkpoint_policy(rule: Callable[[int, bool, bool], bool] | None) -> Non
     its ranks decide the same, is up to its Manager.
 
     Args:
-        rule: From the step, whether a checkpoint is due by the count of steps, and whether this
-            process's clock, to whether to save. None: ask the control page again.
+        rule: Returns whether to save, from the step, whether a checkpoint is due by the count of
+            steps, and whether one is due by this process's clock. None: ask the control page again.
     """
     _Own.rule, _Own.clock = rule, Clock(time.monotonic())
 

@@ -15,8 +15,8 @@ from hpc_elastic.agent.metrics import (
     TaskCounters,
     WorkerLoads,
     WorkerObserver,
-    main_thread_load_s,
 )
+from hpc_elastic.agent.stacks import main_thread_load_s
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
 BLANK = WorkerStatus(None, None, None, None, None, None, 0)

@@ -56,8 +56,9 @@ from hpc_elastic.agent.preemption import (
     PreemptionState,
     why_leave_now,
 )
+from hpc_elastic.agent.signals import name_of
 from hpc_elastic.agent.stacks import process_state, stacks_file
-from hpc_elastic.agent.warm_workers import WarmWorkerPool, exit_text, is_training
+from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.agent.worker_failures import (
     EndedWorker,
@@ -65,8 +66,6 @@ from hpc_elastic.agent.worker_failures import (
     WorkerFiles,
     describe,
     earliest,
-    has_just_exited,
-    has_stopped_short,
     has_succeeded,
     told_exit_code,
 )
@@ -330,7 +329,8 @@ class ElasticAgent(LocalElasticAgent):
             self._report(failures)
             return
         # A script may set a flag at SIGTERM, save, and return before its last step: it leaves.
-        if any(has_stopped_short(page.read()) for page in self.pages.values()):
+        workers = [page.read() for page in self.pages.values()]
+        if any(w.step is not None and w.step < (w.total_steps or 0) for w in workers):
             self._await_notice()
             if self._workplace.notices.current is not None:
                 _log.warning("the function has returned under notice, before its last step")
@@ -378,7 +378,9 @@ class ElasticAgent(LocalElasticAgent):
             describe(failure, self._files(rank), place, self.pages[rank].read())
             for rank, failure in failures.items()
         ]
-        have_exited = any(has_just_exited(failure) for failure in found)
+        have_exited = any(
+            f["signal"] is None and f["exception"] in (None, "SystemExit") for f in found
+        )
         if have_exited:
             self._await_notice()
         notice = self._workplace.notices.current
@@ -398,7 +400,8 @@ class ElasticAgent(LocalElasticAgent):
         codes = self._warm_workers.maintain()
         codes = [code for code in codes if code != -signal.SIGTERM]  # a preemption ends them all
         if codes:
-            where, why = self._workplace, exit_text(codes[0])
+            why = name_of(-codes[0]) if codes[0] < 0 else f"exit code {codes[0]}"
+            where = self._workplace
             where.events.write_behind("warm_worker_died", host=where.place.host, why=why)
         if self._filled:
             return

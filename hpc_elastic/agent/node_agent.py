@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -35,12 +36,7 @@ from hpc_elastic.agent.preemption import (
 from hpc_elastic.agent.preflight import Preflight, exclude_node
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task
-from hpc_elastic.agent.warm_workers import (
-    WarmWorkerPool,
-    prepare_environment,
-    raise_open_files_limit,
-    worker_command,
-)
+from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, worker_command
 from hpc_elastic.agent.worker_failures import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import agent_folder
 from hpc_elastic.config.schema import Nproc
@@ -78,6 +74,7 @@ _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
 _UNFIT_AWAY_S = 10.0
+_OPEN_FILES = 65_536
 
 
 def supervise(
@@ -196,7 +193,14 @@ class NodeAgent:
         self._control = control
         self._notices = notices
         self._scheduler = Scheduler(task.run, task.spec)
-        self._sweep = _sweep_of(task)
+        self._sweep: SweepQueue | None = None
+        """The queue of the runs that were submitted with this one; None if it was alone."""
+        if task.spec.launcher == "slurm":
+            queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
+            try:
+                self._sweep = queue if queue.num_runs > 1 else None
+            except (OSError, RunDirectoryError) as e:
+                _log.warning("the other runs of the sweep are not known: %s", e)
         name, is_local = task.slurm.node_name, task.spec.launcher == "local"
         self._interface = interface.LOOPBACK
         if not is_local:
@@ -220,7 +224,9 @@ class NodeAgent:
         unfit = self._unfit(checks) if checks is not None else None
         if unfit is not None:
             return unfit
-        raise_open_files_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a leader may need many files
+        allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
         os.environ[DIRECTORY_VARIABLE] = str(self._control)
@@ -372,18 +378,6 @@ class NodeAgent:
             task, group_nodes=round_.group_size, group_workers=round_.world_size,
             rounds=round_.number, restarts=round_.restarts,
         )  # fmt: skip
-
-
-def _sweep_of(task: Task) -> SweepQueue | None:
-    """Return the queue of the runs that were submitted with this one; None if it was alone."""
-    if task.spec.launcher != "slurm":
-        return None
-    queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
-    try:
-        return queue if queue.num_runs > 1 else None
-    except (OSError, RunDirectoryError) as e:
-        _log.warning("the other runs of the sweep are not known: %s", e)
-        return None
 
 
 def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:

@@ -114,31 +114,18 @@ def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionN
     return replace(new if signalled else known, by=min(known.by, new.by))
 
 
-@dataclass(frozen=True)
-class TimeLimit:
-    """The wall time of a task.
+def of_time_limit(
+    end: float, length_s: float, signal_delay_s: float
+) -> tuple[float, PreemptionNotice]:
+    """Return when the notice of the end of the wall time is due, and the notice.
 
-    Attributes:
-        end: When it is over, in monotonic seconds.
+    Args:
+        end: When it is over; monotonic seconds, as is the result.
         length_s: How long it is as a whole.
+        signal_delay_s: How long before the end the node is left; at most a tenth of the whole.
     """
-
-    end: float
-    length_s: float
-
-    def ahead_s(self, signal_delay_s: float) -> float:
-        """Return how long before the end the node is left: at most a tenth of the whole."""
-        return min(signal_delay_s, self.length_s * _SHARE_OF_LIMIT)
-
-    def notice_at(self, signal_delay_s: float) -> float:
-        """Return when the notice is due, in monotonic seconds."""
-        return self.end - self.ahead_s(signal_delay_s)
-
-    def notice(self, signal_delay_s: float) -> PreemptionNotice:
-        """Return the notice."""
-        return within(
-            Reason.TIME_LIMIT, self.ahead_s(signal_delay_s), self.notice_at(signal_delay_s)
-        )
+    ahead_s = min(signal_delay_s, length_s * _SHARE_OF_LIMIT)
+    return end - ahead_s, within(Reason.TIME_LIMIT, ahead_s, end - ahead_s)
 
 
 def why_leave_now(
@@ -321,7 +308,8 @@ class PreemptionWatcher:
         self._notices = notices
         self._scheduler = scheduler
         self._started_at = time.monotonic()
-        self._limit: TimeLimit | None = None
+        self._planned: tuple[float, PreemptionNotice] | None = None
+        """When the notice of the end of the wall time is due, and the notice."""
         self._ask_at: float | None = None
         if scheduler is not None and scheduler.told_left_s is not None:
             self._plan(self._started_at + scheduler.told_left_s)
@@ -357,16 +345,13 @@ class PreemptionWatcher:
     def _plan(self, end: float) -> None:
         """Plan the notice, and a look shortly before it: limits get extended."""
         assert self._scheduler is not None
-        self._limit = TimeLimit(end, end - self._started_at)
+        self._planned = of_time_limit(end, end - self._started_at, self._terms.signal_delay_s)
         # at random, so that not all tasks of a run ask at once
-        early_s = _LOOK_AGAIN_S + random.uniform(0.0, self._scheduler.spread_s)
-        again_at = self._limit.notice_at(self._terms.signal_delay_s) - early_s
+        again_at = self._planned[0] - _LOOK_AGAIN_S - random.uniform(0.0, self._scheduler.spread_s)
         self._ask_at = again_at if again_at > time.monotonic() + _LOOK_AGAIN_S else None
 
     def _wait_s(self) -> float | None:
-        delay_s = self._terms.signal_delay_s
-        notice_at = None if self._limit is None else self._limit.notice_at(delay_s)
-        due = [at for at in (self._ask_at, notice_at) if at is not None]
+        due = [at for at in (self._ask_at, self._planned and self._planned[0]) if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_clock(self) -> None:
@@ -381,10 +366,9 @@ class PreemptionWatcher:
                 spread_s = random.uniform(0.0, self._scheduler.spread_s)
                 self._ask_at = asked_at + _ASK_SILENT_S + spread_s
             else:
-                self._limit = None
+                self._planned = None
                 if left_s is not None:
                     self._plan(asked_at + left_s)
-        limit, delay_s = self._limit, self._terms.signal_delay_s
-        if limit is not None and time.monotonic() >= limit.notice_at(delay_s):
-            self._notices.add(limit.notice(delay_s))
-            self._limit = None
+        if self._planned is not None and time.monotonic() >= self._planned[0]:
+            self._notices.add(self._planned[1])
+            self._planned = None

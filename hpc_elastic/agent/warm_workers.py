@@ -37,7 +37,6 @@ import json
 import logging
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -48,10 +47,8 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic._util import readable
-from hpc_elastic.agent.signals import name_of
 from hpc_elastic.agent.stacks import main_thread_load_s, process_state
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc
@@ -74,26 +71,6 @@ class _WarmWorker:
     cwd: Path | None
     ready: bool = False
     received: bytes = b""
-
-    def read_report(self) -> dict[str, Any] | None:
-        """Return its report after the imports, once; None before and after."""
-        if self.ready:
-            return None
-        with contextlib.suppress(OSError):  # BlockingIOError: nothing new
-            self.received += self.channel.recv(1 << 16)
-        if not self.received.endswith(b"\n"):
-            return None
-        self.ready = True
-        return dict(json.loads(self.received))
-
-    def send(self, env: Mapping[str, str], outputs: Sequence[int]) -> bool:
-        """Make it a worker; return False if the message does not fit without blocking the agent."""
-        message = json.dumps({"env": dict(env)}).encode()
-        with self.channel:
-            try:
-                return socket.send_fds(self.channel, [message], list(outputs)) == len(message)
-            except OSError:
-                return False
 
     def kill(self) -> None:
         """Kill it; it holds no state."""
@@ -209,11 +186,14 @@ class WarmWorkerPool:
             and tuple(command) == self._command
             and worker.cwd == _cwd()
             and is_compatible(worker.env, env)
-            and worker.send(env, outputs)
         ):
-            state = "had imported" if worker.ready else "was still importing"
-            _log.info("slot %d: process %d, which %s", slot, worker.process.pid, state)
-            return worker.process
+            message, num_sent = json.dumps({"env": dict(env)}).encode(), 0
+            with worker.channel, contextlib.suppress(OSError):  # it must not block the agent
+                num_sent = socket.send_fds(worker.channel, [message], list(outputs))
+            if num_sent == len(message):
+                state = "had imported" if worker.ready else "was still importing"
+                _log.info("slot %d: process %d, which %s", slot, worker.process.pid, state)
+                return worker.process
         if (code := worker.process.poll()) is not None:
             self._dead.append(code)
         _log.info("slot %d: its warm worker cannot be used, a new process is started", slot)
@@ -249,9 +229,13 @@ class WarmWorkerPool:
 
     def _handle_report(self, worker: _WarmWorker) -> bool:
         """Log the report of a warm worker, each text once; return whether it may be kept."""
-        report = worker.read_report()
-        if report is None:
+        if worker.ready:
             return True
+        with contextlib.suppress(OSError):  # BlockingIOError: nothing new
+            worker.received += worker.channel.recv(1 << 16)
+        if not worker.received.endswith(b"\n"):
+            return True
+        worker.ready, report = True, json.loads(worker.received)
         texts = [
             f"{module} is not imported in advance: {why}"
             for module, why in report["failed"].items()
@@ -263,11 +247,6 @@ class WarmWorkerPool:
                 self._warned.add(text)
                 _log.warning("launcher.agent.warm_imports: %s", text)
         return not report["holds_gpu"]
-
-
-def exit_text(exit_code: int) -> str:
-    """Return the text for an exit code (pure): ``SIGKILL``, or ``exit code 1``."""
-    return name_of(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _cwd() -> Path | None:
@@ -478,7 +457,6 @@ def _receive_start(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     return json.loads(message)["env"], outputs
 
 
-_OPEN_FILES = 65_536
 _THREADS = "OMP_NUM_THREADS"
 _GIVEN_THREADS = os.environ.get(_THREADS)
 """The user's own value, before anything is set here."""
@@ -530,13 +508,6 @@ def prepare_environment(task: Task, num_workers: int) -> None:
     share = task.spec.agent.omp_num_threads or max(1, cpus // num_workers)
     os.environ[_THREADS] = _GIVEN_THREADS or str(share)
     os.environ.update(task.spec.env)
-
-
-def raise_open_files_limit() -> None:
-    """Raise the limit of open files to what a leader may need, within the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 def is_training(status: Path) -> bool:

@@ -92,12 +92,6 @@ def has_succeeded(exit_code: int, worker: WorkerStatus) -> bool:
     return exit_code == 0 and worker.returned
 
 
-def has_stopped_short(worker: WorkerStatus) -> bool:
-    """Return whether a worker has reported a total of steps, and has not made them."""
-    step, total = worker.step, worker.total_steps
-    return step is not None and total is not None and step < total
-
-
 def told_exit_code(files: WorkerFiles) -> int | None:
     """Return the exit code of a worker that has written down its failure; None if it has not.
 
@@ -105,11 +99,6 @@ def told_exit_code(files: WorkerFiles) -> int | None:
     """
     code = _told_by_worker(files.error).get("exit_code")
     return code if isinstance(code, int) else None
-
-
-def has_just_exited(failure: Mapping[str, Any]) -> bool:
-    """Return whether a worker has ended with an exit code, and no error."""
-    return failure["signal"] is None and failure["exception"] in (None, "SystemExit")
 
 
 def describe(

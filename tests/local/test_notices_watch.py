@@ -15,7 +15,6 @@ from hpc_elastic.agent.preemption import (
     PreemptionNotice,
     PreemptionState,
     PreemptionWatcher,
-    TimeLimit,
     TimeLimitSource,
     why_leave_now,
 )
@@ -227,4 +226,3 @@ def test_a_deadline_that_hardly_moves_is_not_told_again(tmp_path):
     for by in (100.0, 99.5, 90.0):
         notices.add(PreemptionNotice(Reason.TIME_LIMIT, by))
     assert len(read_events(tmp_path)) == 2
-    assert TimeLimit(1.0, 1.0).notice(1.0).by < 1.0

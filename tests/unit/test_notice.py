@@ -8,10 +8,10 @@ import pytest
 from hpc_elastic.agent.preemption import (
     PreemptionConfig,
     PreemptionNotice,
-    TimeLimit,
     merged,
     of_departure,
     of_signal,
+    of_time_limit,
     why_leave_now,
     within,
 )
@@ -75,10 +75,9 @@ def test_of_two_notices_the_earlier_deadline_and_the_first_reason_stay():
 @pytest.mark.parametrize(("length_s", "ahead_s"), [(86_400, 120), (1200, 120), (60, 6)])
 def test_the_notice_of_a_time_limit_takes_no_more_than_a_tenth_of_it(length_s, ahead_s):
     """A short job would do nothing else but leave."""
-    limit = TimeLimit(end=10_000, length_s=length_s)
-    assert limit.notice_at(120) == 10_000 - ahead_s
-    assert limit.notice_at(120) < limit.notice(120).by < 10_000
-    assert limit.notice(120).reason is Reason.TIME_LIMIT
+    due_at, notice = of_time_limit(10_000, length_s, 120)
+    assert due_at == 10_000 - ahead_s and due_at < notice.by < 10_000
+    assert notice.reason is Reason.TIME_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_when_there_is_no_sense_in_waiting_for_a_checkpoint(workers, fields, why
 def test_a_notice_keeps_what_announced_it_and_how_much_time_that_gave():
     """For the event log: the first one's, or the signal's."""
     sigterm = of_signal(signal.SIGTERM, TERMS, 1000)
-    limit = TimeLimit(end=1100, length_s=3600).notice(120)
+    _, limit = of_time_limit(1100, 3600, 120)
     assert (sigterm.signal, sigterm.given_s) == ("SIGTERM", 60)
     assert (limit.signal, limit.given_s) == (None, 120)
     for notice in (merged(limit, sigterm), merged(sigterm, limit)):

@@ -46,29 +46,14 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from hpc_elastic.agent import process_cleanup
+from hpc_elastic.agent import preemption, process_cleanup, worker_failures
 from hpc_elastic.agent.hang_watch import HangWatch, WatchedWorker
 from hpc_elastic.agent.metrics import WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.preemption import (
-    DrainController,
-    PreemptionNotice,
-    PreemptionState,
-    why_leave_now,
-)
 from hpc_elastic.agent.signals import name_of
 from hpc_elastic.agent.stacks import process_state, stacks_file
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
-from hpc_elastic.agent.worker_failures import (
-    EndedWorker,
-    NodeIdentity,
-    WorkerFiles,
-    describe,
-    earliest,
-    has_succeeded,
-    told_exit_code,
-)
 from hpc_elastic.agent.worker_main import STOP
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.ft.messages import SOCKET_ENV
@@ -121,12 +106,12 @@ class AgentContext:
         observer: Measures the workers.
     """
 
-    place: NodeIdentity
+    place: worker_failures.NodeIdentity
     attempt: int
     control: Path
     run: RunDir
     settings: AgentSettings
-    notices: PreemptionState
+    notices: preemption.PreemptionState
     events: EventLog
     saves_itself: bool = True
     replica: Replica | None = None
@@ -150,7 +135,7 @@ class ElasticAgent(LocalElasticAgent):
         self._session = handler.session
         self._workplace = workplace
         self._channel: WorkerChannel | None = None
-        self._drain: DrainController | None = None
+        self._drain: preemption.DrainController | None = None
         self._saves = CheckpointFailureLog(workplace.events.write_behind)
         self._hangs: HangWatch | None = None
         self._awaits_leader = False
@@ -231,10 +216,10 @@ class ElasticAgent(LocalElasticAgent):
         self._channel = WorkerChannel(self._session, pages)
         self._saves.watch(self.pages.get(_FIRST_RANK))
         by_its_script = partial(
-            why_leave_now, since=self._started_at, saves_itself=workplace.saves_itself
+            preemption.why_leave_now, since=self._started_at, saves_itself=workplace.saves_itself
         )
         why_leave = by_its_script if replica is None else replica.why_leave
-        self._drain = DrainController(self._session, notices, pages, why_leave)
+        self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
         watched = [
             WatchedWorker(
                 rank - round_.first_rank, page, self._files(rank),
@@ -316,7 +301,7 @@ class ElasticAgent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         failures = {r: w for r, w in self._ended_by_themselves().items() if w.exitcode == 0}
         for rank, failure in result.failures.items():
-            failures[rank] = EndedWorker(failure.local_rank, failure.exitcode)
+            failures[rank] = worker_failures.EndedWorker(failure.local_rank, failure.exitcode)
         if result.state is WorkerState.HEALTHY and not failures:
             self._maintain_warm_workers()
             return
@@ -338,15 +323,17 @@ class ElasticAgent(LocalElasticAgent):
                 return
         self._session.finished()
 
-    def _ended_by_themselves(self) -> dict[int, EndedWorker]:
+    def _ended_by_themselves(self) -> dict[int, worker_failures.EndedWorker]:
         """Return the workers that have ended, not by this agent, and not as they should."""
         context, ended = self._pcontext, {}
         handlers = context.subprocess_handlers if isinstance(context, SubprocessContext) else {}
         for local_rank, process in handlers.items():
             code = process.own_exit_code if isinstance(process, WorkerProcess) else None
             rank = self._round.first_rank + local_rank
-            if code is not None and not has_succeeded(code, self.pages[rank].read()):
-                ended[rank] = EndedWorker(local_rank, code)
+            if code is not None and not worker_failures.has_succeeded(
+                code, self.pages[rank].read()
+            ):
+                ended[rank] = worker_failures.EndedWorker(local_rank, code)
         return ended
 
     def _report_before_stop(self) -> None:
@@ -359,15 +346,15 @@ class ElasticAgent(LocalElasticAgent):
             return
         failures = {}
         for rank in self.pages:
-            code = told_exit_code(self._files(rank))
+            code = worker_failures.told_exit_code(self._files(rank))
             if code is not None:
-                failures[rank] = EndedWorker(rank - self._round.first_rank, code)
+                failures[rank] = worker_failures.EndedWorker(rank - self._round.first_rank, code)
         failures |= self._ended_by_themselves()
         if failures:
             self._awaits_leader = True
             self._report(failures)
 
-    def _report(self, failures: Mapping[int, EndedWorker]) -> None:
+    def _report(self, failures: Mapping[int, worker_failures.EndedWorker]) -> None:
         """Report failed workers; those that end because of a notice have not failed.
 
         Such are all where the signals of a notice have come: Slurm may send them to each process.
@@ -375,7 +362,7 @@ class ElasticAgent(LocalElasticAgent):
         """
         place = self._workplace.place
         found = [
-            describe(failure, self._files(rank), place, self.pages[rank].read())
+            worker_failures.describe(failure, self._files(rank), place, self.pages[rank].read())
             for rank, failure in failures.items()
         ]
         have_exited = any(
@@ -388,7 +375,7 @@ class ElasticAgent(LocalElasticAgent):
             _log.warning("workers have ended under notice: %s", [f["message"] for f in found])
             self._session.leave_now()
             return
-        self._session.failed(earliest(found))
+        self._session.failed(worker_failures.earliest(found))
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + _NOTICE_MAY_COME_S
@@ -410,8 +397,8 @@ class ElasticAgent(LocalElasticAgent):
             self._filled = True
             self._warm_workers.fill(paced=True)
 
-    def _files(self, rank: int) -> WorkerFiles:
-        return WorkerFiles(self._workplace.place.logs, self._round.number, rank)
+    def _files(self, rank: int) -> worker_failures.WorkerFiles:
+        return worker_failures.WorkerFiles(self._workplace.place.logs, self._round.number, rank)
 
     def _exit_barrier(self) -> None:
         """The leader's verdict is the barrier: it comes once every member is done."""
@@ -434,7 +421,7 @@ class RoundLogs(LogsSpecs):
         """Return the files of the workers about to start, by local rank."""
         number = int(os.environ[ROUND_VARIABLE])
         files = {
-            local_rank: WorkerFiles(self._folder, number, int(env["RANK"]))
+            local_rank: worker_failures.WorkerFiles(self._folder, number, int(env["RANK"]))
             for local_rank, env in envs.items()
         }
         for local_rank, env in envs.items():
@@ -614,7 +601,7 @@ class Replica:
         self._session.run_in_loop(self._server.expect_workers, self.me.nproc)
 
     def why_leave(
-        self, notice: PreemptionNotice, _: Sequence[WorkerStatus], now: float
+        self, notice: preemption.PreemptionNotice, _: Sequence[WorkerStatus], now: float
     ) -> str | None:
         """Request release once; return why to wait for that no longer, None to wait.
 

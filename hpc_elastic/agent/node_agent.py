@@ -24,15 +24,11 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from hpc_elastic import errors
+from hpc_elastic.agent import preemption
 from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent, Replica
 from hpc_elastic.agent.metrics import Exporter, Sample, WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.preemption import (
-    PreemptionConfig,
-    PreemptionState,
-    PreemptionWatcher,
-    TimeLimitSource,
-)
 from hpc_elastic.agent.preflight import Preflight, exclude_node
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task
@@ -40,16 +36,8 @@ from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, 
 from hpc_elastic.agent.worker_failures import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import agent_folder
 from hpc_elastic.config.schema import Nproc
-from hpc_elastic.errors import (
-    ConfigError,
-    HpcElasticError,
-    LocalQueueError,
-    RunDirectoryError,
-    SlurmCommandError,
-    SlurmError,
-)
+from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.rendezvous.session import Requeued, Session
@@ -101,12 +89,14 @@ def supervise(
     events.write(
         "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
     )
-    notices, spec = PreemptionState(events), task.spec
-    terms = PreemptionConfig(
+    notices, spec = preemption.PreemptionState(events), task.spec
+    terms = preemption.PreemptionConfig(
         spec.signal_delay_s, spec.preempt_grace_s, spec.kill_wait_s,
         signal.Signals[f"SIG{spec.preempt_signal}"],
     )  # fmt: skip
-    watch = PreemptionWatcher(caught, terms, notices, _time_limit(task, time.time() - started))
+    watch = preemption.PreemptionWatcher(
+        caught, terms, notices, _time_limit(task, time.time() - started)
+    )
     watch.start()
     with agent_folder() as folder:
         try:
@@ -115,7 +105,7 @@ def supervise(
             _log.warning("this agent is ended: %s", e)
             events.write("agent_killed", signal=e.sigval.name)
             return _leave_job(task, events, Reason.SIGNAL)
-        except (RendezvousError, HpcElasticError) as e:
+        except (RendezvousError, errors.HpcElasticError) as e:
             events.write("agent_failed", why=str(e))
             print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
             notice = notices.current  # expected under preemption: requeue the task
@@ -126,7 +116,7 @@ def supervise(
             events.append([])
 
 
-def _time_limit(task: Task, age_s: float) -> TimeLimitSource:
+def _time_limit(task: Task, age_s: float) -> preemption.TimeLimitSource:
     """Return what can be asked about this task, whose process has that age."""
     queue, end_s, combined = task_queue(task.spec), task.slurm.end_time_s, _combined_queue(task)
     told_left_s = None if task.spec.time_s is None else task.spec.time_s - age_s
@@ -142,7 +132,7 @@ def _time_limit(task: Task, age_s: float) -> TimeLimitSource:
         state = queue.tasks([job]).get(queue_name(task.name))
         return None if state is None else state.time_left_s
 
-    return TimeLimitSource(
+    return preemption.TimeLimitSource(
         foresee=lambda: requeue.predict_exit_action(task.name, combined, attempt=task.attempt),
         time_left_s=time_left_s,
         told_left_s=told_left_s,
@@ -175,7 +165,7 @@ def _leave_job(task: Task, events: EventLog, reason: Reason) -> int:
             try:
                 node = SlurmClient().out_of_service(host)
                 fields |= {"node": node} if node else {}
-            except SlurmCommandError as e:
+            except errors.SlurmCommandError as e:
                 _log.warning("the state of %s is not known: %s", host, e)
     events.write("task_exited", reason=reason.value, how=how.value, **fields)
     return TAKEN
@@ -185,7 +175,7 @@ class NodeAgent:
     """The parts of one task, made in the order in which they need each other."""
 
     def __init__(
-        self, task: Task, events: EventLog, control: Path, notices: PreemptionState
+        self, task: Task, events: EventLog, control: Path, notices: preemption.PreemptionState
     ) -> None:
         self._task = task
         self._spec = task.spec
@@ -199,7 +189,7 @@ class NodeAgent:
             queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
             try:
                 self._sweep = queue if queue.num_runs > 1 else None
-            except (OSError, RunDirectoryError) as e:
+            except (OSError, errors.RunDirectoryError) as e:
                 _log.warning("the other runs of the sweep are not known: %s", e)
         name, is_local = task.slurm.node_name, task.spec.launcher == "local"
         self._interface = interface.LOOPBACK
@@ -273,7 +263,7 @@ class NodeAgent:
             requeue.requeue_after(
                 task.name, _combined_queue(task), delay_s, attempt=task.attempt, run=task.run
             )
-        except (HpcElasticError, OSError) as e:
+        except (errors.HpcElasticError, OSError) as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)
             return 1
         return TAKEN
@@ -328,7 +318,7 @@ class NodeAgent:
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
-        candidate = LeaderCandidate(
+        candidate = leader.LeaderCandidate(
             self._interface.address, self._leader_context(), self._scheduler.is_running
         )
         socket = self._control / "ft.sock" if self._spec.ft else None
@@ -337,11 +327,11 @@ class NodeAgent:
             self._replica = Replica(me, session, socket, self._spec.max_nodes)
         return session
 
-    def _leader_context(self) -> LeaderContext:
+    def _leader_context(self) -> leader.LeaderContext:
         """Return what this node would lead the run with."""
         run, spec, events = self._task.run, self._spec, self._events
         settings, secret = spec.rendezvous, run.secret.read_bytes()
-        return LeaderContext(
+        return leader.LeaderContext(
             rules=RoundRules(
                 spec.min_nodes, spec.max_nodes, spec.max_restarts,
                 settings.straggler_timeout_s, settings.last_call_s,
@@ -363,7 +353,7 @@ class NodeAgent:
             ),
             notices=RunFiles(run),
             generation=spec.generation,
-            pace=LeaderTiming.of(self._mount),
+            pace=leader.LeaderTiming.of(self._mount),
         )  # fmt: skip
 
     def _sample(self) -> Sample:
@@ -399,7 +389,9 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
         remedy = "set launcher.gpus_per_node"
         if is_local:
             remedy = "give a number or cpu, or leave it at auto"
-        raise ConfigError("nproc_per_node", wanted, f"torch sees no GPU on this node: {remedy}")
+        raise errors.ConfigError(
+            "nproc_per_node", wanted, f"torch sees no GPU on this node: {remedy}"
+        )
     return cpus if wanted == "cpu" else max(1, gpus)
 
 
@@ -408,7 +400,7 @@ def _logged(what: str) -> Iterator[None]:
     """Log a failure of the scheduler, and go on."""
     try:
         yield
-    except (SlurmError, LocalQueueError, OSError) as e:
+    except (errors.SlurmError, errors.LocalQueueError, OSError) as e:
         _log.warning("%s: %s", what, e)
 
 

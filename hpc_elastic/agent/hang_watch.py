@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ class HangWatch:
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""
-        samplers = [StackSampler(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]
+        samplers = [StackSampler(pids.get(w.local_rank), w) for w in self._workers]
         since, loads = (
             time.monotonic(),
             {pid: stacks.main_thread_load_s(pid) for pid in pids.values()},
@@ -167,8 +167,8 @@ class HangWatch:
             thread.join(max(0.0, deadline - time.monotonic()))
         wanted_s = _BUSY_SHARE * (time.monotonic() - since)
         found = []
-        for worker, sampler, clock in zip(self._workers, samplers, self._clocks, strict=True):
-            pid, computes = sampler.pid, False
+        for sampler, clock in zip(samplers, self._clocks, strict=True):
+            pid, worker, computes = sampler.pid, sampler.worker, False
             before_s = None if pid is None else loads.get(pid)
             if pid is not None and before_s is not None:
                 after_s = stacks.main_thread_load_s(pid)
@@ -452,35 +452,27 @@ WITHIN_S = 10.0
 """Below `rendezvous.hang_diagnosis.ANSWER_S`, with time for a failure of py-spy."""
 _PAUSES_S = (0.3, 0.5, 0.8)
 """Pauses between the samples of a stack."""
-_OUT_OF_REACH = ("T", "Z", None)
 
 
+@dataclass
 class StackSampler:
-    """Samples the stacks of one worker.
+    """Samples the stacks of one worker; its process id is None if it has ended."""
 
-    Args:
-        pid: Its process id; None if it has ended.
-        page: Its shared page.
-        dump: The file of its stacks.
-    """
-
-    def __init__(self, pid: int | None, page: SharedPage, dump: Path) -> None:
-        self.pid = pid
-        self.texts: list[str] = []
-        """Its stacks, in order."""
-        self.was_busy = False
-        """Whether it was busy with long work, which ends the samples."""
-        self._page = page
-        self._dump = dump
+    pid: int | None
+    worker: WatchedWorker
+    texts: list[str] = field(default_factory=list)
+    """Its stacks, in order."""
+    was_busy: bool = False
+    """Whether it was busy with long work, which ends the samples."""
 
     def sample(self, deadline: float) -> None:
         """Take samples until the deadline; monotonic seconds."""
         for pause_s in (0.0, *_PAUSES_S):
             time.sleep(pause_s)
-            published = self._page.read()
+            published = self.worker.page.read()
             self.was_busy = bool(published.busy or published.paused)
             if self.was_busy or time.monotonic() > deadline:
                 return
-            if self.pid is not None and stacks.process_state(self.pid) not in _OUT_OF_REACH:
-                text = stacks.take_stacks(self.pid, self._dump)
+            if self.pid is not None and stacks.process_state(self.pid) not in ("T", "Z", None):
+                text = stacks.take_stacks(self.pid, self.worker.dump)
                 self.texts += [text] if text else []

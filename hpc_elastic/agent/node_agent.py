@@ -89,14 +89,8 @@ def supervise(
     events.write(
         "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
     )
-    notices, spec = preemption.PreemptionState(events), task.spec
-    terms = preemption.PreemptionConfig(
-        spec.signal_delay_s, spec.preempt_grace_s, spec.kill_wait_s,
-        signal.Signals[f"SIG{spec.preempt_signal}"],
-    )  # fmt: skip
-    watch = preemption.PreemptionWatcher(
-        caught, terms, notices, _time_limit(task, time.time() - started)
-    )
+    notices, time_limit = preemption.PreemptionState(events), _time_limit(task, started)
+    watch = preemption.PreemptionWatcher(caught, task.spec, notices, time_limit)
     watch.start()
     with agent_folder() as folder:
         try:
@@ -116,12 +110,12 @@ def supervise(
             events.append([])
 
 
-def _time_limit(task: Task, age_s: float) -> preemption.TimeLimitSource:
-    """Return what can be asked about this task, whose process has that age."""
-    queue, end_s, combined = task_queue(task.spec), task.slurm.end_time_s, _combined_queue(task)
-    told_left_s = None if task.spec.time_s is None else task.spec.time_s - age_s
-    if end_s is not None:
-        told_left_s = end_s - time.time()
+def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
+    """Return what can be asked about this task, whose process was started then (Unix seconds)."""
+    queue, combined = task_queue(task.spec), _combined_queue(task)
+    end_s: float | None = task.slurm.end_time_s
+    if end_s is None and task.spec.time_s is not None:
+        end_s = started + task.spec.time_s
 
     def time_left_s() -> float | None:
         if task.spec.launcher == "local":
@@ -135,7 +129,7 @@ def _time_limit(task: Task, age_s: float) -> preemption.TimeLimitSource:
     return preemption.TimeLimitSource(
         foresee=lambda: requeue.predict_exit_action(task.name, combined, attempt=task.attempt),
         time_left_s=time_left_s,
-        told_left_s=told_left_s,
+        told_left_s=None if end_s is None else end_s - time.time(),
         # not all tasks at once; for a limit of Slurm's own, the first one asks for all
         spread_s=min(30.0, task.num_in_array / 100),
         first_spread_s=min(30.0, float(task.num_in_array - 1)),

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.rendezvous.session import LeaveRequest, Session
+from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
@@ -55,23 +56,6 @@ class PreemptionNotice:
     given_s: float | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class PreemptionConfig:
-    """What the run has recorded of notices since its submission.
-
-    Attributes:
-        signal_delay_s: How long before the end of the wall time the node is left.
-        preempt_grace_s: Seconds between SIGTERM and SIGKILL when the task is preempted.
-        kill_wait_s: The same when it is cancelled, or out of time.
-        user_signal: Stands for "leave this node".
-    """
-
-    signal_delay_s: float
-    preempt_grace_s: float
-    kill_wait_s: float
-    user_signal: signal.Signals
-
-
 def within(
     reason: Reason, left_s: float, now: float, signal: str | None = None
 ) -> PreemptionNotice:
@@ -79,28 +63,32 @@ def within(
     return PreemptionNotice(reason, now + left_s - min(_RESERVE_S, left_s / 3), signal, left_s)
 
 
-def of_signal(
-    number: signal.Signals, terms: PreemptionConfig, now: float
-) -> PreemptionNotice | None:
-    """Return what a signal means; None: nothing."""
+def of_signal(number: signal.Signals, spec: RunSpec, now: float) -> PreemptionNotice | None:
+    """Return what a signal means; None: nothing.
+
+    Args:
+        number: The signal; SIGTERM is Slurm's, `preempt_signal` stands for "leave this node".
+        spec: The run's.
+        now: When it came, in monotonic seconds.
+    """
     if number is signal.SIGTERM:
-        return within(Reason.SIGNAL, terms.preempt_grace_s, now, number.name)
-    if number is terms.user_signal:
-        return within(Reason.ASKED, terms.signal_delay_s, now, number.name)
+        return within(Reason.SIGNAL, spec.preempt_grace_s, now, number.name)
+    if number.name == f"SIG{spec.preempt_signal}":
+        return within(Reason.ASKED, spec.signal_delay_s, now, number.name)
     return None
 
 
-def of_departure(how: ExitAction | None, terms: PreemptionConfig, now: float) -> PreemptionNotice:
+def of_departure(how: ExitAction | None, spec: RunSpec, now: float) -> PreemptionNotice:
     """Return what SIGTERM means once Slurm has reported how the task ends.
 
     Args:
         how: `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm is
             silent.
-        terms: The run's.
+        spec: The run's.
         now: When the signal came.
     """
     runs = how in (ExitAction.REQUEUE, ExitAction.REPLACE)
-    return within(Reason.SIGNAL, terms.preempt_grace_s if runs else terms.kill_wait_s, now)
+    return within(Reason.SIGNAL, spec.preempt_grace_s if runs else spec.kill_wait_s, now)
 
 
 def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionNotice:
@@ -291,7 +279,7 @@ class PreemptionWatcher:
 
     Args:
         caught: The signals of this process.
-        terms: The run's.
+        spec: The run's.
         notices: Where notices go.
         scheduler: Slurm; None for a task that has none, and no time limit.
     """
@@ -299,12 +287,12 @@ class PreemptionWatcher:
     def __init__(
         self,
         caught: SignalPipe,
-        terms: PreemptionConfig,
+        spec: RunSpec,
         notices: PreemptionState,
         scheduler: TimeLimitSource | None,
     ) -> None:
         self._caught = caught
-        self._terms = terms
+        self._spec = spec
         self._notices = notices
         self._scheduler = scheduler
         self._started_at = time.monotonic()
@@ -332,20 +320,20 @@ class PreemptionWatcher:
         while not self._ended.is_set():
             for number in self._caught.wait(self._wait_s()):
                 came_at = time.monotonic()
-                notice = of_signal(number, self._terms, came_at)
+                notice = of_signal(number, self._spec, came_at)
                 if notice is None:
                     continue
                 _log.warning("this node is to be left: %s", number.name)
                 self._notices.add(notice)
                 if notice.reason is Reason.SIGNAL and self._scheduler is not None:
                     how = self._scheduler.foresee()
-                    self._notices.add(of_departure(how, self._terms, came_at))
+                    self._notices.add(of_departure(how, self._spec, came_at))
             self._check_clock()
 
     def _plan(self, end: float) -> None:
         """Plan the notice, and a look shortly before it: limits get extended."""
         assert self._scheduler is not None
-        self._planned = of_time_limit(end, end - self._started_at, self._terms.signal_delay_s)
+        self._planned = of_time_limit(end, end - self._started_at, self._spec.signal_delay_s)
         # at random, so that not all tasks of a run ask at once
         again_at = self._planned[0] - _LOOK_AGAIN_S - random.uniform(0.0, self._scheduler.spread_s)
         self._ask_at = again_at if again_at > time.monotonic() + _LOOK_AGAIN_S else None

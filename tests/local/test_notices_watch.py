@@ -6,10 +6,10 @@ import sys
 import textwrap
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.agent import preemption
 from hpc_elastic.agent.preemption import (
     DrainController,
     PreemptionNotice,
@@ -31,8 +31,8 @@ WATCHED = textwrap.dedent(
     caught = SignalPipe()
     os.kill(os.getpid(), signal.SIGTERM)  # before anybody watches
     from pathlib import Path
-    from hpc_elastic.agent.preemption import (
-        PreemptionConfig, PreemptionState, PreemptionWatcher, TimeLimitSource)
+    from types import SimpleNamespace
+    from hpc_elastic.agent.preemption import PreemptionState, PreemptionWatcher, TimeLimitSource
     from hpc_elastic.run.events import EventLog
     from hpc_elastic.slurm.exit_action import ExitAction
 
@@ -43,8 +43,9 @@ WATCHED = textwrap.dedent(
 
     scheduler = TimeLimitSource(lambda: ExitAction.EXIT, lambda: None)
     notices = PreemptionState(EventLog(Path(sys.argv[1]), "7_1"))
-    config = PreemptionConfig(120, 60, 30, signal.SIGUSR2)
-    watch = PreemptionWatcher(caught, config, notices, scheduler)
+    spec = SimpleNamespace(signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30,
+                           preempt_signal="USR2")
+    watch = PreemptionWatcher(caught, spec, notices, scheduler)
     watch.start()
     while len(Leader.told) < 1:
         time.sleep(0.01)
@@ -93,8 +94,8 @@ def watch_of(tmp_path, monkeypatch):
 
         notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
         scheduler = TimeLimitSource(lambda: None, time_left_s, **fields)
-        terms = preemption.PreemptionConfig(120, 60, 30, preemption.signal.SIGUSR2)
-        return PreemptionWatcher(SignalPipe(), terms, notices, scheduler), notices, clock
+        spec = SimpleNamespace(signal_delay_s=120)
+        return PreemptionWatcher(SignalPipe(), spec, notices, scheduler), notices, clock
 
     return make
 

@@ -1,12 +1,12 @@
 """What a notice is: why a node is left, by when, and when there is no sense in waiting."""
 
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpc_elastic.agent.preemption import (
-    PreemptionConfig,
     PreemptionNotice,
     merged,
     of_departure,
@@ -18,8 +18,8 @@ from hpc_elastic.agent.preemption import (
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import WorkerStatus
 
-TERMS = PreemptionConfig(
-    signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30, user_signal=signal.SIGUSR2
+TERMS = SimpleNamespace(
+    signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30, preempt_signal="USR2"
 )
 
 

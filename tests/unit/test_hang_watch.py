@@ -47,8 +47,7 @@ def wait(clock: StepClock, worker: WorkerStatus, since: float, for_s: float) -> 
 )
 def test_the_limit_is_ten_median_steps_or_a_minute_or_the_setting(after_s, step_s, limit_s):
     """0 is never."""
-    clock = stepping(after_s, step_s)
-    assert clock.limit_s == limit_s
+    assert stepping(after_s, step_s).limit_s == limit_s
 
 
 def test_long_steps_have_long_limits():
@@ -88,23 +87,19 @@ def test_it_is_due_after_the_limit_and_again_a_limit_later():
 
 
 @pytest.mark.parametrize(
-    "sign",
+    ("sign", "options"),
     [
-        {"step": 11}, {"pulse": 1}, {"boundary": 10}, {"passed": 11}, {"samples": 3},
-        {"busy": 1}, {"paused": 2},
+        ({"step": 11}, {}), ({"pulse": 1}, {}), ({"boundary": 10}, {}), ({"passed": 11}, {}),
+        ({"samples": 3}, {}), ({"busy": 1}, {}), ({"paused": 2}, {}), ({}, {"awaited": True}),
     ],
 )  # fmt: skip
-def test_a_sign_of_life_starts_the_clock_anew(sign):
-    """Another step, any report, a checkpoint, a question; and what is no step stops it."""
-    clock = stepping(2.0, 0.1)
-    clock.update(replace(BLANK, **{"step": 10, **sign}), 2.9)
-    assert not clock.is_due(3.5)
+def test_a_sign_of_life_starts_the_clock_anew(sign, options):
+    """Another step, any report, a checkpoint, a question; what is no step stops it.
 
-
-def test_a_worker_that_waits_for_the_leader_is_not_hung():
-    """His word on a proposed step may take a while."""
+    So does a wait for the leader's word on a proposed step.
+    """
     clock = stepping(2.0, 0.1)
-    clock.update(replace(BLANK, step=10), 2.9, awaited=True)
+    clock.update(replace(BLANK, **{"step": 10, **sign}), 2.9, **options)
     assert not clock.is_due(3.5)
 
 
@@ -170,10 +165,7 @@ def test_py_spy_names_functions_by_where_they_are_defined():
 
 def test_of_a_dump_that_was_cut_the_current_thread_is_taken():
     """More than a hundred threads: the main one is not there."""
-    cut = (
-        FAULTHANDLER.replace("\n\nCurrent", "\n\nCurrent")
-        + "\nThread 0x1 (most recent call first):\n"
-    )
+    cut = FAULTHANDLER + "\nThread 0x1 (most recent call first):\n"
     cut += '  File "a.py", line 1 in other\n...\n'
     assert parse_main_thread(cut)[0].function == "all_reduce"
 

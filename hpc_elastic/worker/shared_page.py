@@ -46,7 +46,7 @@ _UNSET = -1
 _NO_REQUEST = 0
 _STEP_BITS = 40
 _NEXT_CHECKPOINT = (1 << _STEP_BITS) - 1
-"""Stands for the step of a request without one; no step is as large."""
+"""The bits of a step; as a step, it stands for a request without one: no step is as large."""
 (
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _PAUSED, _PASSED, _WAITING, _WANTED,
     _LEAVE_BY, _RELEASED, _REQUEST, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED,
@@ -205,10 +205,11 @@ class SharedPage:
     def _await_request(self, new_steps: range, request: int) -> CheckpointPoll:
         """Wait while a request for one of these steps is not confirmed; none was polled before."""
         until, step = time.monotonic() + LONGEST_WAIT_S, new_steps.stop - 1
-        while (asked := divmod(request, 1 << _STEP_BITS))[1] in new_steps:
-            self._numbers[_WAITING] = asked[0]
+        while request & _NEXT_CHECKPOINT in new_steps:
+            number = request >> _STEP_BITS
+            self._numbers[_WAITING] = number
             confirmed = self._numbers[_CONFIRMED]
-            if confirmed >> 1 == asked[0]:
+            if confirmed >> 1 == number:
                 self._numbers[_AGREED] = step
                 return CheckpointPoll.SAVE_AND_PAUSE if confirmed & 1 else CheckpointPoll.SAVE
             if time.monotonic() > until:
@@ -266,7 +267,8 @@ class SharedPage:
 
     def _pause_request(self, step: int) -> int:
         """Return the number of the request to stay at a checkpoint; 0 if there is none."""
-        number, at = divmod(self._numbers[_REQUEST], 1 << _STEP_BITS)
+        request = self._numbers[_REQUEST]
+        number, at = request >> _STEP_BITS, request & _NEXT_CHECKPOINT
         is_asked = self._numbers[_CONFIRMED] == number << 1 | 1 and (
             at == _NEXT_CHECKPOINT or at <= self._numbers[_AGREED] <= step
         )

@@ -113,10 +113,10 @@ class AgentContext:
     settings: AgentSettings
     notices: preemption.PreemptionState
     events: EventLog
-    saves_itself: bool = True
-    replica: Replica | None = None
-    times: OutputTimes | None = None
-    observer: WorkerObserver | None = None
+    saves_itself: bool
+    replica: Replica | None
+    times: OutputTimes
+    observer: WorkerObserver
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -232,8 +232,7 @@ class ElasticAgent(LocalElasticAgent):
             place=workplace.place,
             alone=None if replica is None else (replica.me, workplace.events.write),
         )  # fmt: skip
-        if workplace.observer is not None:
-            workplace.observer.start_round(self.pages, self._pids_by_rank)
+        workplace.observer.start_round(self.pages, self._pids_by_rank)
         os.environ[ROUND_VARIABLE] = str(round_.number)
         os.environ[fencing.VARIABLE] = str(fencing.record_path(workplace.run.rdzv, round_.record))
         if replica is not None:

@@ -250,7 +250,6 @@ class NodeAgent:
         return None
 
     def _go_back(self, sent_back: Requeued) -> int:
-        """Give this node back to the queue."""
         task, delay_s = self._task, sent_back.delay_s
         self._events.write("nodes_requeued", delay_s=round(delay_s, 1))
         try:
@@ -322,7 +321,6 @@ class NodeAgent:
         return session
 
     def _leader_context(self) -> leader.LeaderContext:
-        """Return what this node would lead the run with."""
         run, spec, events = self._task.run, self._spec, self._events
         settings, secret = spec.rendezvous, run.secret.read_bytes()
         return leader.LeaderContext(
@@ -351,7 +349,6 @@ class NodeAgent:
         )  # fmt: skip
 
     def _sample(self) -> Sample:
-        """Return what is known of this node beside its workers."""
         session = self._session
         round_ = session.placed if session is not None else None
         noticed = self._notices.current is not None
@@ -391,7 +388,6 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
 
 @contextlib.contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """Log a failure of the scheduler, and go on."""
     try:
         yield
     except (errors.SlurmError, errors.LocalQueueError, OSError) as e:

@@ -137,11 +137,7 @@ class _OutputFile:
         self._recording, self._syncing = threading.Lock(), threading.Lock()
 
     def record_size(self) -> None:
-        """Record the size of the file, if it has grown.
-
-        Raises:
-            OSError: It failed; the next poll tries again.
-        """
+        """Record the size of the file, if it has grown; after an OSError the next poll retries."""
         with self._recording:
             if self._fd is None:
                 now = time.monotonic()
@@ -163,11 +159,7 @@ class _OutputFile:
             self._size = size
 
     def sync(self) -> None:
-        """Synchronise the recorded data and its index; return when the server has them.
-
-        Raises:
-            OSError: It failed; the next call tries again.
-        """
+        """Synchronise data and index, and wait for the server; after an OSError call it again."""
         with self._syncing:
             if not self._needs_sync or self._fd is None or self._size == self._synced:
                 return
@@ -179,11 +171,7 @@ class _OutputFile:
             self._synced = size
 
     def close(self) -> bool:
-        """Close the file and its index; return False, and do nothing, during a synchronisation.
-
-        Raises:
-            OSError: The last data could not be written.
-        """
+        """Close the file and its index; return False, and do nothing, during a synchronisation."""
         if not self._syncing.acquire(blocking=False):
             return False
         try:

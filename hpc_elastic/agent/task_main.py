@@ -181,13 +181,12 @@ class BackgroundLog:
 
 
 class _HandsOver(QueueHandler):
-    """Hands a record over as text, with its traceback."""
+    """Hands a record over as text, with its traceback; it is lost where too many wait."""
 
     def __init__(self, records: _Queue) -> None:
         super().__init__(records)
         self._records = records
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Lose it where too many wait."""
         if self._records.qsize() < _MOST:
             self._records.put(record)

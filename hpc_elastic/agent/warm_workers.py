@@ -73,7 +73,6 @@ class _WarmWorker:
     received: bytes = b""
 
     def kill(self) -> None:
-        """Kill it; it holds no state."""
         self.channel.close()
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -425,7 +424,6 @@ class _ImportPacer(MetaPathFinder):
 
 @contextlib.contextmanager
 def _in_the_background(channel: socket.socket) -> Iterator[None]:
-    """Run in the background until the agent needs this process."""
     ordinary = os.sched_getscheduler(0) == os.SCHED_OTHER
     if ordinary:
         _set_policy(os.SCHED_BATCH)

@@ -240,7 +240,6 @@ def _message_of(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code of a worker whose function ends with this."""
     code = error.code if isinstance(error, SystemExit) else 1
     return code & 0xFF if isinstance(code, int) else int(_is_message(code))
 
@@ -265,7 +264,6 @@ class _LogFile(io.FileIO):
     """
 
     def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
-        """Write if that is possible; return how many bytes were taken."""
         try:
             return super().write(data) or 0
         except OSError:

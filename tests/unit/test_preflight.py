@@ -66,18 +66,21 @@ def test_a_lost_gpu_is_reported_with_nvidias_message():
 
 
 @pytest.mark.parametrize(
-    ("skew_s", "took_s", "fit"),
-    [(0.0, 0.1, True), (59.0, 0.1, True), (-90.0, 40.0, True), (61.0, 0.1, False)],
+    ("skew_s", "took_s", "text"),
+    [
+        (0.0, 0.1, None),
+        (59.0, 0.1, None),
+        (-90.0, 40.0, None),
+        (61.0, 0.1, "61 s behind the"),
+        (-600.0, 0.1, "600 s ahead of the"),
+    ],
 )
-def test_the_clock(skew_s, took_s, fit):
-    """What the measurement took is in doubt."""
-    assert (judge_clock(skew_s, took_s) is None) == fit
-
-
-def test_the_clock_of_a_node_that_is_behind_is_said_to_be():
-    """And whom to contact."""
-    assert "behind" in judge_clock(600.0, 0.1).reason and "chrony" in judge_clock(600.0, 0.1).reason
-    assert "ahead of" in judge_clock(-600.0, 0.1).reason
+def test_the_clock(skew_s, took_s, text):
+    """What the measurement took is in doubt; the remedy is named."""
+    problem = judge_clock(skew_s, took_s)
+    assert (
+        problem is None if text is None else text in problem.reason and "chrony" in problem.reason
+    )
 
 
 def test_this_node_counts_right_and_its_clock_is_that_of_its_disk(tmp_path):
@@ -362,12 +365,6 @@ def test_a_gpu_may_round_what_is_short(gpus, error, fit):
     gpus(1, off_by(error), (0, torch.bfloat16))
     problem = check_gpu_arithmetic(["0"])
     assert (problem is None) if fit else ("torch.bfloat16 matrices is wrong" in problem.reason)
-
-
-def test_gpus_that_torch_does_not_see_are_a_problem(gpus):
-    """They were granted."""
-    gpus(0)
-    assert check_gpu_arithmetic(["0"]) == Problem("arithmetic", "torch sees no GPU")
 
 
 def test_a_gpu_that_fails_is_reported_with_cudas_message(gpus):

@@ -1,5 +1,6 @@
 """The worker's entry: what it imports, what it returns, what it reports when it fails."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from hpc_elastic.agent.worker_failures import (
     earliest,
     told_exit_code,
 )
-from hpc_elastic.agent.worker_main import load_function, to_json
+from hpc_elastic.agent.worker_main import after_import, load_function, to_json
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.log_entry import Failure, looks_like_victim
@@ -363,3 +364,38 @@ def test_a_worker_may_be_ended_by_a_signal_without_a_name(tmp_path):
         EndedWorker(0, -40), WorkerFiles(tmp_path, 1, 0), NodeIdentity("7_1", "node2", tmp_path)
     )
     assert (told["signal"], told["message"]) == ("signal 40", "ended by signal 40")
+
+
+@pytest.fixture
+def importable(tmp_path, monkeypatch) -> str:
+    """A module that can be imported, once it is."""
+    (tmp_path / "made_for_this_test.py").write_text("value = 7\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "made_for_this_test"
+    sys.modules.pop("made_for_this_test", None)
+
+
+def test_what_follows_an_import_is_done_when_the_import_is(importable):
+    """Once, with the module there; the import is as it would have been."""
+    seen = []
+    after_import(importable, lambda: seen.append(sys.modules[importable].value))
+    assert seen == []
+    imported = importlib.import_module(importable)
+    assert seen == [7] and imported.value == 7 and imported.__spec__.origin.endswith(".py")
+    importlib.reload(imported)
+    assert seen == [7]
+
+
+def test_what_is_imported_already_is_done_now(importable):
+    """A warm worker has imported it ahead."""
+    importlib.import_module(importable)
+    seen = []
+    after_import(importable, lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_what_is_not_there_stays_an_error():
+    """The user's own, as it would be."""
+    after_import("nowhere_to_be_found", lambda: pytest.fail("it was not imported"))
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        importlib.import_module("nowhere_to_be_found")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.agent.server.api import (
@@ -104,32 +105,12 @@ def test_torch_still_makes_every_workers_process_where_we_replace_it():
     assert "start_new_session" in inspect.getsource(SubprocessHandler._popen)
 
 
-class FakeWarmWorkers:
-    """Takes note of what is asked of it."""
-
-    def __init__(self) -> None:
-        self.filled: list[bool] = []
-        self.dead: list[int] = []
-
-    def fill(self, *, paced: bool) -> None:
-        """Spares are to be made."""
-        self.filled.append(paced)
-
-    def maintain(self) -> list[int]:
-        """The agent looks after them."""
-        dead, self.dead = self.dead, []
-        return dead
-
-    def close(self) -> None:
-        """The agent ends."""
-        self.closed = True
-
-
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch) -> ElasticAgent:
     """An agent whose only worker has been started, at second 100."""
     agent = ElasticAgent.__new__(ElasticAgent)
-    agent._warm_workers, agent._filled, agent._started_at = FakeWarmWorkers(), False, 100.0
+    agent._warm_workers, agent._filled, agent._started_at = Mock(), False, 100.0
+    agent._warm_workers.maintain.return_value = []
     agent.pages = {3: SharedPage.create(tmp_path, 0)}
     monkeypatch.setattr(module.time, "monotonic", lambda: 101.0)
     return agent
@@ -140,18 +121,18 @@ def test_warm_workers_are_made_once_the_workers_have_made_a_step(training):
     training._maintain_warm_workers()
     training.pages[3].report(0, None, None)
     training._maintain_warm_workers()
-    assert training._warm_workers.filled == []
+    training._warm_workers.fill.assert_not_called()
     training.pages[3].report(1, None, None)
     training._maintain_warm_workers()
     training._maintain_warm_workers()
-    assert training._warm_workers.filled == [True]
+    training._warm_workers.fill.assert_called_once_with(paced=True)
 
 
 def test_warm_workers_are_made_after_a_while_where_no_step_is_reported(training, monkeypatch):
     """A script need not report anything."""
     monkeypatch.setattr(module.time, "monotonic", lambda: 111.0)
     training._maintain_warm_workers()
-    assert training._warm_workers.filled == [True]
+    training._warm_workers.fill.assert_called_once_with(paced=True)
 
 
 def test_nothing_outlives_the_agent(training, monkeypatch):
@@ -166,7 +147,7 @@ def test_nothing_outlives_the_agent(training, monkeypatch):
     monkeypatch.setattr(LocalElasticAgent, "run", taken)
     with pytest.raises(SignalException):
         training.run()
-    assert training._warm_workers.closed and ended
+    assert training._warm_workers.close.called and ended
 
 
 @pytest.mark.parametrize(
@@ -178,7 +159,7 @@ def test_a_warm_worker_that_ends_by_itself_is_told(training, code, why):
     told = []
     events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
     training._workplace = SimpleNamespace(events=events, place=NodeIdentity("7_1", "n1", Path()))
-    training._warm_workers.dead = [code]
+    training._warm_workers.maintain.side_effect = [[code], []]
     training._maintain_warm_workers()
     training._maintain_warm_workers()
     assert told == ([] if why is None else [("warm_worker_died", {"host": "n1", "why": why})])

@@ -192,7 +192,8 @@ class Checkpointer:
                     return False
                 self._start(save, blocking=blocking)
             self.blocked_s = time.monotonic() - begin
-            reporting.note_blocked(self.blocked_s)
+            if (page := reporting.own_page()) is not None:
+                page.report_blocked(self.blocked_s)
             _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
             if blocking and self._committed == step and self._options.boundary:
                 reporting.mark_checkpoint(step=step)
@@ -224,8 +225,8 @@ class Checkpointer:
         self._save = None
         self._committed = step
         self._stored = step if step in context.store.steps() else None
-        if self._options.boundary:
-            reporting.note_restored(step, time.monotonic() - begin)
+        if self._options.boundary and (page := reporting.own_page()) is not None:
+            page.report_restored(step, time.monotonic() - begin)
         return step
 
     @property
@@ -347,25 +348,27 @@ class Checkpointer:
             else:
                 self.failures += 1
                 _log.error("%s; the earlier ones are as they were", save.problem)
-                if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
-                    reporting.note_not_saved(save.step, str(save.problem))
+                is_fenced = isinstance(save.problem, CheckpointFencedError)  # others save
+                if not is_fenced and (page := reporting.own_page()) is not None:
+                    page.report_not_saved(save.step, str(save.problem))
         finally:
             save.finish()
 
     def _note_commit(self, save: Save) -> None:
         self._committed = save.step
+        page = reporting.own_page() if self._options.boundary else None
         if save.is_stored:
             self._stored = save.step
-            if self._options.boundary:
-                reporting.note_stored(save.step)
+            if page is not None:
+                page.report_stored(save.step)
             if self._group.rank == 0 and not self._is_remembered:
                 self._is_remembered = True
                 try:
                     remember(self.directory)
                 except OSError as e:
                     _log.warning("`verify` and others have to be given %s: %s", self.directory, e)
-        if self._options.boundary:
-            reporting.announce_boundary(step=save.step)
+        if page is not None:
+            page.announce(save.step)
 
     def _settle(self) -> None:
         if self._save is not None:

@@ -36,7 +36,13 @@ from typing import Any, Protocol
 from hpc_elastic.agent import stacks
 from hpc_elastic.agent.metrics import main_thread_load_s
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
-from hpc_elastic.rendezvous.hang_diagnosis import PATIENCE, RankState, failures_of, judge, note_of
+from hpc_elastic.rendezvous.hang_diagnosis import (
+    MOVING_FACTOR,
+    RankState,
+    diagnose_hang,
+    hang_failures,
+    hang_note,
+)
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.worker.shared_page import CheckpointRequest, ReadablePage, WorkerStatus
 
@@ -179,12 +185,12 @@ class HangWatch:
         self, alone: LoneHangReporter, pids: Mapping[int, int], stalled_s: float, limit_s: float
     ) -> None:
         found = [(alone.me, state) for state in self._sample_workers(pids)]
-        finding = judge(found, patient=stalled_s < PATIENCE * limit_s)
+        finding = diagnose_hang(found, moving_is_work=stalled_s < MOVING_FACTOR * limit_s)
         if finding is None:
             return
-        note, round_ = note_of(finding, stalled_s), self._workers[0].files.round
+        note, round_ = hang_note(finding, stalled_s), self._workers[0].files.round
         alone.note(note.kind, **note.fields)
-        failed = [_message(f) for _, f in failures_of(finding, stalled_s, round_)]
+        failed = [_message(f) for f in hang_failures(finding, stalled_s, round_)]
         self._leader.failed(failed)
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:

@@ -151,7 +151,7 @@ class LeaderState:
             effects += self.disconnected(agent, "connected anew", now)
         self._tracker.connected(agent, now)
         self._silent.pop(agent, None)
-        self.run.recovery.note_seen(agent.task)
+        self.run.recovery.clear_possibly_alive(agent.task)
         self._yield_if_cut_off(now)
         if self._quorum is not None:
             self._quorum.connected(agent)
@@ -189,7 +189,7 @@ class LeaderState:
         """The connection to an agent is gone."""
         if not self._forget(agent, why):
             return []
-        self.run.recovery.note_seen(agent.task)
+        self.run.recovery.clear_possibly_alive(agent.task)
         gone = self._do(self.rounds.gone(agent, why, now))
         return [*gone, *self._answer_replicas(now)]
 
@@ -209,14 +209,14 @@ class LeaderState:
 
     def slurm_says(self, states: Mapping[str, TaskState] | None, now: float) -> list[Effect]:
         """Slurm answered, or did not (None)."""
-        asked_at = self._polls.answered(len(states or {}), now)
+        asked_at = self._polls.end_query(len(states or {}), now)
         if self.fenced or not self.run.wants_slurm:
             return []
         known = (states or {}).items()
         self._tracker.have_no_node(t for t, s in known if task_recovery.has_no_node(s))
         effects = self._do(self.rounds.slurm_says(states, asked_at, now))
         if self.run.recovery.are_due:
-            self._polls.ask_within(CONFIRM_LOST_S, now)
+            self._polls.query_within(CONFIRM_LOST_S, now)
         return effects
 
     def sweep_says(self, why: str | None, now: float) -> list[Effect]:
@@ -411,7 +411,7 @@ class LeaderState:
         if not (run.wants_slurm and (waiting or run.awaits_tasks)):
             return []
         about = (run.entry.round, run.forming_since, waiting)
-        return [QueryTasks()] if self._polls.ask(about, now, gently=not waiting) else []
+        return [QueryTasks()] if self._polls.begin_query(about, now, gently=not waiting) else []
 
     def _query_sweep(self, now: float) -> list[Effect]:
         run = self.run

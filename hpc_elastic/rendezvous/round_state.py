@@ -312,7 +312,7 @@ class RunState:
         """Add an agent that asks for a place."""
         self.participants.add(agent, self.ranks, now)
         self.participants.requests[agent] = request
-        self.recovery.joined(agent.task)
+        self.recovery.on_join(agent.task)
         self.backoff.requeued.pop(agent.task, None)
         return [Note("joined", {"task": agent.task, "host": agent.host})]
 
@@ -325,7 +325,7 @@ class RunState:
         """Note that an agent is not heard any more, though nothing has ended its connection."""
         if self.is_at_work(agent):
             self.policy.fell_silent(agent.host)
-        self.recovery.lose_unseen(agent)
+        self.recovery.mark_possibly_alive(agent)
 
     def is_member(self, agent: Agent) -> bool:
         """Return whether an agent is a member of the round that runs."""
@@ -360,7 +360,7 @@ class RunState:
         self.participants.update_task_states(states)
         known, recovery = states or {}, self.recovery
         effects = self._judge_starts(known)
-        due = recovery.due(known, self.participants.lost, self.backoff.requeued, now)
+        due = recovery.tasks_to_restart(known, self.participants.lost, self.backoff.requeued, now)
         if due:
             alive = {task: node for task, node in recovery.possibly_alive.items() if task in due}
             effects.append(ClearHolds(due, alive, recovery.failed_on(due)))
@@ -368,7 +368,7 @@ class RunState:
         members = self.ranks.members if running else self.participants.pending_rejoin
         ended = list(self.participants.ended_agents(members, asked_at))
         for agent in ended:
-            recovery.lose_unseen(agent)
+            recovery.mark_possibly_alive(agent)
         return effects, ended
 
     def end_if_hopeless(self) -> list[Effect]:
@@ -377,15 +377,15 @@ class RunState:
         if not (running_short or self.phase is RoundPhase.FORMING):
             return []
         states = self.participants.task_states or {}
-        returning = self.recovery.returning(states, self._last_here)
+        returning = self.recovery.returning_tasks(states, self._last_here)
         present = {a.task for a in self.participants.joined} | returning
-        rules, tried = self.rules, self.recovery.tried
-        why = task_recovery.hopeless(states, present, rules.min_nodes, rules.max_nodes, tried)
+        tried_hosts = self.recovery.tried_hosts
+        why = task_recovery.min_nodes_unreachable(states, present, self.rules, tried_hosts)
         return [] if why is None else self.end(RunEnding("failed", why))
 
     def sweep_says(self, why: str | None, now: float) -> list[Effect]:
         """Take in why the run waits in vain for min nodes; None: it may not."""
-        in_vain = self.backoff.is_in_vain(why if self.is_short else None, now)
+        in_vain = self.backoff.is_pointless(why if self.is_short else None, now)
         return self.disband(why or "") if in_vain else []
 
     def _judge_starts(self, states: Mapping[str, TaskState]) -> list[Effect]:
@@ -486,9 +486,9 @@ class RunState:
 
     def requeue_late(self, now: float) -> list[Effect]:
         """Send nodes back to the queue that have waited for too long."""
-        late = self.backoff.late(self.participants.joined, now)
+        late = self.backoff.late_agents(self.participants.joined, now)
         self.participants.remove(late)
-        return self.backoff.requeue_late(late) if late else []
+        return self.backoff.requeue(late) if late else []
 
     @property
     def is_short(self) -> bool:
@@ -498,10 +498,10 @@ class RunState:
             return False
         if self.phase is RoundPhase.RUNNING:
             nodes = (*self.ranks.members, *joined)
-            return self.short_since is not None and self.backoff.would_return(nodes)
+            return self.short_since is not None and self.backoff.may_requeue(nodes)
         waits = self.phase is RoundPhase.FORMING and not self.participants.pending_rejoin
         too_few = 0 < len(joined) < self.rules.min_nodes
-        return waits and too_few and self.backoff.would_return(joined)
+        return waits and too_few and self.backoff.may_requeue(joined)
 
     def disband_if_short(self, now: float) -> list[Effect]:
         """Send all nodes back to the queue if they have been too few for too long."""

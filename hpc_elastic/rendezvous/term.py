@@ -138,7 +138,7 @@ class Term(Gate):
     def readmit(self) -> None:
         """See whether tasks that are gone may start again on the nodes that they were lost with."""
         run = self._leadership.run
-        if gone := run.recovery.awaited(run.participants.lost):
+        if gone := run.recovery.awaited_tasks(run.participants.lost):
             self.do([Readmit(tuple(gone))])
 
 

@@ -302,7 +302,7 @@ class LeaderState:
         self.rounds.progressed(agent, progress, now)
         if "loads" not in progress or agent not in self.run.ranks:
             return []
-        return self.stragglers.heard(agent, progress["loads"], self.run.entry.round)
+        return self.stragglers.record_loads(agent, progress["loads"], self.run.entry.round)
 
     def _answer_replicas(self, now: float) -> list[Effect]:
         """Send what the lighthouse answers, which waits for no entry; nothing if cut off."""

@@ -127,7 +127,7 @@ class ReplicaState:
             case "failed":
                 return self.worker_failed(failures_of(message), agent, now)
             case "checkpoint":
-                self.run.policy.announced(int(message["step"]))
+                self.run.policy.record_checkpoint(int(message["step"]))
         return []
 
     def join(self, agent: Agent, now: float, request: int = 1) -> list[Effect]:
@@ -218,7 +218,7 @@ class ReplicaState:
         """A member's heartbeat brings what its workers report: a step of any is progress."""
         self.run.progressed(agent, progress, now)
         if progress.get("step") is not None:
-            self.run.policy.announced(int(progress["step"]))
+            self.run.policy.record_checkpoint(int(progress["step"]))
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed; all that fell silent at the same time are known."""
@@ -343,7 +343,7 @@ class ReplicaState:
             return []
         self._judged[agent] = placed_by
         self.run.policy.failures += failures
-        self.run.policy.broke(not_counted=bool(self.run.done))
+        self.run.policy.not_counted = bool(self.run.done)
         return self._judge_alone(placed_by)
 
     def _judge_alone(self, round_: int) -> list[Effect]:

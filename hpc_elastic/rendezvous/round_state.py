@@ -324,7 +324,7 @@ class RunState:
     def note_silence(self, agent: Agent) -> None:
         """Note that an agent is not heard any more, though nothing has ended its connection."""
         if self.is_at_work(agent):
-            self.policy.fell_silent(agent.host)
+            self.policy.record_silence(agent.host)
         self.recovery.mark_possibly_alive(agent)
 
     def is_member(self, agent: Agent) -> bool:
@@ -618,7 +618,7 @@ class RoundState:
         """
         if not self.run.is_member(agent):
             return []
-        self.run.policy.announced(step)
+        self.run.policy.record_checkpoint(step)
         self.change.announced(agent, step, paused, now)
         return self.tick(now)
 
@@ -710,7 +710,7 @@ class RoundState:
         lost = run.participants.is_lost
         stopped = tuple(a for a in run.ranks.members if not lost(a))
         released = self._release()
-        run.policy.broke(not_counted=cause != "failed" or bool(released))
+        run.policy.not_counted = cause != "failed" or bool(released)
         run.begin_forming(now)
         run.estimator.broke(now)
         self.change.end_round()

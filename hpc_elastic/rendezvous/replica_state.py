@@ -280,7 +280,7 @@ class ReplicaState:
         run.ranks = RankAssignment(tuple(dict.fromkeys((*run.ranks.members, *newcomers))))
         run.participants.remove(newcomers)
         run.recovery.update_awaited(run.participants.lost)
-        run.estimator.closed(now)
+        run.estimator.on_close(now)
         self._update_short(now)
         if run.short_since is None:
             run.backoff.times_requeued = 0

@@ -340,7 +340,7 @@ class RunState:
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
         """A member's heartbeat brings what its workers report."""
         if self.ranks.members and agent == self.ranks.members[0]:
-            self.estimator.stepped(progress.get("step"), progress.get("total"), now)
+            self.estimator.record_step(progress.get("step"), progress.get("total"), now)
 
     def add_grace(self, for_s: float, now: float) -> None:
         """Take nobody for late because of the time that the leader was not running."""
@@ -445,7 +445,7 @@ class RunState:
         self.backoff.times_requeued = 0
         self.policy.new_round()
         self.recovery.update_awaited(self.participants.lost)
-        self.estimator.closed(now)
+        self.estimator.on_close(now)
 
     def _give_up_on_pending(self, now: float) -> list[Effect]:
         if not self.participants.pending_rejoin or not self._timed_out(now):
@@ -712,7 +712,7 @@ class RoundState:
         released = self._release()
         run.policy.not_counted = cause != "failed" or bool(released)
         run.begin_forming(now)
-        run.estimator.broke(now)
+        run.estimator.on_break(now)
         self.change.end_round()
         round_ = run.entry.round
         return [*released, *(stop(stopped, reason, cause, round_, step) if stopped else [])]

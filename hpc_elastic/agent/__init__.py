@@ -4,7 +4,8 @@
 - `task_context`     the task's run, found by its index in the job array or its node's id
 - `preflight`        health checks of the node, beside the imports; `gpu_check` those of GPUs
 - `node_agent`       wires session, torch's agent and run directory together
-- `elastic_agent`    torch's LocalElasticAgent, with the run's leader deciding on restarts
+- `elastic_agent`    torch's LocalElasticAgent, with the run's leader deciding on restarts; events
+                     of the workers; with ``ft=true`` the node's replica group
 - `worker_channel`   checkpoint boundaries and steps to save at, between workers and leader
 - `worker_failures`  failed workers as the run's result shows them
 - `preemption`       why, and by when, this node is to be left
@@ -14,5 +15,4 @@
 - `process_cleanup`  ends what workers leave behind
 - `metrics`          OpenMetrics, load of the workers
 - `output_times`     when output was written
-- `replica`          with ``ft=true``: the server of this node's replica group
 """

@@ -10,8 +10,9 @@ they have started lives on (`hpc_elastic.agent.process_cleanup`).
 
 All use of torch's private names is in this module: `_monitor_workers`,
 `_start_workers`, `_stop_workers`, `_rendezvous`, `_shutdown`, `_exit_barrier`,
-`_assign_worker_ranks`, `_remaining_restarts` (tests/unit/test_agent.py fails if torch changes
-them).
+`_assign_worker_ranks`, `_remaining_restarts`, `SubprocessContext.subprocess_handlers`,
+`SubprocessHandler._popen`, `_stdout`, `_stderr`; tests/unit/test_elastic_agent.py fails if torch
+changes them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
@@ -40,48 +41,37 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import (
     LogsDest,
     LogsSpecs,
-    PContext,
     SubprocessContext,
 )
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from hpc_elastic.agent import process_cleanup
-from hpc_elastic.agent.hang_watch import (
-    HangWatch,
-    LoneHangReporter,
-    WatchedWorker,
-    kill_stopped_workers,
-)
-from hpc_elastic.agent.metrics import RoundWorkers, WorkerObserver
+from hpc_elastic.agent import preemption, process_cleanup, worker_failures
+from hpc_elastic.agent.hang_watch import HangWatch, WatchedWorker
+from hpc_elastic.agent.metrics import WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.preemption import DrainController, PreemptionState, why_leave_now
-from hpc_elastic.agent.replica import Replica
-from hpc_elastic.agent.stacks import stacks_file
-from hpc_elastic.agent.warm_workers import WarmWorkerPool, exit_text, is_training
+from hpc_elastic.agent.signals import name_of
+from hpc_elastic.agent.stacks import process_state, stacks_file
+from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
-from hpc_elastic.agent.worker_failures import (
-    EndedWorker,
-    NodeIdentity,
-    ProcessFailure,
-    WorkerFiles,
-    describe,
-    earliest,
-    has_just_exited,
-    has_stopped_short,
-    has_succeeded,
-    told_exit_code,
-)
 from hpc_elastic.agent.worker_main import STOP
 from hpc_elastic.config.schema import AgentSettings
+from hpc_elastic.ft.messages import SOCKET_ENV
 from hpc_elastic.rendezvous.effects import RoundInfo
-from hpc_elastic.rendezvous.session import RunOutcome
+from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.replica_state import results_of
+from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import Reason
-from hpc_elastic.worker.shared_page import ROUND_VARIABLE, ReadablePage, SharedPage, WorkerStatus
+from hpc_elastic.worker.shared_page import (
+    RESULTS_VARIABLE,
+    ROUND_VARIABLE,
+    SharedPage,
+    WorkerStatus,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -103,31 +93,30 @@ class AgentContext:
 
     Attributes:
         place: Where it is, and where its workers' logs go.
+        attempt: How often Slurm has requeued its task.
         control: Folder of the control pages, in memory.
         run: The run's directory.
-        stopped: Writes the event of workers that were stopped (`last_step_fields`).
         settings: The run's ``launcher.agent``.
         notices: Where a notice for this node is found.
-        trains: Writes the event of its workers' first step in a round (`FirstStepLog`).
         events: Its task's events.
         saves_itself: Whether under notice there is sense in waiting for a script that does not
             report when it saves.
         replica: The node's, where its workers are one (``ft=true``).
         times: Writes down when the workers' output was written.
+        observer: Measures the workers.
     """
 
-    place: NodeIdentity
+    place: worker_failures.NodeIdentity
+    attempt: int
     control: Path
     run: RunDir
-    stopped: Callable[..., None]
     settings: AgentSettings
-    notices: PreemptionState
-    trains: Callable[..., None]
+    notices: preemption.PreemptionState
     events: EventLog
-    saves_itself: bool = True
-    replica: Replica | None = None
-    times: OutputTimes | None = None
-    observer: WorkerObserver | None = None
+    saves_itself: bool
+    replica: Replica | None
+    times: OutputTimes
+    observer: WorkerObserver
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -146,14 +135,16 @@ class ElasticAgent(LocalElasticAgent):
         self._session = handler.session
         self._workplace = workplace
         self._channel: WorkerChannel | None = None
-        self._drain: DrainController | None = None
-        self._beginning: FirstStepLog | None = None
+        self._drain: preemption.DrainController | None = None
         self._saves = CheckpointFailureLog(workplace.events.write_behind)
         self._hangs: HangWatch | None = None
         self._awaits_leader = False
         self._warm_workers = warm_workers
         self._filled = False
-        self._started_at = 0.0
+        self._has_begun = True
+        """Whether the event of the first step in the round is written."""
+        self._started_at = self._started_time = 0.0
+        """When the workers were started, in monotonic and in Unix seconds."""
         self.pages: dict[int, SharedPage] = {}
         """The control pages of the current workers, by global rank."""
 
@@ -175,23 +166,20 @@ class ElasticAgent(LocalElasticAgent):
         A group that trains would be stopped for this node at once, and stand still until it has
         imported what it needs: so it is joined after that.
         """
-        if self._session.leaving is None:
+        session = self._session
+        if session.leaving is None:
             self._warm_workers.fill(paced=False)
-            if self._handler.round is None:
-                self._import_beside_others()
+            deadline = time.monotonic() + _IMPORT_S
+            while (
+                self._handler.round is None
+                and self._workplace.notices.current is None
+                and not (session.verdict or session.leaving or session.sent_back)
+                and is_training(self._workplace.run.status)
+                and time.monotonic() <= deadline
+                and not self._warm_workers.await_imports(_LOOK_UP_S)
+            ):
+                pass
         super()._rendezvous(worker_group)
-
-    def _import_beside_others(self) -> None:
-        deadline = time.monotonic() + _IMPORT_S
-        while self._is_wanted and is_training(self._workplace.run.status):
-            if time.monotonic() > deadline or self._warm_workers.await_imports(_LOOK_UP_S):
-                break
-
-    @property
-    def _is_wanted(self) -> bool:
-        """Whether this node is still to join."""
-        session, notice = self._session, self._workplace.notices.current
-        return notice is None and not (session.verdict or session.leaving or session.sent_back)
 
     def _assign_worker_ranks(
         self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -215,113 +203,118 @@ class ElasticAgent(LocalElasticAgent):
         return self._handler.round
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spent = self._round.restarts
-        self._remaining_restarts = max(0, worker_group.spec.max_restarts - spent)
-        self._awaits_leader = False
+        workplace, round_ = self._workplace, self._round
+        replica, notices = workplace.replica, workplace.notices
+        self._remaining_restarts = max(0, worker_group.spec.max_restarts - round_.restarts)
+        self._awaits_leader = self._filled = self._has_begun = False
         self.pages = {
-            w.global_rank: SharedPage.create(self._workplace.control, w.local_rank)
+            w.global_rank: SharedPage.create(workplace.control, w.local_rank)
             for w in worker_group.workers
         }
-        self._filled, self._started_at = False, time.monotonic()
-        self._listen(list(self.pages.values()))
-        os.environ[ROUND_VARIABLE] = str(self._round.number)
-        entry = fencing.entry_path(self._workplace.run.rdzv, self._round.index)
-        os.environ[fencing.VARIABLE] = str(entry)
-        if self._workplace.replica is not None:
-            os.environ.update(self._workplace.replica.environment(self._round))
-            self._workplace.replica.expect_workers()
+        self._started_at, self._started_time = time.monotonic(), time.time()
+        pages = list(self.pages.values())
+        self._channel = WorkerChannel(self._session, pages)
+        self._saves.watch(self.pages.get(_FIRST_RANK))
+        by_its_script = partial(
+            preemption.why_leave_now, since=self._started_at, saves_itself=workplace.saves_itself
+        )
+        why_leave = by_its_script if replica is None else replica.why_leave
+        self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
+        watched = [
+            WatchedWorker(
+                rank - round_.first_rank, page, self._files(rank),
+                stacks_file(workplace.control, rank - round_.first_rank),
+            )
+            for rank, page in self.pages.items()
+        ]  # fmt: skip
+        self._hangs = HangWatch(
+            self._session, watched, after_s=workplace.settings.hang_timeout_s,
+            place=workplace.place,
+            alone=None if replica is None else (replica.me, workplace.events.write),
+        )  # fmt: skip
+        workplace.observer.start_round(self.pages, self._pids_by_rank)
+        os.environ[ROUND_VARIABLE] = str(round_.number)
+        os.environ[fencing.VARIABLE] = str(fencing.entry_path(workplace.run.rdzv, round_.index))
+        if replica is not None:
+            os.environ.update(replica.environment(round_))
+            replica.expect_workers()
         with made_from(self._warm_workers):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
-    def _listen(self, pages: list[SharedPage]) -> None:
-        """Start to pass on the messages between the workers of a round and their leader."""
-        self._channel = WorkerChannel(self._session, pages)
-        self._beginning = FirstStepLog(self._workplace.trains, self._round.number, pages)
-        self._saves.watch(self.pages.get(_FIRST_RANK))
-        replica, notices = self._workplace.replica, self._workplace.notices
-        saves_itself = self._workplace.saves_itself
-        by_its_script = partial(why_leave_now, since=self._started_at, saves_itself=saves_itself)
-        why_leave = by_its_script if replica is None else replica.why_leave
-        self._drain = DrainController(self._session, notices, pages, why_leave)
-        self._hangs = self._watch_for_hangs()
-        if self._workplace.observer is not None:
-            self._workplace.observer.start_round(RoundWorkers(self.pages, self._pids_by_rank))
-
     def _pids_by_rank(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None else {}
-
-    def _watch_for_hangs(self) -> HangWatch:
-        place, control = self._workplace.place, self._workplace.control
-        first = self._round.first_rank
-        workers = [
-            WatchedWorker(rank - first, page, self._files(rank), stacks_file(control, rank - first))
-            for rank, page in self.pages.items()
-        ]
-        replica, events = self._workplace.replica, self._workplace.events
-        alone = LoneHangReporter(replica.me, events.write) if replica is not None else None
-        after_s = self._workplace.settings.hang_timeout_s
-        return HangWatch(self._session, workers, after_s=after_s, place=place, alone=alone)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._hangs = None
         self._saves.poll()
         self._report_before_stop()
-        kill_stopped_workers(self._pids)
+        for pid in self._pids_by_rank().values():
+            if process_state(pid) == "T":  # stopped by a signal: only SIGKILL ends it in time
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
         process_cleanup.kill_strays(self._warm_workers.pids)
         if self.pages and self._session.verdict is None:
             fields = last_step_fields(page.read() for page in self.pages.values())
-            self._workplace.stopped(round=self._round.number, **fields)
+            self._workplace.events.write(
+                "workers_stopped", attempt=self._workplace.attempt, round=self._round.number,
+                **fields,
+            )  # fmt: skip
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report the outcome of the workers to the leader, once; torch receives the verdict."""
         self._saves.poll()
         verdict = self._session.verdict
+        if verdict is not None and verdict.status == "succeeded":
+            ranks = [w.global_rank for w in worker_group.workers]
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         if verdict is not None:
-            return self._as_result(verdict, worker_group)
+            self._remaining_restarts = 0
+            return RunResult(WorkerState.FAILED)
+        pids = self._pids_by_rank()
         if self._channel is not None and self._drain is not None:
             now = time.monotonic()
             self._channel.poll(now)
             self._drain.poll(now)
             if self._hangs is not None:
-                self._hangs.update(self._pids_by_rank(), now, done=self._awaits_leader)
-        if self._beginning is not None and self._beginning.poll():
-            self._beginning = None
+                self._hangs.update(pids, now, done=self._awaits_leader)
+        if not self._has_begun:
+            workers = [page.read() for page in self.pages.values()]
+            fields = first_step_fields(workers, self._started_time)
+            if fields is not None:
+                self._has_begun = True
+                self._workplace.events.write_behind(  # a file system that hangs delays no watch
+                    "first_step", attempt=self._workplace.attempt, round=self._round.number,
+                    **fields,
+                )  # fmt: skip
         if not self._awaits_leader:
-            self._look_at_workers(worker_group)
-        process_cleanup.reap_orphan({*self._pids, *self._warm_workers.pids})
+            self._check_workers(worker_group)
+        process_cleanup.reap_orphan({*self._pids_by_rank().values(), *self._warm_workers.pids})
         return RunResult(state=WorkerState.HEALTHY)
 
-    @property
-    def _pids(self) -> list[int]:
-        return list(self._pids_by_rank().values())
-
-    def _look_at_workers(self, worker_group: WorkerGroup) -> None:
-        """See whether workers have ended.
+    def _check_workers(self, worker_group: WorkerGroup) -> None:
+        """Check whether workers have ended.
 
         An exit code of 0 is no success for torch's agent to see: the function must have returned.
         """
         result = super()._monitor_workers(worker_group)
-        failures: dict[int, ProcessFailure] = {**self._early_exits(), **result.failures}
+        failures = {r: w for r, w in self._ended_by_themselves().items() if w.exitcode == 0}
+        for rank, failure in result.failures.items():
+            failures[rank] = worker_failures.EndedWorker(failure.local_rank, failure.exitcode)
         if result.state is WorkerState.HEALTHY and not failures:
             self._maintain_warm_workers()
             return
         self._awaits_leader = True
-        if result.state is WorkerState.SUCCEEDED and not failures:
-            self._tell_of_return()
+        if result.state is not WorkerState.SUCCEEDED or failures:
+            self._channel = self._drain = None
+            self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
+            # those hold GPU memory, which the next worker needs
+            process_cleanup.kill_strays(self._warm_workers.pids)
+            self._report(failures)
             return
-        self._channel = self._drain = None
-        self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
-        # those hold GPU memory, which the next worker needs
-        process_cleanup.kill_strays(self._warm_workers.pids)
-        self._report(failures)
-
-    def _tell_of_return(self) -> None:
-        """Report that all functions have returned; under notice, before the last step, they leave.
-
-        A script may set a flag at SIGTERM, save, and return.
-        """
-        if any(has_stopped_short(page.read()) for page in self.pages.values()):
+        # A script may set a flag at SIGTERM, save, and return before its last step: it leaves.
+        workers = [page.read() for page in self.pages.values()]
+        if any(w.step is not None and w.step < (w.total_steps or 0) for w in workers):
             self._await_notice()
             if self._workplace.notices.current is not None:
                 _log.warning("the function has returned under notice, before its last step")
@@ -329,18 +322,17 @@ class ElasticAgent(LocalElasticAgent):
                 return
         self._session.finished()
 
-    def _early_exits(self) -> dict[int, ProcessFailure]:
-        """Return the workers that have ended with code 0 before their function returned."""
-        ended = self._ended_by_themselves()
-        return {rank: worker for rank, worker in ended.items() if worker.exitcode == 0}
-
-    def _ended_by_themselves(self) -> dict[int, EndedWorker]:
+    def _ended_by_themselves(self) -> dict[int, worker_failures.EndedWorker]:
         """Return the workers that have ended, not by this agent, and not as they should."""
-        ended = {}
-        for local_rank, code in ended_by_themselves(self._pcontext).items():
+        context, ended = self._pcontext, {}
+        handlers = context.subprocess_handlers if isinstance(context, SubprocessContext) else {}
+        for local_rank, process in handlers.items():
+            code = process.own_exit_code if isinstance(process, WorkerProcess) else None
             rank = self._round.first_rank + local_rank
-            if not has_succeeded(code, self.pages[rank].read()):
-                ended[rank] = EndedWorker(local_rank, code)
+            if code is not None and not worker_failures.has_succeeded(
+                code, self.pages[rank].read()
+            ):
+                ended[rank] = worker_failures.EndedWorker(local_rank, code)
         return ended
 
     def _report_before_stop(self) -> None:
@@ -351,19 +343,17 @@ class ElasticAgent(LocalElasticAgent):
         """
         if self._awaits_leader or self._session.verdict or self._workplace.replica is not None:
             return
-        first_rank = self._round.first_rank
-        told = {rank: told_exit_code(self._files(rank)) for rank in self.pages}
-        failures: dict[int, ProcessFailure] = {
-            rank: EndedWorker(rank - first_rank, code)
-            for rank, code in told.items()
-            if code is not None
-        }
+        failures = {}
+        for rank in self.pages:
+            code = worker_failures.told_exit_code(self._files(rank))
+            if code is not None:
+                failures[rank] = worker_failures.EndedWorker(rank - self._round.first_rank, code)
         failures |= self._ended_by_themselves()
         if failures:
             self._awaits_leader = True
             self._report(failures)
 
-    def _report(self, failures: Mapping[int, ProcessFailure]) -> None:
+    def _report(self, failures: Mapping[int, worker_failures.EndedWorker]) -> None:
         """Report failed workers; those that end because of a notice have not failed.
 
         Such are all where the signals of a notice have come: Slurm may send them to each process.
@@ -371,10 +361,12 @@ class ElasticAgent(LocalElasticAgent):
         """
         place = self._workplace.place
         found = [
-            describe(failure, self._files(rank), place, self.pages[rank].read())
+            worker_failures.describe(failure, self._files(rank), place, self.pages[rank].read())
             for rank, failure in failures.items()
         ]
-        have_exited = any(has_just_exited(failure) for failure in found)
+        have_exited = any(
+            f["signal"] is None and f["exception"] in (None, "SystemExit") for f in found
+        )
         if have_exited:
             self._await_notice()
         notice = self._workplace.notices.current
@@ -382,7 +374,7 @@ class ElasticAgent(LocalElasticAgent):
             _log.warning("workers have ended under notice: %s", [f["message"] for f in found])
             self._session.leave_now()
             return
-        self._session.failed(earliest(found))
+        self._session.failed(worker_failures.earliest(found))
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + _NOTICE_MAY_COME_S
@@ -391,7 +383,12 @@ class ElasticAgent(LocalElasticAgent):
 
     def _maintain_warm_workers(self) -> None:
         """Start new warm workers once the workers train: before, they need the CPU themselves."""
-        self._report_dead(self._warm_workers.maintain())
+        codes = self._warm_workers.maintain()
+        codes = [code for code in codes if code != -signal.SIGTERM]  # a preemption ends them all
+        if codes:
+            why = name_of(-codes[0]) if codes[0] < 0 else f"exit code {codes[0]}"
+            where = self._workplace
+            where.events.write_behind("warm_worker_died", host=where.place.host, why=why)
         if self._filled:
             return
         train = any((page.read().step or 0) > 0 for page in self.pages.values())
@@ -399,35 +396,11 @@ class ElasticAgent(LocalElasticAgent):
             self._filled = True
             self._warm_workers.fill(paced=True)
 
-    def _report_dead(self, exit_codes: Sequence[int]) -> None:
-        """Report warm workers that ended by themselves; a preemption sends all of them SIGTERM."""
-        found = [exit_text(code) for code in exit_codes if code != -signal.SIGTERM]
-        if found:
-            where = self._workplace
-            where.events.write_behind("warm_worker_died", host=where.place.host, why=found[0])
-
-    def _files(self, rank: int) -> WorkerFiles:
-        return WorkerFiles(self._workplace.place.logs, self._round.number, rank)
-
-    def _as_result(self, verdict: RunOutcome, worker_group: WorkerGroup) -> RunResult:
-        ranks = [w.global_rank for w in worker_group.workers]
-        if verdict.status == "succeeded":
-            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-        self._remaining_restarts = 0
-        return RunResult(WorkerState.FAILED)
+    def _files(self, rank: int) -> worker_failures.WorkerFiles:
+        return worker_failures.WorkerFiles(self._workplace.place.logs, self._round.number, rank)
 
     def _exit_barrier(self) -> None:
         """The leader's verdict is the barrier: it comes once every member is done."""
-
-
-# The workers' processes as torch's agent starts and ends them. torch makes each in one function,
-# `multiprocessing.api.get_subprocess_handler`, which `made_from` replaces for as long as a group
-# is started. Private names that are used here, with tests in tests/unit/test_agent.py: that
-# function, `SubprocessContext.subprocess_handlers`, and `SubprocessHandler._popen`, `_stdout`,
-# `_stderr`.
-
-
-_MAKES_PROCESS = "get_subprocess_handler"
 
 
 class RoundLogs(LogsSpecs):
@@ -447,7 +420,7 @@ class RoundLogs(LogsSpecs):
         """Return the files of the workers about to start, by local rank."""
         number = int(os.environ[ROUND_VARIABLE])
         files = {
-            local_rank: WorkerFiles(self._folder, number, int(env["RANK"]))
+            local_rank: worker_failures.WorkerFiles(self._folder, number, int(env["RANK"]))
             for local_rank, env in envs.items()
         }
         for local_rank, env in envs.items():
@@ -491,67 +464,30 @@ class WorkerProcess(SubprocessHandler):
         return warm if warm is not None else super()._popen(args, env)
 
 
-def ended_by_themselves(workers: PContext | None) -> dict[int, int]:
-    """Return the exit codes of the workers that no signal of the agent has ended, by local rank.
-
-    Args:
-        workers: The processes of a round; None before the first.
-    """
-    handlers = workers.subprocess_handlers if isinstance(workers, SubprocessContext) else {}
-    codes = {n: h.own_exit_code for n, h in handlers.items() if isinstance(h, WorkerProcess)}
-    return {local_rank: code for local_rank, code in codes.items() if code is not None}
-
-
 @contextmanager
 def made_from(warm_workers: WarmWorkerPool) -> Iterator[None]:
-    """Make workers from warm workers where there are any, for as long as the context lasts."""
-    theirs = getattr(processes, _MAKES_PROCESS)
-    setattr(processes, _MAKES_PROCESS, partial(WorkerProcess, warm_workers))
+    """Make workers from warm workers where there are any, for as long as the context lasts.
+
+    torch makes each process in one function, which is replaced meanwhile.
+    """
+    name = "get_subprocess_handler"
+    theirs = getattr(processes, name)
+    setattr(processes, name, partial(WorkerProcess, warm_workers))
     try:
         yield
     finally:
-        setattr(processes, _MAKES_PROCESS, theirs)
+        setattr(processes, name, theirs)
 
 
-# ---- The event of the first step that the workers of a node make in a round
-# Each agent writes that event for its own node, as it writes all that concerns its node alone.
-# The leader could do it for all, but then each first step had to travel with the heartbeats, and
-# be waited for by the leader of that time; one short append beside the log files that a node opens
-# for each worker and round anyway costs a thousand nodes less, and no leader can lose it.
-
-
-class FirstStepLog:
-    """The beginning of one round on one node.
+# ---- Events of the workers of one node
+# Each agent writes them for its own node: one short append beside the log files that a node opens
+# for each worker and round costs a thousand nodes less than a leader that collects them, and no
+# leader can lose them.
+def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[str, Any] | None:
+    """Return the fields of the event of the first step in a round; None before it (pure).
 
     Args:
-        write: Writes the event, and does not wait for the file system: one that hangs does not
-            concern those that watch workers.
-        round_: The number of the round.
-        pages: Its workers' control pages, just made.
-    """
-
-    def __init__(
-        self, write: Callable[..., None], round_: int, pages: Sequence[ReadablePage]
-    ) -> None:
-        self._write = write
-        self._round = round_
-        self._pages = pages
-        self._started = time.time()
-
-    def poll(self) -> bool:
-        """Return whether all workers have made a step; then, once, write the event."""
-        workers = [page.read() for page in self._pages]
-        if not workers or any(worker.first_step is None for worker in workers):
-            return False
-        self._write(round=self._round, **first_step_fields(workers, self._started))
-        return True
-
-
-def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[str, Any]:
-    """Return the fields of the event for workers that have all made a step (pure).
-
-    Args:
-        workers: At least one.
+        workers: The node's.
         started: Unix seconds at which they were started.
 
     Returns:
@@ -559,9 +495,12 @@ def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[s
         one; ``restore_s`` and ``start_s``, of the slowest worker, from the start to the first step;
         ``counted``: the script does not report these steps; ``time`` of the slowest one's step.
     """
+    steps = [worker.first_step for worker in workers if worker.first_step is not None]
+    if not steps or len(steps) < len(workers):
+        return None
     at = max(worker.first_time or started for worker in workers)
     return {
-        "step": min(worker.first_step or 0 for worker in workers),
+        "step": min(steps),
         "restored": max((w.restored for w in workers if w.restored is not None), default=None),
         "restore_s": round(max(worker.restore_s or 0.0 for worker in workers), 3),
         "start_s": round(max(0.0, at - started), 3),
@@ -570,13 +509,8 @@ def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[s
     }
 
 
-# ---- The event of a node's workers that were stopped before they were done (pure)
-# Each agent writes it for its own node, so the cost of a restart is known even if the leader, and
-# all that it had received, is lost.
-
-
 def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
-    """Return how far workers have come.
+    """Return how far workers have come that were stopped before they were done (pure).
 
     Args:
         workers: What they last published; a script that asks at which step to save is believed
@@ -596,22 +530,12 @@ def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
     }
 
 
-# ---- The events of checkpoints that do not reach their directory, and that do so again
-# What writes them is the workers' `Checkpointer`, which never ends a training for it. The agent
-# of the first rank writes the events for all: every rank learns if a part of a checkpoint
-# could not be written. For as long as that agent has the first rank, an incident is written
-# once, however many checkpoints and rounds it costs.
-
-
-class SavingPage(ReadablePage, Protocol):
-    """The part of a `hpc_elastic.worker.shared_page.SharedPage` that is used here."""
-
-    def why_not_saved(self) -> str:
-        """Return why the last checkpoint was not written."""
-
-
 class CheckpointFailureLog:
-    """The checkpoints of a run, as one agent sees them.
+    """The events of checkpoints that do not reach their directory, and that do so again.
+
+    Such a failure never ends a training. Every rank learns if a part of a checkpoint could not be
+    written, so the agent of the first rank writes the events for all: each incident once, for as
+    long as that agent has the first rank.
 
     Args:
         write: Writes an event, and does not wait for the file system: it may be what fails.
@@ -619,11 +543,11 @@ class CheckpointFailureLog:
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
-        self._page: SavingPage | None = None
+        self._page: SharedPage | None = None
         self._num_unsaved = 0
         self._failing = False
 
-    def watch(self, page: SavingPage | None) -> None:
+    def watch(self, page: SharedPage | None) -> None:
         """Begin another round.
 
         Args:
@@ -645,3 +569,60 @@ class CheckpointFailureLog:
         if self._failing and now.stored is not None and now.stored >= (now.unsaved or 0):
             self._failing = False
             self._write("checkpoint_recovered", step=now.stored)
+
+
+class Replica:
+    """The workers of one node, which are a replica of the model (``ft=true``).
+
+    The session of the agent serves them (`hpc_elastic.ft.manager_server`), and connects them to
+    the lighthouse, which lives with the run's leader.
+
+    Args:
+        me: The node's agent.
+        session: Its session.
+        socket: Where it serves the workers.
+        max_nodes: The most replicas that the run may have.
+    """
+
+    def __init__(self, me: Agent, session: Session, socket: Path, max_nodes: int) -> None:
+        assert session.replica is not None
+        self.me = me
+        self._session = session
+        self._server = session.replica
+        self._socket = socket
+        self._max_nodes = max_nodes
+        self._announced: float | None = None
+        """The end of the notice that was sent to the quorum."""
+
+    def expect_workers(self) -> None:
+        """Forget the workers before: others are about to be started."""
+        self._announced = None
+        self._session.run_in_loop(self._server.expect_workers, self.me.nproc)
+
+    def why_leave(
+        self, notice: preemption.PreemptionNotice, _: Sequence[WorkerStatus], now: float
+    ) -> str | None:
+        """Request release once; return why to wait for that no longer, None to wait.
+
+        Args:
+            notice: The node is to be left.
+            now: Monotonic seconds.
+        """
+        if notice.by != self._announced:
+            self._announced = notice.by
+            self._session.run_in_loop(self._server.announce_leave, max(0.0, notice.by - now))
+        if self._server.has_left:
+            return "its replica has left the quorum"
+        if now >= notice.by:
+            return "its time is up"
+        return None if self._server.was_in_quorum else "its workers are in no quorum yet"
+
+    def environment(self, round_: RoundInfo) -> dict[str, str]:
+        """Return what its workers find in their environment."""
+        return {
+            SOCKET_ENV: str(self._socket),
+            fencing.REPLICA_VARIABLE: fencing.replica(self.me.task, self.me.attempt, self.me.slot),
+            RESULTS_VARIABLE: results_of(round_.number, self.me),
+            "REPLICA_GROUP_ID": str(self.me.slot),  # for scripts; the names are torchft's
+            "NUM_REPLICA_GROUPS": str(self._max_nodes),
+        }

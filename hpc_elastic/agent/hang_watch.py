@@ -19,22 +19,19 @@ does not answer the leader counts as hung. Workers that are not sampled by then 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
-import signal
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.metrics import main_thread_load_s
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import (
     MOVING_FACTOR,
@@ -44,7 +41,8 @@ from hpc_elastic.rendezvous.hang_diagnosis import (
     hang_note,
 )
 from hpc_elastic.rendezvous.log_entry import Agent
-from hpc_elastic.worker.shared_page import CheckpointRequest, ReadablePage, WorkerStatus
+from hpc_elastic.rendezvous.session import Session
+from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
 _log = logging.getLogger(__name__)
 
@@ -53,29 +51,6 @@ _BUSY_SHARE = 0.5
 """A main thread that uses or wants a CPU for more than this share of the time computes."""
 _STOPPED = "T"
 _DEBUGGED = "t"
-
-Message = dict[str, Any]
-
-
-class HangReporter(Protocol):
-    """The part of `rendezvous.session.Session` that is used here."""
-
-    @property
-    def checkpoint_request(self) -> CheckpointRequest | None:
-        """The leader's request to all workers of the round; None if there is none."""
-
-    @property
-    def stacks(self) -> int:
-        """The number of the leader's query for stacks; 0 if there is none."""
-
-    def stalled(self, stalled_s: float, limit_s: float) -> None:
-        """Report that workers have made no step for longer than the limit."""
-
-    def answer_stacks(self, number: int, ranks: list[Message]) -> None:
-        """Answer a query with the states of this node's workers."""
-
-    def failed(self, failures: list[Message]) -> None:
-        """Report failed workers."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +65,9 @@ class WatchedWorker:
     """
 
     local_rank: int
-    page: ReadablePage
+    page: SharedPage
     files: WorkerFiles
     dump: Path
-
-
-@dataclass(frozen=True)
-class LoneHangReporter:
-    """The reporting of hangs by an agent whose workers are a replica.
-
-    Attributes:
-        me: The agent.
-        note: Writes an event.
-    """
-
-    me: Agent
-    note: Callable[..., None]
 
 
 class HangWatch:
@@ -116,17 +78,18 @@ class HangWatch:
         workers: The workers of the node.
         after_s: The setting `launcher.agent.hang_timeout_s`.
         place: The node.
-        alone: Reports hangs if this agent decides by itself; None otherwise.
+        alone: The agent, and what writes its events, if its workers are a replica: then it decides
+            by itself. None otherwise.
     """
 
     def __init__(
         self,
-        leader: HangReporter,
+        leader: Session,
         workers: Sequence[WatchedWorker],
         *,
         after_s: float | None,
         place: NodeIdentity,
-        alone: LoneHangReporter | None = None,
+        alone: tuple[Agent, Callable[..., None]] | None = None,
     ) -> None:
         now = time.monotonic()
         self._leader = leader
@@ -147,85 +110,92 @@ class HangWatch:
             done: Whether all workers have returned; the leader may still query.
         """
         request = self._leader.checkpoint_request
+        awaited = None if request is None or request.confirmed else request.number
         for worker, clock in zip(self._workers, self._clocks, strict=True):
             published = worker.page.read()
-            clock.update(published, now, awaited=_awaits(published, request))
+            clock.update(published, now, awaited=published.waiting == awaited)
         if self._sampling is not None and self._sampling.is_alive():
             return
         number, due = self._leader.stacks, [c for c in self._clocks if c.is_due(now)]
+        work: Callable[[], None] | None = None
         if number != self._answered and number:
             self._answered = number
-            self._start(lambda: self._answer(number, pids), now)
+            work = partial(self._answer, number, pids)
         elif due and not done:
-            self._suspect(due[0], pids, now)
-
-    def _suspect(self, clock: StepClock, pids: Mapping[int, int], now: float) -> None:
-        stalled_s, limit_s = clock.stalled_s(now), clock.limit_s or 0.0
-        _log.warning("no step for %.0f s (limit %.0f s)", stalled_s, limit_s)
-        if self._alone is not None:
-            alone = self._alone
-            self._start(lambda: self._judge(alone, pids, stalled_s, limit_s), now)
+            stalled_s, limit_s = due[0].stalled_s(now), due[0].limit_s or 0.0
+            _log.warning("no step for %.0f s (limit %.0f s)", stalled_s, limit_s)
+            if self._alone is None:
+                self._leader.stalled(stalled_s, limit_s)
+            else:
+                work = partial(self._judge, *self._alone, pids, stalled_s, limit_s)
+        else:
             return
-        self._leader.stalled(stalled_s, limit_s)
-        self._postpone(now)
-
-    def _start(self, work: Callable[[], None], now: float) -> None:
-        self._postpone(now)
-        self._sampling = threading.Thread(target=work, name="stacks", daemon=True)
-        self._sampling.start()
-
-    def _postpone(self, now: float) -> None:
         for clock in self._clocks:
             clock.postpone(now)
+        if work is not None:
+            self._sampling = threading.Thread(target=work, name="stacks", daemon=True)
+            self._sampling.start()
 
     def _answer(self, number: int, pids: Mapping[int, int]) -> None:
         self._leader.answer_stacks(number, [_message(s) for s in self._sample_workers(pids)])
 
     def _judge(
-        self, alone: LoneHangReporter, pids: Mapping[int, int], stalled_s: float, limit_s: float
+        self,
+        me: Agent,
+        write: Callable[..., None],
+        pids: Mapping[int, int],
+        stalled_s: float,
+        limit_s: float,
     ) -> None:
-        found = [(alone.me, state) for state in self._sample_workers(pids)]
+        found = [(me, state) for state in self._sample_workers(pids)]
         finding = diagnose_hang(found, moving_is_work=stalled_s < MOVING_FACTOR * limit_s)
-        if finding is None:
-            return
-        note, round_ = hang_note(finding, stalled_s), self._workers[0].files.round
-        alone.note(note.kind, **note.fields)
-        failed = [_message(f) for f in hang_failures(finding, stalled_s, round_)]
-        self._leader.failed(failed)
+        if finding is not None:
+            note, round_ = hang_note(finding, stalled_s), self._workers[0].files.round
+            write(note.kind, **note.fields)
+            failed = [_message(f) for f in hang_failures(finding, stalled_s, round_)]
+            self._leader.failed(failed)
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
-        samplers = [StackSampler(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]
-        since, loads = time.monotonic(), {pid: main_thread_load_s(pid) for pid in pids.values()}
-        sample_all(samplers)
-        wanted_s = _BUSY_SHARE * (time.monotonic() - since)
-        computing = {
-            pid
-            for pid, load_s in loads.items()
-            if _wants_cpu(load_s, main_thread_load_s(pid), wanted_s)
-            and not stacks.has_gpu_open(pid)
-        }
-        found = [
-            self._state(worker, sampler, clock, computes=sampler.pid in computing)
-            for worker, sampler, clock in zip(self._workers, samplers, self._clocks, strict=True)
+        """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""
+        samplers = [StackSampler(pids.get(w.local_rank), w) for w in self._workers]
+        since, loads = (
+            time.monotonic(),
+            {pid: stacks.main_thread_load_s(pid) for pid in pids.values()},
+        )
+        deadline = since + WITHIN_S
+        threads = [
+            threading.Thread(target=sampler.sample, args=(deadline,), name="stack", daemon=True)
+            for sampler in samplers
         ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        wanted_s = _BUSY_SHARE * (time.monotonic() - since)
+        found = []
+        for sampler, clock in zip(samplers, self._clocks, strict=True):
+            pid, worker, computes = sampler.pid, sampler.worker, False
+            before_s = None if pid is None else loads.get(pid)
+            if pid is not None and before_s is not None:
+                after_s = stacks.main_thread_load_s(pid)
+                computes = after_s is not None and after_s - before_s > wanted_s
+                computes = computes and not stacks.has_gpu_open(pid)
+            seen = WorkerSample(
+                letter=None if pid is None else stacks.process_state(pid),
+                dumps=[parse_main_thread(text) for text in list(sampler.texts)],
+                published=worker.page.read(),
+                computes=computes,
+                alive=sampler.was_busy or clock.is_alive(time.monotonic()),
+                alone=self._alone is not None,
+            )
+            state, dumps = seen.state, seen.dumps
+            waits = (
+                waiting_collective(dumps[-1]) if dumps and state in ("stands", "moves") else None
+            )
+            found.append(RankState(worker.files.rank, worker.local_rank, state, seen.place, waits,
+                                   str(worker.files.stack)))  # fmt: skip
         self._write(found, samplers)
         return found
-
-    def _state(
-        self, worker: WatchedWorker, sampler: StackSampler, clock: StepClock, *, computes: bool
-    ) -> RankState:
-        seen = WorkerSample(
-            letter=None if sampler.pid is None else stacks.process_state(sampler.pid),
-            dumps=[parse_main_thread(text) for text in list(sampler.texts)],
-            published=worker.page.read(),
-            computes=computes,
-            alive=sampler.was_busy or clock.is_alive(time.monotonic()),
-            alone=self._alone is not None,
-        )
-        state, dumps = seen.state, seen.dumps
-        waits = waiting_collective(dumps[-1]) if dumps and state in ("stands", "moves") else None
-        return RankState(worker.files.rank, worker.local_rank, state, seen.place, waits,
-                         str(worker.files.stack))  # fmt: skip
 
     def _write(self, found: Sequence[RankState], samplers: Sequence[StackSampler]) -> None:
         """Write the stacks to the workers' files; wait briefly, since the file system may hang."""
@@ -281,14 +251,16 @@ class WorkerSample:
             return "done"
         if self.letter == _STOPPED:
             return "stopped"
-        waits = self.alone and self.dumps and is_in_quorum(self.dumps[-1])
+        last = self.dumps[-1][:_MAX_FRAMES] if self.dumps else ()
+        waits = self.alone and any(_QUORUM.search(frame.file) for frame in last)
         if self.published.busy or self.published.paused or self.alive or waits:
             return "busy"
         if self.letter == _DEBUGGED:
             return "moves"
         if not self.dumps:
             return "silent"
-        works = self.computes or stacks_differ(self.dumps) or is_long_work(self.dumps[-1])
+        changes = any(dump != self.dumps[0] for dump in self.dumps[1:])
+        works = self.computes or changes or any(_WORK.search(frame.file) for frame in last)
         return "moves" if works else "stands"
 
     @property
@@ -306,27 +278,10 @@ class WorkerSample:
         return describe_place(self.dumps[-1] if self.dumps else ())
 
 
-def _wants_cpu(before_s: float | None, after_s: float | None, wanted_s: float) -> bool:
-    return before_s is not None and after_s is not None and after_s - before_s > wanted_s
-
-
-def _awaits(worker: WorkerStatus, request: CheckpointRequest | None) -> bool:
-    """Return whether a worker waits for the confirmation of a checkpoint request."""
-    return request is not None and not request.confirmed and worker.waiting == request.number
-
-
-def _message(item: Any) -> Message:
+def _message(item: Any) -> dict[str, Any]:
     fields = asdict(item)
     fields.pop("time")
     return {**fields, "age_s": 0.0}
-
-
-def kill_stopped_workers(pids: Sequence[int]) -> None:
-    """Kill workers that are stopped by a signal: only SIGKILL ends them in time (agent)."""
-    for pid in pids:
-        if stacks.process_state(pid) == _STOPPED:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 MIN_LIMIT_S = 60.0
@@ -373,15 +328,12 @@ class StepClock:
         sign = (step, worker.boundary, worker.samples, worker.pulse)
         if sign != self._sign or worker.busy or worker.paused or awaited:
             self._sign, self._sign_at = sign, now
-        self._note_step(step, now)
-        self._is_over = _is_over(worker, step)
-
-    def _note_step(self, step: int | None, now: float) -> None:
-        if step is None or step == self._step:
-            return
-        if self._step is not None and step > self._step:
-            self._steps_s.append((now - self._step_at) / (step - self._step))
-        self._step, self._step_at = step, now
+        if step is not None and step != self._step:
+            if self._step is not None and step > self._step:
+                self._steps_s.append((now - self._step_at) / (step - self._step))
+            self._step, self._step_at = step, now
+        total = worker.total_steps
+        self._is_over = total is not None and step is not None and step >= total
 
     def postpone(self, now: float) -> None:
         """Record a diagnosis; the next one is due after a whole limit."""
@@ -414,10 +366,6 @@ class StepClock:
         """Return whether a diagnosis is due."""
         limit_s = self.limit_s
         return limit_s is not None and now - max(self._sign_at, self._postponed_at) >= limit_s
-
-
-def _is_over(worker: WorkerStatus, step: int | None) -> bool:
-    return worker.total_steps is not None and step is not None and step >= worker.total_steps
 
 
 @dataclass(frozen=True)
@@ -495,16 +443,6 @@ def waiting_collective(frames: Sequence[Frame]) -> str | None:
     return "backward" if any(_BACKWARD.search(f.file) for f in inner[:users]) else None
 
 
-def is_long_work(frames: Sequence[Frame]) -> bool:
-    """Return whether a stack shows work that may take long without a step."""
-    return any(_WORK.search(frame.file) for frame in frames[:_MAX_FRAMES])
-
-
-def is_in_quorum(frames: Sequence[Frame]) -> bool:
-    """Return whether a stack waits for other replicas (``ft=true``)."""
-    return any(_QUORUM.search(frame.file) for frame in frames[:_MAX_FRAMES])
-
-
 def is_user_frame(frame: Frame) -> bool:
     """Return whether a frame is of the user's own code."""
     return not _NOT_THE_USERS.search(frame.file)
@@ -516,62 +454,31 @@ def describe_place(frames: Sequence[Frame]) -> str:
     return str(users or (frames[0] if frames else "an unknown place"))
 
 
-def stacks_differ(dumps: Sequence[Sequence[Frame]]) -> bool:
-    """Return whether consecutive stacks differ."""
-    return any(tuple(dump) != tuple(dumps[0]) for dump in dumps[1:])
-
-
 WITHIN_S = 10.0
 """Below `rendezvous.hang_diagnosis.ANSWER_S`, with time for a failure of py-spy."""
 _PAUSES_S = (0.3, 0.5, 0.8)
 """Pauses between the samples of a stack."""
-_OUT_OF_REACH = ("T", "Z", None)
 
 
+@dataclass
 class StackSampler:
-    """Samples the stacks of one worker.
+    """Samples the stacks of one worker; its process id is None if it has ended."""
 
-    Args:
-        pid: Its process id; None if it has ended.
-        page: Its shared page.
-        dump: The file of its stacks.
-    """
-
-    def __init__(self, pid: int | None, page: ReadablePage, dump: Path) -> None:
-        self.pid = pid
-        self.texts: list[str] = []
-        """Its stacks, in order."""
-        self.was_busy = False
-        """Whether it was busy with long work, which ends the samples."""
-        self._page = page
-        self._dump = dump
+    pid: int | None
+    worker: WatchedWorker
+    texts: list[str] = field(default_factory=list)
+    """Its stacks, in order."""
+    was_busy: bool = False
+    """Whether it was busy with long work, which ends the samples."""
 
     def sample(self, deadline: float) -> None:
         """Take samples until the deadline; monotonic seconds."""
         for pause_s in (0.0, *_PAUSES_S):
             time.sleep(pause_s)
-            published = self._page.read()
+            published = self.worker.page.read()
             self.was_busy = bool(published.busy or published.paused)
             if self.was_busy or time.monotonic() > deadline:
                 return
-            self._take_stacks()
-
-    def _take_stacks(self) -> None:
-        if self.pid is None or stacks.process_state(self.pid) in _OUT_OF_REACH:
-            return
-        text = stacks.take_stacks(self.pid, self._dump)
-        if text:
-            self.texts.append(text)
-
-
-def sample_all(workers: Sequence[StackSampler]) -> None:
-    """Sample all workers, each on a thread of its own; return when done, or at the deadline."""
-    deadline = time.monotonic() + WITHIN_S
-    threads = [
-        threading.Thread(target=worker.sample, args=(deadline,), name="stack", daemon=True)
-        for worker in workers
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+            if self.pid is not None and stacks.process_state(self.pid) not in ("T", "Z", None):
+                text = stacks.take_stacks(self.pid, self.worker.dump)
+                self.texts += [text] if text else []

@@ -29,22 +29,15 @@ def hydra_job(run: RunDir) -> Iterator[DictConfig]:
     whole = OmegaConf.merge({"hydra": schema}, task, hydra)
     assert isinstance(whole, DictConfig)
     HydraConfig.instance().set_config(whole)
-    if os.environ["RANK"] != "0":
-        _log_to_console_only(hydra)
-    configure_log(hydra.hydra.job_logging, hydra.hydra.verbose)
+    logs = hydra.hydra.job_logging
+    if os.environ["RANK"] != "0" and logs and "root" in logs:
+        with read_write(logs), open_dict(logs):
+            logs.root.handlers = [h for h in logs.root.get("handlers") or [] if h != "file"]
+            if "handlers" in logs:
+                logs.handlers.pop("file", None)
+    configure_log(logs, hydra.hydra.verbose)
     if hydra.hydra.job.chdir:
         os.chdir(run.path)
     OmegaConf.set_struct(task, True)
     with env_override(dict(hydra.hydra.job.env_set)):
         yield task
-
-
-def _log_to_console_only(hydra: DictConfig) -> None:
-    logging_ = hydra.hydra.job_logging
-    if not logging_ or "root" not in logging_:
-        return
-    with read_write(logging_), open_dict(logging_):
-        handlers = logging_.root.get("handlers") or []
-        logging_.root.handlers = [h for h in handlers if h != "file"]
-        if "handlers" in logging_:
-            logging_.handlers.pop("file", None)

@@ -16,7 +16,6 @@ slow and on fast ranks alike.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -31,6 +30,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpc_elastic._util import ThroughputMeter
+from hpc_elastic.agent.stacks import main_thread_load_s
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
@@ -38,9 +38,7 @@ _log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 SLOW_EVERY_S = 120.0
-LOOPBACK = "127.0.0.1"
 LABELS = ("run", "task", "node")
-_PREFIX = "hpc_elastic_"
 
 
 def _gauge(text: str) -> Any:
@@ -106,29 +104,26 @@ class TaskCounters:
             worker: The page of the node's first worker.
             now: The time.
         """
-        self._note_step(worker.step, now)
-        self._meter.record_count(worker.step, now)
+        step = worker.step
+        if step is not None and (self._step is None or step != self._step[0]):
+            if self._step is not None and step > self._step[0]:
+                made, at = self._step
+                new = step - max(made, self._furthest or made)
+                self._useful_s += (now - at) * max(0, new) / (step - made)
+            self._furthest = step if self._furthest is None else max(step, self._furthest)
+            self._step = (step, now)
+        self._meter.record_count(step, now)
         if worker.boundary is not None and worker.boundary != self._boundary[0]:
             self._boundary = (worker.boundary, now)
         self._busy_s = worker.busy_s
         age_s = None if self._boundary[0] is None else now - self._boundary[1]
         up_s = self.up_s(now)
         return Sample(
-            step=worker.step, steps_per_second=self._meter.rate, samples=worker.samples,
+            step=step, steps_per_second=self._meter.rate, samples=worker.samples,
             loss=worker.loss, checkpoint_age_seconds=age_s,
             checkpoint_blocked_seconds=self._busy_before_s + self._busy_s,
             goodput_ratio=min(1.0, self._useful_s / up_s), up_seconds=up_s,
         )  # fmt: skip
-
-    def _note_step(self, step: int | None, now: float) -> None:
-        if step is None or (self._step is not None and step == self._step[0]):
-            return
-        if self._step is not None and step > self._step[0]:
-            made, at = self._step
-            new = step - max(made, self._furthest or made)
-            self._useful_s += (now - at) * max(0, new) / (step - made)
-        self._furthest = step if self._furthest is None else max(step, self._furthest)
-        self._step = (step, now)
 
 
 class Exporter:
@@ -159,13 +154,26 @@ class Exporter:
         self._sample = Sample()
         self._registry.register(self)
         self._over = threading.Event()
-        self._server = self._serve(port) if port is not None else None
+        self._server: Any = None
+        if port is not None:
+            try:
+                self._server, _ = start_http_server(port, addr="127.0.0.1", registry=self._registry)
+            except OSError as e:
+                _log.warning("no metrics on port %d: %s", port, e)
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
     def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
-        """Return the metrics (prometheus-client calls this)."""
-        return metric_families(self._sample, self._labels)
+        """Return the metrics, without unknown values (prometheus-client calls this)."""
+        sample, made = self._sample, []
+        for item in fields(sample):
+            value = getattr(sample, item.name)
+            if value is not None:
+                kind, text = item.metadata["kind"], item.metadata["text"]
+                family = kind(f"hpc_elastic_{item.name}", text, labels=LABELS)
+                family.add_metric(self._labels, float(value))
+                made.append(family)
+        return made
 
     def close(self) -> None:
         """Write the last values, and end without waiting for a file system that hangs."""
@@ -175,23 +183,15 @@ class Exporter:
             self._server.shutdown()
             self._server.server_close()
 
-    def _serve(self, port: int) -> Any:
-        try:
-            server, _ = start_http_server(port, addr=LOOPBACK, registry=self._registry)
-        except OSError as e:
-            _log.warning("no metrics on port %d: %s", port, e)
-            return None
-        return server
-
     def _run(self) -> None:
         last, written = False, -math.inf
         while not last:
             last = self._over.wait(EVERY_S)
             try:
                 self._sample = self._take_sample()
-                if not last and now_s() - written < self._file_every_s:
+                if not last and time.monotonic() - written < self._file_every_s:
                     continue
-                written = now_s()
+                written = time.monotonic()
                 self._file.parent.mkdir(exist_ok=True)
                 text = generate_latest(self._registry).decode()  # type: ignore[no-untyped-call]
                 write_atomic(self._file, text)
@@ -199,43 +199,8 @@ class Exporter:
                 _log.info("%s: not written: %s", self._file, e)
 
 
-def metric_families(
-    sample: Sample, labels: tuple[str, str, str]
-) -> list[GaugeMetricFamily | CounterMetricFamily]:
-    """Return a sample as metrics, without unknown values."""
-    made = []
-    for item in fields(sample):
-        value = getattr(sample, item.name)
-        if value is not None:
-            kind, text = item.metadata["kind"], item.metadata["text"]
-            family = kind(_PREFIX + item.name, text, labels=LABELS)
-            family.add_metric(labels, float(value))
-            made.append(family)
-    return made
-
-
-def now_s() -> float:
-    """Return monotonic seconds."""
-    return time.monotonic()
-
-
 _FEWEST_STEPS = 3
 _SHORTEST_S = 4.0
-
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RoundWorkers:
-    """The workers of a round.
-
-    Attributes:
-        pages: Their shared pages, by global rank, in order.
-        pids: Returns their process ids by local rank.
-    """
-
-    pages: Mapping[int, SharedPage]
-    pids: Callable[[], Mapping[int, int]]
 
 
 class WorkerLoads:
@@ -257,28 +222,15 @@ class WorkerLoads:
         ):
             self._start = known
             return
-        window = [_load_per_step(rank, self._start[rank], end) for rank, end in known.items()]
-        made = [w for w in window if w is not None]
-        if made and len(made) == len(window):
+        window = []
+        for rank, end in known.items():
+            num_steps, load_s, took_s = (b - a for a, b in zip(self._start[rank], end, strict=True))
+            if num_steps < _FEWEST_STEPS or took_s < _SHORTEST_S:
+                return
+            window.append((rank, load_s / num_steps, took_s / num_steps))
+        if window:
             self.number += 1
-            self.last, self._start = made, known
-
-
-def _load_per_step(
-    rank: int, start: tuple[int, float, float], end: tuple[int, float, float]
-) -> tuple[int, float, float] | None:
-    num_steps, load_s, took_s = (b - a for a, b in zip(start, end, strict=True))
-    if num_steps < _FEWEST_STEPS or took_s < _SHORTEST_S:
-        return None
-    return rank, load_s / num_steps, took_s / num_steps
-
-
-def main_thread_load_s(pid: int) -> float | None:
-    """Return the seconds that a process's main thread ran or was ready to run; None if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
-        return (int(ran) + int(waited)) / 1e9
-    return None
+            self.last, self._start = window, known
 
 
 class WorkerObserver:
@@ -290,52 +242,57 @@ class WorkerObserver:
 
     def __init__(self, base: Callable[[], Sample]) -> None:
         self._base = base
-        self._counters = TaskCounters(now_s())
+        self._counters = TaskCounters(time.monotonic())
         self._loads = WorkerLoads()
-        self._workers: RoundWorkers | None = None
+        self._pages: Mapping[int, SharedPage] = {}
+        self._pids: Callable[[], Mapping[int, int]] = dict
         self._lock = threading.Lock()
 
-    def start_round(self, workers: RoundWorkers) -> None:
-        """Start to measure the workers of another round (agent's thread)."""
+    def start_round(
+        self, pages: Mapping[int, SharedPage], pids: Callable[[], Mapping[int, int]]
+    ) -> None:
+        """Start to measure the workers of another round (agent's thread).
+
+        Args:
+            pages: Their shared pages, by global rank, in order.
+            pids: Returns their process ids by local rank.
+        """
         with self._lock:
-            self._workers, self._loads = workers, WorkerLoads()
+            self._pages, self._pids, self._loads = pages, pids, WorkerLoads()
             self._counters.new_round()
 
-    def progress(self) -> Message:
+    def progress(self) -> dict[str, Any]:
         """Return the content of a heartbeat: values of the first worker, and the loads of all."""
-        workers = self._workers
-        if workers is None or not workers.pages:
+        pages, loads = self._pages, self._loads
+        if not pages:
             return {}
-        first = workers.pages[min(workers.pages)].read()
+        first = pages[min(pages)].read()
         progress = {
             "step": first.step, "total": first.total_steps, "loss": first.loss,
             "samples": first.samples, "blocked_s": round(first.blocked_s, 3),
         }  # fmt: skip
-        loads = self._loads
         return {**progress, "loads": [loads.number, loads.last]} if loads.number else progress
 
     def sample(self) -> Sample:
         """Return the present values, and measure the loads."""
-        now = now_s()
+        now = time.monotonic()
         with self._lock:
-            workers = self._workers
-            if workers is None or not workers.pages:
+            if not self._pages:
                 return replace(self._base(), up_seconds=self._counters.up_s(now))
-            published = {rank: page.read() for rank, page in workers.pages.items()}
-            self._loads.update(_loads_of(published, workers.pids()), now)
-            sample = self._counters.update(published[min(published)], now)
-            for page in workers.pages.values():
+            published = {rank: page.read() for rank, page in self._pages.items()}
+            first, pids = min(published), self._pids()
+            self._loads.update(
+                {
+                    rank: (
+                        worker.step,
+                        main_thread_load_s(pids[rank - first]) if rank - first in pids else None,
+                    )
+                    for rank, worker in published.items()
+                },
+                now,
+            )
+            sample = self._counters.update(published[first], now)
+            for page in self._pages.values():
                 page.set_goodput(sample.goodput_ratio or 0.0)
-        base = self._base()
-        known = {k: v for k, v in vars(base).items() if v is not None}
+        known = {k: v for k, v in vars(self._base()).items() if v is not None}
         return replace(sample, **known)
-
-
-def _loads_of(
-    published: Mapping[int, WorkerStatus], pids: Mapping[int, int]
-) -> dict[int, tuple[int | None, float | None]]:
-    first = min(published)
-    loads = {
-        r: main_thread_load_s(pids[r - first]) if r - first in pids else None for r in published
-    }
-    return {rank: (worker.step, loads[rank]) for rank, worker in published.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -23,47 +24,27 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent
+from hpc_elastic import errors
+from hpc_elastic.agent import preemption
+from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent, Replica
 from hpc_elastic.agent.metrics import Exporter, Sample, WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.preemption import (
-    PreemptionConfig,
-    PreemptionState,
-    PreemptionWatcher,
-    TimeLimitSource,
-    first_spread_s,
-    spread_s,
-)
 from hpc_elastic.agent.preflight import Preflight, exclude_node
-from hpc_elastic.agent.replica import Replica
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task
-from hpc_elastic.agent.warm_workers import (
-    WarmWorkerPool,
-    prepare_environment,
-    raise_open_files_limit,
-    worker_command,
-)
+from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, worker_command
 from hpc_elastic.agent.worker_failures import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import agent_folder
 from hpc_elastic.config.schema import Nproc
-from hpc_elastic.errors import (
-    ConfigError,
-    HpcElasticError,
-    LocalQueueError,
-    RunDirectoryError,
-    SlurmCommandError,
-    SlurmError,
-)
+from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
-from hpc_elastic.rendezvous.session import Departed, Requeued, Session
+from hpc_elastic.rendezvous.session import Requeued, Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
-from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.shared_files import Mount
 from hpc_elastic.slurm import requeue
@@ -71,7 +52,6 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState, queue_name
-from hpc_elastic.slurm.requeue import predict_exit_action, requeue_after, requeue_or_exit
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.slurm.sweep_queue import SweepQueue
 from hpc_elastic.transport import interface
@@ -82,8 +62,7 @@ _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
 _UNFIT_AWAY_S = 10.0
-_ENDS_AGENT = "SIGINT,SIGHUP,SIGQUIT"
-"""What torch's agent ends by; SIGTERM is a notice."""
+_OPEN_FILES = 65_536
 
 
 def supervise(
@@ -110,10 +89,8 @@ def supervise(
     events.write(
         "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
     )
-    notices = PreemptionState(events)
-    watch = PreemptionWatcher(
-        caught, _terms(task.spec), notices, _scheduler(task, time.time() - started)
-    )
+    notices, time_limit = preemption.PreemptionState(events), _time_limit(task, started)
+    watch = preemption.PreemptionWatcher(caught, task.spec, notices, time_limit)
     watch.start()
     with agent_folder() as folder:
         try:
@@ -122,7 +99,7 @@ def supervise(
             _log.warning("this agent is ended: %s", e)
             events.write("agent_killed", signal=e.sigval.name)
             return _leave_job(task, events, Reason.SIGNAL)
-        except (RendezvousError, HpcElasticError) as e:
+        except (RendezvousError, errors.HpcElasticError) as e:
             events.write("agent_failed", why=str(e))
             print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
             notice = notices.current  # expected under preemption: requeue the task
@@ -133,20 +110,12 @@ def supervise(
             events.append([])
 
 
-def _terms(spec: RunSpec) -> PreemptionConfig:
-    user_signal = signal.Signals[f"SIG{spec.preempt_signal}"]
-    return PreemptionConfig(
-        spec.signal_delay_s, spec.preempt_grace_s, spec.kill_wait_s, user_signal
-    )
-
-
-def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
-    """Return what can be asked about this task, whose process has that age."""
-    queue, end_s = task_queue(task.spec), task.slurm.end_time_s
-    combined = _combined_queue(task)
-    told_left_s = None if task.spec.time_s is None else task.spec.time_s - age_s
-    if end_s is not None:
-        told_left_s = end_s - time.time()
+def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
+    """Return what can be asked about this task, whose process was started then (Unix seconds)."""
+    queue, combined = task_queue(task.spec), _combined_queue(task)
+    end_s: float | None = task.slurm.end_time_s
+    if end_s is None and task.spec.time_s is not None:
+        end_s = started + task.spec.time_s
 
     def time_left_s() -> float | None:
         if task.spec.launcher == "local":
@@ -157,12 +126,13 @@ def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
         state = queue.tasks([job]).get(queue_name(task.name))
         return None if state is None else state.time_left_s
 
-    return TimeLimitSource(
-        foresee=lambda: predict_exit_action(task.name, combined, attempt=task.attempt),
+    return preemption.TimeLimitSource(
+        foresee=lambda: requeue.predict_exit_action(task.name, combined, attempt=task.attempt),
         time_left_s=time_left_s,
-        told_left_s=told_left_s,
-        spread_s=spread_s(task.num_in_array),
-        first_spread_s=first_spread_s(task.num_in_array),
+        told_left_s=None if end_s is None else end_s - time.time(),
+        # not all tasks at once; for a limit of Slurm's own, the first one asks for all
+        spread_s=min(30.0, task.num_in_array / 100),
+        first_spread_s=min(30.0, float(task.num_in_array - 1)),
     )
 
 
@@ -174,45 +144,32 @@ def _combined_queue(task: Task) -> requeue.TaskQueue:
 def _leave_job(task: Task, events: EventLog, reason: Reason) -> int:
     """Go back to the queue, if this task is to come back; return its exit code."""
     known: list[ExitFacts] = []
-    how = requeue_or_exit(
+    how = requeue.requeue_or_exit(
         task.name, _combined_queue(task), attempt=task.attempt, reason=reason, run=task.run,
         note=known.append,
     )  # fmt: skip
-    node = None
-    if task.spec.launcher == "slurm":
-        node = task.slurm.node_name
-        requeue.lift_own_quarantine(task.run, task.name, node, SlurmClient())
-    means = _meaning(known[0], node) if known else {}
-    events.write("task_exited", reason=reason.value, how=how.value, **means)
+    host = task.slurm.node_name if task.spec.launcher == "slurm" else None
+    if host is not None:
+        requeue.lift_own_quarantine(task.run, task.name, host, SlurmClient())
+    means, fields = meaning(known[0]) if known else None, {}
+    if known and known[0].reason is Reason.SIGNAL:
+        if means is not None:
+            fields["means"] = means.value
+        if host is not None and means in (None, Meaning.REQUEUED, Meaning.CANCELLED):
+            try:
+                node = SlurmClient().out_of_service(host)
+                fields |= {"node": node} if node else {}
+            except errors.SlurmCommandError as e:
+                _log.warning("the state of %s is not known: %s", host, e)
+    events.write("task_exited", reason=reason.value, how=how.value, **fields)
     return TAKEN
-
-
-def _meaning(facts: ExitFacts, host: str | None) -> dict[str, str]:
-    """Return what is known of a SIGTERM, as fields of the event.
-
-    Args:
-        facts: The state that the scheduler reported.
-        host: The node, if it is one of Slurm's.
-    """
-    if facts.reason is not Reason.SIGNAL:
-        return {}
-    means = meaning(facts)
-    found = {} if means is None else {"means": means.value}
-    if host is None or means not in (None, Meaning.REQUEUED, Meaning.CANCELLED):
-        return found
-    try:
-        node = SlurmClient().out_of_service(host)
-    except SlurmCommandError as e:
-        _log.warning("the state of %s is not known: %s", host, e)
-        return found
-    return {**found, "node": node} if node else found
 
 
 class NodeAgent:
     """The parts of one task, made in the order in which they need each other."""
 
     def __init__(
-        self, task: Task, events: EventLog, control: Path, notices: PreemptionState
+        self, task: Task, events: EventLog, control: Path, notices: preemption.PreemptionState
     ) -> None:
         self._task = task
         self._spec = task.spec
@@ -220,10 +177,22 @@ class NodeAgent:
         self._control = control
         self._notices = notices
         self._scheduler = Scheduler(task.run, task.spec)
-        self._sweep = _sweep_of(task)
-        self._interface = _interface(task)
+        self._sweep: SweepQueue | None = None
+        """The queue of the runs that were submitted with this one; None if it was alone."""
+        if task.spec.launcher == "slurm":
+            queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
+            try:
+                self._sweep = queue if queue.num_runs > 1 else None
+            except (OSError, errors.RunDirectoryError) as e:
+                _log.warning("the other runs of the sweep are not known: %s", e)
+        name, is_local = task.slurm.node_name, task.spec.launcher == "local"
+        self._interface = interface.LOOPBACK
+        if not is_local:
+            self._interface = interface.find(
+                name, task.spec.interface, lambda: SlurmClient().node_address(name)
+            )
         self._mount = Mount.of(task.run.path)
-        cpus, is_local = task.slurm.cpus_on_node, task.spec.launcher == "local"
+        cpus = task.slurm.cpus_on_node
         self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
         self._observer = WorkerObserver(self._sample)
         self._session: Session | None = None
@@ -239,11 +208,18 @@ class NodeAgent:
         unfit = self._unfit(checks) if checks is not None else None
         if unfit is not None:
             return unfit
-        self._prepare_environment()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a leader may need many files
+        allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
+        os.environ[DIRECTORY_VARIABLE] = str(self._control)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM: a notice
+        prepare_environment(self._task, self._nproc)
         session = self._session = self._open_session()
         self._notices.connect(session)
         try:
-            exit_code = self._run_agent(session, warm_workers, times)
+            self._run_agent(session, warm_workers, times)
         except SignalException as e:
             session.leave(f"taken by {e.sigval.name}")
             raise
@@ -252,9 +228,11 @@ class NodeAgent:
             session.leave("its agent ended")
         if session.sent_back is not None:
             return self._go_back(session.sent_back)
-        if session.leaving is not None:
-            return _leave_job(self._task, self._events, self._why(session.leaving))
-        return exit_code
+        if session.leaving is not None:  # a notice from the leader may have come outside a round
+            notice = self._notices.current
+            reason = Reason(session.leaving.reason) if notice is None else notice.reason
+            return _leave_job(self._task, self._events, reason)
+        return 0 if session.verdict is not None and session.verdict.status == "succeeded" else 1
 
     def _unfit(self, checks: Preflight) -> int | None:
         """Leave this node if something is wrong with it; None: it may join."""
@@ -271,81 +249,81 @@ class NodeAgent:
                 return self._go_back(Requeued(_UNFIT_AWAY_S)) if goes else 1
         return None
 
-    def _why(self, departed: Departed) -> Reason:
-        """Return why this node is left: a notice from the leader may have come outside a round."""
-        notice = self._notices.current
-        return notice.reason if notice is not None else Reason(departed.reason)
-
     def _go_back(self, sent_back: Requeued) -> int:
-        """Give this node back to the queue."""
         task, delay_s = self._task, sent_back.delay_s
         self._events.write("nodes_requeued", delay_s=round(delay_s, 1))
         try:
-            requeue_after(
+            requeue.requeue_after(
                 task.name, _combined_queue(task), delay_s, attempt=task.attempt, run=task.run
             )
-        except (HpcElasticError, OSError) as e:
+        except (errors.HpcElasticError, OSError) as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)
             return 1
         return TAKEN
 
-    def _run_agent(self, session: Session, warm_workers: WarmWorkerPool, times: OutputTimes) -> int:
+    def _run_agent(
+        self, session: Session, warm_workers: WarmWorkerPool, times: OutputTimes
+    ) -> None:
+        task, spec, host = self._task, self._spec, self._task.slurm.node_name
         stores = RoundStores(self._interface.address) if self._replica is not None else None
         handler = SlurmRendezvousHandler(
-            session, self._spec.run_id, self._spec.rendezvous.join_timeout_s, stores=stores
+            session, spec.run_id, spec.rendezvous.join_timeout_s, stores=stores
         )
         workplace = AgentContext(
-            place=NodeIdentity(self._task.name, self._task.slurm.node_name, self._task.logs),
+            place=NodeIdentity(task.name, host, task.logs),
+            attempt=task.attempt,
             control=self._control,
-            run=self._task.run,
-            stopped=partial(self._events.write, "workers_stopped", attempt=self._task.attempt),
-            settings=self._spec.agent,
+            run=task.run,
+            settings=spec.agent,
             notices=self._notices,
-            trains=partial(self._events.write_behind, "first_step", attempt=self._task.attempt),
-            saves_itself=self._spec.launcher == "slurm",
+            events=self._events,
+            saves_itself=spec.launcher == "slurm",
             replica=self._replica,
             times=times,
-            events=self._events,
             observer=self._observer,
         )
-        warm_workers.resize(self._nproc if self._spec.agent.warm_workers else 0)
-        agent = ElasticAgent(self._worker_spec(handler), handler, workplace, warm_workers)
-        exporter = self._exporter()
-        try:
-            agent.run()
-        finally:
-            exporter.close()
-        verdict = session.verdict
-        return 0 if verdict is not None and verdict.status == "succeeded" else 1
-
-    def _worker_spec(self, handler: SlurmRendezvousHandler) -> WorkerSpec:
-        entrypoint, *args = worker_command(self._task)
-        return WorkerSpec(
+        warm_workers.resize(self._nproc if spec.agent.warm_workers else 0)
+        entrypoint, *args = worker_command(task)
+        worker_spec = WorkerSpec(
             role="default",
             local_world_size=self._nproc,
             rdzv_handler=handler,
             entrypoint=entrypoint,
             args=tuple(args),
-            max_restarts=self._spec.max_restarts,
-            monitor_interval=self._spec.agent.monitor_interval_s,
+            max_restarts=spec.max_restarts,
+            monitor_interval=spec.agent.monitor_interval_s,
         )
+        agent = ElasticAgent(worker_spec, handler, workplace, warm_workers)
+
+        def sample() -> Sample:
+            self._events.append([])
+            return self._observer.sample()
+
+        exporter = Exporter(
+            task.run.metrics(task.name), (spec.run_id, task.name, host), sample,
+            spec.agent.metrics_port, is_local=self._mount.is_local,
+        )  # fmt: skip
+        try:
+            agent.run()
+        finally:
+            exporter.close()
 
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
-        context = self._leader_context(task.run.secret.read_bytes())
-        candidate = LeaderCandidate(self._interface.address, context, self._scheduler.is_running)
+        candidate = leader.LeaderCandidate(
+            self._interface.address, self._leader_context(), self._scheduler.is_running
+        )
         socket = self._control / "ft.sock" if self._spec.ft else None
         session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
             self._replica = Replica(me, session, socket, self._spec.max_nodes)
         return session
 
-    def _leader_context(self, secret: bytes) -> LeaderContext:
-        """Return what this node would lead the run with."""
+    def _leader_context(self) -> leader.LeaderContext:
         run, spec, events = self._task.run, self._spec, self._events
-        settings = spec.rendezvous
-        return LeaderContext(
+        settings, secret = spec.rendezvous, run.secret.read_bytes()
+        return leader.LeaderContext(
             rules=RoundRules(
                 spec.min_nodes, spec.max_nodes, spec.max_restarts,
                 settings.straggler_timeout_s, settings.last_call_s,
@@ -367,23 +345,10 @@ class NodeAgent:
             ),
             notices=RunFiles(run),
             generation=spec.generation,
-            pace=LeaderTiming.of(self._mount),
+            pace=leader.LeaderTiming.of(self._mount),
         )  # fmt: skip
 
-    def _exporter(self) -> Exporter:
-        task = self._task
-        labels = (self._spec.run_id, task.name, task.slurm.node_name)
-        port = self._spec.agent.metrics_port
-
-        def sample() -> Sample:
-            self._events.append([])
-            return self._observer.sample()
-
-        file = task.run.metrics(task.name)
-        return Exporter(file, labels, sample, port, is_local=self._mount.is_local)
-
     def _sample(self) -> Sample:
-        """Return what is known of this node beside its workers."""
         session = self._session
         round_ = session.placed if session is not None else None
         noticed = self._notices.current is not None
@@ -394,26 +359,6 @@ class NodeAgent:
             task, group_nodes=round_.group_size, group_workers=round_.world_size,
             rounds=round_.number, restarts=round_.restarts,
         )  # fmt: skip
-
-    def _prepare_environment(self) -> None:
-        raise_open_files_limit()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
-        os.environ[DIRECTORY_VARIABLE] = str(self._control)
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _ENDS_AGENT
-        prepare_environment(self._task, self._nproc)
-
-
-def _sweep_of(task: Task) -> SweepQueue | None:
-    """Return the queue of the runs that were submitted with this one; None if it was alone."""
-    if task.spec.launcher != "slurm":
-        return None
-    queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
-    try:
-        return queue if queue.num_runs > 1 else None
-    except (OSError, RunDirectoryError) as e:
-        _log.warning("the other runs of the sweep are not known: %s", e)
-        return None
 
 
 def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
@@ -435,31 +380,25 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
         remedy = "set launcher.gpus_per_node"
         if is_local:
             remedy = "give a number or cpu, or leave it at auto"
-        raise ConfigError("nproc_per_node", wanted, f"torch sees no GPU on this node: {remedy}")
+        raise errors.ConfigError(
+            "nproc_per_node", wanted, f"torch sees no GPU on this node: {remedy}"
+        )
     return cpus if wanted == "cpu" else max(1, gpus)
-
-
-def _interface(task: Task) -> interface.Interface:
-    if task.spec.launcher == "local":
-        return interface.LOOPBACK
-    name = task.slurm.node_name
-    return interface.find(name, task.spec.interface, lambda: SlurmClient().node_address(name))
-
-
-# ---- What the leader of a run reaches beyond the run directory: the scheduler, and torch's store
 
 
 @contextlib.contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """Log a failure of the scheduler, and go on."""
     try:
         yield
-    except (SlurmError, LocalQueueError, OSError) as e:
+    except (errors.SlurmError, errors.LocalQueueError, OSError) as e:
         _log.warning("%s: %s", what, e)
 
 
 class RunScheduler:
-    """The `LeaderScheduler` of one run. A failure of the scheduler is logged, and ends nothing."""
+    """The `LeaderScheduler` of one run: the scheduler, and torch's store.
+
+    A failure of the scheduler is logged, and ends nothing.
+    """
 
     def __init__(
         self,
@@ -483,7 +422,7 @@ class RunScheduler:
         """Remove the run's pending tasks from the queue; other runs may start in its place."""
         with _logged("pending tasks of the run were not cancelled"):
             self._scheduler.cancel_pending()
-        self._let_others_start(ends=True)
+        self.let_others_start((), ends=True)
 
     def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
         """Return why other runs of the sweep keep this one from its nodes; None if they do not."""
@@ -491,11 +430,13 @@ class RunScheduler:
             return None if self._sweep is None else self._sweep.waits_in_vain(lost)
         return None
 
-    def let_others_start(self, lost: Iterable[str]) -> None:
-        """Start postponed runs of the sweep if there are idle nodes for them."""
-        self._let_others_start(lost)
+    def let_others_start(self, lost: Iterable[str], *, ends: bool = False) -> None:
+        """Start postponed runs of the sweep if there are idle nodes for them.
 
-    def _let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
+        Args:
+            lost: The tasks of the run that are lost.
+            ends: Whether this run ends.
+        """
         with _logged("other runs of the sweep may start late"):
             if self._sweep is not None:
                 self._sweep.let_others_start(lost, ends=ends)

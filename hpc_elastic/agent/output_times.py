@@ -94,13 +94,10 @@ class OutputTimes:
         for file in over:
             try:
                 if not file.close():
-                    self._close_later(file)
+                    with self._lock:
+                        self._over.append(file)
             except OSError as e:  # NFS reports an exceeded quota at the close
                 self._warn_once("the times of %s, and others, are less exact: %s", file, e)
-
-    def _close_later(self, file: _OutputFile) -> None:
-        with self._lock:
-            self._over.append(file)
 
     def _run_sync(self) -> None:
         pause_s = SYNC_S
@@ -140,15 +137,19 @@ class _OutputFile:
         self._recording, self._syncing = threading.Lock(), threading.Lock()
 
     def record_size(self) -> None:
-        """Record the size of the file, if it has grown.
-
-        Raises:
-            OSError: It failed; the next poll tries again.
-        """
+        """Record the size of the file, if it has grown; after an OSError the next poll retries."""
         with self._recording:
-            if self._fd is None and not self._open():
-                return
-            assert self._fd is not None
+            if self._fd is None:
+                now = time.monotonic()
+                if now < self._next_open:
+                    return
+                try:
+                    self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    self._open_every_s = min(2 * self._open_every_s, _MAX_POLL_S)
+                    self._next_open = now + self._open_every_s
+                    return
+                self._needs_sync = Mount.of(self.path).keeps_writes
             size = os.lseek(self._fd, 0, os.SEEK_END)
             if size <= self._size:
                 return
@@ -158,11 +159,7 @@ class _OutputFile:
             self._size = size
 
     def sync(self) -> None:
-        """Synchronise the recorded data and its index; return when the server has them.
-
-        Raises:
-            OSError: It failed; the next call tries again.
-        """
+        """Synchronise data and index, and wait for the server; after an OSError call it again."""
         with self._syncing:
             if not self._needs_sync or self._fd is None or self._size == self._synced:
                 return
@@ -173,25 +170,8 @@ class _OutputFile:
             self._index.send()
             self._synced = size
 
-    def _open(self) -> bool:
-        now = time.monotonic()
-        if now < self._next_open:
-            return False
-        try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            self._open_every_s = min(2 * self._open_every_s, _MAX_POLL_S)
-            self._next_open = now + self._open_every_s
-            return False
-        self._needs_sync = Mount.of(self.path).keeps_writes
-        return True
-
     def close(self) -> bool:
-        """Close the file and its index; return False, and do nothing, during a synchronisation.
-
-        Raises:
-            OSError: The last data could not be written.
-        """
+        """Close the file and its index; return False, and do nothing, during a synchronisation."""
         if not self._syncing.acquire(blocking=False):
             return False
         try:

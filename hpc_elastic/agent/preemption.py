@@ -1,4 +1,4 @@
-"""A notice: this node is to be left, why, and by when. Pure; `agent/preemption` finds them out.
+"""Preemption notices: this node is to be left, why, and by when.
 
 Whatever announces it, all becomes one notice with a reason and a deadline:
 
@@ -22,14 +22,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rendezvous import session
+from hpc_elastic.rendezvous.session import LeaveRequest, Session
+from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
+
+_log = logging.getLogger(__name__)
 
 _RESERVE_S = 5.0
 _SHARE_OF_LIMIT = 0.1
@@ -54,23 +56,6 @@ class PreemptionNotice:
     given_s: float | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class PreemptionConfig:
-    """What the run has recorded of notices since its submission.
-
-    Attributes:
-        signal_delay_s: How long before the end of the wall time the node is left.
-        preempt_grace_s: Seconds between SIGTERM and SIGKILL when the task is preempted.
-        kill_wait_s: The same when it is cancelled, or out of time.
-        user_signal: Stands for "leave this node".
-    """
-
-    signal_delay_s: float
-    preempt_grace_s: float
-    kill_wait_s: float
-    user_signal: signal.Signals
-
-
 def within(
     reason: Reason, left_s: float, now: float, signal: str | None = None
 ) -> PreemptionNotice:
@@ -78,28 +63,32 @@ def within(
     return PreemptionNotice(reason, now + left_s - min(_RESERVE_S, left_s / 3), signal, left_s)
 
 
-def of_signal(
-    number: signal.Signals, terms: PreemptionConfig, now: float
-) -> PreemptionNotice | None:
-    """Return what a signal means; None: nothing."""
+def of_signal(number: signal.Signals, spec: RunSpec, now: float) -> PreemptionNotice | None:
+    """Return what a signal means; None: nothing.
+
+    Args:
+        number: The signal; SIGTERM is Slurm's, `preempt_signal` stands for "leave this node".
+        spec: The run's.
+        now: When it came, in monotonic seconds.
+    """
     if number is signal.SIGTERM:
-        return within(Reason.SIGNAL, terms.preempt_grace_s, now, number.name)
-    if number is terms.user_signal:
-        return within(Reason.ASKED, terms.signal_delay_s, now, number.name)
+        return within(Reason.SIGNAL, spec.preempt_grace_s, now, number.name)
+    if number.name == f"SIG{spec.preempt_signal}":
+        return within(Reason.ASKED, spec.signal_delay_s, now, number.name)
     return None
 
 
-def of_departure(how: ExitAction | None, terms: PreemptionConfig, now: float) -> PreemptionNotice:
+def of_departure(how: ExitAction | None, spec: RunSpec, now: float) -> PreemptionNotice:
     """Return what SIGTERM means once Slurm has reported how the task ends.
 
     Args:
         how: `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm is
             silent.
-        terms: The run's.
+        spec: The run's.
         now: When the signal came.
     """
     runs = how in (ExitAction.REQUEUE, ExitAction.REPLACE)
-    return within(Reason.SIGNAL, terms.preempt_grace_s if runs else terms.kill_wait_s, now)
+    return within(Reason.SIGNAL, spec.preempt_grace_s if runs else spec.kill_wait_s, now)
 
 
 def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionNotice:
@@ -113,44 +102,18 @@ def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionN
     return replace(new if signalled else known, by=min(known.by, new.by))
 
 
-@dataclass(frozen=True)
-class TimeLimit:
-    """The wall time of a task.
+def of_time_limit(
+    end: float, length_s: float, signal_delay_s: float
+) -> tuple[float, PreemptionNotice]:
+    """Return when the notice of the end of the wall time is due, and the notice.
 
-    Attributes:
-        end: When it is over, in monotonic seconds.
+    Args:
+        end: When it is over; monotonic seconds, as is the result.
         length_s: How long it is as a whole.
+        signal_delay_s: How long before the end the node is left; at most a tenth of the whole.
     """
-
-    end: float
-    length_s: float
-
-    def ahead_s(self, signal_delay_s: float) -> float:
-        """Return how long before the end the node is left: at most a tenth of the whole."""
-        return min(signal_delay_s, self.length_s * _SHARE_OF_LIMIT)
-
-    def notice_at(self, signal_delay_s: float) -> float:
-        """Return when the notice is due, in monotonic seconds."""
-        return self.end - self.ahead_s(signal_delay_s)
-
-    def notice(self, signal_delay_s: float) -> PreemptionNotice:
-        """Return the notice."""
-        return within(
-            Reason.TIME_LIMIT, self.ahead_s(signal_delay_s), self.notice_at(signal_delay_s)
-        )
-
-
-def first_spread_s(num_tasks: int) -> float:
-    """Return over how many seconds the tasks of an array ask for a time limit of Slurm's own.
-
-    The first of a run asks for all; the later the others come, the fewer ask with it.
-    """
-    return min(30.0, float(num_tasks - 1))
-
-
-def spread_s(num_tasks: int) -> float:
-    """Return over how many seconds the tasks of an array ask Slurm, not to do it all at once."""
-    return min(30.0, num_tasks / 100)
+    ahead_s = min(signal_delay_s, length_s * _SHARE_OF_LIMIT)
+    return end - ahead_s, within(Reason.TIME_LIMIT, ahead_s, end - ahead_s)
 
 
 def why_leave_now(
@@ -182,14 +145,6 @@ def why_leave_now(
     return None
 
 
-# ---- Detects that this node is to be left, and reports it to the run
-# `PreemptionState` holds the one notice of a task, wherever it comes from. `PreemptionWatcher` is
-# a thread that waits for signals and for the end of the wall time; it may ask Slurm, which can
-# take seconds, and nothing of the training waits for it.
-
-
-_log = logging.getLogger(__name__)
-
 _LOOK_AGAIN_S = 2.0
 """The end of the wall time is asked for once more, so long before the notice."""
 _ASK_SILENT_S = 60.0
@@ -197,34 +152,16 @@ _SOONER_S = 1.0
 """A deadline that has come nearer by less is not sent again."""
 
 
-class PreemptionReporter(Protocol):
-    """The part of `rendezvous.session.Session` that is used here."""
-
-    @property
-    def noticed(self) -> session.LeaveRequest | None:
-        """What was reported to the leader about this node."""
-
-    def notice(self, reason: str, left_s: float) -> None:
-        """Put this node under notice."""
-
-    def leave_now(self) -> None:
-        """Leave because of the notice, without waiting for the round."""
-
-
 class PreemptionState:
-    """The notice of one task, if it has one. May be used from any thread."""
+    """The notice of one task, wherever it comes from. May be used from any thread."""
 
     def __init__(self, events: EventLog) -> None:
+        self.current: PreemptionNotice | None = None
+        """The notice; None as long as there is none."""
         self._events = events
         self._lock = threading.Lock()
-        self._notice: PreemptionNotice | None = None
-        self._leader: PreemptionReporter | None = None
+        self._leader: Session | None = None
         self._closed = False
-
-    @property
-    def current(self) -> PreemptionNotice | None:
-        """The notice; None as long as there is none."""
-        return self._notice
 
     def close(self) -> None:
         """Take in no more: the node is left."""
@@ -236,37 +173,31 @@ class PreemptionState:
         with self._lock:
             if self._closed:
                 return
-            before, self._notice = self._notice, merged(self._notice, new)
-            notice = self._notice
-            is_news = before is None or self._is_news(before, notice)
-            if is_news:
-                self._send_notice(notice)
-        if is_news:  # last, and without the lock: the file system may hang, and the grace runs
-            self._write(notice)
+            before, notice = self.current, merged(self.current, new)
+            self.current = notice
+            if (
+                before is not None
+                and notice.reason is before.reason
+                and before.by - notice.by <= _SOONER_S
+            ):
+                return
+            self._send_notice()
+        # last, and without the lock: the file system may hang, and the grace runs
+        found = {"signal": notice.signal, "given_s": notice.given_s}
+        fields = {name: value for name, value in found.items() if value is not None}
+        left_s = round(notice.by - time.monotonic(), 1)
+        self._events.write("preemption_notice", reason=notice.reason.value, left_s=left_s, **fields)
 
-    def connect(self, leader: PreemptionReporter) -> None:
+    def connect(self, leader: Session) -> None:
         """Pass notices on to the run from now on, and the one that came before."""
         with self._lock:
             self._leader = leader
-            if self._notice is not None:
-                self._send_notice(self._notice)
+            self._send_notice()
 
-    def _write(self, notice: PreemptionNotice) -> None:
-        left_s = notice.by - time.monotonic()
-        found = {"signal": notice.signal, "given_s": notice.given_s}
-        fields = {name: value for name, value in found.items() if value is not None}
-        self._events.write(
-            "preemption_notice", reason=notice.reason.value, left_s=round(left_s, 1), **fields
-        )
-
-    def _send_notice(self, notice: PreemptionNotice) -> None:
-        if self._leader is not None:
-            left_s = max(0.0, notice.by - time.monotonic())
-            self._leader.notice(notice.reason.value, left_s)
-
-    @staticmethod
-    def _is_news(before: PreemptionNotice, now: PreemptionNotice) -> bool:
-        return now.reason is not before.reason or before.by - now.by > _SOONER_S
+    def _send_notice(self) -> None:
+        notice = self.current
+        if notice is not None and self._leader is not None:
+            self._leader.notice(notice.reason.value, max(0.0, notice.by - time.monotonic()))
 
 
 class DrainController:
@@ -282,7 +213,7 @@ class DrainController:
 
     def __init__(
         self,
-        leader: PreemptionReporter,
+        leader: Session,
         notices: PreemptionState,
         pages: Sequence[SharedPage],
         why_leave: Callable[[PreemptionNotice, Sequence[WorkerStatus], float], str | None],
@@ -291,7 +222,7 @@ class DrainController:
         self._notices = notices
         self._pages = pages
         self._why_leave = why_leave
-        self._heard: session.LeaveRequest | None = None
+        self._heard: LeaveRequest | None = None
         self._wish: float | None = None
         self._shown: float | None = None
         self._leaves = False
@@ -299,7 +230,14 @@ class DrainController:
     def poll(self, now: float) -> None:
         """Pass a notice to the workers, and leave once waiting is pointless."""
         workers = [page.read() for page in self._pages]
-        self._hear_of(workers)
+        heard = self._leader.noticed
+        if heard is not None and heard != self._heard:
+            self._heard = heard
+            self._notices.add(PreemptionNotice(Reason.ASKED, heard.deadline))
+        wish = min((w.leave_by for w in workers if w.leave_by is not None), default=None)
+        if wish is not None and wish != self._wish:
+            self._wish = wish
+            self._notices.add(PreemptionNotice(Reason.ASKED, wish))
         notice = self._notices.current
         if notice is None or self._leaves:
             return
@@ -312,17 +250,6 @@ class DrainController:
             _log.warning("this node is left now: %s", why)
             self._leaves = True
             self._leader.leave_now()
-
-    def _hear_of(self, workers: Sequence[WorkerStatus]) -> None:
-        """Take in what the leader knows, and what the workers' scripts want."""
-        heard = self._leader.noticed
-        if heard is not None and heard != self._heard:
-            self._heard = heard
-            self._notices.add(PreemptionNotice(Reason.ASKED, heard.deadline))
-        wish = min((w.leave_by for w in workers if w.leave_by is not None), default=None)
-        if wish is not None and wish != self._wish:
-            self._wish = wish
-            self._notices.add(PreemptionNotice(Reason.ASKED, wish))
 
 
 @dataclass(frozen=True)
@@ -348,9 +275,11 @@ class TimeLimitSource:
 class PreemptionWatcher:
     """Turns signals and the approaching end of the wall time into notices, on a thread.
 
+    It may ask Slurm, which can take seconds; nothing of the training waits for it.
+
     Args:
         caught: The signals of this process.
-        terms: The run's.
+        spec: The run's.
         notices: Where notices go.
         scheduler: Slurm; None for a task that has none, and no time limit.
     """
@@ -358,18 +287,22 @@ class PreemptionWatcher:
     def __init__(
         self,
         caught: SignalPipe,
-        terms: PreemptionConfig,
+        spec: RunSpec,
         notices: PreemptionState,
         scheduler: TimeLimitSource | None,
     ) -> None:
         self._caught = caught
-        self._terms = terms
+        self._spec = spec
         self._notices = notices
         self._scheduler = scheduler
         self._started_at = time.monotonic()
-        self._limit: TimeLimit | None = None
+        self._planned: tuple[float, PreemptionNotice] | None = None
+        """When the notice of the end of the wall time is due, and the notice."""
         self._ask_at: float | None = None
-        self._plan_first_look()
+        if scheduler is not None and scheduler.told_left_s is not None:
+            self._plan(self._started_at + scheduler.told_left_s)
+        elif scheduler is not None:
+            self._ask_at = self._started_at + random.uniform(0.0, scheduler.first_spread_s)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
 
@@ -386,68 +319,44 @@ class PreemptionWatcher:
     def _run(self) -> None:
         while not self._ended.is_set():
             for number in self._caught.wait(self._wait_s()):
-                notice = of_signal(number, self._terms, time.monotonic())
-                if notice is not None:
-                    _log.warning("this node is to be left: %s", number.name)
-                    self._notices.add(notice)
-                    self._ask_what_it_means(notice)
-            self._look_at_clock()
-
-    def _ask_what_it_means(self, notice: PreemptionNotice) -> None:
-        if notice.reason is not Reason.SIGNAL or self._scheduler is None:
-            return
-        came_at = time.monotonic()
-        how = self._scheduler.foresee()
-        self._notices.add(of_departure(how, self._terms, came_at))
-
-    # ---- the wall time ------------------------------------------------------------------
-
-    def _plan_first_look(self) -> None:
-        if self._scheduler is None:
-            return
-        if self._scheduler.told_left_s is None:
-            self._ask_at = self._started_at + random.uniform(0.0, self._scheduler.first_spread_s)
-        else:
-            self._plan(self._started_at + self._scheduler.told_left_s)
+                came_at = time.monotonic()
+                notice = of_signal(number, self._spec, came_at)
+                if notice is None:
+                    continue
+                _log.warning("this node is to be left: %s", number.name)
+                self._notices.add(notice)
+                if notice.reason is Reason.SIGNAL and self._scheduler is not None:
+                    how = self._scheduler.foresee()
+                    self._notices.add(of_departure(how, self._spec, came_at))
+            self._check_clock()
 
     def _plan(self, end: float) -> None:
         """Plan the notice, and a look shortly before it: limits get extended."""
-        self._limit = TimeLimit(end, end - self._started_at)
-        again_at = (
-            self._limit.notice_at(self._terms.signal_delay_s) - _LOOK_AGAIN_S - self._random_s()
-        )
+        assert self._scheduler is not None
+        self._planned = of_time_limit(end, end - self._started_at, self._spec.signal_delay_s)
+        # at random, so that not all tasks of a run ask at once
+        again_at = self._planned[0] - _LOOK_AGAIN_S - random.uniform(0.0, self._scheduler.spread_s)
         self._ask_at = again_at if again_at > time.monotonic() + _LOOK_AGAIN_S else None
 
-    def _random_s(self) -> float:
-        """Return a delay that keeps the tasks of a run from asking Slurm all at once."""
-        return random.uniform(0.0, self._scheduler.spread_s if self._scheduler else 0.0)
-
     def _wait_s(self) -> float | None:
-        due = [at for at in (self._ask_at, self._notice_at) if at is not None]
+        due = [at for at in (self._ask_at, self._planned and self._planned[0]) if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    @property
-    def _notice_at(self) -> float | None:
-        return None if self._limit is None else self._limit.notice_at(self._terms.signal_delay_s)
-
-    def _look_at_clock(self) -> None:
+    def _check_clock(self) -> None:
+        """Ask Slurm how much time is left, or add the notice, where that is due."""
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
-            self._ask_for_end()
-        notice_at = self._notice_at
-        if self._limit is not None and notice_at is not None and time.monotonic() >= notice_at:
-            self._notices.add(self._limit.notice(self._terms.signal_delay_s))
-            self._limit = None
-
-    def _ask_for_end(self) -> None:
-        assert self._scheduler is not None
-        asked_at, self._ask_at = time.monotonic(), None
-        try:
-            left_s = self._scheduler.time_left_s()
-        except SlurmCommandError as e:
-            _log.warning("Slurm does not report how much time is left: %s", e)
-            self._ask_at = asked_at + _ASK_SILENT_S + self._random_s()
-            return
-        if left_s is None:
-            self._limit = None
-        else:
-            self._plan(asked_at + left_s)
+            assert self._scheduler is not None
+            asked_at, self._ask_at = time.monotonic(), None
+            try:
+                left_s = self._scheduler.time_left_s()
+            except SlurmCommandError as e:
+                _log.warning("Slurm does not report how much time is left: %s", e)
+                spread_s = random.uniform(0.0, self._scheduler.spread_s)
+                self._ask_at = asked_at + _ASK_SILENT_S + spread_s
+            else:
+                self._planned = None
+                if left_s is not None:
+                    self._plan(asked_at + left_s)
+        if self._planned is not None and time.monotonic() >= self._planned[0]:
+            self._notices.add(self._planned[1])
+            self._planned = None

@@ -5,8 +5,7 @@ GPUs         All GPUs of the task are there, and other users' data fills less th
 Arithmetic   A product of integer matrices is exact: on the CPU, and on each GPU in a process of its
              own (`gpu_check`), which holds no GPU memory afterwards.
 Space        In /dev/shm, which data loaders and shared pages use, and in the folder of the logs.
-The
-             latter is shared, so a full one is only reported.
+             The latter is shared, so a full one is only reported.
 Clock        It differs from the shared file system's by at most `SKEW_S`.
 
 The run's tasks avoid a node that fails (excluded_nodes.json), and its task goes back to the queue.
@@ -14,7 +13,6 @@ The run's tasks avoid a node that fails (excluded_nodes.json), and its task goes
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -24,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 SKEW_S = 60.0
 _LOG_BYTES = 64 << 20
-_SHM_BYTES = 16 << 20
+_SHM, _SHM_BYTES = Path("/dev/shm"), 16 << 20
 _NVIDIA_SMI_S = 20.0
 _GPU_CHECK_S = 120.0
 _WAIT_S = 5.0
@@ -120,11 +118,18 @@ def judge_clock(skew_s: float, took_s: float) -> Problem | None:
     return Problem("clock", f"{reason}: have it set (chrony, ntp)")
 
 
-def judge_space(where: str, free: int, needed: int, *, is_nodes: bool) -> Problem | None:
-    """Check the free space of a file system, in bytes."""
+def check_space(folder: Path, needed: int, *, is_nodes: bool) -> Problem | None:
+    """Check the free space of a file system.
+
+    Args:
+        folder: A folder on it.
+        needed: Bytes.
+        is_nodes: Whether it is the node's own.
+    """
+    free = shutil.disk_usage(folder).free
     if free >= needed:
         return None
-    reason = f"{where} has {free >> 20} MiB free, and {needed >> 20} are needed"
+    reason = f"{folder} has {free >> 20} MiB free, and {needed >> 20} are needed"
     return Problem("space", reason, is_nodes=is_nodes)
 
 
@@ -151,18 +156,6 @@ def check_clock(folder: Path) -> Problem | None:
         written = Path(file.name).stat().st_mtime
     after = time.time()
     return judge_clock(written - (before + after) / 2, after - before)
-
-
-def check_shm() -> Problem | None:
-    """Check the free space in /dev/shm."""
-    free = shutil.disk_usage("/dev/shm").free
-    return judge_space("/dev/shm", free, _SHM_BYTES, is_nodes=True)
-
-
-def check_logs(folder: Path) -> Problem | None:
-    """Check the free space in the folder of the logs."""
-    free = shutil.disk_usage(folder).free
-    return judge_space(str(folder), free, _LOG_BYTES, is_nodes=False)
 
 
 def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
@@ -213,11 +206,17 @@ class Preflight:
     def __init__(self, folder: Path, granted: Sequence[str], *, shared: bool) -> None:
         self._problems: list[Problem] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(check,), daemon=True, name="preflight")
-            for check in (
-                lambda: self._run_in_turn(check_arithmetic, check_shm),
-                lambda: self._run_in_turn(lambda: check_clock(folder), lambda: check_logs(folder)),
-                lambda: check_gpus(granted, shared=shared) or check_gpu_arithmetic(granted),
+            threading.Thread(target=self._run, args=checks, daemon=True, name="preflight")
+            for checks in (
+                (check_arithmetic, lambda: check_space(_SHM, _SHM_BYTES, is_nodes=True)),
+                (
+                    lambda: check_clock(folder),
+                    lambda: check_space(folder, _LOG_BYTES, is_nodes=False),
+                ),
+                (
+                    lambda: check_gpus(granted, shared=shared),
+                    lambda: check_gpu_arithmetic(granted),
+                ),
             )
         ]
         self._wait_s = _WAIT_S + (_NVIDIA_SMI_S + _GPU_CHECK_S if granted else 0.0)
@@ -234,24 +233,17 @@ class Preflight:
             thread.join(max(0.0, deadline - time.monotonic()))
         return sorted(self._problems, key=lambda p: not p.is_nodes)
 
-    def _run(self, check: Callable[[], Problem | None]) -> None:
-        try:
-            problem = check()
-        except Exception as e:  # an error of the check shows nothing about the node
-            _log.warning("a check of this node could not run: %s: %s", type(e).__name__, e)
-            return
-        if problem is not None:
-            self._problems.append(problem)
-
-    def _run_in_turn(self, *checks: Callable[[], Problem | None]) -> Problem | None:
-        return next(_run_checks(checks), None)
-
-
-def _run_checks(checks: Sequence[Callable[[], Problem | None]]) -> Iterator[Problem]:
-    for check in checks:
-        with contextlib.suppress(OSError):
-            if problem := check():
-                yield problem
+    def _run(self, *checks: Callable[[], Problem | None]) -> None:
+        """Run checks in turn, up to the first problem."""
+        for check in checks:
+            try:
+                problem = check()
+            except Exception as e:  # an error of the check shows nothing about the node
+                _log.warning("a check of this node could not run: %s: %s", type(e).__name__, e)
+                continue
+            if problem is not None:
+                self._problems.append(problem)
+                return
 
 
 def start_checks(task: Task) -> Preflight:

@@ -14,8 +14,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection
 
 import psutil
 
@@ -27,15 +26,6 @@ _WAIT_S = 5.0
 _POLL_S = 0.005
 _SCANS = 2
 """Consecutive scans without a result: a scan misses processes that are adopted meanwhile."""
-_DEAD = ("Z", "X")
-
-
-class _Stat(NamedTuple):
-    """The state of a process (proc(5), stat)."""
-
-    letter: str
-    parent: int
-    session: int
 
 
 def adopt_orphans() -> None:
@@ -55,17 +45,26 @@ def kill_strays(keep: Collection[int] = ()) -> int:
     killed: list[psutil.Process] = []
     num_idle = 0
     while num_idle < _SCANS:  # they may start others meanwhile
-        found = [p for p in _strays(keep) if p not in killed]
+        found = [p for p in _find_strays(keep) if p not in killed]
         num_idle = 0 if found else num_idle + 1
         for process in found:
             with contextlib.suppress(psutil.Error):  # ended, or another user's (sudo)
                 process.kill()  # checks that it is still the same process
         killed += found
     if killed:
-        names = sorted({_name(process) for process in killed})
-        _log.info("killed %d processes that workers had left behind: %s", len(killed), names)
-    if alive := _wait_for(killed):
-        _log.error("processes that cannot be killed: %s", [p.pid for p in alive])
+        names = set()
+        for process in killed:
+            with contextlib.suppress(psutil.Error):
+                names.add(str(process.name()))
+        _log.info(
+            "killed %d processes that workers had left behind: %s", len(killed), sorted(names)
+        )
+    deadline, alive = time.monotonic() + _WAIT_S, killed
+    while alive := [p for p in alive if not _is_gone(p)]:
+        if time.monotonic() > deadline:
+            _log.error("processes that cannot be killed: %s", [p.pid for p in alive])
+            break
+        time.sleep(_POLL_S)
     return len(killed)
 
 
@@ -84,80 +83,43 @@ def reap_orphan(keep: Collection[int]) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def _strays(keep: Collection[int]) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for pid in _descendants(_read_processes(), os.getpid(), os.getsid(0), keep):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
-
-
-def _read_processes() -> dict[int, _Stat]:
-    """Return every visible process.
+def _find_strays(keep: Collection[int]) -> list[psutil.Process]:
+    """Return the living descendants of workers.
 
     psutil finds no children at all if other users' processes are hidden (proc(5), hidepid=1).
     """
-    found = {}
+    agent, own_session = os.getpid(), os.getsid(0)
+    states: dict[int, tuple[bytes, int]] = {}
+    """State letter and session, by process id (proc(5), stat)."""
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - by the thousand
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError):  # gone, or another user's
-                letter, parent, _, session, *_ = _read_stat(name).rpartition(b")")[2].split()
-                found[int(name)] = _Stat(letter.decode(), int(parent), int(session))
+        if name.isdigit() and int(name) != agent:
+            with (
+                contextlib.suppress(OSError, ValueError),  # gone, or another user's
+                open(f"/proc/{name}/stat", "rb") as f,  # noqa: PTH123
+            ):
+                letter, parent, _, session, *_ = f.read().rpartition(b")")[2].split()
+                states[int(name)] = letter, int(session)
+                children.setdefault(int(parent), []).append(int(name))
+    strays = [
+        pid for pid in children.get(agent, ()) if pid not in keep and states[pid][1] != own_session
+    ]
+    for pid in strays:  # grows meanwhile
+        strays += children.get(pid, ())
+    found: list[psutil.Process] = []
+    for pid in strays:
+        if states[pid][0] not in (b"Z", b"X"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
     return found
 
 
-def _read_stat(pid: str) -> bytes:
-    with open(f"/proc/{pid}/stat", "rb") as f:  # noqa: PTH123
-        return f.read()
-
-
-def _descendants(
-    processes: Mapping[int, _Stat], agent: int, session: int, keep: Collection[int]
-) -> list[int]:
-    """Return the living descendants of workers (pure)."""
-    children: dict[int, list[int]] = {}
-    for pid, stat in processes.items():
-        if pid != agent:
-            children.setdefault(stat.parent, []).append(pid)
-    strays = [
-        pid for pid in children.get(agent, ())
-        if pid not in keep and processes[pid].session != session
-    ]  # fmt: skip
-    for pid in strays:  # grows meanwhile
-        strays += children.get(pid, ())
-    return [pid for pid in strays if processes[pid].letter not in _DEAD]
-
-
-def _wait_for(killed: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Wait for the end of killed processes; return those that are left after `_WAIT_S`.
-
-    psutil cannot wait for a process that becomes this one's child only now.
-    """
-    deadline = time.monotonic() + _WAIT_S
-    while alive := [p for p in killed if not _is_gone(p)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    return alive
-
-
 def _is_gone(process: psutil.Process) -> bool:
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # psutil does not wait for one just adopted
         os.waitpid(process.pid, os.WNOHANG)
-    return not _is_alive(process)
-
-
-def _is_alive(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:  # it belongs to another user now
         return True
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return str(process.name())
-    except psutil.Error:
-        return "?"
+    except psutil.AccessDenied:  # it belongs to another user now
+        return False

@@ -62,9 +62,3 @@ class SignalPipe:
     def wake(self) -> None:
         """Let `wait` return (any thread)."""
         os.write(self._write, b"\0")
-
-    def close(self) -> None:
-        """Catch no more: the signals still do nothing (main thread)."""
-        signal.set_wakeup_fd(-1)
-        os.close(self._read)
-        os.close(self._write)

@@ -46,7 +46,27 @@ def take_stacks(pid: int, file: Path) -> str | None:
         pid: The worker.
         file: The file of its stacks.
     """
-    return _by_py_spy(pid) or _by_faulthandler(pid, file)
+    command = shutil.which("py-spy") or shutil.which(Path(sys.executable).with_name("py-spy"))
+    if command is not None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            dump = [command, "dump", "--full-filenames", "--pid", str(pid)]
+            done = _util.run(dump, timeout_s=_PY_SPY_WITHIN_S)
+            if done.returncode == 0 and "Thread" in done.stdout:
+                return done.stdout
+    if not _has_handler(pid):
+        return None
+    try:
+        os.truncate(file, 0)
+        os.kill(pid, ASK)
+    except OSError:
+        return None
+    deadline, size = time.monotonic() + _WRITTEN_WITHIN_S, -1
+    while time.monotonic() < deadline:  # until the file is written and has stopped growing
+        time.sleep(_SETTLED_S)
+        before, size = size, file.stat().st_size
+        if size == before and size > 0:
+            break
+    return file.read_text(errors="replace") or None
 
 
 def process_state(pid: int) -> str | None:
@@ -55,6 +75,17 @@ def process_state(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
+
+
+def main_thread_load_s(pid: int) -> float | None:
+    """Return the seconds that a process's main thread ran or was ready to run; None if unknown.
+
+    See proc(5), schedstat.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
+        return (int(ran) + int(waited)) / 1e9
+    return None
 
 
 def has_gpu_open(pid: int) -> bool:
@@ -67,30 +98,6 @@ def has_gpu_open(pid: int) -> bool:
     return False
 
 
-def _by_py_spy(pid: int) -> str | None:
-    beside = str(Path(sys.executable).with_name("py-spy"))
-    command = shutil.which("py-spy") or shutil.which(beside)
-    if command is None:
-        return None
-    try:
-        dump = [command, "dump", "--full-filenames", "--pid", str(pid)]
-        done = _util.run(dump, timeout_s=_PY_SPY_WITHIN_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 and "Thread" in done.stdout else None
-
-
-def _by_faulthandler(pid: int, file: Path) -> str | None:
-    if not _has_handler(pid):
-        return None
-    try:
-        os.truncate(file, 0)
-        os.kill(pid, ASK)
-    except OSError:
-        return None
-    return _read_settled(file)
-
-
 def _has_handler(pid: int) -> bool:
     """Return whether a process has a handler for `ASK` (proc(5), SigCgt)."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -98,16 +105,3 @@ def _has_handler(pid: int) -> bool:
         caught = next(line for line in lines if line.startswith("SigCgt:"))
         return bool(int(caught.split()[1], 16) >> (ASK - 1) & 1)
     return False
-
-
-def _read_settled(file: Path) -> str | None:
-    """Wait until the file is written and has stopped growing."""
-    deadline = time.monotonic() + _WRITTEN_WITHIN_S
-    size = -1
-    while time.monotonic() < deadline:
-        time.sleep(_SETTLED_S)
-        before, size = size, file.stat().st_size
-        if size == before and size > 0:
-            break
-    text = file.read_text(errors="replace")
-    return text or None

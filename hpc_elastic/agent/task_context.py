@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
-from hpc_elastic.run.directory import AGENT_LOG, ArrayFiles, RunDir, RunSpec
+from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec
 from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.environment import SlurmEnvironment
 
@@ -42,27 +42,31 @@ class Task:
         """Where this attempt's logs go."""
         return self.run.attempt(self.name, self.attempt)
 
-    @property
-    def agent_log(self) -> Path:
-        """The log of this attempt's agent."""
-        return self.logs / AGENT_LOG
-
 
 def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     """Look up the run and the node of this task.
 
     Raises:
         RunDirectoryError: the array file or the run directory cannot be read.
-        SlurmEnvironmentError: a variable that the task will need is malformed.
+        SlurmEnvironmentError: a variable that the task will need is malformed; it names the
+            variable, its value and what is expected.
         HpcElasticError: this process is no task of that array.
     """
-    require_readable(slurm)
+    # read once what the agent will read later, far from where an error could be explained
+    _ = slurm.task_name, slurm.restart_count, slurm.node_name, slurm.cpus_on_node
+    _ = slurm.step_id, slurm.end_time_s, slurm.hosts
     try:
         content = json.loads(array.read_text())
         runs, is_coallocated = content["runs"], bool(content.get("coallocated"))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(f"{array}: not readable on {slurm.node_name}: {e}") from e
-    job_id, index = _place(slurm, is_coallocated=is_coallocated)
+    job_id, index = slurm.array_job_id, slurm.array_task_id
+    if is_coallocated:
+        if job_id is not None:
+            raise HpcElasticError("not a co-allocated job: submit the script without --array")
+        job_id, index = slurm.job_id, slurm.node_id
+    elif index is None or job_id is None:
+        raise HpcElasticError("not an array task: submit the script with its #SBATCH --array line")
     if index >= len(runs):
         raise HpcElasticError(f"{array} has {len(runs)} tasks, not {index}")
     files = ArrayFiles.of(array)
@@ -74,24 +78,3 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     spec = run.load()
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
     return Task(run, spec, int(runs[index]["slot"]), slurm, is_coallocated, len(runs), superseded)
-
-
-def require_readable(slurm: SlurmEnvironment) -> None:
-    """Read once what the agent will read later, far from where an error could be explained.
-
-    Raises:
-        SlurmEnvironmentError: names the variable, its value and what is expected.
-    """
-    _ = slurm.task_name, slurm.restart_count, slurm.node_name, slurm.cpus_on_node
-    _ = slurm.step_id, slurm.end_time_s, slurm.hosts
-
-
-def _place(slurm: SlurmEnvironment, *, is_coallocated: bool) -> tuple[int, int]:
-    """Return (job id, index in the array file) of this task."""
-    if is_coallocated:
-        if slurm.array_job_id is not None:
-            raise HpcElasticError("not a co-allocated job: submit the script without --array")
-        return slurm.job_id, slurm.node_id
-    if slurm.array_task_id is None or slurm.array_job_id is None:
-        raise HpcElasticError("not an array task: submit the script with its #SBATCH --array line")
-    return slurm.array_job_id, slurm.array_task_id

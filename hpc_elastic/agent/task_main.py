@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from logging.handlers import QueueHandler
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +21,7 @@ from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task, find_task
 from hpc_elastic.agent.warm_workers import frozen_imports, start_pool
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run.directory import Submission, task_name
+from hpc_elastic.run.directory import AGENT_LOG, Submission, task_name
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.client import SlurmClient
@@ -49,11 +48,23 @@ def start(argv: Sequence[str], caught: SignalPipe) -> int:
             print(f"{task.run.path}: the run {why}; nothing to do")
             return 0
         task.logs.mkdir(parents=True, exist_ok=True)
-        log = _log_to(task.agent_log)
+        log_file = task.logs / AGENT_LOG
+        with log_file.open("a"):
+            pass  # an error is reported at once
     except (HpcElasticError, OSError) as e:
         print(f"hpc_elastic: {e}", file=sys.stderr)
         return 1
-    times = OutputTimes([task.agent_log, Submission(Path(task.spec.submission)).log(task.name)])
+
+    def make_handlers() -> list[logging.Handler]:
+        file = logging.FileHandler(log_file, delay=True)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        errors = logging.StreamHandler()
+        errors.setLevel(logging.ERROR)
+        return [file, errors]
+
+    logging.getLogger().setLevel(logging.INFO)
+    log = BackgroundLog(make_handlers)
+    times = OutputTimes([log_file, Submission(Path(task.spec.submission)).log(task.name)])
     times.start()
     try:
         return _run(task, caught, times)
@@ -111,26 +122,6 @@ def _leave_coallocated_job(task: Task) -> None:
         )
 
 
-def _log_to(path: Path) -> BackgroundLog:
-    with path.open("a"):
-        pass  # an error is reported at once
-    logging.getLogger().setLevel(logging.INFO)
-    return BackgroundLog(partial(_handlers, path))
-
-
-def _handlers(path: Path) -> list[logging.Handler]:
-    file = logging.FileHandler(path, delay=True)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    errors = logging.StreamHandler()
-    errors.setLevel(logging.ERROR)
-    return [file, errors]
-
-
-# ---- The log of an agent, written on a thread of its own
-# Its file is on the shared file system. Who logs only hands over: the event loop that keeps the
-# heartbeats may neither wait for that file, nor for the lock of a thread that does.
-
-
 _JOIN_S = 2.0
 """A file system that hangs does not keep the task from its end."""
 _MOST = 10_000
@@ -140,7 +131,10 @@ _Queue = SimpleQueue[logging.LogRecord | None]
 
 
 class BackgroundLog:
-    """Writes what the process logs, from now on (agent, once).
+    """Writes what the process logs, from now on, on a thread of its own (agent, once).
+
+    The file is on the shared file system. A caller only hands a record over: the event loop that
+    keeps the heartbeats may wait neither for that file, nor for the lock of a thread that does.
 
     Args:
         make_handlers: Makes what writes it; again in a process that is forked.
@@ -169,7 +163,10 @@ class BackgroundLog:
         while (record := self._queue.get()) is not None:
             for handler in self._handlers:
                 if record.levelno >= handler.level:
-                    _handle(handler, record)
+                    try:
+                        handler.handle(record)
+                    except Exception:  # a file that could not be opened; the next record retries
+                        handler.handleError(record)
 
     def _go_on_in_child(self) -> None:
         """The thread is not there, and may have held a lock of what it wrote to."""
@@ -183,21 +180,13 @@ class BackgroundLog:
         root.removeHandler(self._hands_over)
 
 
-def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
-    try:
-        handler.handle(record)
-    except Exception:  # a file that could not be opened; the next record tries again
-        handler.handleError(record)
-
-
 class _HandsOver(QueueHandler):
-    """Hands a record over as text, with its traceback."""
+    """Hands a record over as text, with its traceback; it is lost where too many wait."""
 
     def __init__(self, records: _Queue) -> None:
         super().__init__(records)
         self._records = records
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Lose it where too many wait."""
         if self._records.qsize() < _MOST:
             self._records.put(record)

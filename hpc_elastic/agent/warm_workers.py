@@ -37,7 +37,6 @@ import json
 import logging
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -48,11 +47,9 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic._util import readable
-from hpc_elastic.agent.signals import name_of
-from hpc_elastic.agent.stacks import process_state
+from hpc_elastic.agent.stacks import main_thread_load_s, process_state
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.shared_files import read_json
@@ -75,28 +72,7 @@ class _WarmWorker:
     ready: bool = False
     received: bytes = b""
 
-    def read_report(self) -> dict[str, Any] | None:
-        """Return its report after the imports, once; None before and after."""
-        if self.ready:
-            return None
-        with contextlib.suppress(OSError):  # BlockingIOError: nothing new
-            self.received += self.channel.recv(1 << 16)
-        if not self.received.endswith(b"\n"):
-            return None
-        self.ready = True
-        return dict(json.loads(self.received))
-
-    def send(self, env: Mapping[str, str], outputs: Sequence[int]) -> bool:
-        """Make it a worker; return False if the message does not fit without blocking the agent."""
-        message = json.dumps({"env": dict(env)}).encode()
-        with self.channel:
-            try:
-                return socket.send_fds(self.channel, [message], list(outputs)) == len(message)
-            except OSError:
-                return False
-
     def kill(self) -> None:
-        """Kill it; it holds no state."""
         self.channel.close()
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -204,10 +180,19 @@ class WarmWorkerPool:
         if worker is None:
             return None
         self._handle_report(worker)
-        if self._is_usable(worker, command, env) and worker.send(env, outputs):
-            state = "had imported" if worker.ready else "was still importing"
-            _log.info("slot %d: process %d, which %s", slot, worker.process.pid, state)
-            return worker.process
+        if (
+            worker.process.poll() is None
+            and tuple(command) == self._command
+            and worker.cwd == _cwd()
+            and is_compatible(worker.env, env)
+        ):
+            message, num_sent = json.dumps({"env": dict(env)}).encode(), 0
+            with worker.channel, contextlib.suppress(OSError):  # it must not block the agent
+                num_sent = socket.send_fds(worker.channel, [message], list(outputs))
+            if num_sent == len(message):
+                state = "had imported" if worker.ready else "was still importing"
+                _log.info("slot %d: process %d, which %s", slot, worker.process.pid, state)
+                return worker.process
         if (code := worker.process.poll()) is not None:
             self._dead.append(code)
         _log.info("slot %d: its warm worker cannot be used, a new process is started", slot)
@@ -220,60 +205,47 @@ class WarmWorkerPool:
         while self._workers:
             self._workers.popitem()[1].kill()
 
-    def _is_usable(
-        self, worker: _WarmWorker, command: Sequence[str], env: Mapping[str, str]
-    ) -> bool:
-        lives = worker.process.poll() is None
-        same = tuple(command) == self._command and worker.cwd == _cwd()
-        return lives and same and is_compatible(worker.env, env)
-
     def _start(self, slot: int, *, paced: bool) -> None:
         """Start a warm worker as torch starts a worker; an error is only logged."""
         env, cwd = dict(os.environ), _cwd()
         try:
             ours, theirs = socket.socketpair()
+            with theirs, contextlib.ExitStack() as on_error:
+                on_error.callback(ours.close)
+                how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
+                process = subprocess.Popen(
+                    self._command,
+                    env={**env, WARM_WORKER_VARIABLE: how},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+                on_error.pop_all()
         except OSError as e:
             _log.warning("no warm worker for slot %d: %s", slot, e)
             return
-        how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
-        try:
-            process = subprocess.Popen(
-                self._command,
-                env={**env, WARM_WORKER_VARIABLE: how},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except OSError as e:
-            ours.close()
-            _log.warning("no warm worker for slot %d: %s", slot, e)
-            return
-        finally:
-            theirs.close()
         ours.setblocking(False)
         self._workers[slot] = _WarmWorker(process, ours, env, cwd)
 
     def _handle_report(self, worker: _WarmWorker) -> bool:
         """Log the report of a warm worker, each text once; return whether it may be kept."""
-        report = worker.read_report()
-        if report is None:
+        if worker.ready:
             return True
-        for module, why in report["failed"].items():
-            self._warn(f"launcher.agent.warm_imports: {module} is not imported in advance: {why}")
+        with contextlib.suppress(OSError):  # BlockingIOError: nothing new
+            worker.received += worker.channel.recv(1 << 16)
+        if not worker.received.endswith(b"\n"):
+            return True
+        worker.ready, report = True, json.loads(worker.received)
+        texts = [
+            f"{module} is not imported in advance: {why}"
+            for module, why in report["failed"].items()
+        ]
         if report["holds_gpu"]:
-            self._warn(
-                "launcher.agent.warm_imports: a module opens the GPU; such processes are not kept"
-            )
+            texts.append("a module opens the GPU; such processes are not kept")
+        for text in texts:
+            if text not in self._warned:
+                self._warned.add(text)
+                _log.warning("launcher.agent.warm_imports: %s", text)
         return not report["holds_gpu"]
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            _log.warning("%s", text)
-
-
-def exit_text(exit_code: int) -> str:
-    """Return the text for an exit code (pure): ``SIGKILL``, or ``exit code 1``."""
-    return name_of(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _cwd() -> Path | None:
@@ -342,7 +314,10 @@ def wait_for_use(how: str, modules: list[str]) -> None:
     number, _, pace = how.partition(" ")
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
-    _buffer_output()
+    for descriptor in _OUTPUTS:
+        kept = os.memfd_create("hpc_elastic-warm-worker")
+        os.dup2(kept, descriptor)
+        os.close(kept)
     with (
         frozen_imports(),
         _in_the_background(channel) if pace == "paced" else _when_cpu_is_idle(channel),
@@ -350,12 +325,23 @@ def wait_for_use(how: str, modules: list[str]) -> None:
         failed = _import_ahead(modules, channel)
     with channel:
         with contextlib.suppress(OSError):  # made a worker before, and the socket closed
-            report = {"failed": failed, "holds_gpu": _holds_gpu()}
+            torch = sys.modules.get("torch")
+            holds_gpu = torch is not None and bool(torch.cuda.is_initialized())
+            report = {"failed": failed, "holds_gpu": holds_gpu}
             channel.sendall(json.dumps(report).encode() + b"\n")
         env, outputs = _receive_start(channel)
-    _replace_environment(env)
+    # change only what differs: C libraries may hold pointers to the rest
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     for descriptor, output in zip(_OUTPUTS, outputs, strict=True):
-        _redirect(descriptor, output)
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        os.dup2(output, descriptor)
+        os.close(output)
+        while text:  # the output of the imports comes first
+            text = text[os.write(descriptor, text) :]
 
 
 def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
@@ -379,11 +365,6 @@ def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
     return bool(readable(channel, timeout_s=wait_s))
 
 
-def _holds_gpu() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
-
-
 @contextlib.contextmanager
 def frozen_imports() -> Iterator[None]:
     """Exclude imported objects from garbage collection, which would take 0.1 s each time.
@@ -403,20 +384,15 @@ def _when_cpu_is_idle(channel: socket.socket) -> Iterator[None]:
     """Wait until a CPU is free, the agent has finished its imports, or this process is needed."""
     agent, cpus = os.getppid(), {f"cpu{number}" for number in os.sched_getaffinity(0)}
     with contextlib.suppress(OSError):  # a kernel without these counters
-        looked = time.monotonic(), _runnable_s(agent), _idle_s(cpus)
-        while not _is_needed(channel, _WINDOW_S):
-            before, looked = looked, (time.monotonic(), _runnable_s(agent), _idle_s(cpus))
-            passed, wanted, free = (now - then for now, then in zip(looked, before, strict=True))
+        looked = time.monotonic(), main_thread_load_s(agent), _idle_s(cpus)
+        while looked[1] is not None and not _is_needed(channel, _WINDOW_S):
+            before, looked = looked, (time.monotonic(), main_thread_load_s(agent), _idle_s(cpus))
+            passed, free = looked[0] - before[0], looked[2] - before[2]
+            wanted = (looked[1] or 0.0) - (before[1] or 0.0)
             # a wait in the run queue is counted only once it has ended
             if free > 0.8 * passed or (wanted < 0.5 * passed and process_state(agent) != "R"):
                 break
     yield
-
-
-def _runnable_s(pid: int) -> float:
-    """Return how long a main thread has run or was ready to run (proc(5), schedstat)."""
-    ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-    return (int(ran) + int(waited)) / 1e9
 
 
 def _idle_s(cpus: Collection[str]) -> float:
@@ -448,7 +424,6 @@ class _ImportPacer(MetaPathFinder):
 
 @contextlib.contextmanager
 def _in_the_background(channel: socket.socket) -> Iterator[None]:
-    """Run in the background until the agent needs this process."""
     ordinary = os.sched_getscheduler(0) == os.SCHED_OTHER
     if ordinary:
         _set_policy(os.SCHED_BATCH)
@@ -469,22 +444,6 @@ def _set_policy(policy: int) -> None:
             os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
 
 
-def _buffer_output() -> None:
-    for descriptor in _OUTPUTS:
-        kept = os.memfd_create("hpc_elastic-warm-worker")
-        os.dup2(kept, descriptor)
-        os.close(kept)
-
-
-def _redirect(descriptor: int, output: int) -> None:
-    """Redirect stdout or stderr to the worker's, and write the kept output there."""
-    kept = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    os.dup2(output, descriptor)
-    os.close(output)
-    while kept:
-        kept = kept[os.write(descriptor, kept) :]
-
-
 def _receive_start(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     first, outputs, _, _ = socket.recv_fds(channel, 1 << 16, len(_OUTPUTS))
     if not first:
@@ -496,16 +455,6 @@ def _receive_start(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     return json.loads(message)["env"], outputs
 
 
-def _replace_environment(env: dict[str, str]) -> None:
-    """Change only what differs: C libraries may hold pointers to the rest."""
-    for name in os.environ.keys() - env.keys():
-        del os.environ[name]
-    for name, value in env.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-
-
-_OPEN_FILES = 65_536
 _THREADS = "OMP_NUM_THREADS"
 _GIVEN_THREADS = os.environ.get(_THREADS)
 """The user's own value, before anything is set here."""
@@ -520,8 +469,12 @@ def worker_command(task: Task) -> tuple[str, ...]:
 
 def start_pool(task: Task) -> WarmWorkerPool:
     """Start the warm workers of a task before the agent imports torch: both import in parallel."""
-    wanted = task.spec.nproc_per_node
-    num_workers = likely_workers(wanted, task.slurm.cpus_on_node, os.environ, _num_gpu_devices())
+    num_gpus = sum(
+        bool(re.fullmatch(r"nvidia\d+", device.name)) for device in Path("/dev").iterdir()
+    )
+    num_workers = likely_workers(
+        task.spec.nproc_per_node, task.slurm.cpus_on_node, os.environ, num_gpus
+    )
     prepare_environment(task, num_workers)
     num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_WARMING)
     slots = num_workers if task.spec.agent.warm_workers else 0
@@ -547,23 +500,12 @@ def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices
     return max(1, min(gpus, num_devices))
 
 
-def _num_gpu_devices() -> int:
-    return sum(bool(re.fullmatch(r"nvidia\d+", device.name)) for device in Path("/dev").iterdir())
-
-
 def prepare_environment(task: Task, num_workers: int) -> None:
     """Set the variables that a process reads at its start, for a number of workers."""
     cpus = min(task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
     share = task.spec.agent.omp_num_threads or max(1, cpus // num_workers)
     os.environ[_THREADS] = _GIVEN_THREADS or str(share)
     os.environ.update(task.spec.env)
-
-
-def raise_open_files_limit() -> None:
-    """Raise the limit of open files to what a leader may need, within the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 def is_training(status: Path) -> bool:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
-from hpc_elastic.worker.shared_page import CheckpointRequest, ReadablePage, WorkerStatus
+from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 
 Rule = Callable[[CheckpointRequest, WorkerStatus], bool | None]
 
@@ -49,8 +49,11 @@ class CheckpointReporter(Protocol):
         """Ask for a checkpoint of the whole group."""
 
 
-class SteeredPage(ReadablePage, Protocol):
+class SteeredPage(Protocol):
     """The agent's side of a `hpc_elastic.worker.shared_page.SharedPage`."""
+
+    def read(self) -> WorkerStatus:
+        """Return what the worker last published."""
 
     def request_checkpoint(self, request: CheckpointRequest | None) -> None:
         """Replace the worker's checkpoint request; None withdraws it."""
@@ -112,7 +115,11 @@ class WorkerChannel:
         furthest = max((w.passed for w in workers if w.passed is not None), default=None)
         self._pace.record_count(furthest, now)
         if self._shown is not None:
-            self._vote(self._shown, workers, furthest)
+            vote = self._vote(self._shown, workers, furthest)
+            if vote is not None:
+                ok, passed = vote
+                rate = self._pace.rate or 0.0
+                self._leader.vote(self._shown.number, ok=ok, passed=passed, rate=rate)
         self._report_checkpoint(workers, now)
         wanted = sum(w.wanted for w in workers)
         if wanted != self._wanted:
@@ -135,26 +142,27 @@ class WorkerChannel:
 
     def _vote(
         self, request: CheckpointRequest, workers: Sequence[WorkerStatus], furthest: int | None
-    ) -> None:
+    ) -> tuple[bool, int | None] | None:
+        """Return the vote that is due, and how far the workers are; None if none is due."""
         if self._votes_first and not request.confirmed:
             can = [self._can_save_at(request, worker) for worker in workers]
             if False not in can and None in can and not self._is_doubtful:
                 self._is_doubtful = True  # a worker that has just come to the step may wait there
-                return
+                return None
             self._votes_first = False
-            self._send_vote(request, all(can), furthest)
-        elif self._votes_last and request.confirmed:
-            passed = [w.passed for w in workers if w.passed is not None]
-            if request.step is None and passed:
-                self._votes_last = False
-                self._send_vote(request, False, furthest)
-            elif request.step is not None and _have_passed(request.step, workers):
-                self._votes_last = False
-                self._send_vote(request, True, min(passed))
-
-    def _send_vote(self, request: CheckpointRequest, ok: bool, passed: int | None) -> None:
-        rate = self._pace.rate or 0.0
-        self._leader.vote(request.number, ok=ok, passed=passed, rate=rate)
+            return all(can), furthest
+        if not (self._votes_last and request.confirmed):
+            return None
+        passed = [w.passed for w in workers if w.passed is not None]
+        if request.step is None:
+            self._votes_last = not passed
+            return (False, furthest) if passed else None
+        have_passed = all(
+            w.passed is not None and w.agreed is not None and request.step <= w.agreed < w.passed
+            for w in workers
+        )
+        self._votes_last = not have_passed
+        return (True, min(passed)) if have_passed else None
 
     def _report_checkpoint(self, workers: Sequence[WorkerStatus], now: float) -> None:
         paused = max((w.paused for w in workers), default=0)
@@ -170,11 +178,3 @@ class WorkerChannel:
         if (step, paused) != self._reported:
             self._reported = (step, paused)
             self._leader.report_checkpoint(step, paused=paused)
-
-
-def _have_passed(step: int, workers: Sequence[WorkerStatus]) -> bool:
-    """Return whether all workers have passed the checkpoint of a confirmed request."""
-    return all(
-        w.passed is not None and w.agreed is not None and step <= w.agreed < w.passed
-        for w in workers
-    )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_elastic.agent.signals import name_of
 from hpc_elastic.worker.shared_page import WorkerStatus
@@ -25,25 +25,13 @@ _REMEDY = (
 )
 
 
-class ProcessFailure(Protocol):
-    """The part of torch's ProcessFailure that is read here."""
-
-    @property
-    def local_rank(self) -> int:
-        """The worker's rank on its node."""
-
-    @property
-    def exitcode(self) -> int:
-        """Its exit code; negative: the signal that has ended it."""
-
-
 @dataclass(frozen=True)
 class EndedWorker:
-    """A worker that has ended by itself.
+    """A worker that has ended.
 
     Attributes:
         local_rank: Its rank on its node.
-        exitcode: As in `ProcessFailure`.
+        exitcode: Its exit code; negative: the signal that has ended it.
     """
 
     local_rank: int
@@ -104,12 +92,6 @@ def has_succeeded(exit_code: int, worker: WorkerStatus) -> bool:
     return exit_code == 0 and worker.returned
 
 
-def has_stopped_short(worker: WorkerStatus) -> bool:
-    """Return whether a worker has reported a total of steps, and has not made them."""
-    step, total = worker.step, worker.total_steps
-    return step is not None and total is not None and step < total
-
-
 def told_exit_code(files: WorkerFiles) -> int | None:
     """Return the exit code of a worker that has written down its failure; None if it has not.
 
@@ -119,13 +101,8 @@ def told_exit_code(files: WorkerFiles) -> int | None:
     return code if isinstance(code, int) else None
 
 
-def has_just_exited(failure: Mapping[str, Any]) -> bool:
-    """Return whether a worker has ended with an exit code, and no error."""
-    return failure["signal"] is None and failure["exception"] in (None, "SystemExit")
-
-
 def describe(
-    failure: ProcessFailure,
+    failure: EndedWorker,
     files: WorkerFiles,
     place: NodeIdentity,
     progress: WorkerStatus | None = None,

@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 from hpc_elastic.agent import signals, stacks
@@ -55,13 +54,19 @@ _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importli
 
 def main(argv: list[str]) -> int:
     """Run one worker; return its exit code."""
-    _die_with_agent()
+    agent = os.getppid()  # torch starts workers in their own sessions: Linux is to end this one
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent or agent == 1:
+        os._exit(1)  # the agent died before the request
     set_up_signals()
     run = RunDir(Path(argv[0]))
     warm_worker = os.environ.pop(WARM_WORKER_VARIABLE, None)
     if warm_worker is not None:
         _wait_for_use(warm_worker, run)
-    _register_stacks_handler()
+    control, local_rank = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("LOCAL_RANK")
+    if control is not None and local_rank is not None:
+        with contextlib.suppress(OSError, RuntimeError):
+            stacks.register_handler(Path(control), int(local_rank))
     sys.stdout, sys.stderr = _unfailing(sys.stdout), _unfailing(sys.stderr)
     environment = dict(os.environ)
     own_page()  # by the agent's LOCAL_RANK: a script may change it
@@ -72,12 +77,24 @@ def main(argv: list[str]) -> int:
         after_import("torch", _prepare_torch)
         function = load_function(entry)
         if warm_worker is not None:
-            _warn_of_late_variables(environment)
+            from hpc_elastic.agent.warm_workers import warn_of_late_variables
+
+            warn_of_late_variables(environment)
         gc.freeze()  # a look for garbage among all that torch imports takes a tenth of a second
         phase = "run"
-        value = call(function, entry, run)
+        if entry.kind == "function":
+            value = function(*entry.args)
+        else:
+            from hpc_elastic.agent.hydra_job import hydra_job
+
+            with hydra_job(run) as config:
+                value = function(config)
         if os.getpid() == pid:  # not a process that the user's function has forked
-            _write_value(run, value)
+            name = os.environ.get(RESULTS_VARIABLE) or f"round-{os.environ[ROUND_VARIABLE]}"
+            results = run.results / name
+            results.mkdir(parents=True, exist_ok=True)
+            rank = os.environ["RANK"]
+            write_atomic(results / f"rank-{rank}.json", to_json(value) + "\n")
             function_returned()
     except BaseException as e:
         if os.getpid() == pid:
@@ -97,7 +114,15 @@ def load_function(entry: Entry) -> Callable[..., Any]:
         HpcElasticError: the script has no function of that name.
     """
     _enter(entry)
-    module = _load_script(entry.script) if entry.script else _load_module(str(entry.module))
+    if entry.script:
+        module = types.ModuleType("__mp_main__")
+        module.__file__ = entry.script
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+        sys.argv[:] = [entry.script]
+        module.__dict__.update(runpy.run_path(entry.script, run_name="__mp_main__"))
+    else:
+        module = importlib.import_module(str(entry.module))
+        sys.argv[:] = [module.__file__ or str(entry.module)]
     function: Any = module
     for name in entry.qualname.split("."):
         function = getattr(function, name, None)
@@ -126,90 +151,30 @@ def _wait_for_use(warm_worker: str, run: RunDir) -> None:
     wait_for_use(warm_worker, modules)
 
 
-def _register_stacks_handler() -> None:
-    """Let the agent see where this worker is, should it make no step."""
-    control, local_rank = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("LOCAL_RANK")
-    if control is not None and local_rank is not None:
-        with contextlib.suppress(OSError, RuntimeError):
-            stacks.register_handler(Path(control), int(local_rank))
-
-
-def _warn_of_late_variables(before: dict[str, str]) -> None:
-    from hpc_elastic.agent.warm_workers import warn_of_late_variables
-
-    warn_of_late_variables(before)
-
-
-def call(function: Callable[..., Any], entry: Entry, run: RunDir) -> Any:
-    """Call the user's function as it would be called without us."""
-    if entry.kind == "function":
-        return function(*entry.args)
-    from hpc_elastic.agent.hydra_job import hydra_job
-
-    with hydra_job(run) as config:
-        return function(config)
-
-
 def _prepare_torch() -> None:
-    """Let data loaders withstand a notice, and look at every optimizer step of this process.
+    """Let data loaders withstand a notice, and hook into every optimizer step of this process.
 
-    It is reported, for scripts that report none themselves; and the process group is kept.
+    It is reported, for scripts that report none themselves, and the present process group is held
+    until the end of this process. Where the script's DistributedDataParallel is the last to hold
+    it, that destroys the group when the user's function returns, with the interpreter lock, and
+    waits for a thread of gloo's that may be waiting for the lock (seen with torch 2.13): all work
+    is done, and nothing ever ends.
     """
+    import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data._utils import signal_handling
 
     keep_loaders(signal_handling)
+    steps, kept_groups = itertools.count(1), list[object]()
 
-    steps, keep_group = itertools.count(1), _group_keeper()
-
-    def stepped(*_: object) -> None:
+    def on_step(*_: object) -> None:
         report_counted(next(steps))
-        keep_group()
-
-    register_optimizer_step_post_hook(stepped)
-
-
-def _group_keeper() -> Callable[[], None]:
-    """Return a function that holds the present process group until the end of this process.
-
-    Where the script's DistributedDataParallel is the last to hold it, that destroys the group when
-    the user's function returns, with the interpreter lock, and waits for a thread of gloo's that
-    may be waiting for the lock (seen with torch 2.13): all work is done, and nothing ever ends.
-    """
-    import torch.distributed as dist
-
-    kept: list[object] = []
-
-    def keep_group() -> None:
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-            if not kept or kept[-1] is not group:
-                kept.append(group)
+            if not kept_groups or kept_groups[-1] is not group:
+                kept_groups.append(group)
 
-    return keep_group
-
-
-def _load_script(path: str) -> types.ModuleType:
-    module = types.ModuleType("__mp_main__")
-    module.__file__ = path
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-    sys.argv[:] = [path]
-    module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
-    return module
-
-
-def _load_module(name: str) -> types.ModuleType:
-    module = importlib.import_module(name)
-    sys.argv[:] = [module.__file__ or name]
-    return module
-
-
-def _write_value(run: RunDir, value: Any) -> None:
-    name = os.environ.get(RESULTS_VARIABLE) or f"round-{os.environ[ROUND_VARIABLE]}"
-    folder = run.results / name
-    folder.mkdir(parents=True, exist_ok=True)
-    rank = os.environ["RANK"]
-    write_atomic(folder / f"rank-{rank}.json", to_json(value) + "\n")
+    register_optimizer_step_post_hook(on_step)
 
 
 def to_json(value: Any) -> str:
@@ -275,7 +240,6 @@ def _message_of(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code of a worker whose function ends with this."""
     code = error.code if isinstance(error, SystemExit) else 1
     return code & 0xFF if isinstance(code, int) else int(_is_message(code))
 
@@ -293,14 +257,6 @@ def _without_our_frames(error: BaseException) -> BaseException:
     return error.with_traceback(frames) if frames is not None else error
 
 
-def _die_with_agent() -> None:
-    """Ask Linux to end this process with its agent: torch starts workers in their own sessions."""
-    agent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent or agent == 1:
-        os._exit(1)  # it died before the request
-
-
 class _LogFile(io.FileIO):
     """The file of a worker's output: what its file system does not take is lost, and ends nothing.
 
@@ -308,7 +264,6 @@ class _LogFile(io.FileIO):
     """
 
     def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
-        """Write if that is possible; return how many bytes were taken."""
         try:
             return super().write(data) or 0
         except OSError:
@@ -342,28 +297,15 @@ def _exit_process(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-# ---- Keeps a worker at work while its node is under notice: signals of a notice do nothing to it
+# ---- A worker stays at work while its node is under notice: the signals do nothing to it
 # Slurm may send them to every process of a task: with proctrack/linuxproc it does, and so do
-# `scancel --full` and a signal to a process group. The agent makes a notice of them, and the
-# workers go on for as long as it lets them. They are handled by a function of Python: it outlives
-# a call into C++, is not handed on to programs that are started (SIG_IGN would be), and a script
-# may set its own.
-#
-# So the agent stops workers by another signal, `STOP`. It has to end a process that is stuck in a
-# collective at once, hence one whose default is to end it, and leave no core file; users know
-# what SIGHUP means, may handle it, and nothing else sends it to a process without a terminal.
-#
-# A data loader's children would die: torch lets them end on a SIGTERM whose sender is not the
-# worker. `torch.utils.data._utils.signal_handling._set_worker_signal_handlers`, a private name,
-# is what each of them calls first (test_steadfast fails if torch changes it). They ignore the
-# worker's SIGTERM as well then, which torch sends to one that has not ended in time;
-# `end_children` replaces it.
-#
-# Loaders that are started by "spawn" or "forkserver" are programs of their own, and die.
-
+# `scancel --full` and a signal to a process group. The agent makes a notice of them. They are
+# handled by a function of Python: it outlives a call into C++, is not handed on to programs that
+# are started (SIG_IGN would be), and a script may set its own.
 
 STOP = signal.SIGHUP
-_OF_LOADERS = "_set_worker_signal_handlers"
+"""By this the agent stops workers. Its default ends a process that is stuck in a collective at
+once, and leaves no core file; nothing else sends it to a process without a terminal."""
 
 
 def set_up_signals() -> None:
@@ -385,19 +327,26 @@ def _as_others_do() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def keep_loaders(signal_handling: ModuleType) -> None:
+def keep_loaders(signal_handling: types.ModuleType) -> None:
     """Let data loaders withstand them, too (worker, once torch is imported, before its first).
+
+    torch ends its loaders on a SIGTERM whose sender is not the worker. What each of them calls
+    first, a private name, is replaced (test_worker_signals fails if torch changes it). They ignore
+    the worker's SIGTERM as well then, which torch sends to one that has not ended in time;
+    `end_children` replaces it. Loaders that are started by "spawn" or "forkserver" are programs of
+    their own, and die.
 
     Args:
         signal_handling: ``torch.utils.data._utils.signal_handling``.
     """
-    theirs = getattr(signal_handling, _OF_LOADERS)
+    name = "_set_worker_signal_handlers"
+    theirs = getattr(signal_handling, name)
 
     def set_handlers() -> None:
         theirs()
         signals.ignore_preemption_signals()
 
-    setattr(signal_handling, _OF_LOADERS, set_handlers)
+    setattr(signal_handling, name, set_handlers)
 
 
 def end_children() -> None:
@@ -410,9 +359,6 @@ def end_children() -> None:
         if child.daemon:
             with contextlib.suppress(OSError, ValueError):
                 child.kill()
-
-
-# ---- To do something once a module has been imported, by any import, and only then
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:

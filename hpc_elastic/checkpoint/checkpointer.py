@@ -32,15 +32,14 @@ from typing import Any, Literal, SupportsIndex
 import torch
 
 from hpc_elastic.checkpoint import state as state_module
-from hpc_elastic.checkpoint import store as store_module
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
 from hpc_elastic.checkpoint.restore import Restorer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots
-from hpc_elastic.checkpoint.state import Flat, flatten, rank_states
-from hpc_elastic.checkpoint.store import Cleaner, Retention, Store
+from hpc_elastic.checkpoint.state import Flat, RankStates, flatten, rank_states
+from hpc_elastic.checkpoint.store import Cleaner, Retention, Store, remember
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 from hpc_elastic.worker import reporting
 
@@ -109,7 +108,12 @@ class Checkpointer:
         self.failures = 0
         self.blocked_s = 0.0
         self._options = options or CheckpointOptions()
-        self._state = _checked(state)
+        if not isinstance(state, Mapping) or not state:
+            raise ConfigError("state", state, 'give a mapping such as {"model": model}')
+        for key in state:
+            if not isinstance(key, str) or not key:
+                raise ConfigError("state", key, "its keys have to be texts")
+        self._state = dict(state)
         rule = Retention(keep_last, keep_every)
         flat = flatten(self._state)
         store = Store(Path(directory).absolute())
@@ -117,7 +121,14 @@ class Checkpointer:
             _require_one(store.directory, self._state)
         store.prepare()
         self._group = RankGroup.current()
-        self._warn_of_positions(flat)
+        for key in rank_states(self._state, flat)["positions"]:
+            if self._group.rank == 0 and key not in self._options.accept_inexact:
+                _log.warning(
+                    "%s: the state of %s is one rank's position in its data, and is restored under "
+                    "the same number of ranks only: hpc_elastic.data has what fits any number",
+                    key,
+                    type(self._state[key]).__name__,
+                )
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
         self._memory: MemoryStore | None = None
         if memory_tier is not None:
@@ -160,16 +171,29 @@ class Checkpointer:
         Raises:
             ConfigError: the step is no number, or something in the state cannot be stored.
         """
-        begin, step = time.monotonic(), _checked_step(step)
+        begin = time.monotonic()
+        try:
+            index = -1 if isinstance(step, bool) else operator.index(step)
+        except TypeError:
+            index = -1
+        if index < 0:
+            raise ConfigError("step", step, "give the number of optimizer steps done, at least 0")
+        step, number = index, next(self._numbers)
         with reporting.busy():
-            save = self._new_save(step, urgent)
-            blocking = save.urgent or self._pauses_at(step) or not self._options.asynchronous
+            if urgent is None:
+                urgent = self._options.boundary and reporting.save_is_urgent(step)
+            to_store = urgent or self._memory is None or self._memory.shared_due(number)
+            save = Save(self._context, step, number, urgent, to_store)
+            page = reporting.own_page() if self._options.boundary else None
+            pauses = page is not None and page.pauses_at(step)
+            blocking = urgent or pauses or not self._options.asynchronous
             if not self._is_saved_already(save, blocking=blocking):
                 if not self._finish_earlier(save):
                     return False
                 self._start(save, blocking=blocking)
             self.blocked_s = time.monotonic() - begin
-            reporting.note_blocked(self.blocked_s)
+            if (page := reporting.own_page()) is not None:
+                page.report_blocked(self.blocked_s)
             _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
             if blocking and self._committed == step and self._options.boundary:
                 reporting.mark_checkpoint(step=step)
@@ -179,7 +203,7 @@ class Checkpointer:
         """Fill the state from the newest checkpoint that verifies (every rank; collective).
 
         Which ones were passed over, and why, is in the log. Ranks that the checkpoint has no
-        random number generators for, since there were fewer, get new ones (`rng.derive`).
+        random number generators for, since there were fewer, get new ones (`state.derive`).
 
         Returns:
             The step; None if there is no checkpoint at all.
@@ -193,15 +217,16 @@ class Checkpointer:
         begin = time.monotonic()
         self._settle()
         context = self._context
-        accepted = self._options.accept_inexact
-        restorer = Restorer(context.store, self._group, context.damaged, self._memory, accepted)
+        group, accepted = self._group, self._options.accept_inexact
+        ranks = RankStates(group.rank, group.world_size, accepted)
+        restorer = Restorer(context.store, group, ranks, context.damaged, self._memory)
         with reporting.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
         self._committed = step
         self._stored = step if step in context.store.steps() else None
-        if self._options.boundary:
-            reporting.note_restored(step, time.monotonic() - begin)
+        if self._options.boundary and (page := reporting.own_page()) is not None:
+            page.report_restored(step, time.monotonic() - begin)
         return step
 
     @property
@@ -257,17 +282,6 @@ class Checkpointer:
 
     # ---- one save -------------------------------------------------------------------------
 
-    def _new_save(self, step: int, urgent: bool | None) -> Save:
-        number = next(self._numbers)
-        if urgent is None:
-            urgent = self._options.boundary and reporting.save_is_urgent(step)
-        to_store = urgent or self._memory is None or self._memory.shared_due(number)
-        return Save(self._context, step, number, urgent, to_store)
-
-    def _pauses_at(self, step: int) -> bool:
-        page = reporting.own_page()
-        return self._options.boundary and page is not None and page.pauses_at(step)
-
     def _is_saved_already(self, save: Save, *, blocking: bool) -> bool:
         """Whether the step is committed, or being written; if it has to be, wait for it."""
         earlier = self._save
@@ -312,9 +326,8 @@ class Checkpointer:
         self._save = save
         if not blocking:
             # Not a daemon: the program's end waits for it.
-            thread = threading.Thread(
-                target=self._run_behind, args=(save,), name=f"checkpoint-{save.step}"
-            )
+            name = f"checkpoint-{save.step}"
+            thread = threading.Thread(target=self._run, args=(save, _NICENESS), name=name)
             try:
                 thread.start()
                 return
@@ -324,11 +337,8 @@ class Checkpointer:
         if blocking and not save.urgent:
             self._context.cleaner.wait(_CLEANED_UP_IN_S)
 
-    def _run_behind(self, save: Save) -> None:
-        os.nice(_NICENESS)  # of this thread only: nice(2), "C library/kernel differences"
-        self._run(save)
-
-    def _run(self, save: Save) -> None:
+    def _run(self, save: Save, niceness: int = 0) -> None:
+        os.nice(niceness)  # of this thread only: nice(2), "C library/kernel differences"
         try:
             save.run()
             if save.error is None:
@@ -338,42 +348,27 @@ class Checkpointer:
             else:
                 self.failures += 1
                 _log.error("%s; the earlier ones are as they were", save.problem)
-                if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
-                    reporting.note_not_saved(save.step, str(save.problem))
+                is_fenced = isinstance(save.problem, CheckpointFencedError)  # others save
+                if not is_fenced and (page := reporting.own_page()) is not None:
+                    page.report_not_saved(save.step, str(save.problem))
         finally:
             save.finish()
 
     def _note_commit(self, save: Save) -> None:
         self._committed = save.step
+        page = reporting.own_page() if self._options.boundary else None
         if save.is_stored:
             self._stored = save.step
-            if self._options.boundary:
-                reporting.note_stored(save.step)
-            self._remember_directory()
-        if self._options.boundary:
-            reporting.announce_boundary(step=save.step)
-
-    def _remember_directory(self) -> None:
-        """Let commands find the checkpoints wherever the script keeps them (rank 0)."""
-        if self._group.rank != 0 or self._is_remembered:
-            return
-        self._is_remembered = True
-        directory = self._context.store.directory
-        try:
-            store_module.remember(directory)
-        except OSError as e:
-            _log.warning("`verify` and others have to be given %s: %s", directory, e)
-
-    def _warn_of_positions(self, flat: Flat) -> None:
-        """Warn at once of what would end the run when its world size changes (rank 0)."""
-        for key in rank_states(self._state, flat)["positions"]:
-            if self._group.rank == 0 and key not in self._options.accept_inexact:
-                _log.warning(
-                    "%s: the state of %s is one rank's position in its data, and is restored under "
-                    "the same number of ranks only: hpc_elastic.data has what fits any number",
-                    key,
-                    type(self._state[key]).__name__,
-                )
+            if page is not None:
+                page.report_stored(save.step)
+            if self._group.rank == 0 and not self._is_remembered:
+                self._is_remembered = True
+                try:
+                    remember(self.directory)
+                except OSError as e:
+                    _log.warning("`verify` and others have to be given %s: %s", self.directory, e)
+        if page is not None:
+            page.announce(save.step)
 
     def _settle(self) -> None:
         if self._save is not None:
@@ -384,17 +379,14 @@ class Checkpointer:
         """Estimate the size of this rank's part once the optimizers have their states."""
         planned = sum(piece.num_bytes for piece in self._planner.plan(flat.tensors, flat.first))
         whole = sum(tensor.nbytes for tensor in flat.tensors.values())
-        coming = sum(_coming_bytes(item) for item in self._state.values())
+        coming = 0
+        for item in self._state.values():
+            if isinstance(item, torch.optim.Optimizer) and not item.state:  # made in its first step
+                momentum = int(bool(item.defaults.get("momentum")))
+                parameters = [p for group in item.param_groups for p in group["params"]]
+                copies = 2 if "betas" in item.defaults else momentum
+                coming += copies * sum(p.nbytes for p in parameters)
         return planned + (coming * planned // whole if whole else coming)
-
-
-def _coming_bytes(item: object) -> int:
-    """Estimate the states that an optimizer will make in its first step."""
-    if not isinstance(item, torch.optim.Optimizer) or item.state:
-        return 0
-    copies = 2 if "betas" in item.defaults else int(bool(item.defaults.get("momentum")))
-    num_bytes: int = sum(p.nbytes for group in item.param_groups for p in group["params"])
-    return copies * num_bytes
 
 
 def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
@@ -409,13 +401,15 @@ def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
     """
     if reporting.own_page() is None:
         return
-    mine = directory, tuple(sorted(state))
-    for is_sure in (False, True):
-        others = {(other.directory, tuple(sorted(other._state))) for other in _open} - {mine}
-        if others and not is_sure:
-            gc.collect()  # an unreferenced one may wait for that
-    if others:
-        where, keys = min(others)
+
+    def others() -> set[tuple[Path, tuple[str, ...]]]:
+        mine = directory, tuple(sorted(state))
+        return {(each.directory, tuple(sorted(each._state))) for each in _open} - {mine}
+
+    if others():
+        gc.collect()  # an unreferenced one may wait for that
+    if found := others():
+        where, keys = min(found)
         named = f", with the state {', '.join(keys)}" if where == directory else ""
         raise ConfigError(
             "directory",
@@ -426,25 +420,6 @@ def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
             "CheckpointOptions(boundary=False) to one that may restore an older step, as of the "
             "best model",
         )
-
-
-def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(state, Mapping) or not state:
-        raise ConfigError("state", state, 'give a mapping such as {"model": model}')
-    for key in state:
-        if not isinstance(key, str) or not key:
-            raise ConfigError("state", key, "its keys have to be texts")
-    return dict(state)
-
-
-def _checked_step(step: SupportsIndex) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0 or isinstance(step, bool):
-        raise ConfigError("step", step, "give the number of optimizer steps done, at least 0")
-    return number
 
 
 # ---- How a Checkpointer works, as its user wishes (pure)

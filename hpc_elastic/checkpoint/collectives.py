@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +63,9 @@ class RankGroup:
         """Return rank 0's row, which has the same length on every rank."""
         if self.world_size == 1:
             return list(row)
-        numbers = torch.tensor(list(row), dtype=torch.int64, device=device())
+        numbers = torch.tensor(row, dtype=torch.int64, device=device())
         dist.broadcast(numbers, src=0)
-        return [int(number) for number in numbers.tolist()]
+        return numbers.tolist()
 
     def broadcast_bytes(self, source: int, data: bytes = b"") -> bytes:
         """Return the bytes of one rank."""
@@ -89,7 +89,7 @@ class RankGroup:
         """Return the row of every rank, by rank; all have the same length, and int64 numbers."""
         if self.world_size == 1:
             return [list(row)]
-        mine = torch.tensor(list(row), dtype=torch.int64, device=device())
+        mine = torch.tensor(row, dtype=torch.int64, device=device())
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
@@ -114,30 +114,3 @@ def device() -> torch.device:
     if "nccl" in backend and "gloo" not in backend:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-class Route:
-    """The way of some data from one rank to others: to all ranks, if there are several others."""
-
-    def __init__(self, group: RankGroup, source: int, sinks: Iterable[int]) -> None:
-        self.source = source
-        self.sinks = sorted(set(sinks) - {source})
-        self._rank = group.rank
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether this rank has to take part."""
-        among = self._rank == self.source or self._rank in self.sinks
-        return bool(self.sinks) and (among or len(self.sinks) > 1)
-
-    def carry(self, block: torch.Tensor) -> None:
-        """Fill a block of bytes on the CPU with the source's (ranks whose route it is)."""
-        moved = block.to(device())
-        if len(self.sinks) > 1:
-            dist.broadcast(moved, src=self.source)
-        elif self._rank == self.source:
-            dist.send(moved, dst=self.sinks[0])
-        else:
-            dist.recv(moved, src=self.source)
-        if moved.device != block.device:
-            block.copy_(moved)

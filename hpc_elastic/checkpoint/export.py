@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,24 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
         ConfigError: the state has no such key, or the output cannot be written.
         CheckpointError: the checkpoint is damaged, or the file system was full.
     """
-    state = _decoded(manifest, key)
+    if key is not None and key not in manifest.values:
+        known = ", ".join(manifest.values)
+        remedy = f"the state has {known}{near_miss(key, manifest.values)}"
+        raise ConfigError("key", key, remedy)
+    state: Any = {k: decode(v) for k, v in manifest.values.items() if key in (None, k)}
+    state = state if key is None else state[key]
     staged = output.with_name(f".{output.name}.{os.getpid()}")
+    tensors: dict[str, torch.Tensor] = {}
     try:
         with staged.open("xb"):
             pass  # torch's error names no missing folder
-        tensors = _lay_out(manifest, state, staged)
+        with skip_data():
+            torch.save(map_values(state, lambda value: _exported(manifest, value)), staged)
+        with staged.open("r+b") as f:  # a full disk is an error here; in mapped memory it is SIGBUS
+            os.posix_fallocate(f.fileno(), 0, staged.stat().st_size)
+        with set_default_mmap_options(mmap.MAP_SHARED):
+            mapped = torch.load(staged, mmap=True, weights_only=True, map_location="cpu")
+        _collect(state, mapped, tensors)
         read(manifest, folder, tensors)
         with staged.open("rb") as f:
             os.fsync(f.fileno())
@@ -61,29 +72,6 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
     finally:
         staged.unlink(missing_ok=True)
     return len(tensors)
-
-
-def _decoded(manifest: Manifest, key: str | None) -> Any:
-    if key is None:
-        return {k: decode(v) for k, v in manifest.values.items()}
-    if key not in manifest.values:
-        known = ", ".join(manifest.values)
-        remedy = f"the state has {known}{near_miss(key, manifest.values)}"
-        raise ConfigError("key", key, remedy)
-    return decode(manifest.values[key])
-
-
-def _lay_out(manifest: Manifest, state: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """Write the file without the tensors' bytes; return the tensors, mapped from it."""
-    with skip_data():
-        torch.save(map_values(state, lambda value: _exported(manifest, value)), path)
-    with path.open("r+b") as f:  # a full disk is an error here; in mapped memory it is a SIGBUS
-        os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
-    with set_default_mmap_options(mmap.MAP_SHARED):
-        mapped = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    found: dict[str, torch.Tensor] = {}
-    _collect(state, mapped, found)
-    return found
 
 
 def _exported(manifest: Manifest, value: Any) -> Any:

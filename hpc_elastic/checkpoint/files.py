@@ -18,9 +18,8 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,6 @@ _NAMES = {
 
 _AMBIGUOUS = re.compile(r"__metadata__|.*\[[\d,]*\]", re.DOTALL)
 """Names of tensors that could be those of pieces, or of the format's own entry."""
-
-OnBlock = Callable[[int], None]
-"""Called after each block with its number of bytes; what it raises ends the writing."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def write_part(
     snapshot: HostSnapshot,
     *,
     sync: bool = True,
-    on_block: OnBlock = lambda _: None,
+    on_block: Callable[[int], None] = lambda _: None,
 ) -> RankPart:
     """Write ``shard-<rank>.safetensors`` and, once it is complete, ``part-<rank>.json``.
 
@@ -93,18 +89,34 @@ def write_part(
         rank: Whose part it is.
         snapshot: What to write.
         sync: Whether both are to survive a loss of power.
-        on_block: See `OnBlock`.
+        on_block: Called after each block with its number of bytes; what it raises ends the writing.
 
     Raises:
         OSError: the folder cannot be written, or is full.
     """
-    shard = folder / f"shard-{rank}.safetensors"
-    data = [memoryview(header_of(snapshot.layout)), *snapshot.data]
-    entry = _write(shard, data, sync=sync, on_block=on_block)
+    path = folder / f"shard-{rank}.safetensors"
+    checksum, num_bytes = xxhash.xxh3_64(), 0
+    file = BlockFile(path, direct=sync)
+    try:
+        for view in [memoryview(_header_of(snapshot.layout)), *snapshot.data]:
+            for begin in range(0, len(view), BLOCK_BYTES):
+                block = view[begin : begin + BLOCK_BYTES]
+                checksum.update(block)
+                file.write(block)
+                num_bytes += len(block)
+                on_block(len(block))
+        file.finish(sync=sync)
+    finally:
+        file.close()
+    tensors: dict[str, TensorEntry] = {}
+    for piece in snapshot.layout.pieces:
+        chunk = Chunk(piece.offsets, piece.sizes, path.name, _chunk_name(piece))
+        earlier = tensors[piece.fqn].chunks if piece.fqn in tensors else ()
+        tensors[piece.fqn] = TensorEntry(piece.shape, piece.dtype, (*earlier, chunk))
     part = RankPart(
         rank=rank,
-        files=(entry,),
-        tensors=_entries(snapshot.layout, shard.name),
+        files=(FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}"),),
+        tensors=tensors,
         values=snapshot.values if rank == 0 else {},
         rank_values=snapshot.rank_values,
     )
@@ -123,15 +135,14 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     staged.rename(path)
 
 
-def header_of(layout: FileLayout) -> bytes:
+def _header_of(layout: FileLayout) -> bytes:
     """Return a safetensors file up to its data."""
-    header = {
-        chunk_name(piece): {
-            **_form(piece),
-            "data_offsets": [begin, begin + piece.num_bytes],
-        }
-        for piece, begin in zip(layout.pieces, layout.begins, strict=True)
-    }
+    header = {}
+    for piece, begin in zip(layout.pieces, layout.begins, strict=True):
+        form: dict[str, Any] = {"dtype": "U8", "shape": [piece.num_bytes]}
+        if piece.dtype in _NAMES:
+            form = {"dtype": _NAMES[piece.dtype], "shape": piece.sizes}
+        header[_chunk_name(piece)] = {**form, "data_offsets": [begin, begin + piece.num_bytes]}
     if len(header) < len(layout.pieces):
         raise CheckpointError("two pieces of a checkpoint have one name: a tensor is planned twice")
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -139,7 +150,7 @@ def header_of(layout: FileLayout) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def chunk_name(piece: ShardPiece) -> str:
+def _chunk_name(piece: ShardPiece) -> str:
     """Return a piece's name in its file: its tensor's, and its place if it is not all of it.
 
     No two pieces have the same. A whole tensor whose own name looks like that of a piece, or is the
@@ -148,46 +159,6 @@ def chunk_name(piece: ShardPiece) -> str:
     if piece.sizes != piece.shape:
         return f"{piece.fqn}[{','.join(map(str, piece.offsets))}]"
     return f"{piece.fqn}[]" if _AMBIGUOUS.fullmatch(piece.fqn) else piece.fqn
-
-
-def _form(piece: ShardPiece) -> dict[str, Any]:
-    if piece.dtype in _NAMES:
-        return {"dtype": _NAMES[piece.dtype], "shape": piece.sizes}
-    return {"dtype": "U8", "shape": [piece.num_bytes]}
-
-
-def _entries(layout: FileLayout, file: str) -> dict[str, TensorEntry]:
-    chunks: dict[str, list[Chunk]] = {}
-    forms: dict[str, ShardPiece] = {}
-    for piece in layout.pieces:
-        chunk = Chunk(piece.offsets, piece.sizes, file, chunk_name(piece))
-        chunks.setdefault(piece.fqn, []).append(chunk)
-        forms[piece.fqn] = piece
-    return {
-        fqn: TensorEntry(piece.shape, piece.dtype, tuple(chunks[fqn]))
-        for fqn, piece in forms.items()
-    }
-
-
-def _write(path: Path, data: Iterable[memoryview], *, sync: bool, on_block: OnBlock) -> FileEntry:
-    checksum, num_bytes = xxhash.xxh3_64(), 0
-    file = BlockFile(path, direct=sync)
-    try:
-        for block in _blocks(data):
-            checksum.update(block)
-            file.write(block)
-            num_bytes += len(block)
-            on_block(len(block))
-        file.finish(sync=sync)
-    finally:
-        file.close()
-    return FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}")
-
-
-def _blocks(data: Iterable[memoryview]) -> Iterator[memoryview]:
-    for view in data:
-        for begin in range(0, len(view), BLOCK_BYTES):
-            yield view[begin : begin + BLOCK_BYTES]
 
 
 # ---- A new file that is written in large blocks, past the page cache where that is allowed
@@ -203,6 +174,11 @@ PAGE_BYTES = 4096
 """No device asks for more."""
 _SMALL_BYTES = 1 << 20
 """Smaller pieces of memory are gathered before they are written."""
+
+
+def address_of(memory: memoryview | mmap.mmap) -> int:
+    """Return where writable memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class BlockFile:
@@ -234,7 +210,11 @@ class BlockFile:
             OSError: no space is left, for example.
         """
         while data:
-            if self._takes_at_once(data):
+            at_once = len(data) >= _SMALL_BYTES
+            if at_once and self._direct:
+                aligned = self._held % PAGE_BYTES == 0 and not data.readonly
+                at_once = aligned and address_of(data) % PAGE_BYTES == 0
+            if at_once:
                 self._flush()
                 part = data[: min(len(data), BLOCK_BYTES) // PAGE_BYTES * PAGE_BYTES]
                 self._put(part)
@@ -268,12 +248,6 @@ class BlockFile:
         """Close the file, without what is left in the buffer."""
         os.close(self._fd)
 
-    def _takes_at_once(self, data: memoryview) -> bool:
-        """Return whether a piece can be written from where it is."""
-        if len(data) < _SMALL_BYTES:
-            return False
-        return not self._direct or (self._held % PAGE_BYTES == 0 and _is_at_page(data))
-
     def _flush(self) -> None:
         self._put(self._buffer[: self._held])
         self._held = 0
@@ -293,12 +267,6 @@ class BlockFile:
         if wanted != flags:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
         self._direct = on
-
-
-def _is_at_page(data: memoryview) -> bool:
-    if data.readonly:
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE_BYTES == 0
 
 
 # ---- Where the tensors of a safetensors file lie, and reading pieces of them (without torch)
@@ -327,7 +295,7 @@ class ShardFile:
         except OSError as e:
             raise CheckpointCorruptError(f"{path} cannot be opened: {e.strerror}") from e
         try:
-            self.tensors = _tensors(*self._header())
+            self.tensors = self._tensors()
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             self.close()
             raise CheckpointCorruptError(f"{path} has no safetensors header: {e!r}") from e
@@ -362,7 +330,8 @@ class ShardFile:
         if fd >= 0:
             os.close(fd)
 
-    def _header(self) -> tuple[dict[str, dict[str, Any]], int, int]:
+    def _tensors(self) -> dict[str, tuple[int, int]]:
+        """Return the first byte of each tensor and the one after its last, by name."""
         size = os.fstat(self._fd).st_size
         length = bytearray(8)
         self.read_into(memoryview(length), 0)
@@ -371,62 +340,13 @@ class ShardFile:
             raise ValueError(f"a header of {header_bytes} bytes in a file of {size}")
         text = bytearray(header_bytes)
         self.read_into(memoryview(text), 8)
-        return json.loads(text), 8 + header_bytes, size
-
-
-def _tensors(
-    header: Mapping[str, Mapping[str, Any]], begin: int, size: int
-) -> dict[str, tuple[int, int]]:
-    """Return the first byte of each tensor and the one after its last, by name."""
-    found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        first, last = entry["data_offsets"]
-        if not 0 <= first <= last <= size - begin:
-            raise ValueError(f"{name} would lie at bytes {first} to {last} of {size - begin}")
-        found[name] = (begin + first, begin + last)
-    return found
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The bytes of a stored box that hold a part of it: rows of the same length, end to end.
-
-    Attributes:
-        dim: The dimension that the rows are counted along: the part is one element long along
-            those before it.
-        offset: Of the first row in the box, in bytes.
-        num_bytes: Of one row.
-        count: Number of rows.
-        exact: Whether the rows hold nothing but the part.
-    """
-
-    dim: int
-    offset: int
-    num_bytes: int
-    count: int
-    exact: bool
-
-
-def rows_of(
-    sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[int], itemsize: int
-) -> Rows:
-    """Find a part of a stored box (pure).
-
-    Args:
-        sizes: Of the stored box, which is in row-major order.
-        starts: Where the part begins in the box.
-        lengths: Of the part; none is 0.
-        itemsize: Bytes of an element.
-    """
-    dim = next((d for d, length in enumerate(lengths) if length > 1), max(len(lengths) - 1, 0))
-    strides = [prod(sizes[d + 1 :]) * itemsize for d in range(len(sizes))]
-    before = zip(starts[: dim + 1], strides, strict=False)
-    return Rows(
-        dim=dim,
-        offset=sum(start * stride for start, stride in before),
-        num_bytes=strides[dim] if strides else itemsize,
-        count=lengths[dim] if lengths else 1,
-        exact=tuple(lengths[dim + 1 :]) == tuple(sizes[dim + 1 :]),
-    )
+        begin, found = 8 + header_bytes, {}
+        for name, entry in json.loads(text).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                if not 0 <= first <= last <= size - begin:
+                    raise ValueError(
+                        f"{name} would lie at bytes {first} to {last} of {size - begin}"
+                    )
+                found[name] = (begin + first, begin + last)
+        return found

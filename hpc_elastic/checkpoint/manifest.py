@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -92,7 +93,7 @@ class RankPart:
             CheckpointCorruptError: the text is no undamaged part.
         """
         body = unseal(text)
-        with _Reading("part"):
+        with _reading("part"):
             return cls(
                 rank=_of(int, body["rank"]),
                 files=_files(body["files"]),
@@ -129,7 +130,7 @@ class Manifest:
             CheckpointCorruptError: the text is no undamaged manifest, or one of a later version.
         """
         body = unseal(text)
-        with _Reading("manifest"):
+        with _reading("manifest"):
             if _of(int, body["version"]) > VERSION:
                 raise CheckpointCorruptError(
                     f"the checkpoint has format {body['version']}, this hpc_elastic reads up to "
@@ -167,28 +168,18 @@ def merge(parts: Iterable[RankPart], *, step: int, world_size: int, created: flo
     if missing:
         raise CheckpointError(f"step {step}: no part from rank {name_ranks(missing)}")
     ordered = [by_rank[rank] for rank in range(world_size)]
-    return Manifest(
-        version=VERSION,
-        step=step,
-        world_size=world_size,
-        created=created,
-        files=tuple(f for part in ordered for f in part.files),
-        tensors=_merge_tensors(ordered),
-        values=ordered[0].values,
-        rank_values={part.rank: _rank_values(part, ordered) for part in ordered},
-    )
-
-
-def _rank_values(part: RankPart, parts: Sequence[RankPart]) -> dict[str, Any]:
-    """Return what a rank has for itself; values that all ranks share stand in `Manifest.values`."""
-    own = dict(part.rank_values)
-    others = [each.rank_values.get("values", {}) for each in parts]
-    own["values"] = {
-        key: value
-        for key, value in own.get("values", {}).items()
-        if any(each.get(key) != value for each in others)
-    }
-    return {kind: values for kind, values in own.items() if values}
+    rank_values = {}
+    for part in ordered:  # without the values that all ranks share: `Manifest.values` has them
+        own = dict(part.rank_values)
+        own["values"] = {
+            key: value
+            for key, value in own.get("values", {}).items()
+            if any(p.rank_values.get("values", {}).get(key) != value for p in ordered)
+        }
+        rank_values[part.rank] = {kind: values for kind, values in own.items() if values}
+    files = tuple(f for part in ordered for f in part.files)
+    tensors, values = _merge_tensors(ordered), ordered[0].values
+    return Manifest(VERSION, step, world_size, created, files, tensors, values, rank_values)
 
 
 def checksum_of(data: bytes) -> str:
@@ -200,9 +191,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """Return a short list of ranks for a message."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
-
-
-# ---- merging ------------------------------------------------------------------------------
 
 
 def _merge_tensors(parts: Sequence[RankPart]) -> dict[str, TensorEntry]:
@@ -238,42 +226,25 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | Non
         return None
     chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
     for chunk in chunks:
-        if not _is_inside(shape, chunk):
+        sides = zip(chunk.offsets, chunk.sizes, shape, strict=False)
+        is_inside = all(o >= 0 and s > 0 and o + s <= whole for o, s, whole in sides)
+        if not (is_inside and len(chunk.offsets) == len(chunk.sizes) == len(shape)):
             return f"has a box outside of it: {list(chunk.offsets)} + {list(chunk.sizes)}"
-    grid = [
-        {edge: i for i, edge in enumerate(sorted(_edges(d, size, chunks)))}
-        for d, size in enumerate(shape)
-    ]
+    grid = []
+    for d, size in enumerate(shape):
+        begins = {chunk.offsets[d] for chunk in chunks}
+        ends = {chunk.offsets[d] + chunk.sizes[d] for chunk in chunks}
+        grid.append({edge: i for i, edge in enumerate(sorted({0, size} | begins | ends))})
     seen: set[tuple[int, ...]] = set()
     for chunk in chunks:
-        for cell in itertools.product(*_cells(grid, chunk)):
+        box = zip(grid, chunk.offsets, chunk.sizes, strict=True)
+        for cell in itertools.product(*(range(edges[o], edges[o + s]) for edges, o, s in box)):
             if cell in seen:
                 return f"is stored twice at {list(chunk.offsets)}"
             seen.add(cell)
     if len(seen) < math.prod(len(edges) - 1 for edges in grid):
         return "has a hole: no rank wrote a part of it"
     return None
-
-
-def _is_inside(shape: Sequence[int], chunk: Chunk) -> bool:
-    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-        o >= 0 and s > 0 and o + s <= whole
-        for o, s, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-    )
-
-
-def _edges(d: int, size: int, chunks: Iterable[Chunk]) -> set[int]:
-    edges = {0, size}
-    for chunk in chunks:
-        edges |= {chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]}
-    return edges
-
-
-def _cells(grid: Sequence[Mapping[int, int]], chunk: Chunk) -> list[range]:
-    return [
-        range(edges[o], edges[o + s])
-        for edges, o, s in zip(grid, chunk.offsets, chunk.sizes, strict=True)
-    ]
 
 
 # ---- text ---------------------------------------------------------------------------------
@@ -305,17 +276,13 @@ def _canonical(content: Mapping[str, Any]) -> str:
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
-class _Reading:
-    """Turns what a wrong form raises into a CheckpointCorruptError."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError)):
-            raise CheckpointCorruptError(f"not the form of a {self._what}: {error!r}") from error
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn what a wrong form raises into a CheckpointCorruptError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise CheckpointCorruptError(f"not the form of a {what}: {e!r}") from e
 
 
 def _plain(whole: RankPart | Manifest) -> dict[str, Any]:
@@ -338,13 +305,16 @@ def _files(rows: Any) -> tuple[FileEntry, ...]:
 
 def _tensors(rows: Any) -> dict[str, TensorEntry]:
     return {
-        name: TensorEntry(_numbers(shape), _of(str, dtype), tuple(_chunk(*row) for row in chunks))
-        for name, (shape, dtype, chunks) in rows.items()
+        fqn: TensorEntry(
+            _numbers(shape),
+            _of(str, dtype),
+            tuple(
+                Chunk(_numbers(offsets), _numbers(sizes), _file_name(file), _of(str, name))
+                for offsets, sizes, file, name in chunks
+            ),
+        )
+        for fqn, (shape, dtype, chunks) in rows.items()
     }
-
-
-def _chunk(offsets: Any, sizes: Any, file: Any, name: Any) -> Chunk:
-    return Chunk(_numbers(offsets), _numbers(sizes), _file_name(file), _of(str, name))
 
 
 def _file_name(value: Any) -> str:

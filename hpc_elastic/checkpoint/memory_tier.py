@@ -19,7 +19,12 @@ is removed and made again does not find those of its predecessor.
 from __future__ import annotations
 
 import errno
+import hmac
+import ipaddress
 import logging
+import os
+import secrets
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,21 +34,18 @@ from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import Manifest, RankPart
 from hpc_elastic.checkpoint.node_memory import (
     NUM_KEPT,
+    WORD_BITS,
     MemorySave,
     NodeMemory,
     base_folder,
     free_bytes,
+    identity,
 )
 from hpc_elastic.checkpoint.replication import (
     CopyGathering,
     Needed,
     NodeDirectory,
-    Peer,
     Receiver,
-    choose_neighbour,
-    derive_key,
-    draw_words,
-    exchange_peers,
     push,
 )
 from hpc_elastic.errors import CheckpointError, ConfigError
@@ -97,12 +99,22 @@ class MemoryStore:
         self._token = int.from_bytes(blake2b(group.token.encode(), digest_size=7).digest())
         self._saves: dict[int, MemorySave] = {}
         self._num_bytes = num_bytes
-        words = draw_words(group, directory)
         error: Exception | None = None
+        words = [-1] * 6  # the directory's number, and five random ones
+        if group.rank == 0:
+            try:
+                words = [identity(directory), *(secrets.randbits(WORD_BITS) for _ in range(5))]
+            except OSError as e:
+                error = e
+        words = group.broadcast_row(words)
+        if words[0] < 0:
+            raise CheckpointError(f"rank 0 cannot write to {directory}: {error or 'see its log'}")
         try:
             base = base_folder(tier.memory)
             self._memory = NodeMemory.of(base, words[0], directory)
-            self._key = derive_key(_run_secret(), words[1:])
+            entry, drawn = fencing.own_entry(), b"".join(w.to_bytes(8, "big") for w in words[1:])
+            secret = RunDir(entry.parent.parent).secret.read_bytes() if entry else b""
+            self._key = hmac.digest(secret, b"checkpoint copies|" + drawn, "sha256")
             self._receiver = Receiver(self._memory, self._key, own_addresses())
         except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
             error = e
@@ -110,10 +122,19 @@ class MemoryStore:
             raise error or CheckpointError(
                 "another rank cannot use its memory; its log has the reason"
             )
-        self._peers = exchange_peers(group, *self._receiver.address)
-        self._nodes = NodeDirectory(tuple(peer.node for peer in self._peers))
-        self._neighbour = choose_neighbour(self._peers, group.rank) if tier.copies else None
-        self.active = self._fits(num_bytes)
+        peers = exchange_peers(group, *self._receiver.address)
+        self._nodes = NodeDirectory(tuple(peer.node for peer in peers))
+        self._neighbour = choose_neighbour(peers, group.rank) if tier.copies else None
+        room = free_bytes(self._memory.folder) + self._memory.num_bytes()
+        rows = group.gather([num_bytes, room])
+        missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)
+        self.active = missing is None
+        if missing is not None and group.rank == 0:
+            node, needed, has = missing
+            _log.warning(
+                "checkpoints do not fit into memory: node %d has room for %d bytes there, and may "
+                "need %d; all of them go to the shared directory", node, has, needed,
+            )  # fmt: skip
 
     def shared_due(self, number: int) -> bool:
         """Return whether the n-th save of this process, from 0, goes to the shared directory."""
@@ -149,8 +170,16 @@ class MemoryStore:
             for path in (folder / f"shard-{rank}.safetensors", folder / f"part-{rank}.json"):
                 path.unlink(missing_ok=True)
             raise
-        if self._neighbour is not None:
-            self._copy(save, folder, self._neighbour)
+        to = self._neighbour
+        if to is None:
+            return
+        try:
+            push((to.address, to.port), self._key, save, folder, rank)
+        except (OSError, CheckpointError) as e:
+            _log.warning(
+                "step %d is in this node's memory only; no copy on that of rank %d (%s): %s",
+                step, to.rank, to.address, e,
+            )  # fmt: skip
 
     def steps(self) -> list[int]:
         """Return the steps that are complete in all nodes' memory together, newest first.
@@ -190,28 +219,6 @@ class MemoryStore:
         """Take no more copies. What is in memory stays."""
         self._receiver.close()
 
-    def _copy(self, save: MemorySave, folder: Path, to: Peer) -> None:
-        try:
-            push((to.address, to.port), self._key, save, folder, self._group.rank)
-        except (OSError, CheckpointError) as e:
-            _log.warning(
-                "step %d is in this node's memory only; no copy on that of rank %d (%s): %s",
-                save.step, to.rank, to.address, e,
-            )  # fmt: skip
-
-    def _fits(self, num_bytes: int) -> bool:
-        """Find out together whether all nodes have room for what may come."""
-        room = free_bytes(self._memory.folder) + self._memory.num_bytes()
-        rows = self._group.gather([num_bytes, room])
-        missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)
-        if missing is not None and self._group.rank == 0:
-            node, needed, has = missing
-            _log.warning(
-                "checkpoints do not fit into memory: node %d has room for %d bytes there, and may "
-                "need %d; all of them go to the shared directory", node, has, needed,
-            )  # fmt: skip
-        return missing is None
-
 
 def complete(rows: Iterable[Sequence[int]]) -> list[MemorySave]:
     """Return the saves with every rank's part on some node, in order (pure).
@@ -248,7 +255,55 @@ def lacking_room(
     return None
 
 
-def _run_secret() -> bytes:
-    """Return the secret of the run; nothing outside of one."""
-    record = fencing.own_entry()
-    return RunDir(record.parent.parent).secret.read_bytes() if record else b""
+# ---- The workers of a group as each other's neighbours: their nodes and addresses
+# A node is known by the group rank that torch's agent gives its workers, and outside of one by
+# the name of the host.
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A worker as the others know it."""
+
+    rank: int
+    node: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
+    """Return the worker that keeps copies of a rank's saves; None if there is one node (pure).
+
+    It is on the next node, in the order of the nodes' numbers.
+    """
+    me = peers[rank]
+    nodes = sorted({peer.node for peer in peers})
+    if len(nodes) == 1:
+        return None
+    following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
+    there = sorted((p for p in peers if p.node == following), key=lambda peer: peer.local_rank)
+    return there[me.local_rank % len(there)]
+
+
+def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
+    """Return where all ranks are (every rank; collective).
+
+    Args:
+        group: All ranks.
+        address: Numeric, on which this worker listens.
+        port: On which it does.
+    """
+    machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
+    hashed = int.from_bytes(blake2b(machine.encode(), digest_size=7).digest())
+    node = int(os.environ.get("GROUP_RANK", hashed))
+    number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
+    words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
+    local_rank = int(os.environ.get("LOCAL_RANK", str(group.rank)))
+    rows = group.gather([node, local_rank, port, version, *words])
+    order = list(dict.fromkeys(row[0] for row in rows))
+    peers = []
+    for rank, (node, local_rank, port, version, *words) in enumerate(rows):
+        number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
+        kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
+        peers.append(Peer(rank, order.index(node), local_rank, str(kind(number)), port))
+    return peers

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -61,21 +62,13 @@ class MemorySave:
     token: int
     world_size: int
 
-    @property
-    def name(self) -> str:
-        """Return the name of its folder."""
-        return f"step-{self.step:08d}-{self.token:x}-{self.world_size}"
-
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """The saves in one node's memory.
-
-    Attributes:
-        folder: On a memory file system; all workers of the node have the same.
-    """
+    """The saves in one node's memory."""
 
     folder: Path
+    """On a memory file system; all workers of the node have the same."""
 
     @classmethod
     def of(cls, base: Path, number: int, directory: Path) -> NodeMemory:
@@ -90,8 +83,12 @@ class NodeMemory:
         memory.folder.mkdir(exist_ok=True)
         write_atomic(memory.folder / _DIRECTORY, str(directory.absolute()))
         for name in _names(base):
-            if name != memory.folder.name:
-                _remove_if_orphaned(base / name)
+            with contextlib.suppress(OSError):
+                owner = Path((base / name / _DIRECTORY).read_text())
+                if name == memory.folder.name or not owner.is_absolute():
+                    continue
+                if owner.parent.is_dir() and f"{read_identity(owner):015x}" != name:
+                    shutil.rmtree(base / name, ignore_errors=True)
         return memory
 
     def saves(self) -> dict[MemorySave, list[int]]:
@@ -107,7 +104,7 @@ class NodeMemory:
 
     def path(self, save: MemorySave) -> Path:
         """Return the folder of a save; it may not exist."""
-        return self.folder / save.name
+        return self.folder / f"step-{save.step:08d}-{save.token:x}-{save.world_size}"
 
     def make(self, save: MemorySave) -> Path:
         """Return the folder of a save, which exists."""
@@ -157,15 +154,6 @@ class NodeMemory:
     def _remove(self, saves: Iterable[MemorySave]) -> None:
         for save in saves:
             shutil.rmtree(self.path(save), ignore_errors=True)
-
-
-def _remove_if_orphaned(folder: Path) -> None:
-    """Remove the memory of a directory that is there no more, or was made anew."""
-    with contextlib.suppress(OSError):
-        directory = Path((folder / _DIRECTORY).read_text())
-        known = directory.is_absolute() and directory.parent.is_dir()
-        if known and f"{read_identity(directory):015x}" != folder.name:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def identity(directory: Path) -> int:
@@ -223,7 +211,11 @@ def base_folder(wanted: Path | None = None) -> Path:
 def free_bytes(folder: Path) -> int:
     """Return how much may be written to a memory folder: what is free there, and in the machine."""
     stat = os.statvfs(folder)
-    limits = [stat.f_bavail * stat.f_frsize, *_available(), *_left_in_cgroup()]
+    limits = [stat.f_bavail * stat.f_frsize, *_left_in_cgroup()]
+    with contextlib.suppress(OSError, ValueError):
+        m = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+        if m:
+            limits.append(int(m[1]) * 1024)
     return max(0, min(limits))
 
 
@@ -273,34 +265,25 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _available() -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError):
-        m = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-        if m:
-            yield int(m[1]) * 1024
-
-
 def _left_in_cgroup() -> Iterator[int]:
     """Yield what the limits of this process's control groups leave: memory files count there.
 
     Cached files are not counted as used: the kernel drops them if memory is short.
     """
+    names = [  # of version 2, and of version 1
+        ("memory.max", "memory.current", r"^inactive_file (\d+)"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_inactive_file (\d+)"),
+    ]
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                root = Path("/sys/fs/cgroup") / controllers
-                for group in [root / path.strip("/"), *(root / path.strip("/")).parents]:
-                    yield from _left_in(group)
-                    if group == root:
-                        break
-
-
-def _left_in(group: Path) -> Iterator[int]:
-    names = ("memory.max", "memory.current", r"^inactive_file (\d+)")
-    old_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_inactive_file (\d+)")
-    for limit, usage, cached in (names, old_names):
-        with contextlib.suppress(OSError, ValueError):
-            left = int((group / limit).read_text()) - int((group / usage).read_text())
-            m = re.search(cached, (group / "memory.stat").read_text(), re.M)
-            yield left + (int(m[1]) if m else 0)
+            if controllers not in ("", "memory"):
+                continue
+            root = Path("/sys/fs/cgroup") / controllers
+            own = root / path.strip("/")
+            groups = [group for group in [own, *own.parents] if group.is_relative_to(root)]
+            for group, (limit, usage, cached) in itertools.product(groups, names):
+                with contextlib.suppress(OSError, ValueError):
+                    left = int((group / limit).read_text()) - int((group / usage).read_text())
+                    m = re.search(cached, (group / "memory.stat").read_text(), re.M)
+                    yield left + (int(m[1]) if m else 0)

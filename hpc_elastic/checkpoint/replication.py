@@ -10,11 +10,8 @@ there, which is written last.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import ipaddress
 import json
 import logging
-import os
 import re
 import secrets
 import socket
@@ -23,22 +20,16 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 import xxhash
 
-from hpc_elastic.checkpoint.collectives import RankGroup, Route
+from hpc_elastic.checkpoint.collectives import RankGroup, device
 from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, merge
-from hpc_elastic.checkpoint.node_memory import (
-    WORD_BITS,
-    MemorySave,
-    NodeMemory,
-    free_bytes,
-    identity,
-)
+from hpc_elastic.checkpoint.node_memory import MemorySave, NodeMemory, free_bytes
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.transport.signed_socket import SignedSocket
@@ -51,17 +42,6 @@ _CONTEXT = "checkpoint copies"
 _FILE = re.compile(r"shard-\d+[A-Za-z0-9_.-]*")
 
 _log = logging.getLogger(__name__)
-
-
-def derive_key(secret: bytes, words: Sequence[int]) -> bytes:
-    """Return the key of a group.
-
-    Args:
-        secret: The run's; nothing outside of a run.
-        words: Random numbers of 60 bits that the group has agreed on.
-    """
-    drawn = b"".join(word.to_bytes(8, "big") for word in words)
-    return hmac.digest(secret, b"checkpoint copies|" + drawn, "sha256")
 
 
 def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, rank: int) -> None:
@@ -108,7 +88,16 @@ class Receiver:
         self._key = key
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._is_closed = False
-        self._socket = _listen(addresses)
+        error = OSError("no address was given")
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                self._socket = socket.create_server((address, 0), family=family, backlog=64)
+                break
+            except OSError as e:
+                error = e
+        else:
+            raise error
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         threading.Thread(target=self._accept, name="checkpoint-copies", daemon=True).start()
 
@@ -132,19 +121,15 @@ class Receiver:
             if not self._places.acquire(blocking=False):
                 sock.close()
                 continue
-            self._serve_connection(sock)
-
-    def _serve_connection(self, sock: socket.socket) -> None:
-        """Serve a connection, which has a place, in a thread of its own."""
-        thread = threading.Thread(
-            target=self._serve, args=(sock,), name="checkpoint-copy", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as e:
-            _log.warning("a copy is not taken: %s", e)
-            sock.close()
-            self._places.release()
+            thread = threading.Thread(
+                target=self._serve, args=(sock,), name="checkpoint-copy", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as e:
+                _log.warning("a copy is not taken: %s", e)
+                sock.close()
+                self._places.release()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -159,9 +144,16 @@ class Receiver:
     def _receive_files(self, connection: SignedSocket, message: dict[str, Any]) -> str | None:
         """Receive the files that a message announces; return the error, if any."""
         try:
-            save = _save_of(message["save"])
-            part = RankPart.from_json(message["part"])
-            _check(save, part)
+            numbers, part = message["save"], RankPart.from_json(message["part"])
+            is_number = [type(n) is int and 0 <= n < 1 << 63 for n in numbers]
+            if is_number != [True] * 3:
+                raise ValueError(f"{numbers!r:.80} is no save")
+            save = MemorySave(*numbers)
+            if not 0 <= part.rank < save.world_size:
+                raise ValueError(f"rank {part.rank} of {save.world_size}")
+            for file in part.files:
+                if not _FILE.fullmatch(file.name) or not 0 <= file.num_bytes < 1 << 63:
+                    raise ValueError(f"{file.name!r:.80} is no name of a shard")
             folder = self._memory.make(save)
             num_bytes = sum(file.num_bytes for file in part.files)
             if num_bytes > free_bytes(folder):
@@ -173,17 +165,6 @@ class Receiver:
         except (CheckpointCorruptError, KeyError, TypeError, ValueError, OSError) as e:
             return f"{type(e).__name__}: {e}"
         return None
-
-
-def _listen(addresses: Iterable[str]) -> socket.socket:
-    error = OSError("no address was given")
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            return socket.create_server((address, 0), family=family, backlog=64)
-        except OSError as e:
-            error = e
-    raise error
 
 
 def _receive_file(connection: SignedSocket, path: Path, file: FileEntry) -> None:
@@ -204,21 +185,6 @@ def _receive_file(connection: SignedSocket, path: Path, file: FileEntry) -> None
         staged.unlink(missing_ok=True)
 
 
-def _save_of(numbers: Any) -> MemorySave:
-    if len(numbers) != 3 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers):
-        raise ValueError(f"{numbers!r:.80} is no save")
-    return MemorySave(*numbers)
-
-
-def _check(save: MemorySave, part: RankPart) -> None:
-    """Refuse a part whose files would have other names than a checkpoint's."""
-    if not 0 <= part.rank < save.world_size:
-        raise ValueError(f"rank {part.rank} of {save.world_size}")
-    for file in part.files:
-        if not _FILE.fullmatch(file.name) or not 0 <= file.num_bytes < 1 << 63:
-            raise ValueError(f"{file.name!r:.80} is no name of a shard")
-
-
 # ---- Bring together a save that lies in the memory of several nodes (every rank; collective)
 # Every step of this is taken by all ranks with the same knowledge, so that none waits for another
 # for nothing: an error of one rank is kept until the vote at the end, and that rank takes part till
@@ -237,13 +203,10 @@ _GATHERED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class NodeDirectory:
-    """Which ranks are on one node, the same on every rank.
-
-    Attributes:
-        of_rank: Number of each rank's node.
-    """
+    """Which ranks are on one node, the same on every rank."""
 
     of_rank: tuple[int, ...]
+    """Number of each rank's node."""
 
     def ranks(self, node: int) -> list[int]:
         """Return the ranks of a node."""
@@ -330,7 +293,12 @@ class CopyGathering:
         needed: Needed,
     ) -> bool:
         files = [(part.rank, file) for part in parts for file in part.files]
-        wanted = self._needs(manifest, [file for _, file in files], needed)
+        names: Collection[str] = ()
+        try:
+            names = needed(manifest)
+        except CheckpointError as e:
+            self._problem = str(e)
+        wanted = self._nodes.union(self._group.gather([int(f.name in names) for _, f in files]))
         lacking = {
             node: [i for i in wanted[node] if files[i][0] not in ranks]
             for node, ranks in held.items()
@@ -342,46 +310,50 @@ class CopyGathering:
         if not self._agreed():
             return False
         for i, (rank, file) in enumerate(files):
-            source = next(node for node, ranks in held.items() if rank in ranks)
+            source = self._nodes.first(next(n for n, ranks in held.items() if rank in ranks))
             sinks = [self._nodes.first(node) for node, them in lacking.items() if i in them]
-            route = Route(self._group, self._nodes.first(source), sinks)
-            if route.is_mine:
-                self._carry(route, folder / file.name, file)
+            # A broadcast reaches several at once, and is for all ranks.
+            if len(sinks) > 1 or (sinks and self._group.rank in (source, *sinks)):
+                self._carry(source, sinks, folder / file.name, file)
         if not self._agreed():
             return False
-        self._keep_parts(parts, folder, lacking)
+        for part in parts:  # of ranks whose files this node now has, for the next loss of a node
+            path = folder / f"part-{part.rank}.json"
+            complete = all((folder / file.name).exists() for file in part.files)
+            if self._acts and lacking[self._node] and complete and not path.exists():
+                with suppress(OSError):
+                    write_atomic(path, part.to_json())
         return True
 
-    def _needs(
-        self, manifest: Manifest, files: Sequence[FileEntry], needed: Needed
-    ) -> dict[int, set[int]]:
-        """Return, for each node, which files its ranks need."""
-        names: Collection[str] = ()
-        try:
-            names = needed(manifest)
-        except CheckpointError as e:
-            self._problem = str(e)
-        rows = self._group.gather([int(file.name in names) for file in files])
-        return self._nodes.union(rows)
-
-    def _carry(self, route: Route, path: Path, file: FileEntry) -> None:
-        """Take part in bringing one file to the nodes that lack it.
+    def _carry(self, source: int, sinks: Sequence[int], path: Path, file: FileEntry) -> None:
+        """Take part in bringing one file from a rank to others, on nodes that lack it.
 
         What fails here is noted, and the other ranks get the blocks that they wait for.
         """
-        checksum, lacks = xxhash.xxh3_64(), self._group.rank in route.sinks
+        buffer = torch.empty(min(file.num_bytes, _GATHERED_BYTES), dtype=torch.uint8)
+        rank, checksum = self._group.rank, xxhash.xxh3_64()
+        lacks = rank in sinks
         staged = path.with_name(f".{path.name}.new") if lacks else path
         with ExitStack() as stack:
             f: BinaryIO | None = None
             with self._kept():
-                if lacks or self._group.rank == route.source:
+                if lacks or rank == source:
                     f = stack.enter_context(staged.open("wb" if lacks else "rb"))
-            for block in _blocks(file.num_bytes):
+            for begin in range(0, file.num_bytes, _GATHERED_BYTES):
+                block = buffer[: file.num_bytes - begin]
                 data = memoryview(block.numpy())  # type: ignore[arg-type]
                 with self._kept():
                     if f is not None and not lacks:
                         f.readinto(data)  # type: ignore[attr-defined]
-                route.carry(block)
+                moved = block.to(device())
+                if len(sinks) > 1:
+                    dist.broadcast(moved, src=source)
+                elif rank == source:
+                    dist.send(moved, dst=sinks[0])
+                else:
+                    dist.recv(moved, src=source)
+                if moved.device != block.device:
+                    block.copy_(moved)
                 checksum.update(data)
                 with self._kept():
                     if f is not None and lacks:
@@ -391,17 +363,6 @@ class CopyGathering:
         elif lacks:
             with self._kept():
                 staged.rename(path)
-
-    def _keep_parts(
-        self, parts: Sequence[RankPart], folder: Path, lacking: Mapping[int, Sequence[int]]
-    ) -> None:
-        """Write the parts of ranks whose files this node now has, for the next loss of a node."""
-        for part in parts:
-            path = folder / f"part-{part.rank}.json"
-            complete = all((folder / file.name).exists() for file in part.files)
-            if self._acts and lacking[self._node] and complete and not path.exists():
-                with suppress(OSError):
-                    write_atomic(path, part.to_json())
 
     def _agreed(self) -> bool:
         if self._problem is not None:
@@ -421,92 +382,3 @@ class CopyGathering:
 
     def _warn(self, why: str) -> None:
         _log.warning("step %d in memory is passed over: %s", self._save.step, why)
-
-
-def _blocks(num_bytes: int) -> Iterator[torch.Tensor]:
-    """Return memory for this many bytes, block by block; it is the same each time."""
-    buffer = torch.empty(min(num_bytes, _GATHERED_BYTES), dtype=torch.uint8)
-    for begin in range(0, num_bytes, _GATHERED_BYTES):
-        yield buffer[: num_bytes - begin]
-
-
-# ---- The workers of a group as each other's neighbours: their nodes and addresses
-# A node is known by the group rank that torch's agent gives its workers, and outside of one by
-# the name of the host.
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A worker as the others know it."""
-
-    rank: int
-    node: int
-    local_rank: int
-    address: str
-    port: int
-
-
-def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
-    """Return the worker that keeps copies of a rank's saves; None if there is one node (pure).
-
-    It is on the next node, in the order of the nodes' numbers.
-    """
-    me = peers[rank]
-    nodes = sorted({peer.node for peer in peers})
-    if len(nodes) == 1:
-        return None
-    following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
-    there = sorted((p for p in peers if p.node == following), key=lambda peer: peer.local_rank)
-    return there[me.local_rank % len(there)]
-
-
-def draw_words(group: RankGroup, directory: Path) -> list[int]:
-    """Return numbers of rank 0: the directory's, and five random ones (every rank; collective).
-
-    Raises:
-        CheckpointError: rank 0 cannot give the directory a number.
-    """
-    words, error = [-1] * 6, None
-    if group.rank == 0:
-        try:
-            words = [identity(directory), *(secrets.randbits(WORD_BITS) for _ in range(5))]
-        except OSError as e:
-            error = e
-    words = group.broadcast_row(words)
-    if words[0] < 0:
-        raise CheckpointError(f"rank 0 cannot write to {directory}: {error or 'see its log'}")
-    return words
-
-
-def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
-    """Return where all ranks are (every rank; collective).
-
-    Args:
-        group: All ranks.
-        address: Numeric, on which this worker listens.
-        port: On which it does.
-    """
-    number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
-    words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
-    local_rank = int(os.environ.get("LOCAL_RANK", str(group.rank)))
-    rows = group.gather([_node_number(), local_rank, port, version, *words])
-    order = list(dict.fromkeys(row[0] for row in rows))
-    return [
-        Peer(rank, order.index(row[0]), row[1], _address(row[3], row[4:]), row[2])
-        for rank, row in enumerate(rows)
-    ]
-
-
-def _node_number() -> int:
-    """Return a number that the workers of this node have in common, and those of no other."""
-    group_rank = os.environ.get("GROUP_RANK")
-    if group_rank is not None:
-        return int(group_rank)
-    machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
-    return int.from_bytes(blake2b(machine.encode(), digest_size=7).digest())
-
-
-def _address(version: int, words: Sequence[int]) -> str:
-    number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
-    kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
-    return str(kind(number))

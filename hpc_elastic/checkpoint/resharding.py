@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from hpc_elastic.checkpoint.files import Rows, ShardFile, rows_of
-from hpc_elastic.checkpoint.manifest import MANIFEST, Chunk, Manifest, TensorEntry
+from hpc_elastic.checkpoint.files import ShardFile
+from hpc_elastic.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
+from hpc_elastic.checkpoint.store import read_manifest
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 
 BLOCK_BYTES = 16 << 20
@@ -91,10 +92,13 @@ def targets(
         CheckpointError: a tensor is not in the checkpoint, differs in shape or type, or belongs
             to a sharded parameter of another shape, so that its shards are unknown.
     """
-    return {
-        fqn: present[fqn] if fqn in present else _new(fqn, _entry(manifest, fqn), like.get(fqn))
-        for fqn in wanted
-    }
+    found = {}
+    for fqn in wanted:
+        if fqn not in present and fqn not in manifest.tensors:
+            raise CheckpointError(f"{fqn} is not in the checkpoint of step {manifest.step}")
+        known = fqn in present
+        found[fqn] = present[fqn] if known else _new(fqn, manifest.tensors[fqn], like.get(fqn))
+    return found
 
 
 def like_parameters(
@@ -149,11 +153,7 @@ class ManifestReader(StorageReader):
         Raises:
             CheckpointError: there is no undamaged manifest.
         """
-        try:
-            text = (folder / MANIFEST).read_text()
-        except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointCorruptError(f"{folder / MANIFEST} cannot be read: {e}") from e
-        return cls(Manifest.from_json(text), folder)
+        return cls(read_manifest(folder), folder)
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self._manifest = manifest
@@ -166,7 +166,15 @@ class ManifestReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as torch.distributed.checkpoint has it."""
-        return Metadata({fqn: _metadata(e) for fqn, e in self._manifest.tensors.items()})
+        found: dict[str, Any] = {}
+        for fqn, entry in self._manifest.tensors.items():
+            boxes = [(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+            found[fqn] = TensorStorageMetadata(
+                TensorProperties(dtype=dtype_of(entry.dtype)),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes],
+            )
+        return Metadata(found)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what was planned; all is done when this returns."""
@@ -175,7 +183,9 @@ class ManifestReader(StorageReader):
             files = {n: stack.enter_context(closing(ShardFile(self._folder / n))) for n in names}
             pieces = [p for item in plan.items for p in self._pieces(item, files, planner)]
             pieces.sort(key=lambda piece: (piece.file.path, piece.offset))
-            _read_all(pieces)
+            threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+            with ThreadPoolExecutor(threads, thread_name_prefix="hpc-elastic-read") as pool:
+                list(pool.map(_Piece.read, pieces))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -196,11 +206,16 @@ class ManifestReader(StorageReader):
         starts = tuple(item.storage_offsets)
         rows = rows_of(chunk.sizes, starts, tuple(item.lengths), dtype.itemsize)
         file = files[chunk.file]
-        begin = _first_byte(file, chunk, dtype.itemsize) + rows.offset
+        begin, end = file.tensors.get(chunk.name, (0, -1))
+        if end - begin != prod(chunk.sizes) * dtype.itemsize:
+            found = f"{end - begin} bytes of it" if chunk.name in file.tensors else "none"
+            raise CheckpointCorruptError(
+                f"{file.path} should hold {chunk.name}{list(chunk.sizes)}, but has {found}"
+            )
         target = planner.resolve_tensor(item).detach()[(0,) * rows.dim]
         inner = slice(rows.dim + 1, None)
         whole = _Piece(
-            file, begin, rows, chunk.sizes[inner], starts[inner],
+            file, begin + rows.offset, rows, chunk.sizes[inner], starts[inner],
             target if target.dim() else target.unsqueeze(0), dtype,
         )  # fmt: skip
         return whole.blocks()
@@ -230,6 +245,49 @@ class ManifestReader(StorageReader):
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The bytes of a stored box that hold a part of it: rows of the same length, end to end.
+
+    Attributes:
+        dim: The dimension that the rows are counted along: the part is one element long along
+            those before it.
+        offset: Of the first row in the box, in bytes.
+        num_bytes: Of one row.
+        count: Number of rows.
+        exact: Whether the rows hold nothing but the part.
+    """
+
+    dim: int
+    offset: int
+    num_bytes: int
+    count: int
+    exact: bool
+
+
+def rows_of(
+    sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[int], itemsize: int
+) -> Rows:
+    """Find a part of a stored box (pure).
+
+    Args:
+        sizes: Of the stored box, which is in row-major order.
+        starts: Where the part begins in the box.
+        lengths: Of the part; none is 0.
+        itemsize: Bytes of an element.
+    """
+    dim = next((d for d, length in enumerate(lengths) if length > 1), max(len(lengths) - 1, 0))
+    strides = [prod(sizes[d + 1 :]) * itemsize for d in range(len(sizes))]
+    before = zip(starts[: dim + 1], strides, strict=False)
+    return Rows(
+        dim=dim,
+        offset=sum(start * stride for start, stride in before),
+        num_bytes=strides[dim] if strides else itemsize,
+        count=lengths[dim] if lengths else 1,
+        exact=tuple(lengths[dim + 1 :]) == tuple(sizes[dim + 1 :]),
+    )
+
+
+@dataclass(frozen=True)
 class _Piece:
     """Some rows of a stored box, and the memory that they belong in."""
 
@@ -250,6 +308,7 @@ class _Piece:
             target = self.target[first : first + at_once]
             yield replace(self, offset=self.offset + first * self.rows.num_bytes, target=target)
 
+    @torch.no_grad()  # a setting of each thread
     def read(self) -> None:
         """Fill the memory."""
         target = self.target
@@ -270,74 +329,32 @@ def _plan(
     reader: ManifestReader, manifest: Manifest, into: Mapping[str, torch.Tensor]
 ) -> tuple[LoadPlanner, LoadPlan]:
     for fqn, tensor in into.items():
-        _compare(fqn, manifest.tensors.get(fqn), tensor)
+        entry, mine, now = manifest.tensors.get(fqn), local(tensor), dtype_name(tensor.dtype)
+        if entry is None:
+            raise CheckpointError(f"{fqn} is not in the checkpoint")
+        if tuple(tensor.shape) != entry.shape:
+            raise CheckpointError(
+                f"{fqn} has shape {list(entry.shape)} in the checkpoint, but {list(tensor.shape)} "
+                "now: build the model with the settings that it was saved with"
+            )
+        sides = zip(mine.shape, mine.stride(), strict=True)
+        if any(stride == 0 < size - 1 for size, stride in sides):
+            raise CheckpointError(
+                f"{fqn} is an expanded view, several of its elements are one in memory: put "
+                "tensor.clone() into the state"
+            )
+        if now != entry.dtype:
+            raise CheckpointError(
+                f"{fqn} is {entry.dtype} in the checkpoint, but {now} now: convert the model to "
+                f"{entry.dtype} before it is restored"
+            )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(into), reader.read_metadata(), is_coordinator=False)
     return planner, planner.create_local_plan()
 
 
-def _read_all(pieces: Sequence[_Piece]) -> None:
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="hpc-elastic-read") as pool:
-        for _ in pool.map(_read_one, pieces):
-            pass
-
-
-def _read_one(piece: _Piece) -> None:
-    with torch.no_grad():  # a setting of each thread
-        piece.read()
-
-
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _first_byte(file: ShardFile, chunk: Chunk, itemsize: int) -> int:
-    """Return where a chunk begins in its file."""
-    begin, end = file.tensors.get(chunk.name, (0, -1))
-    if end - begin != prod(chunk.sizes) * itemsize:
-        found = f"{end - begin} bytes of it" if chunk.name in file.tensors else "none"
-        raise CheckpointCorruptError(
-            f"{file.path} should hold {chunk.name}{list(chunk.sizes)}, but has {found}"
-        )
-    return begin
-
-
-def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype_of(entry.dtype)),
-        torch.Size(entry.shape),
-        [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
-    )
-
-
-def _entry(manifest: Manifest, fqn: str) -> TensorEntry:
-    entry = manifest.tensors.get(fqn)
-    if entry is None:
-        raise CheckpointError(f"{fqn} is not in the checkpoint of step {manifest.step}")
-    return entry
-
-
-def _compare(fqn: str, entry: TensorEntry | None, tensor: torch.Tensor) -> None:
-    if entry is None:
-        raise CheckpointError(f"{fqn} is not in the checkpoint")
-    now = dtype_name(tensor.dtype)
-    if tuple(tensor.shape) != entry.shape:
-        raise CheckpointError(
-            f"{fqn} has shape {list(entry.shape)} in the checkpoint, but {list(tensor.shape)} now: "
-            "build the model with the settings that it was saved with"
-        )
-    mine = local(tensor)
-    if any(stride == 0 < size - 1 for size, stride in zip(mine.shape, mine.stride(), strict=True)):
-        raise CheckpointError(
-            f"{fqn} is an expanded view, several of its elements are one in memory: put "
-            "tensor.clone() into the state"
-        )
-    if now != entry.dtype:
-        raise CheckpointError(
-            f"{fqn} is {entry.dtype} in the checkpoint, but {now} now: convert the model to "
-            f"{entry.dtype} before it is restored"
-        )
 
 
 def _new(fqn: str, entry: TensorEntry, parameter: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,52 +30,46 @@ _LOOK_AGAIN_S = (0.0, 0.2, 1.0)
 """Pauses before a rank believes that it cannot see what rank 0 sees."""
 
 
+@dataclass(frozen=True)
 class Restorer:
-    """Restores from one directory."""
+    """Restores from one directory, and from near memory if there is a tier; all ranks make one."""
 
-    def __init__(
-        self,
-        store: Store,
-        group: RankGroup,
-        damaged: set[int],
-        tier: MemoryStore | None = None,
-        accept_inexact: Container[str] = (),
-    ) -> None:
-        """Prepare.
-
-        Args:
-            store: Where to look.
-            group: The ranks; all of them make a Restorer.
-            damaged: Gets the steps that do not verify.
-            tier: Where to look, too.
-            accept_inexact: See `CheckpointOptions`.
-        """
-        self._tier = tier
-        self._store = store
-        self._group = group
-        self._damaged = damaged
-        self._ranks = state.RankStates(group.rank, group.world_size, accept_inexact)
+    store: Store
+    group: RankGroup
+    ranks: state.RankStates
+    damaged: set[int]
+    """Gets the steps that do not verify."""
+    tier: MemoryStore | None
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.restore` (every rank; collective)."""
-        self._damaged.clear()
+        tier, rank = self.tier, self.group.rank
+        needed = partial(state.files_needed, state=into, strict=strict, ranks=self.ranks)
+        self.damaged.clear()
         for step, is_near in self._candidates():
-            found = self._gathered(step, into, strict) if is_near else self._stored(step)
+            found = tier.gather(step, needed) if tier and is_near else self._find_stored(step)
             if found is None:
                 continue
             folder, manifest = found
             self._load(manifest, folder, into, strict)
             if with_rng:
-                _restore_rng(manifest, self._group.rank)
-            self._forget_newer(step)
-            level = logging.INFO if self._group.rank == 0 else logging.DEBUG
+                mine = manifest.rank_values.get(rank, {}).get("rng")
+                first = manifest.rank_values.get(0, {}).get("rng")
+                if mine is not None:
+                    state.restore(mine)
+                elif first is not None:
+                    state.derive(step, rank, first)
+            if tier is not None:
+                tier.forget_newer(step)
+            level = logging.INFO if rank == 0 else logging.DEBUG
             _log.log(level, "restored the checkpoint of step %d from %s", step, folder)
             return step
-        self._forget_newer(_NONE)
-        if self._damaged:
+        if tier is not None:
+            tier.forget_newer(_NONE)
+        if self.damaged:
             raise CheckpointCorruptError(
-                f"no checkpoint in {self._store.directory} verifies (steps "
-                f"{sorted(self._damaged)}; the log has the reasons): move them away to start anew"
+                f"no checkpoint in {self.store.directory} verifies (steps "
+                f"{sorted(self.damaged)}; the log has the reasons): move them away to start anew"
             )
         return None
 
@@ -83,60 +78,46 @@ class Restorer:
 
         The same on every rank: the directory is as rank 0 sees it.
         """
-        near = self._tier.steps() if self._tier is not None else []
-        stored = self._store.steps() if self._group.rank == 0 else []
-        count = self._group.broadcast_int(len(stored))
+        near = self.tier.steps() if self.tier is not None else []
+        stored = self.store.steps() if self.group.rank == 0 else []
+        count = self.group.broadcast_int(len(stored))
         for i in range(count):
-            step = self._group.broadcast_int(stored[i] if stored else _NONE)
+            step = self.group.broadcast_int(stored[i] if stored else _NONE)
             while near and near[0] > step:
                 yield near.pop(0), True
             yield step, False
         for step in near:
             yield step, True
 
-    def _stored(self, step: int) -> tuple[Path, Manifest] | None:
-        """Return a checkpoint of the directory if it is good, the same answer on every rank."""
-        folder = self._store.folder(step)
-        manifest = self._verified(folder)
-        if self._group.all_agree(manifest is not None):
+    def _find_stored(self, step: int) -> tuple[Path, Manifest] | None:
+        """Return a checkpoint of the directory if it is good, the same answer on every rank.
+
+        Each rank checks its share of the files.
+        """
+        folder, problems = self.store.folder(step), []
+        manifest: Manifest | None = None
+        try:
+            manifest = self._read_manifest(folder)
+            share = manifest.files[self.group.rank :: self.group.world_size]
+            problems = [p for entry in share if (p := file_problem(folder, entry))]
+        except CheckpointError as e:
+            problems = [str(e)]
+        for problem in problems:
+            _log.warning("%s", problem)
+        if self.group.all_agree(not problems):
             assert manifest is not None
             return folder, manifest
         _log.warning("%s is passed over: it does not verify on every rank", folder)
-        self._damaged.add(step)
+        self.damaged.add(step)
         return None
 
-    def _gathered(
-        self, step: int, into: Mapping[str, Any], strict: bool
-    ) -> tuple[Path, Manifest] | None:
-        """Return a checkpoint of near memory if it is good, the same answer on every rank."""
-        assert self._tier is not None
-        needed = partial(state.files_needed, state=into, strict=strict, ranks=self._ranks)
-        return self._tier.gather(step, needed)
-
-    def _forget_newer(self, step: int) -> None:
-        if self._tier is not None:
-            self._tier.forget_newer(step)
-
-    def _verified(self, folder: Path) -> Manifest | None:
-        """Check this rank's share of a checkpoint; None if it is not good."""
-        try:
-            manifest = self._manifest(folder)
-        except CheckpointError as e:
-            _log.warning("%s", e)
-            return None
-        rank, world_size = self._group.rank, self._group.world_size
-        problems = [file_problem(folder, entry) for entry in manifest.files[rank::world_size]]
-        for problem in filter(None, problems):
-            _log.warning("%s", problem)
-        return None if any(problems) else manifest
-
-    def _manifest(self, folder: Path) -> Manifest:
+    def _read_manifest(self, folder: Path) -> Manifest:
         """Read the manifest of a checkpoint that rank 0 sees; another node may see it later."""
         for pause_s in _LOOK_AGAIN_S:
             with contextlib.suppress(CheckpointNotFoundError):
                 return read_manifest(folder)
             time.sleep(pause_s)
-            self._store.steps()  # opening a directory makes a client of NFS ask the server
+            self.store.steps()  # opening a directory makes a client of NFS ask the server
         return read_manifest(folder)
 
     def _load(
@@ -144,22 +125,13 @@ class Restorer:
     ) -> None:
         error: CheckpointError | None = None
         try:
-            state.load(manifest, folder, into, strict=strict, ranks=self._ranks)
+            state.load(manifest, folder, into, strict=strict, ranks=self.ranks)
         except CheckpointError as e:
             error = e
         except Exception as e:  # whatever it is: the other ranks wait for the vote
             error = CheckpointError(f"{folder} cannot be restored: {e!r}")
             error.__cause__ = e
-        if not self._group.all_agree(error is None):
+        if not self.group.all_agree(error is None):
             raise error or CheckpointError(
                 f"another rank could not restore {folder}; its log has the reason"
             )
-
-
-def _restore_rng(manifest: Manifest, rank: int) -> None:
-    mine = manifest.rank_values.get(rank, {}).get("rng")
-    first = manifest.rank_values.get(0, {}).get("rng")
-    if mine is not None:
-        state.restore(mine)
-    elif first is not None:
-        state.derive(manifest.step, rank, first)

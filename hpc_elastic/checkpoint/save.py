@@ -30,7 +30,6 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.checkpoint import store as store_module
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.files import HostSnapshot, write_part, write_text
 from hpc_elastic.checkpoint.manifest import MANIFEST, RankPart, merge, name_ranks
@@ -59,25 +58,18 @@ class AbandonedSaveError(CheckpointError):
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What all saves of one Checkpointer share.
-
-    Attributes:
-        store: Where the checkpoints are.
-        group: Who saves.
-        rule: What is kept of the earlier ones.
-        timeout_s: How long one rank waits for another.
-        cleaner: Removes what is not kept.
-        damaged: Steps that did not verify when the state was restored.
-        memory: The nodes' memory; None without a memory tier.
-    """
+    """What all saves of one Checkpointer share."""
 
     store: Store
     group: RankGroup
     rule: Retention
     timeout_s: float
+    """How long one rank waits for another."""
     cleaner: Cleaner
     damaged: set[int] = field(default_factory=set)
+    """Steps that did not verify when the state was restored."""
     memory: MemoryStore | None = None
+    """The nodes' memory; None without a memory tier."""
 
 
 @dataclass
@@ -85,12 +77,11 @@ class Save:
     """One save, from the snapshot on.
 
     Attributes:
-        context: What it has in common with others.
-        step: What is saved.
         number: Of the save, the same on every rank.
         urgent: Leave out what can wait.
         to_store: Whether it goes to the shared directory; otherwise to memory only.
         snapshot: This rank's part; None once the save has ended.
+        folder: Where all ranks write; its name is known to their group only.
         is_stored: Whether it is known to be committed in the shared directory.
         error: Why it has failed.
     """
@@ -103,9 +94,14 @@ class Save:
     snapshot: HostSnapshot | None = None
     is_stored: bool = False
     error: CheckpointError | None = None
+    folder: Path = field(init=False)
     _done: threading.Event = field(default_factory=threading.Event)
     _aborted: threading.Event = field(default_factory=threading.Event)
     _num_written: int = 0
+
+    def __post_init__(self) -> None:
+        store, group = self.context.store, self.context.group
+        self.folder = store.staging(self.step, group.token, self.number)
 
     @property
     def is_done(self) -> bool:
@@ -131,14 +127,14 @@ class Save:
             self._aborted.set()
 
     def run(self) -> None:
-        """Do all of it; what goes wrong is in `error` then. `end` is to follow."""
+        """Do all of it; what goes wrong is in `error` then. `finish` is to follow."""
         begin, memory, snapshot = time.monotonic(), self.context.memory, self.snapshot
         assert snapshot is not None
         try:
             if memory is not None and not self.urgent:
                 self._write_to_memory(memory, snapshot)
             if self.to_store:
-                self._store(snapshot)
+                self._write_to_store(snapshot)
             _log.debug("step %d: written in %.2f s", self.step, time.monotonic() - begin)
         except CheckpointError as e:
             self.error = e
@@ -158,10 +154,6 @@ class Save:
         self.snapshot = None
         self._done.set()
 
-    def mark_failed(self, reason: str) -> None:
-        """Let the other ranks see that this one does not take part in the save."""
-        self._staging.mark_failed(reason)
-
     def _failure(self, why: str) -> CheckpointError:
         directory = self.context.store.directory
         return CheckpointError(
@@ -172,11 +164,6 @@ class Save:
         if self._aborted.is_set():
             raise AbandonedSaveError(str(self._failure("an urgent one took its place")))
 
-    @property
-    def _staging(self) -> Staging:
-        store, group = self.context.store, self.context.group
-        return Staging(store, store.staging(self.step, group.token, self.number), group)
-
     def _write_to_memory(self, memory: MemoryStore, snapshot: HostSnapshot) -> None:
         try:
             memory.store(self.step, lambda folder: self._write(folder, snapshot, sync=False))
@@ -185,61 +172,58 @@ class Save:
                 raise
             _log.warning("step %d is not in memory: %s", self.step, e)
 
-    def _store(self, snapshot: HostSnapshot) -> None:
+    def _write_to_store(self, snapshot: HostSnapshot) -> None:
         """Write this rank's part, and see it committed."""
-        context, folder = self.context, self._staging.folder
+        context = self.context
         is_first = context.group.rank == 0
         try:
             if is_first and not self.urgent:
                 context.store.sweep(context.group.token, self.number)
-            folder.mkdir(exist_ok=True)
-            part = self._write(folder, snapshot, sync=True)
+            self.folder.mkdir(exist_ok=True)
+            part = self._write(self.folder, snapshot, sync=True)
             if is_first:
-                self._commit(folder, part)
+                self._commit(part)
         except BaseException as e:
-            self._staging.retract_part(str(e))
+            self._retract_part(str(e))
             raise
         if not is_first:
             self._await_commit()
         self.is_stored = True
 
-    def _commit(self, folder: Path, part: RankPart) -> None:
-        """Make one checkpoint of all ranks' parts (rank 0)."""
-        context = self.context
-        parts, world_size = [part, *self._await_parts()], context.group.world_size
+    def _write(self, folder: Path, snapshot: HostSnapshot, *, sync: bool) -> RankPart:
+        def on_block(num_bytes: int) -> None:
+            self._num_written += num_bytes
+            self._raise_if_aborted()
+
+        self._num_written = 0
+        return write_part(folder, self.context.group.rank, snapshot, sync=sync, on_block=on_block)
+
+    def _commit(self, part: RankPart) -> None:
+        """Make one checkpoint of all ranks' parts as they come (rank 0)."""
+        context, parts = self.context, [part]
+        world_size = context.group.world_size
+        others = range(1, world_size)
+        missing = set(others)
+        for names in self._poll_staging("parts", lambda: sorted(missing)):
+            self._check_none_failed(names)
+            for rank in [rank for rank in missing if f"part-{rank}.json" in names]:
+                text = (self.folder / f"part-{rank}.json").read_text()
+                parts.append(RankPart.from_json(text))
+                missing.discard(rank)
+            if not missing:
+                break
         manifest = merge(parts, step=self.step, world_size=world_size, created=time.time())
-        write_text(folder / MANIFEST, manifest.to_json())
-        names, others = self._staging.names(), self._staging.others
+        write_text(self.folder / MANIFEST, manifest.to_json())
+        names = self._staged_names()
         self._check_none_failed(names)
         gone = [rank for rank in others if f"part-{rank}.json" not in names]
         if gone:  # retracted since it was read
             raise self._failure(f"the part of rank {name_ranks(gone)} is gone")
-        context.store.commit(folder, self.step)
+        context.store.commit(self.folder, self.step)
         context.damaged.discard(self.step)
 
-    def _write(self, folder: Path, snapshot: HostSnapshot, *, sync: bool) -> RankPart:
-        self._num_written = 0
-        rank = self.context.group.rank
-        return write_part(folder, rank, snapshot, sync=sync, on_block=self._on_block)
-
-    def _on_block(self, num_bytes: int) -> None:
-        self._num_written += num_bytes
-        self._raise_if_aborted()
-
-    def _await_parts(self) -> Iterator[RankPart]:
-        """Give the other ranks' parts as they come (rank 0)."""
-        staging = self._staging
-        missing = set(staging.others)
-        for names in self._poll_staging("parts", lambda: sorted(missing)):
-            self._check_none_failed(names)
-            for rank in [rank for rank in missing if f"part-{rank}.json" in names]:
-                yield staging.part(rank)
-                missing.discard(rank)
-            if not missing:
-                return
-
     def _check_none_failed(self, names: Container[str]) -> None:
-        failure = self._staging.failure(names, self._staging.others)
+        failure = self._failed_rank(names, range(1, self.context.group.world_size))
         if failure is not None:
             raise self._failure(failure)
 
@@ -247,9 +231,9 @@ class Save:
         """Return once the step is there (other ranks)."""
         store, looks = self.context.store, 0
         for names in self._poll_staging("commit", lambda: [0]):
-            failure = self._staging.failure(names, [0])
+            failure = self._failed_rank(names, [0])
             if failure is not None:
-                self._staging.retract_part(failure)
+                self._retract_part(failure)
                 raise self._failure(failure)
             if names:
                 continue
@@ -271,7 +255,7 @@ class Save:
         problem = ""
         while time.monotonic() < deadline:
             try:
-                names = self._staging.names()
+                names = self._staged_names()
             except OSError as e:
                 problem = f" ({e})"
             else:
@@ -290,85 +274,53 @@ class Save:
     def _retire(self) -> None:
         """Set the checkpoints aside that are not kept any more."""
         store, context = self.context.store, self.context
-        going = store_module.removable(
-            store.steps(), committed=self.step, rule=context.rule, damaged=context.damaged
-        )
-        for step in going:
+        rule, damaged = context.rule, context.damaged
+        for step in rule.removable(store.steps(), committed=self.step, damaged=damaged):
             _log.debug("removing the checkpoint of step %d", step)
             with contextlib.suppress(OSError):
                 store.set_aside(store.folder(step))
 
+    # ---- the staging folder, as this rank sees it -------------------------------------------
 
-# ---- The folder in which the ranks of a group write one save, before it is committed (`save`)
-
-
-@dataclass(frozen=True)
-class Staging:
-    """One save's folder, as one rank sees it.
-
-    Attributes:
-        store: The directory that it is in.
-        folder: Its name is known to the group only.
-        group: Who writes there.
-    """
-
-    store: Store
-    folder: Path
-    group: RankGroup
-
-    @property
-    def others(self) -> range:
-        """The ranks that rank 0 waits for."""
-        return range(1, self.group.world_size)
-
-    def names(self) -> set[str]:
-        """Return the names in it; none if it is not there.
+    def _staged_names(self) -> set[str]:
+        """Return the names in the staging folder; none if it is not there.
 
         A client of NFS goes on to list a folder that rank 0 has renamed, unless its parent is
         listed first (`shared_files`).
         """
         return {".", *names_in(self.folder)} if is_there(self.folder) else set()
 
-    def part(self, rank: int) -> RankPart:
-        """Read what a rank wrote."""
-        return RankPart.from_json((self.folder / f"part-{rank}.json").read_text())
-
-    def failure(self, names: Container[str], ranks: Iterable[int]) -> str | None:
-        """Return which of the ranks gave up, and why; None if none of them did.
-
-        Args:
-            names: What is in the folder.
-            ranks: Whose marks count.
-        """
+    def _failed_rank(self, names: Container[str], ranks: Iterable[int]) -> str | None:
+        """Return which of the ranks gave up, and why; None if none of them did."""
         for rank in ranks:
-            if f"failed-{rank}.json" in names:
-                return f"rank {rank} gave up: {self._reason(rank)}"
+            name = f"failed-{rank}.json"
+            if name in names:
+                try:
+                    reason = str(json.loads((self.folder / name).read_text())["reason"])
+                except (OSError, ValueError, KeyError, TypeError):
+                    reason = "no reason given"
+                return f"rank {rank} gave up: {reason}"
         return None
 
     def mark_failed(self, reason: str) -> None:
         """Let the other ranks see that this one does not take part in the save."""
-        if self.group.world_size == 1:
-            return
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(exist_ok=True)
-            mark = self.folder / f"failed-{self.group.rank}.json"
-            write_text(mark, json.dumps({"reason": reason}), sync=False)
+        group = self.context.group
+        if group.world_size > 1:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(exist_ok=True)
+                mark = self.folder / f"failed-{group.rank}.json"
+                write_text(mark, json.dumps({"reason": reason}), sync=False)
 
-    def retract_part(self, reason: str) -> None:
+    def _retract_part(self, reason: str) -> None:
         """Remove what this rank has written, and mark it failed; the folder, if it is alone.
 
         The part goes first: rank 0 may have read it, and looks for it again before it commits.
         """
+        group = self.context.group
         with contextlib.suppress(OSError):
-            if self.group.world_size == 1:
-                self.store.remove(self.folder)
+            if group.world_size == 1:
+                self.context.store.remove(self.folder)
                 return
-            for name in (f"part-{self.group.rank}.json", f"shard-{self.group.rank}.safetensors"):
+            for name in (f"part-{group.rank}.json", f"shard-{group.rank}.safetensors"):
                 (self.folder / name).unlink(missing_ok=True)
         self.mark_failed(reason)
-
-    def _reason(self, rank: int) -> str:
-        try:
-            return str(json.loads((self.folder / f"failed-{rank}.json").read_text())["reason"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return "no reason given"

@@ -16,7 +16,7 @@ Every rank sees the same names and global shapes, so all come to the same decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from hpc_elastic.errors import CheckpointError
 
@@ -107,40 +106,39 @@ class Planner:
             CheckpointError: a tensor cannot be stored; names it, the reason and the remedy.
         """
         structure = (
-            tuple((fqn, *_structure(t)) for fqn, t in tensors.items()),
             frozenset(first),
+            tuple(
+                (
+                    fqn,
+                    t.shape,
+                    t.dtype,
+                    (t.device_mesh, t.placements) if isinstance(t, DTensor) else (),
+                )
+                for fqn, t in tensors.items()
+            ),
         )
-        if structure != self._structure:
-            self._plan = self._make(tensors, frozenset(first))
-            self._structure = structure
-        return self._plan
-
-    def _make(self, tensors: Mapping[str, torch.Tensor], first: frozenset[str]) -> list[ShardPiece]:
-        held: dict[tuple[int, ...], list[_Held]] = {}
+        if structure == self._structure:
+            return self._plan
+        pieces: list[ShardPiece] = []
+        spread: dict[tuple[int, ...], list[_Held]] = {}
         for fqn in sorted(tensors):
             item = _held(fqn, tensors[fqn], self._world)
-            if item is not None:
-                held.setdefault(item.holders, []).append(item)
-        pieces = [
-            piece for holders, items in held.items() for piece in self._share(holders, items, first)
-        ]
-        return sorted(pieces, key=lambda piece: piece.fqn)
-
-    def _share(
-        self, holders: tuple[int, ...], items: Sequence[_Held], first: frozenset[str]
-    ) -> Iterable[ShardPiece]:
-        def is_spread(item: _Held) -> bool:
-            large = item.num_bytes >= SPREAD_FROM_BYTES and item.fqn not in first
-            return large and self._replicated == "spread" and len(holders) > 1
-
-        if holders[0] == self._rank:
-            yield from (item.piece() for item in items if not is_spread(item))
-        spread = [item for item in items if is_spread(item)]
-        sizes = [(item.rows, item.num_bytes) for item in spread]
-        shares = share_rows(sizes, holders.index(self._rank), len(holders))
-        for item, (begin, end) in zip(spread, shares, strict=True):
-            if begin < end:
-                yield item.piece(begin, end)
+            if item is None:
+                continue
+            large = item.num_bytes >= SPREAD_FROM_BYTES and fqn not in first
+            if large and self._replicated == "spread" and len(item.holders) > 1:
+                spread.setdefault(item.holders, []).append(item)
+            elif item.holders[0] == self._rank:
+                pieces.append(item.piece())
+        for holders, items in spread.items():
+            sizes = [(item.rows, item.num_bytes) for item in items]
+            shares = share_rows(sizes, holders.index(self._rank), len(holders))
+            for item, (begin, end) in zip(items, shares, strict=True):
+                if begin < end:
+                    pieces.append(item.piece(begin, end))
+        self._plan = sorted(pieces, key=lambda piece: piece.fqn)
+        self._structure = structure
+        return self._plan
 
 
 def share_rows(
@@ -256,31 +254,36 @@ class _Held:
 
 
 def _held(fqn: str, tensor: torch.Tensor, world: tuple[int, ...]) -> _Held | None:
-    _refuse(fqn, tensor)
+    problem = None
+    if type(tensor).__name__ == "ShardedTensor":
+        problem = "is a ShardedTensor: use fully_shard (FSDP2), whose shards are DTensors"
+    elif tensor.layout is not torch.strided:
+        problem = "is sparse: save it dense"
+    elif tensor.is_quantized:
+        problem = "is quantized: save its int_repr() and scales"
+    elif tensor.is_meta:
+        problem = "is on the meta device, so it has no values yet: materialize it"
+    elif tensor.is_nested:
+        problem = "is nested: save its values() and offsets()"
+    if problem is not None:
+        raise CheckpointError(f"{fqn} {problem}")
     box = box_of(fqn, tensor)
     if box is None:
         return None
     holders = world
     if isinstance(tensor, DTensor):
-        holders = _holders(tensor)
-        if 0 in box[1] and 0 not in tensor.shape:
-            return None  # an uneven shard: this rank has nothing
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
         if 0 in tensor.shape:
-            box = (0,) * tensor.dim(), tuple(tensor.shape)
-            holders = tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+            box, ranks = ((0,) * tensor.dim(), tuple(tensor.shape)), mesh.mesh
+        elif 0 in box[1]:
+            return None  # an uneven shard: this rank has nothing
+        else:
+            at = zip(tensor.placements, coordinate, strict=True)
+            ranks = mesh.mesh[tuple(slice(None) if p.is_replicate() else i for p, i in at)]
+        holders = tuple(sorted(ranks.flatten().tolist()))
     num_bytes = prod(box[1]) * tensor.dtype.itemsize
     return _Held(fqn, tuple(tensor.shape), dtype_name(tensor.dtype), box, holders, num_bytes)
-
-
-def _holders(tensor: DTensor) -> tuple[int, ...]:
-    """Return the ranks that hold the same box of a DTensor as this one, this one included."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    same = tuple(
-        slice(None) if placement.is_replicate() else at
-        for placement, at in zip(tensor.placements, coordinate, strict=True)
-    )
-    return tuple(sorted(tensor.device_mesh.mesh[same].flatten().tolist()))
 
 
 def _are_boxes(tensor: DTensor) -> bool:
@@ -289,43 +292,14 @@ def _are_boxes(tensor: DTensor) -> bool:
     They do not always where FSDP2 shards what tensor parallelism has sharded along the same
     dimension (a placement with a ``split_factor``), unless all shards are equally large.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    for i, placement in enumerate(placements):
+    mesh = tensor.device_mesh
+    dims = [getattr(placement, "dim", None) for placement in tensor.placements]
+    for i, (placement, dim) in enumerate(zip(tensor.placements, dims, strict=True)):
         factor = getattr(placement, "split_factor", None)
         if factor is None:
             continue
-        dim = _dim_of(placement)
-        later = [j for j in range(i + 1, mesh.ndim) if _dim_of(placements[j]) == dim]
-        shards = prod(mesh.size(j) for j in range(mesh.ndim) if _dim_of(placements[j]) == dim)
-        even = dim is not None and tensor.shape[dim] % shards == 0
-        if prod(mesh.size(j) for j in later) != factor or not even:
+        later = prod(mesh.size(j) for j in range(i + 1, mesh.ndim) if dims[j] == dim)
+        shards = prod(mesh.size(j) for j in range(mesh.ndim) if dims[j] == dim)
+        if later != factor or dim is None or tensor.shape[dim] % shards != 0:
             return False
     return True
-
-
-def _dim_of(placement: Placement) -> int | None:
-    return getattr(placement, "dim", None)
-
-
-def _structure(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    if isinstance(tensor, DTensor):
-        return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements
-    return tensor.shape, tensor.dtype
-
-
-def _refuse(fqn: str, tensor: torch.Tensor) -> None:
-    """Refuse what is no plain array of numbers in memory."""
-    problems: list[tuple[Callable[[torch.Tensor], bool], str]] = [
-        (_is_old_shard, "is a ShardedTensor: use fully_shard (FSDP2), whose shards are DTensors"),
-        (lambda t: t.layout is not torch.strided, "is sparse: save it dense"),
-        (lambda t: t.is_quantized, "is quantized: save its int_repr() and scales"),
-        (lambda t: t.is_meta, "is on the meta device, so it has no values yet: materialize it"),
-        (lambda t: t.is_nested, "is nested: save its values() and offsets()"),
-    ]
-    for is_so, what in problems:
-        if is_so(tensor):
-            raise CheckpointError(f"{fqn} {what}")
-
-
-def _is_old_shard(tensor: object) -> bool:
-    return type(tensor).__name__ == "ShardedTensor"

@@ -16,72 +16,36 @@ from typing import Any
 
 import torch
 
-from hpc_elastic.checkpoint.files import FileLayout, HostSnapshot, lay_out
+from hpc_elastic.checkpoint.files import FileLayout, HostSnapshot, address_of, lay_out
 from hpc_elastic.checkpoint.sharding import ShardPiece
 from hpc_elastic.checkpoint.state import Flat
 
 _TOUCH_BYTES = 16 << 20
 
 
-class HostBuffer:
-    """A piece of host memory that only grows."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._map: mmap.mmap | None = None
-        self._lock = threading.Lock()
-
-    def warm_up(self, num_bytes: int) -> None:
-        """Make the memory in the background; ends early if the program does."""
-        thread = threading.Thread(target=self.reserve, args=(num_bytes,), name="checkpoint-warm-up")
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: the first save makes it
-            thread.start()
-
-    def reserve(self, num_bytes: int) -> mmap.mmap:
-        """Return memory of at least a size, every page of it touched."""
-        with self._lock:
-            if self._map is None or len(self._map) < num_bytes:
-                self._release()
-                self._map = self._make(max(num_bytes, mmap.PAGESIZE))
-            return self._map
-
-    def _make(self, num_bytes: int) -> mmap.mmap:
-        made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A DataLoader's workers are forked: they would make each page a fault again.
-        made.madvise(mmap.MADV_DONTFORK)
-        address = _address(made)
-        for begin in range(0, num_bytes, _TOUCH_BYTES):
-            if not threading.main_thread().is_alive():
-                break
-            ctypes.memset(address + begin, 0, min(_TOUCH_BYTES, num_bytes - begin))
-        if self._pinned:
-            error = _cudart().cudaHostRegister(address, num_bytes, 0)
-            self._pinned = int(error) == 0
-        return made
-
-    def _release(self) -> None:
-        if self._map is not None and self._pinned:
-            _cudart().cudaHostUnregister(_address(self._map))
-        self._map = None
-
-
 class Snapshots:
-    """Makes snapshots of one state's tensors, in one buffer."""
+    """Makes snapshots of one state's tensors, in one buffer, which only grows."""
 
     def __init__(self) -> None:
-        self._buffer: HostBuffer | None = None
+        self._map: mmap.mmap | None = None
+        self._is_pinned: bool | None = None
+        self._lock = threading.Lock()
         self._pieces: Sequence[ShardPiece] | None = None
         self._layout = FileLayout((), (), 0)
         self._views: tuple[mmap.mmap, list[torch.Tensor]] | None = None
 
     def warm_up(self, flat: Flat, num_bytes: int) -> None:
-        """Begin to make the buffer.
+        """Begin to make the buffer in the background; it ends early if the program does.
 
         Args:
             flat: The state; it has whether memory is to be pinned.
             num_bytes: What a snapshot will probably take.
         """
-        self._buffer_for(flat).warm_up(num_bytes)
+        thread = threading.Thread(
+            target=self._reserve, args=(flat, num_bytes), name="checkpoint-warm-up"
+        )
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: the first save makes it
+            thread.start()
 
     def copy(
         self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
@@ -91,7 +55,7 @@ class Snapshots:
         The snapshot is valid until the next call.
         """
         layout = self._layout_of(pieces)
-        memory = self._buffer_for(flat).reserve(layout.num_bytes)
+        memory = self._reserve(flat, layout.num_bytes)
         devices = set()
         for piece, to in zip(layout.pieces, self._views_of(memory), strict=True):
             source = piece.view(flat.tensors[piece.fqn])
@@ -113,15 +77,35 @@ class Snapshots:
         if any(tensor.device.type != "cpu" for tensor in flat.tensors.values()):
             return self.copy(flat, pieces, rank_values)
         layout = self._layout_of(pieces)
-        tensors = [_plain(piece.view(flat.tensors[piece.fqn])) for piece in layout.pieces]
+        views = [piece.view(flat.tensors[piece.fqn]) for piece in layout.pieces]
+        tensors = [view.resolve_conj().resolve_neg().contiguous() for view in views]
         data = [_bytes_of(tensor) for tensor in tensors]
         return HostSnapshot(layout, data, flat.values, rank_values, keep=tensors)
 
-    def _buffer_for(self, flat: Flat) -> HostBuffer:
-        if self._buffer is None:
-            pinned = any(tensor.is_cuda for tensor in flat.tensors.values())
-            self._buffer = HostBuffer(pinned=pinned)
-        return self._buffer
+    def _reserve(self, flat: Flat, num_bytes: int) -> mmap.mmap:
+        """Return memory of at least a size, every page of it touched."""
+        with self._lock:
+            if self._map is not None and len(self._map) >= num_bytes:
+                return self._map
+            if self._is_pinned is None:
+                self._is_pinned = any(tensor.is_cuda for tensor in flat.tensors.values())
+            if self._map is not None and self._is_pinned:
+                _cudart().cudaHostUnregister(address_of(self._map))
+            self._map = None
+            num_bytes = max(num_bytes, mmap.PAGESIZE)
+            made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # A DataLoader's workers are forked: they would make each page a fault again.
+            made.madvise(mmap.MADV_DONTFORK)
+            address = address_of(made)
+            for begin in range(0, num_bytes, _TOUCH_BYTES):
+                if not threading.main_thread().is_alive():
+                    break
+                ctypes.memset(address + begin, 0, min(_TOUCH_BYTES, num_bytes - begin))
+            if self._is_pinned:
+                error = _cudart().cudaHostRegister(address, num_bytes, 0)
+                self._is_pinned = int(error) == 0
+            self._map = made
+            return made
 
     def _layout_of(self, pieces: Sequence[ShardPiece]) -> FileLayout:
         if pieces is not self._pieces:  # the planner keeps its list while the structure is the same
@@ -130,27 +114,12 @@ class Snapshots:
 
     def _views_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
         if self._views is None or self._views[0] is not memory:
-            self._views = memory, _views(memory, self._layout)
+            whole, views = torch.frombuffer(memory, dtype=torch.uint8), []
+            for piece, begin in zip(self._layout.pieces, self._layout.begins, strict=True):
+                data = whole[begin : begin + piece.num_bytes]
+                views.append(data.view(getattr(torch, piece.dtype)).view(piece.sizes))
+            self._views = memory, views
         return self._views[1]
-
-
-def _views(memory: mmap.mmap, layout: FileLayout) -> list[torch.Tensor]:
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return [
-        whole[begin : begin + piece.num_bytes].view(getattr(torch, piece.dtype)).view(piece.sizes)
-        for piece, begin in zip(layout.pieces, layout.begins, strict=True)
-    ]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is its bytes in order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    if _is_plain(tensor):
-        return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -161,7 +130,3 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -81,7 +81,7 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Filling:
+class _Filling:
     """What is to be filled from a checkpoint, and with what."""
 
     items: dict[str, Any]
@@ -93,37 +93,15 @@ class Filling:
     tensors: dict[str, torch.Tensor]
     """To be read: present ones, or new ones for a fresh optimizer."""
 
-    def tree(self, key: str) -> Any:
-        """Return what was saved of an object, once the tensors have been read."""
-        return tree_codec.map_values(self.trees[key], self._filled)
-
-    def _filled(self, ref: Any) -> Any:
-        if not isinstance(ref, Ref):
-            return ref
-        if ref in self.present.leaves:
-            return self.present.leaves[ref]
-        tensor = self.tensors[ref.fqn]
-        if ref.kind == "tensor":
-            return tensor
-        if ref.kind == "parameter":
-            trainable = tensor.is_floating_point() or tensor.is_complex()
-            return torch.nn.Parameter(tensor, requires_grad=trainable)
-        return tensor.numpy()
-
 
 @dataclass(frozen=True)
 class RankStates:
-    """How states that each rank has for itself are restored.
-
-    Attributes:
-        rank: This process's.
-        world_size: Of the present group.
-        accept_inexact: Keys whose objects get rank 0's state under another world size.
-    """
+    """How states that each rank has for itself are restored on this rank of the present group."""
 
     rank: int
     world_size: int
     accept_inexact: Container[str]
+    """Keys whose objects get rank 0's state under another world size."""
 
     def value(self, manifest: Manifest, key: str, item: object) -> Any:
         """Return the stored value of an object for this rank.
@@ -222,8 +200,20 @@ def load(
     """
     filling = _prepare(manifest, state, strict=strict, ranks=ranks)
     resharding.read(manifest, folder, filling.tensors)
+
+    def filled(ref: Any) -> Any:
+        if not isinstance(ref, Ref):
+            return ref
+        if ref in filling.present.leaves:
+            return filling.present.leaves[ref]
+        tensor = filling.tensors[ref.fqn]
+        if ref.kind == "parameter":
+            trainable = tensor.is_floating_point() or tensor.is_complex()
+            return torch.nn.Parameter(tensor, requires_grad=trainable)
+        return tensor if ref.kind == "tensor" else tensor.numpy()
+
     for key, item in filling.items.items():
-        _fill(key, item, filling.tree(key))
+        _fill(key, item, tree_codec.map_values(filling.trees[key], filled))
 
 
 def files_needed(
@@ -236,8 +226,20 @@ def files_needed(
 
 def _prepare(
     manifest: Manifest, state: Mapping[str, object], *, strict: bool, ranks: RankStates
-) -> Filling:
-    items = {key: _bare(state[key]) for key in _common_keys(manifest, state, strict=strict)}
+) -> _Filling:
+    missing = sorted(set(state) - set(manifest.values))
+    unknown = sorted(set(manifest.values) - set(state))
+    if missing or unknown:
+        message = (
+            f"the checkpoint of step {manifest.step} has no {missing or 'missing keys'}; "
+            f"the state has no {unknown or 'missing keys'}"
+        )
+        if strict:
+            raise CheckpointError(
+                f"{message}: give the same keys, or CheckpointOptions(strict=False)"
+            )
+        _log.warning("%s: left alone", message)
+    items = {key: _bare(state[key]) for key in state if key in manifest.values}
     trees = {key: decode(ranks.value(manifest, key, state[key])) for key in items}
     present = flatten(items)
     wanted: dict[str, torch.Tensor] = {}
@@ -249,7 +251,7 @@ def _prepare(
         tree_codec.map_values(trees[key], refs.append)
         names = [ref.fqn for ref in refs if isinstance(ref, Ref)]
         wanted |= resharding.targets(manifest, names, present.tensors, like)
-    return Filling(items, trees, present, wanted)
+    return _Filling(items, trees, present, wanted)
 
 
 def _add(flat: Flat, key: str, item: Any) -> None:
@@ -267,24 +269,19 @@ def _add(flat: Flat, key: str, item: Any) -> None:
             flat.leaves[Ref(at, kind)] = leaf
         return kind, at
 
-    flat.values[key] = tree_codec.encode(_tree_of(path, item), path, leaf_of)
+    tree: object = item
     if isinstance(item, torch.nn.Module):
+        tree = dict(item.state_dict())
         flat.first.update(tree_codec.join(path, name) for name, _ in item.named_buffers())
-
-
-def _tree_of(path: str, item: Any) -> object:
-    if isinstance(item, torch.Tensor):
-        return item
-    if _is_stateful(item):
+    elif _is_stateful(item) and not isinstance(item, torch.Tensor):
         tree = item.state_dict()
-        return dict(tree) if isinstance(item, torch.nn.Module) else tree
-    if type(item) is dict:
-        return item
-    raise ConfigError(
-        f"state: {path}",
-        type(item),
-        "give a tensor, a dict of values, or an object with state_dict() and load_state_dict()",
-    )
+    elif not isinstance(item, torch.Tensor) and type(item) is not dict:
+        raise ConfigError(
+            f"state: {path}",
+            type(item),
+            "give a tensor, a dict of values, or an object with state_dict() and load_state_dict()",
+        )
+    flat.values[key] = tree_codec.encode(tree, path, leaf_of)
 
 
 def _is_stateful(item: object) -> bool:
@@ -311,22 +308,6 @@ def _as_tensor(leaf: object) -> tuple[Any, torch.Tensor, bool] | None:
     return "array", tensor, np.shares_memory(array, leaf)
 
 
-def _common_keys(manifest: Manifest, state: Mapping[str, object], *, strict: bool) -> Iterable[str]:
-    missing = sorted(set(state) - set(manifest.values))
-    unknown = sorted(set(manifest.values) - set(state))
-    if missing or unknown:
-        message = (
-            f"the checkpoint of step {manifest.step} has no {missing or 'missing keys'}; "
-            f"the state has no {unknown or 'missing keys'}"
-        )
-        if strict:
-            raise CheckpointError(
-                f"{message}: give the same keys, or CheckpointOptions(strict=False)"
-            )
-        _log.warning("%s: left alone", message)
-    return [key for key in state if key in manifest.values]
-
-
 def _fill(key: str, item: Any, tree: Any) -> None:
     if isinstance(item, torch.Tensor):
         return
@@ -334,23 +315,18 @@ def _fill(key: str, item: Any, tree: Any) -> None:
         item.clear()
         item.update(tree)
         return
-    if isinstance(item, torch.nn.Module):
-        tree = _with_versions(item, tree)
+    if isinstance(item, torch.nn.Module):  # as its state_dict() is, with the format's versions
+        like = item.state_dict()
+        versions = getattr(like, "_metadata", None)
+        like.clear()
+        like.update(tree)
+        if versions is not None:
+            like._metadata = versions  # type: ignore[attr-defined]
+        tree = like
     try:
         item.load_state_dict(tree)
     except Exception as e:
         raise CheckpointError(f"{key}: {type(item).__name__}.load_state_dict: {e}") from e
-
-
-def _with_versions(module: torch.nn.Module, tree: Any) -> Any:
-    """Return a module's state as its own state_dict() has it, with the versions of its format."""
-    like = module.state_dict()
-    versions = getattr(like, "_metadata", None)
-    like.clear()
-    like.update(tree)
-    if versions is not None:
-        like._metadata = versions  # type: ignore[attr-defined]
-    return like
 
 
 # ---- The random number generators of this process: Python's, NumPy's, torch's on CPU and GPUs
@@ -365,11 +341,16 @@ def capture() -> dict[str, Any]:
     NumPy's is its global generator's, if NumPy has been imported; the GPUs', all that this process
     can see, if CUDA is in use. Generators that the user made are for the script to save.
     """
-    states: dict[str, Any] = {"python": _of_python(), "torch": _text(torch.get_rng_state())}
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, _base64(struct.pack(f"<{len(words)}I", *words)), gauss],
+        "torch": _base64(bytes(torch.get_rng_state().tolist())),
+    }
     if "numpy" in sys.modules:
-        states["numpy"] = _of_numpy()
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = [name, _base64(keys.astype("<u4").tobytes()), *rest]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = [_text(state) for state in torch.cuda.get_rng_state_all()]
+        states["cuda"] = [_base64(bytes(s.tolist())) for s in torch.cuda.get_rng_state_all()]
     return states
 
 
@@ -382,10 +363,15 @@ def restore(states: Mapping[str, Any]) -> None:
         CheckpointCorruptError: the states are none.
     """
     try:
-        _set_python(states["python"])
+        version, words, gauss = states["python"]
+        data = base64.b64decode(words)
+        random.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
         torch.set_rng_state(_tensor(states["torch"]))
         if "numpy" in states:
-            _set_numpy(states["numpy"])
+            import numpy as np
+
+            name, keys, *rest = states["numpy"]
+            np.random.set_state((name, np.frombuffer(base64.b64decode(keys), dtype="<u4"), *rest))
         if "cuda" in states and torch.cuda.is_available():
             for device in range(min(len(states["cuda"]), torch.cuda.device_count())):
                 torch.cuda.set_rng_state(_tensor(states["cuda"][device]), device)
@@ -407,34 +393,6 @@ def derive(step: int, rank: int, of_first: Mapping[str, Any]) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def _of_python() -> list[Any]:
-    version, words, gauss = random.getstate()
-    return [version, _base64(struct.pack(f"<{len(words)}I", *words)), gauss]
-
-
-def _set_python(state: list[Any]) -> None:
-    version, words, gauss = state
-    data = base64.b64decode(words)
-    random.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
-
-
-def _of_numpy() -> list[Any]:
-    name, words, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
-    return [name, _base64(words.astype("<u4").tobytes()), position, has_gauss, gauss]
-
-
-def _set_numpy(state: list[Any]) -> None:
-    import numpy as np
-
-    name, words, position, has_gauss, gauss = state
-    keys = np.frombuffer(base64.b64decode(words), dtype="<u4")
-    np.random.set_state((name, keys, position, has_gauss, gauss))
-
-
-def _text(state: torch.Tensor) -> str:
-    return _base64(bytes(state.tolist()))
 
 
 def _tensor(text: str) -> torch.Tensor:

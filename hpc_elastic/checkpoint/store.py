@@ -42,19 +42,14 @@ _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
 STAGING = re.compile(r"\.staging-step-\d+-(?P<token>[0-9a-z]+)-(?P<number>\d+)")
 TRASH = ".trash-"
-_BLOCK_BYTES = 512 << 10
-"""Read and checksummed at a time: what fits into a core's own cache."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A directory of checkpoints.
-
-    Attributes:
-        directory: On a file system that all ranks share.
-    """
+    """A directory of checkpoints."""
 
     directory: Path
+    """On a file system that all ranks share."""
 
     def steps(self) -> list[int]:
         """Return the committed steps, newest first; none if there is no such directory."""
@@ -103,10 +98,18 @@ class Store:
             CheckpointFencedError: the group is over; nothing was committed.
             OSError: nothing was committed.
         """
-        sync_folder(staging)
-        fencing.check_fence()
+        _sync_folder(staging)
         target = self.folder(step)
-        if not _rename_to_new(staging, target):
+        for attempt in range(2):
+            fencing.check_fence()
+            try:
+                staging.rename(target)
+                break
+            except OSError as e:
+                if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                if attempt > 0:
+                    raise CheckpointError(f"{target} was made by another writer meanwhile") from e
             problems = verify(target)
             if not problems:
                 _log.warning("%s is there already, and good: it is kept", target)
@@ -114,10 +117,7 @@ class Store:
                 return False
             _log.warning("%s is replaced: %s", target, problems[0])
             self.set_aside(target)
-            fencing.check_fence()
-            if not _rename_to_new(staging, target):
-                raise CheckpointError(f"{target} was made by another writer meanwhile")
-        sync_folder(self.directory)
+        _sync_folder(self.directory)
         return True
 
     def set_aside(self, folder: Path) -> Path:
@@ -157,24 +157,23 @@ class Store:
             if staged and staged["token"] == token:
                 if int(staged["number"]) < number:
                     self.set_aside(self.directory / name)
-            elif staged and self._is_over(staged["token"], token, name):
+            elif staged and self._is_over(self.directory / name, staged["token"], token):
                 _log.info("removing %s, which was never committed", name)
                 self.set_aside(self.directory / name)
 
-    def _is_over(self, theirs: str, mine: str, name: str) -> bool:
-        """Return whether another group cannot commit any more."""
-        their_record, my_record = record_of(theirs), record_of(mine)
-        if their_record is not None and my_record is not None:
-            return their_record < my_record  # fenced by our record
+    def _is_over(self, folder: Path, theirs: str, mine: str) -> bool:
+        """Return whether another group, whose staging folder this is, cannot commit any more."""
+        their_index, my_index = _index_of(theirs), _index_of(mine)
+        if their_index is not None and my_index is not None:
+            return their_index < my_index  # fenced by our log entry
         with contextlib.suppress(OSError):
-            folder = self.directory / name
             touched = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
             return time.time() - touched > LEFTOVER_AGE_S
         return False
 
 
-def record_of(token: str) -> int | None:
-    """Return the number of the record that formed a group; None for a group without a run."""
+def _index_of(token: str) -> int | None:
+    """Return the index of the log entry that formed a group; None for a group without a run."""
     return int(token[1:]) if re.fullmatch(r"r\d+", token) else None
 
 
@@ -207,8 +206,7 @@ def verify(folder: Path) -> list[str]:
         manifest = read_manifest(folder)
     except CheckpointError as e:
         return [str(e)]
-    found = (file_problem(folder, entry) for entry in manifest.files)
-    return [problem for problem in found if problem]
+    return [problem for entry in manifest.files if (problem := file_problem(folder, entry))]
 
 
 def file_problem(folder: Path, entry: FileEntry) -> str | None:
@@ -219,34 +217,21 @@ def file_problem(folder: Path, entry: FileEntry) -> str | None:
             num_bytes = os.fstat(f.fileno()).st_size
             if num_bytes != entry.num_bytes:
                 return f"{path} has {num_bytes} bytes instead of {entry.num_bytes}"
-            checksum, block = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK_BYTES))
-            while got := f.readinto(block):
-                checksum.update(block[:got])
+            checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
     except OSError as e:
         return f"{path} cannot be read: {e.strerror}"
-    if f"xxh3_64:{checksum.hexdigest()}" != entry.checksum:
+    if f"xxh3_64:{checksum}" != entry.checksum:
         return f"{path} was changed: its checksum does not match"
     return None
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a loss of power."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _rename_to_new(source: Path, target: Path) -> bool:
-    """Rename a folder unless the target is there; return whether it was renamed."""
-    try:
-        source.rename(target)
-    except OSError as e:
-        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    return True
 
 
 # ---- Removals from a directory of checkpoints, for which no save waits
@@ -259,11 +244,7 @@ _GETS_ON_S = 5.0
 
 
 class Cleaner:
-    """Removes in a daemon thread, one thing after another.
-
-    Args:
-        store: Where.
-    """
+    """Removes in a daemon thread, one thing after another."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -292,12 +273,10 @@ class Cleaner:
             timeout_s: How long at most; None: for as long as it gets on.
         """
         thread, before = self._thread, -1
-        if thread is None:
-            return
-        if timeout_s is not None:
+        if thread is not None and timeout_s is not None:
             thread.join(timeout_s)
             return
-        while thread.is_alive() and before < self._num_removed:
+        while thread is not None and thread.is_alive() and before < self._num_removed:
             before = self._num_removed
             thread.join(_GETS_ON_S)
 
@@ -316,7 +295,7 @@ class Cleaner:
                 _log.warning("old checkpoints stay in %s for now: %s", self._store.directory, e)
 
 
-# ---- Which checkpoints of a run a user may do without, and their removal. Needs no torch
+# ---- Which checkpoints of a run a user may do without, and their removal
 # A checkpoint counts as good once all of its bytes were read and their checksums are right. The
 # newest ``keep_last`` good ones stay, and so does whatever is newer than the oldest of them,
 # damaged or not: what a run restores now is never older. Nodes' memory is left alone.
@@ -324,12 +303,7 @@ class Cleaner:
 
 @dataclass(frozen=True)
 class Item:
-    """A folder that goes, or that could not be removed.
-
-    Attributes:
-        folder: Where it is.
-        num_bytes: What its files take.
-    """
+    """A folder that goes, or that could not be removed, and the bytes of its files."""
 
     folder: Path
     num_bytes: int
@@ -337,39 +311,45 @@ class Item:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What is to go from one directory of checkpoints.
-
-    Attributes:
-        directory: The directory.
-        kept: The good steps that stay, newest first.
-        damaged: What is wrong with those that were read and are not good, by step.
-        going: What goes: old checkpoints first, then leftovers of aborted saves.
-    """
+    """What is to go from one directory of checkpoints."""
 
     directory: Path
     kept: list[int]
+    """The good steps that stay, newest first."""
     damaged: Mapping[int, str]
+    """What is wrong with those that were read and are not good, by step."""
     going: list[Item]
+    """What goes: old checkpoints first, then leftovers of aborted saves."""
 
 
-def plan(directory: Path, *, keep_last: int, is_over: Callable[[str], bool]) -> Cleaning:
+def plan(directory: Path, *, keep_last: int, last_index: int | None) -> Cleaning:
     """Return what may go; nothing is changed.
 
     Args:
         directory: Of the checkpoints.
         keep_last: This many of the newest good ones stay; 0: none.
-        is_over: Returns whether the group with this token cannot commit any more.
+        last_index: Index of the run's last log entry; None if no task of the run may be there.
 
     Raises:
         CheckpointError: the directory cannot be read.
     """
     store = Store(directory)
+    kept: list[int] = []
+    damaged: dict[int, str] = {}
     try:
         steps = store.steps()
-        kept, damaged = _newest_good(store, steps, keep_last)
-        old = choose(steps, kept, keep_last)
-        left = [directory / name for name in leftovers(_names(directory), is_over)]
-        going = [Item(f, size(f)) for f in [*map(store.folder, old), *left]]
+        for step in steps:
+            if len(kept) == keep_last:
+                break
+            problems = verify(store.folder(step))
+            if problems:
+                damaged[step] = problems[0]
+            else:
+                kept.append(step)
+        old = [store.folder(step) for step in choose(steps, kept, keep_last)]
+        names = [path.name for path in directory.iterdir()]
+        left = [directory / name for name in leftovers(names, last_index)]
+        going = [Item(folder, _num_bytes(folder)) for folder in old + left]
     except OSError as e:
         raise CheckpointError(f"{e.filename or directory}: {e.strerror or e}") from e
     return Cleaning(directory, kept, damaged, going)
@@ -388,27 +368,23 @@ def choose(steps: Iterable[int], kept: list[int], keep_last: int) -> list[int]:
     return sorted(step for step in steps if not kept or step < min(kept))
 
 
-def leftovers(names: Iterable[str], is_over: Callable[[str], bool]) -> list[str]:
-    """Return the folders that saves have left which will never be committed (pure)."""
+def leftovers(names: Iterable[str], last_index: int | None) -> list[str]:
+    """Return the folders that saves have left which will never be committed (pure).
+
+    Args:
+        names: All names in the directory.
+        last_index: See `plan`. A group of an earlier entry is fenced; while the run goes on, it
+            is unknown whether a group without an entry is over.
+    """
+
+    def is_over(token: str) -> bool:
+        index = _index_of(token)
+        return last_index is None or (index is not None and index < last_index)
+
     staged = ((name, STAGING.fullmatch(name)) for name in names)
     return sorted(
         name for name, m in staged if name.startswith(TRASH) or (m and is_over(m["token"]))
     )
-
-
-def fenced_by(last_index: int, *, run_goes_on: bool) -> Callable[[str], bool]:
-    """Return the function that decides whether a group of a run cannot commit any more (pure).
-
-    Args:
-        last_index: The index of the run's last log entry.
-        run_goes_on: Whether a task of the run may be there.
-    """
-
-    def is_over(token: str) -> bool:
-        record = record_of(token)
-        return not run_goes_on or (record is not None and record < last_index)
-
-    return is_over
 
 
 def remove(cleaning: Cleaning) -> list[Item]:
@@ -424,41 +400,19 @@ def remove(cleaning: Cleaning) -> list[Item]:
             continue  # found below
     gone = {item.folder.name.lstrip(".") for item in cleaning.going}
     return [
-        Item(cleaning.directory / name, size(cleaning.directory / name))
-        for name in sorted(_names(cleaning.directory))
-        if name.lstrip(".") in gone or any(f"{TRASH}{g}-" in name for g in gone)
+        Item(path, _num_bytes(path))
+        for path in sorted(cleaning.directory.iterdir())
+        if path.name.lstrip(".") in gone or any(f"{TRASH}{g}-" in path.name for g in gone)
     ]
 
 
-def size(folder: Path) -> int:
-    """Return the bytes of all files in a folder, as far as they are there."""
+def _num_bytes(folder: Path) -> int:
     total = 0
     for path, _, files in os.walk(folder):
         for name in files:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many files
-            except FileNotFoundError:
-                continue
     return total
-
-
-def _newest_good(store: Store, steps: list[int], num: int) -> tuple[list[int], dict[int, str]]:
-    good: list[int] = []
-    damaged: dict[int, str] = {}
-    for step in steps:
-        if len(good) == num:
-            break
-        problems = verify(store.folder(step))
-        if problems:
-            damaged[step] = problems[0]
-        else:
-            good.append(step)
-    return good, damaged
-
-
-def _names(directory: Path) -> list[str]:
-    with os.scandir(directory) as entries:
-        return [entry.name for entry in entries]
 
 
 # ---- Where the checkpoints of a run are: the one home of that fact, for workers and for commands
@@ -466,8 +420,6 @@ def _names(directory: Path) -> list[str]:
 # rank 0 writes it down in the run directory at the first checkpoint that it commits there:
 #
 #     <run>/saves_to/<hash of the path>     the path of the directory, one line
-#
-# Nothing here needs torch, so that the command line can use it.
 
 
 def remember(directory: Path) -> None:
@@ -479,10 +431,10 @@ def remember(directory: Path) -> None:
     Raises:
         OSError: the run directory cannot be written.
     """
-    record = fencing.own_entry()
-    if record is None:
+    entry = fencing.own_entry()
+    if entry is None:
         return
-    run = RunDir(record.parent.parent)
+    run = RunDir(entry.parent.parent)
     name = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
     if directory != run.checkpoints and not (run.saves_to / name).exists():
         run.saves_to.mkdir(exist_ok=True)
@@ -504,12 +456,9 @@ def directories(run: RunDir) -> list[Path]:
     return [directory for directory in found if Store(directory).steps()]
 
 
-# ---- Which checkpoints may go (pure)
-
-
 @dataclass(frozen=True)
 class Retention:
-    """What is kept.
+    """Which checkpoints are kept.
 
     Attributes:
         keep_last: How many of the newest checkpoints, at least 1.
@@ -522,26 +471,22 @@ class Retention:
     def __post_init__(self) -> None:
         for key in ("keep_last", "keep_every"):
             value = getattr(self, key)
-            if key == "keep_every" and value is None:
-                continue
-            if type(value) is not int or value < 1:
+            if (key, value) != ("keep_every", None) and (type(value) is not int or value < 1):
                 raise ConfigError(key, value, "give a whole number of at least 1")
 
+    def removable(
+        self, steps: Collection[int], *, committed: int, damaged: Collection[int] = ()
+    ) -> list[int]:
+        """Return the steps to remove, oldest first (pure).
 
-def removable(
-    steps: Collection[int], *, committed: int, rule: Retention, damaged: Collection[int] = ()
-) -> list[int]:
-    """Return the steps to remove, oldest first.
-
-    Args:
-        steps: Of all checkpoints there are.
-        committed: The one that was written just now, and so is good. It stays in any case.
-        rule: What is kept.
-        damaged: Steps that did not verify. They do not count among the last, and go once there
-            is a newer good one.
-    """
-    good = sorted(set(steps) - set(damaged) | {committed})
-    kept = {committed, *good[-rule.keep_last :]}
-    if rule.keep_every is not None:
-        kept |= {step for step in good if step % rule.keep_every == 0}
-    return sorted(step for step in steps if step not in kept and (step in good or step < committed))
+        Args:
+            steps: Of all checkpoints there are.
+            committed: The one that was written just now, and so is good. It stays in any case.
+            damaged: Steps that did not verify. They do not count among the last, and go once there
+                is a newer good one.
+        """
+        good = sorted(set(steps) - set(damaged) | {committed})
+        kept = {committed, *good[-self.keep_last :]}
+        if self.keep_every is not None:
+            kept |= {step for step in good if step % self.keep_every == 0}
+        return [s for s in sorted(steps) if s not in kept and (s in good or s < committed)]

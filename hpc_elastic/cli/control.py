@@ -238,8 +238,8 @@ def prune_command(
         last = fencing.last_index(files.rdzv)
     except OSError as e:
         raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
-    is_over = store.fenced_by(last, run_goes_on=_goes_on(run))
-    cleaning = store.plan(folder, keep_last=keep_last, is_over=is_over)
+    last_index = last if _goes_on(run) else None
+    cleaning = store.plan(folder, keep_last=keep_last, last_index=last_index)
     left = [] if dry_run else store.remove(cleaning)
     freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
     if as_json:

@@ -11,9 +11,9 @@ step the ranges of all ranks together have to be those of the plan, and each str
 the end of the one before it. Everything else is a problem.
 
 Stretches form a tree: each starts from a state, and a state names the stretch that made it and the
-step (`ledger`). The last stretch is that of the last record. Its ancestors, each up to the step at
-which its child branched off, are the history of the model. All other work was lost: steps after the
-last checkpoint of a killed group, and groups without a successor.
+step (`ledger`). The last stretch is that of the last log entry. Its ancestors, each up to the step
+at which its child branched off, are the history of the model. All other work was lost: steps after
+the last checkpoint of a killed group, and groups without a successor.
 
 The last stretch of a run that goes on, or was killed, has steps that not all ranks have written;
 only those of all ranks count. A run that succeeded has all steps, and its history ends where its
@@ -48,7 +48,7 @@ Spans = NDArray[np.int64]
 
 STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
 _NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
-_FILE = re.compile(r"(?P<name>[\w-]+)\.(record-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
+_FILE = re.compile(r"(?P<name>[\w-]+)\.(entry-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
         )
     last = end.ended if end is not None else max(groups, default=None)
     if last not in groups:
-        what = f"that of record {last[0]}" if last else "every one"
+        what = f"that of log entry {last[0]}" if last else "every one"
         problems.append(f"the ledger of a group is missing: {what}")
         return Proof(name, 0, [], end.step if end else 0, len(groups), 0, 0, 0, problems)
     until = groups[last].last_common_step
@@ -179,10 +179,10 @@ def _history_problems(parts: Sequence[LedgerPart]) -> Iterator[str]:
     first = parts[0].group.head
     if first.parent is not None:
         yield (
-            f"the ledger of the group of record {first.parent[0]}, which trained up to step "
+            f"the ledger of the group of log entry {first.parent[0]}, which trained up to step "
             f"{first.step}, is missing"
         )
-    names = [f"the group of record {part.group.head.stretch[0]}" for part in parts]
+    names = [f"the group of log entry {part.group.head.stretch[0]}" for part in parts]
     for part, name in zip(parts, names, strict=True):
         if len({str(replace(head, rank=0)) for head in part.group.heads.values()}) > 1:
             yield f"the ranks of {name} disagree on where it has begun, or on what it trains"

@@ -1,9 +1,9 @@
 """The ledger: each rank records the samples that it has trained on, for the proof of `audit`.
 
-    <run>/ledger/<name>.record-<n>.rank-<r>.jsonl
+    <run>/ledger/<name>.entry-<n>.rank-<r>.jsonl
     <run>/ledger/<name>.replica-<token>.jsonl
 
-``name`` is the sampler's, n the number of the record that formed the worker group (`fencing`), r
+``name`` is the sampler's, n the index of the log entry that formed the worker group (`fencing`), r
 the rank. The token identifies a replica process, which lives on when the group changes. So each
 file has one writer, once. The lines:
 
@@ -16,7 +16,7 @@ file has one writer, once. The lines:
 Lines hold positions, not indices, and one line covers all steps that follow the same rule: all
 steps between two flushes, except at the end of an epoch.
 
-A *stretch* is what one group trains from one loaded state on. It is named by (record, number of
+A *stretch* is what one group trains from one loaded state on. It is named by (entry, number of
 states loaded before), or by (quorum, number of states loaded in it). A state carries the name of
 the stretch that made it, so a stretch's parent is known, and the step at which it branched off.
 
@@ -31,7 +31,7 @@ of the last group's ledger is noticed.
 
 Two kinds of groups write:
 
-- Ranks that restart whenever the group changes. Their stretch is named by the record that formed
+- Ranks that restart whenever the group changes. Their stretch is named by the log entry that formed
   the group. Each writes its share of a batch, and the proof needs the shares of all.
 - Replicas that live on when the group changes. Their stretch is named by the quorum. A replica may
   be killed right after a step that the others have committed with it, so each writes whole batches,
@@ -78,7 +78,7 @@ class LedgerSegment:
 
     Attributes:
         name: Name of the sampler.
-        stretch: (record or quorum, number of states loaded): equal on all ranks of a group.
+        stretch: (entry or quorum, number of states loaded): equal on all ranks of a group.
         parent: The stretch that made the state; None at the start, or if another run made it.
         step: Global batches trained before, over the run.
         epoch: The epoch in which it continues.
@@ -287,8 +287,8 @@ class _Origin:
 
     folder: Path
     run_id: str
-    record: int
-    """Number of the record that formed the group."""
+    index: int
+    """Index of the log entry that formed the group."""
     generation: int
     """How often the run had been resumed."""
 
@@ -298,15 +298,15 @@ def _find_origin() -> _Origin | None:
 
     ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
     """
-    record = fencing.own_entry()
-    if record is None:
+    entry = fencing.own_entry()
+    if entry is None:
         return None
-    run = record.parent.parent
+    run = entry.parent.parent
     try:
         spec = RunDir(run).load()
     except RunDirectoryError:
         return None
-    return _Origin(run / FOLDER, spec.run_id, fencing.number(record.name), spec.generation)
+    return _Origin(run / FOLDER, spec.run_id, fencing.number(entry.name), spec.generation)
 
 
 class LedgerWriter:
@@ -366,15 +366,13 @@ class LedgerWriter:
         if self._begun:
             stretch = self._stretch
         elif inside:
-            stretch = (self._origin.record, self._num_loaded)
+            stretch = (self._origin.index, self._num_loaded)
         return {"run_id": self._origin.run_id, "stretch": list(stretch)} if stretch else None
 
     def begin_segment(self, plan: EpochPlan, place: SamplePosition) -> None:
         """Begin the stretch of this rank's group, once for each state loaded."""
         if self._origin is not None and not self._begun:
-            self._begin_stretch(
-                (self._origin.record, self._num_loaded), plan, place, *self._group()
-            )
+            self._begin_stretch((self._origin.index, self._num_loaded), plan, place, *self._group())
 
     def begin_quorum_segment(self, quorum_id: int, plan: EpochPlan, place: SamplePosition) -> None:
         """Begin the stretch of a quorum, unless it has begun; only rank 0 of a group writes.
@@ -408,7 +406,7 @@ class LedgerWriter:
         if self._is_replica and self._group()[0] != 0:
             return
         if not self._is_replica:  # its own stretch, even if it has not begun
-            by = self._origin.record, self._num_loaded
+            by = self._origin.index, self._num_loaded
         else:
             by = ended if self._begun else (ended[0], ended[1] + 1)
         with self._lock, contextlib.suppress(ConfigError):  # another sampler has the same name
@@ -431,7 +429,7 @@ class LedgerWriter:
     def _open_ledger(self) -> Ledger:
         assert self._origin is not None
         if self.ledger is None:
-            writer = f"record-{self._origin.record}.rank-{self._group()[0]}"
+            writer = f"entry-{self._origin.index}.rank-{self._group()[0]}"
             if self._is_replica:
                 writer = f"replica-{PROCESS_TOKEN}"
             self.ledger = Ledger(self._origin.folder / f"{self._name}.{writer}.jsonl")

@@ -1,32 +1,32 @@
-"""The ``slurm`` rendezvous: who is in the worker group, decided by one leader.
+"""The ``slurm`` rendezvous: one leader decides which nodes are in the worker group.
 
-Pure, each with its theory of operation at its head; read them in this order:
+Pure modules, each with its theory of operation at its head; read them in this order:
 
-- `log_entry`       the decisions that all agents agree on, what fencing means, and how entries are
-                    found and created on a shared file system
-- `effects`         what a leader or an agent wants done, in one vocabulary
-- `round_state`     which round closes when: who has come, who is lost, who has which rank
+- `log_entry`       the decisions that all agents agree on, fencing, and how entries are found and
+                    created on a shared file system
+- `effects`         the actions that the state machines return
+- `round_state`     when a round closes, which agents are lost, and which ranks the members have
 - `group_change`    when a running round is broken so that the group can change
 - `failure_policy`  what a broken round costs, which node is bad, which rank is slow
-- `hang_diagnosis`  when a group that makes no step is hung, and which rank holds the others up
-- `task_recovery`   which nodes go back to the queue, which tasks are brought back from it, and when
-                    Slurm may be asked
-- `replica_state`   the same for a run with ``ft=true``, whose nodes are replicas of the model; the
+- `hang_diagnosis`  when a group that makes no step is hung, and which rank blocks the others
+- `task_recovery`   which nodes are requeued, which lost tasks are restarted, and when Slurm may be
+                    queried
+- `replica_state`   the rules of a run with ``ft=true``, whose nodes are replicas of the model; the
                     lighthouse beside the leader
-- `leader_state`    a leader in its term: what it may still decide, and who lives
-- `follower_state`  an agent's search for a leader, and its life under one
-- `run_status`      what people are shown of the group
+- `leader_state`    a leader in its term: its decisions, its lease, and which agents are alive
+- `follower_state`  an agent that looks for a leader, and follows it
+- `run_status`      the status of the group, for people
 
-With effects:
+Modules with effects:
 
 - `decision_log`    the entries on the shared file system, and the lease
-- `term`            the one place through which all passes that a leader writes while its term lasts
-- `status_writer`   events, status, progress and result, for others to read
-- `leader`          carries out what a leader's state decides: sockets, files, Slurm
-- `session`         one agent's side: carries out its follower's state, or leads
+- `term`            fences all writes of a leader
+- `status_writer`   events, status, progress and result
+- `leader`          carries out the effects of a leader's state: sockets, files, Slurm
+- `session`         one agent: carries out the effects of its follower's state, or leads
 - `torch_handler`   torch's RendezvousHandler over a session; ``torchrun --rdzv-backend=slurm``,
                     whose entry point is `registry`
 
-They speak over `hpc_elastic.transport`. Only `torch_handler` imports torch.
-`simulation` runs the pure ones in virtual time.
+Agents communicate over `hpc_elastic.transport`. Only `torch_handler` imports torch. The simulator
+(`tests/simulation`) runs the pure modules in virtual time.
 """

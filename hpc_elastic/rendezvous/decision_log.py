@@ -40,8 +40,8 @@ class DecisionLog:
         return carried_out(LogSteps(self).last())
 
     def look(self) -> tuple[int, LogEntry | None, int | None]:
-        """See `LogSteps.look`."""
-        return carried_out(LogSteps(self).look())
+        """See `LogSteps.last_with_lease`."""
+        return carried_out(LogSteps(self).last_with_lease())
 
     def create(self, entry: LogEntry) -> bool:
         """Create an entry; False if its index is taken.

@@ -1,4 +1,4 @@
-"""The effects of the rendezvous: what its pure state machines want done, in one vocabulary (pure).
+"""The effects of the rendezvous: the actions that its pure state machines return (pure).
 
 `round_state` and `replica_state` return effects, and `leader_state` delays those that stand behind
 an `Append`. `term` hands them to `leader`, which carries them out. `follower_state` returns effects
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message to agents that are connected; None: to all that are."""
+    """Send a message to connected agents; None: to all of them."""
 
     agents: Collection[Agent] | None
     message: Message
@@ -51,11 +51,11 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Hand the agent's own thread a message of the leader, or about it.
+    """Pass the agent's own thread a message of the leader, or about it.
 
-    Types: ``round``, ``stop``, ``checkpoint_request``, ``end``, ``give back``,
-    ``waiting`` (as `leader` sends them); ``noticed``: this node is under notice; ``leaving``: it
-    has left the run because of that; ``news``: the reason why nothing has come yet.
+    Types: ``round``, ``stop``, ``checkpoint_request``, ``end``, ``requeue``, ``waiting`` (as
+    `leader` sends them); ``noticed``: this node has a preemption notice; ``departed``: it has left
+    the run because of that; ``news``: why no message has arrived yet.
     """
 
     message: Message
@@ -84,7 +84,7 @@ class ReadLog:
 class Claim:
     """Try to append entry ``number`` as the next leader; report `FollowerState.claimed`.
 
-    ``possibly_alive``: nobody has seen the end of the leader before, which is only out of reach.
+    ``possibly_alive``: the leader before is out of reach, and its end was not observed.
     """
 
     number: int
@@ -105,8 +105,8 @@ class Announce:
 
     Attributes:
         entry: The entry.
-        requests: Who is sent a place, and which of its requests is answered: it may have come back
-            since the decision, and ask for another round.
+        requests: The agents that are sent a place, each with the request that this answers: an
+            agent may have joined again since the decision, and request another round.
         alone: Each of them is a group of its own (`replica_state`).
     """
 
@@ -117,9 +117,10 @@ class Announce:
 
 @dataclass(frozen=True)
 class PublishResult:
-    """Write the result of a run that has ended, and take its pending tasks out of the queue.
+    """Write the result of a run that has ended, and cancel its pending tasks.
 
-    Its leader does, and an agent that finds the end in the log: the leader may have died before.
+    The leader does so, and any agent that finds the end in the log: the leader may have died
+    before it did.
     """
 
     entry: LogEntry
@@ -127,7 +128,7 @@ class PublishResult:
 
 @dataclass(frozen=True)
 class RenewLease:
-    """Show on the shared file system that the leader of this term lives."""
+    """Show on the shared file system that the leader of this term is alive."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +141,15 @@ class Show:
 
 @dataclass(frozen=True)
 class RemoveNotice:
-    """Remove a claimed notice, which is confirmed, or (``in_vain``) names nobody."""
+    """Remove a claimed notice, which is confirmed, or matches no agent of the run."""
 
     name: str
-    in_vain: bool = False
+    matches_no_agent: bool = False
 
 
 @dataclass(frozen=True)
 class Note:
-    """Write an event into the event log; its kinds stand in `hpc_elastic.run.event_schema`."""
+    """Write an event into the event log; `hpc_elastic.run.event_schema` has the kinds."""
 
     kind: str
     fields: Mapping[str, object]
@@ -164,21 +165,22 @@ class StepDown:
 
 @dataclass(frozen=True)
 class QueryTasks:
-    """Query the states of the run's tasks; report `LeaderState.slurm_says`."""
+    """Query the states of the run's tasks; report `LeaderState.slurm_answered`."""
 
 
 @dataclass(frozen=True)
 class QuerySlurm:
-    """Query whether the leader's task runs; report `FollowerState.slurm_says`."""
+    """Query whether the leader's task runs; report `FollowerState.slurm_answered`."""
 
     task: str
 
 
 @dataclass(frozen=True)
 class QuerySweep:
-    """Query whether the run waits in vain for nodes; report `LeaderState.sweep_says`.
+    """Query whether other runs of the sweep hold the nodes that this one waits for.
 
-    ``lost``: its tasks that were lost, each with its attempt; Slurm learns of that late.
+    The answer goes to `LeaderState.sweep_answered`. ``lost``: the run's lost tasks, each with its
+    attempt; Slurm detects a loss late.
     """
 
     lost: Mapping[str, int]
@@ -193,7 +195,7 @@ class Postpone:
 
 @dataclass(frozen=True)
 class Exclude:
-    """Let no queued task of the run start on these hosts, nor on those that were named before."""
+    """Let no queued task of the run start on these hosts, nor on those excluded before."""
 
     hosts: tuple[str, ...]
     why: str
@@ -203,8 +205,8 @@ class Exclude:
 class ClearHolds:
     """Let these tasks, which Slurm holds after a requeue or has ended, start soon.
 
-    ``possibly_alive``: those of them that may still run, each with its node, since no end was seen.
-    ``failed_on``: those that failed before they joined, each with the hosts where they did.
+    ``possibly_alive``: those whose end was not observed, each with the node where it may still run.
+    ``failed_on``: those that failed before they joined, each with the hosts of these attempts.
     """
 
     tasks: tuple[str, ...]
@@ -214,9 +216,9 @@ class ClearHolds:
 
 @dataclass(frozen=True)
 class LetOthersStart:
-    """Let other runs of the sweep start that stay away, if there are idle nodes for them.
+    """Let other runs of the sweep start that are postponed, if there are idle nodes for them.
 
-    ``lost``: tasks of this run that were lost, and come back by other rules.
+    ``lost``: the lost tasks of this run, which `ClearHolds` restarts.
     """
 
     lost: tuple[str, ...]
@@ -224,7 +226,7 @@ class LetOthersStart:
 
 @dataclass(frozen=True)
 class Readmit:
-    """Let these tasks, which are gone, start on the nodes that they avoid, where those are back."""
+    """Let these lost tasks start again on the nodes that they avoid, if those nodes are back."""
 
     tasks: tuple[str, ...]
 
@@ -257,12 +259,9 @@ Effect = (
 )
 
 
-_MOST_NAMED = 20
-
-
 def hosts_of(agents: Collection[Agent]) -> list[str]:
-    """Return hosts for an event: a line stays short in a run of thousands of nodes."""
-    return [agent.host for agent in agents][:_MOST_NAMED]
+    """Return the first 20 hosts, for an event: a line stays short with thousands of nodes."""
+    return [agent.host for agent in agents][:20]
 
 
 # ---- a member's place in a round

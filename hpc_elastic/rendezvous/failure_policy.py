@@ -44,7 +44,7 @@ from hpc_elastic.rendezvous.log_entry import (
     RoundRules,
     RunEnding,
     first_failure,
-    looks_like_victim,
+    is_secondary,
 )
 from hpc_elastic.rendezvous.task_recovery import FailedStart
 
@@ -81,7 +81,7 @@ def strikes_of(failure: Failure) -> int:
         return STRIKES
     if failure.signal == "SIGBUS":
         return 1
-    return int(bool(_DOUBTFUL.search(text)) and not looks_like_victim(failure))
+    return int(bool(_DOUBTFUL.search(text)) and not is_secondary(failure))
 
 
 @dataclass

@@ -259,7 +259,7 @@ class FollowerState:
         """The connection to the leader is gone."""
         return self._lost(why, now) if self._link is _Link.UP and not self._over else []
 
-    def slurm_says(self, task: str, runs: bool | None, now: float) -> list[Effect]:
+    def slurm_answered(self, task: str, runs: bool | None, now: float) -> list[Effect]:
         """Slurm's word on the task that was asked about; None: it gave none."""
         if self._entry is not None and self._entry.leader.task == task and runs is False:
             self._watch.slurm_says_dead = True

@@ -116,7 +116,7 @@ class Leader:
     def lead(self) -> None:
         """Begin to decide."""
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
-        self._term.handle(self._leadership.begin)
+        self._term.handle(self._leadership.start_leading)
         self._listener.serve(self._take)
         duties = self._tick(), self._watch_log(), self._tell_status(), self._readmit()
         for duty in duties:
@@ -143,7 +143,7 @@ class Leader:
         """
         if not self._term.is_over:
             await self._finish(linger_s)
-            self._term.end()
+            self._term.end_term()
         await self.over()
 
     async def over(self) -> None:
@@ -160,7 +160,7 @@ class Leader:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
-        self._term.handle(self._leadership.knows_notice, self._claim.leader.task)  # it is going
+        self._term.handle(self._leadership.notice_confirmed, self._claim.leader.task)  # it is going
         for duty in self._duties:
             duty.cancel()
         if self._folder is not None:
@@ -168,7 +168,7 @@ class Leader:
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
 
     def let_go(self) -> None:
-        """See `Hands`: they will find the next leader."""
+        """See `Executor`: they will find the next leader."""
         self._listener.close()
         for visitor in self._visitors:
             visitor.close()
@@ -210,7 +210,7 @@ class Leader:
 
     def _fail(self) -> None:
         _log.exception("the leader failed; stepping down")
-        self._term.end()
+        self._term.end_term()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
@@ -278,7 +278,7 @@ class Leader:
     # ---- effects ------------------------------------------------------------------------
 
     def carry_out(self, effect: Effect) -> None:
-        """See `Hands`."""
+        """See `Executor`."""
         world = self._office.world
         match effect:
             case Send(agents, message):
@@ -305,8 +305,8 @@ class Leader:
                 self._renew_lease()
             case Show(status, lines):
                 self._journal.show(status, lines)
-            case RemoveNotice(name, in_vain):
-                if in_vain:
+            case RemoveNotice(name, matches_no_agent):
+                if matches_no_agent:
                     _log.warning("the notice %s names no task or host of the run", name)
                 assert self._folder is not None
                 self._folder.confirm(name)
@@ -324,7 +324,7 @@ class Leader:
                 self._let_slurm(world.clear_holds, tasks, possibly_alive, failed_on)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
-        """See `Hands`."""
+        """See `Executor`."""
         self._start(self._publish(entry, afterwards), self._clean_up)
 
     def _let_slurm(self, work: Callable[..., None], *arguments: object) -> asyncio.Task[None]:
@@ -368,11 +368,11 @@ class Leader:
 
     async def _query_tasks(self) -> None:
         view = await self._in_thread(self._office.world.view)
-        self._term.handle(self._leadership.slurm_says, view, time.monotonic())
+        self._term.handle(self._leadership.slurm_answered, view, time.monotonic())
 
     async def _query_sweep(self, lost: Mapping[str, int]) -> None:
         why = await self._in_thread(self._office.world.waits_in_vain, lost)
-        self._term.handle(self._leadership.sweep_says, why, time.monotonic())
+        self._term.handle(self._leadership.sweep_answered, why, time.monotonic())
 
     def _renew_lease(self) -> None:
         if not self._renewing:  # the file system may hang
@@ -407,7 +407,7 @@ class Leader:
         while True:
             with contextlib.suppress(OSError):
                 number = await self._in_thread(self._office.register.last_index)
-                self._term.handle(self._leadership.saw, number)
+                self._term.handle(self._leadership.log_advanced, number)
             await asyncio.sleep(self._office.pace.look_s)
 
     async def _watch_notices(self, folder: TermFolder) -> None:
@@ -416,7 +416,7 @@ class Leader:
             with self._if_not_over(), contextlib.suppress(OSError):
                 self._is_notice_confirmed.clear()
                 claimed = await self._in_thread(carried_out, folder.claim_notices())
-                self._term.handle(self._leadership.asked_to_leave, claimed)
+                self._term.handle(self._leadership.notices_claimed, claimed)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._office.pace.look_s):
                     await self._is_notice_confirmed.wait()
@@ -431,7 +431,7 @@ class Leader:
             yield
         except TermOverError as e:
             _log.warning("term %d is over: %s", self._claim.term, e)
-            self._term.end()
+            self._term.end_term()
 
     async def _readmit(self) -> None:
         while True:
@@ -441,7 +441,7 @@ class Leader:
     async def _tell_status(self) -> None:
         while True:
             if self._journal.is_over:
-                self._term.end()
+                self._term.end_term()
             self._term.show(time.time())
             self._count_strangers()
             run = self._leadership.run

@@ -1,25 +1,24 @@
-"""The decisions of a run, as a numbered sequence of signed entries (pure).
+"""The log of a run's decisions: a numbered sequence of signed entries (pure).
 
 Theory of operation
 -------------------
-All that the agents of a run must agree on, whoever leads, is one small state: which term it is and
-who leads it, which round was closed last and with whom, what has been spent and lost, and whether
-the run has ended. Each change of that state is one `LogEntry`, a whole snapshot with a number, and
-entry ``n + 1`` may be created by exactly one agent (`decision_log`: link(2) on the shared file
-system). Whoever creates it has seen entry ``n``; so nobody can decide without knowing everything
-that was decided before:
+The agents of a run agree on one small state: the term and its leader, the last closed round and its
+members, the restarts and losses so far, and whether the run has ended. Each change of that state is
+one `LogEntry`: a whole snapshot with an index. Exactly one agent can create entry ``n + 1``
+(`decision_log`: link(2) on the shared file system), and it has read entry ``n`` before. So each
+decision is made with knowledge of all earlier ones:
 
 - An agent *claims* the next term by creating the next entry, with itself as the leader.
-- The leader *closes a round*, *releases* members, notes that one has *departed*, *gives all nodes
-  back*, or *ends the run*, by creating the next entry of its own term.
-- A leader that was paused or cut off, while somebody else has claimed a term, finds its next
-  number taken. It is *fenced*: nothing that it would still decide can come true.
-- A user *resumes* a run that has stopped by creating the next entry, of the next generation and
-  without a leader. So the numbers go on, and with them fences, checkpoints and ledgers; whoever
-  comes back from an earlier generation finds that he has no part in the run any more.
+- The leader *closes a round*, *releases* members, notes that one has *departed*, *requeues all
+  nodes*, or *ends the run*, by creating the next entry of its own term.
+- If another agent claims a term while the leader is paused or cut off, that leader finds its next
+  index taken. It is *fenced*: it can make no decision any more.
+- A user *resumes* a run that has stopped by creating the next entry, with the next generation and
+  without a leader. So indices, fencing tokens, checkpoints and ledgers continue; agents of an
+  earlier generation have no part in the run any more.
 
-The number of a round's entry is its fencing token: whoever acts for that round (a checkpoint's
-writer, `hpc_elastic.run.fencing`) may do so as long as no later entry exists.
+The index of a round's entry is its fencing token: a process that acts for that round (a
+checkpoint's writer, `hpc_elastic.run.fencing`) may do so as long as no later entry exists.
 
 Reference: M. Herlihy, Wait-Free Synchronization (1991), on agreement by a chain of
 compare-and-swap decisions; M. Burrows, The Chubby Lock Service (2006), on sequencers.
@@ -48,13 +47,13 @@ class Agent:
     nproc: int
 
     def __hash__(self) -> int:
-        """Return the task's: Python keeps that of a text, and an agent is looked up a lot."""
+        """Return the hash of the task's name, which Python caches: agents are looked up often."""
         return hash(self.task)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a leader listens, and which attempt of which task it is."""
+    """A leader's address, its task and the attempt of that."""
 
     address: str
     port: int
@@ -63,7 +62,7 @@ class Endpoint:
 
 
 NOBODY = Endpoint("", 0, "", 0)
-"""In place of a leader: the next agent that comes claims the term at once."""
+"""No leader: the next agent that starts claims a term at once."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,11 @@ class RunEnding:
     failure: Failure | None = None
     secondary_failures: tuple[Failure, ...] = ()
     results: str | None = None
-    """Name of the folder with what the workers have returned; None: the last round's."""
+    """Name of the folder with the return values of the workers; None: the last round's."""
 
     @property
     def message(self) -> dict[str, Any]:
-        """What agents are told of it."""
+        """The message to the agents."""
         return {"type": "end", "status": self.status, "failure": self.summary}
 
     @property
@@ -89,15 +88,15 @@ class RunEnding:
 
 @dataclass(frozen=True)
 class FailureCounters:
-    """What the run has suffered so far; see `failure_policy`."""
+    """The failures of the run so far; see `failure_policy`."""
 
     progress: int | None = None
-    """The last step of which a checkpoint was announced, as far as it was recorded."""
+    """The last step whose checkpoint was announced before this entry."""
     failures_without_progress: int = 0
     first_of_series: Failure | None = None
     strikes: Mapping[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
-    """Hosts that the run's tasks are not to start on."""
+    """Hosts on which no task of the run may start."""
 
 
 @dataclass(frozen=True)
@@ -114,23 +113,23 @@ class LogEntry:
     members: tuple[Agent, ...] = ()
     """Members of the last round, in rank order."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """Task -> attempt that was lost; Slurm may call it RUNNING for a while yet."""
+    """Task -> attempt that was lost; Slurm may still report it as RUNNING."""
     possibly_alive: Mapping[str, str] = field(default_factory=dict)
-    """Task -> the node where it may run still, for nobody has seen the end of what was lost."""
+    """Task -> node where a lost attempt may still run: its end was not observed."""
     times_requeued: int = 0
-    """How often the run gave its nodes back because they were too few."""
+    """How often the run has requeued all its nodes because they were fewer than min nodes."""
     started: float = 0.0
     """Unix time at which the run was first led."""
     ending: RunEnding | None = None
     counters: FailureCounters = field(default_factory=FailureCounters)
     requeued: Mapping[str, int] = field(default_factory=dict)
-    """Task -> attempt that the run gave back itself: its next start has a time of its own."""
+    """Task -> attempt that the run has requeued itself: that sets the time of its next start."""
     generation: int = 0
     """How often the run was resumed; agents of another generation have no part in it."""
 
     @property
     def is_vacant(self) -> bool:
-        """Whether nobody leads: the run was resumed, and waits for its first agent."""
+        """Whether there is no leader: the run was resumed, and waits for its first agent."""
         return self.leader == NOBODY
 
     def encode_signed(self, secret: bytes) -> str:
@@ -147,17 +146,17 @@ def claim(
     *,
     possibly_alive: bool = False,
 ) -> LogEntry:
-    """Return the entry that makes somebody the leader of the next term.
+    """Return the entry that makes an agent the leader of the next term.
 
-    The leader before is noted as lost: it is not waited for until it joins anew.
+    It marks the leader before as lost, so that no round waits for it until it joins again.
 
     Args:
         index: The entry's index.
-        before: The newest entry that verifies; None where there is none. Those in between are
+        before: The newest entry that verifies; None if there is none. Those in between are
             damaged, and may each have begun a term.
-        leader: Who claims.
+        leader: The agent that claims the term.
         now: Unix time.
-        possibly_alive: Whether nobody has seen the end of the leader before.
+        possibly_alive: Whether the end of the leader before was not observed.
     """
     if before is None:
         return LogEntry(index=index, term=index, leader=leader, started=now)
@@ -178,23 +177,23 @@ def claim(
 
 
 def has_no_leader(index: int, entry: LogEntry | None) -> bool:
-    """Return whether nobody has led yet since the run was submitted, or resumed.
+    """Return whether no agent has led since the run was submitted, or resumed.
 
     Args:
-        index: That of the last entry.
+        index: Of the last entry.
         entry: The newest one that verifies.
     """
     return index == 0 or (entry is not None and entry.index == index and entry.is_vacant)
 
 
 def resume_entry(index: int, before: LogEntry | None, generation: int) -> LogEntry:
-    """Return the entry by which a run that has stopped is resumed (login node).
+    """Return the entry that resumes a run that has stopped (login node).
 
-    Its rounds go on to be counted; what it has spent and lost is forgotten.
+    The count of rounds continues; restarts and losses start from none.
 
     Args:
         index: The entry's index.
-        before: The newest entry that verifies; None where there is none.
+        before: The newest entry that verifies; None if there is none.
         generation: The new one.
     """
     if before is None:
@@ -211,7 +210,7 @@ def resume_entry(index: int, before: LogEntry | None, generation: int) -> LogEnt
 
 
 def decode_signed(text: str, secret: bytes) -> LogEntry | None:
-    """Return the entry in a file's text; None if it is cut short, or not signed by this run."""
+    """Return the entry in a file's text; None if it is truncated, or not signed by this run."""
     try:
         sealed = json.loads(text)
         body, mac = str(sealed["entry"]), str(sealed["mac"])
@@ -238,19 +237,18 @@ def _counters(raw: dict[str, Any]) -> FailureCounters:
     return FailureCounters(**{**raw, "first_of_series": first, "excluded": tuple(raw["excluded"])})
 
 
-# ---- How the run's entries are found and created, whatever a file system's caches say (pure)
-# - An entry is made complete under another name and then linked to its own: link(2) fails if the
-#   name exists, on NFS too, so that exactly one agent creates each number (`log_entry` says what
-#   follows from that).
-# - Where the reply to link(2) is lost, the entry that is there tells whose it is: it names its
-#   leader, and what that one has decided. A count of links may come from a cache, and the numbers
-#   of inodes may change.
-# - The last entry is found by a listing, never by a look for the next one's path: a client
-#   remembers for a minute that a name was not there.
+# ---- Reading and creating entries on a file system with caches (pure)
+# - An entry is written completely under another name, and then linked to its own: link(2) fails if
+#   the name exists, on NFS too, so that exactly one agent creates each index.
+# - If the reply to link(2) is lost, the content of the existing entry shows which agent created it:
+#   it has the leader and the decision. A count of links may come from a cache, and inode numbers
+#   may change.
+# - The last entry is found in a listing, never by opening the next one's path: a client caches
+#   for a minute that a name is absent.
 # - The file under the other name is removed *behind*: a removal may hang for as long as a dead
-#   node holds a delegation, and a decision that is made waits for nothing.
-# - A lease is a counter that the leader of a term raises as long as it lives. Only whether it
-#   changes matters, seen on the reader's own clock: no two clocks are ever compared.
+#   node holds a delegation, and a decision does not wait for that.
+# - A lease is a counter that the leader of a term increments as long as it is alive. Readers
+#   measure on their own clock when it changes: no two clocks are compared.
 
 
 class LogFiles(Protocol):
@@ -263,17 +261,17 @@ class LogFiles(Protocol):
         """Open an entry anew and return it; None if it is damaged or not there."""
 
     def put(self, entry: LogEntry) -> None:
-        """Link an entry at its index; `FileExistsError`: that is taken, or the reply was lost."""
+        """Link an entry at its index; `FileExistsError`: it is taken, or the reply was lost."""
 
     def lease(self, term: int) -> int | None:
-        """Open a lease anew; return what the leader wrote last, None if nothing of his is there."""
+        """Open a lease anew; return its counter, None if the leader of the term wrote none."""
 
 
 class LogSteps:
-    """What is done with the entries of one run.
+    """The procedures on the entries of one run.
 
     Args:
-        files: Where it is done.
+        files: The run's files.
     """
 
     def __init__(self, files: LogFiles) -> None:
@@ -300,7 +298,7 @@ class LogSteps:
                 return last, entry
         return last, None
 
-    def look(self) -> Steps[tuple[int, LogEntry | None, int | None]]:
+    def last_with_lease(self) -> Steps[tuple[int, LogEntry | None, int | None]]:
         """Return the same, and the lease of that entry's term.
 
         Raises:
@@ -315,7 +313,7 @@ class LogSteps:
         """Create an entry; False if its index is taken.
 
         Raises:
-            OSError: it failed; the entry may be tried again.
+            OSError: It failed; the entry may be tried again.
         """
         try:
             yield partial(self._files.put, entry)
@@ -328,14 +326,14 @@ class LogSteps:
 
 
 # ---- Procedures on the shared file system, as generators (pure)
-# A procedure yields one step on the file system after the other, and is sent what came of it. So
-# the same procedure runs on real files, in a thread that may wait (`carried_out`), and in virtual
-# time (`simulation.storage`), where another node may come between any two steps.
+# A procedure yields its steps on the file system one by one, and is sent their results. So the same
+# procedure runs on real files, in a thread that may block (`carried_out`), and in virtual time
+# (`simulation.storage`), where other nodes act between any two steps.
 
 
 T = TypeVar("T")
 Steps = Generator[Callable[[], Any], Any, T]
-"""Yields what is to be done on the file system, is sent the result, or thrown the `OSError`."""
+"""Yields a step on the file system, and is sent its result, or thrown its `OSError`."""
 
 
 def carried_out(steps: Steps[T]) -> T:
@@ -354,8 +352,8 @@ def carried_out(steps: Steps[T]) -> T:
         return value
 
 
-# ---- Which of several failed workers failed first, and which only followed (pure)
-# When one worker raises, its peers' collectives break, the agents stop what is left, and many
+# ---- The first failure among several failed workers (pure)
+# When one worker raises, its peers' collectives break, the agents stop the other workers, and many
 # workers end with an error within milliseconds. The report must show the one that was the cause.
 
 
@@ -373,10 +371,10 @@ class Failure:
     """One failed worker, as result.json shows it.
 
     ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's
-    function has been entered, then ``run``; ``start`` where a task ended before it had any worker;
-    ``hang`` where the worker was ended because it made no step (`hang_diagnosis`).
-    ``exit_code`` is None where a signal ended the worker, and ``signal`` its name. ``remedy`` says
-    what to do, where that is known; ``round`` is the number of the worker's round.
+    function has been entered, then ``run``; ``start`` if a task ended before it had any worker;
+    ``hang`` if the worker was ended because it made no step (`hang_diagnosis`). ``exit_code`` is
+    None if a signal ended the worker, and ``signal`` its name. ``remedy`` is what to do, if that is
+    known; ``round`` is the number of the worker's round.
     """
 
     task: str
@@ -395,7 +393,7 @@ class Failure:
     round: int | None = None
 
     def summary(self) -> str:
-        """Return one line: who failed, and of what."""
+        """Return one line: which worker failed, and why."""
         if self.phase == "start":
             return f"task {self.task}{f' on {self.host}' if self.host else ''}: {self.message}"
         if self.phase == "hang":
@@ -413,37 +411,35 @@ class Failure:
         return asdict(self)
 
 
-def looks_like_victim(failure: Failure) -> bool:
-    """Return whether the failure is what a worker shows when a *peer* is gone."""
+def is_secondary(failure: Failure) -> bool:
+    """Return whether the failure is the effect of a lost *peer*."""
     if failure.signal in ("SIGTERM", "SIGHUP", "SIGKILL"):
         return True
     return bool(_PEER_LOST.search(failure.message))
 
 
 def first_failure(failures: Iterable[Failure]) -> tuple[Failure, list[Failure]]:
-    """Return the first cause, and the others as its victims, in order of time.
+    """Return the first failure, and the secondary ones in order of time.
 
     A worker that failed by itself comes before one that was killed, and that before one that lost
-    a peer, whatever their clocks say: a peer sees that a connection ends a moment before the agent
-    sees that its worker has.
+    a peer, whatever their times: a peer detects the end of a connection a moment before the agent
+    detects the end of its worker.
     """
-    ordered = sorted(failures, key=lambda f: (_doubt(f), f.time, f.rank))
+
+    def order(failure: Failure) -> tuple[int, float, int]:
+        killed = 1 if failure.signal == "SIGKILL" else 2
+        return killed if is_secondary(failure) else 0, failure.time, failure.rank
+
+    ordered = sorted(failures, key=order)
     return ordered[0], ordered[1:]
 
 
-def _doubt(failure: Failure) -> int:
-    """Return how likely it is that something else came before a failure."""
-    if not looks_like_victim(failure):
-        return 0
-    return 1 if failure.signal == "SIGKILL" else 2
-
-
-# ---- The settings that a leader's decisions go by (pure)
+# ---- The settings of a leader's decisions (pure)
 
 
 @dataclass(frozen=True)
 class RoundRules:
-    """What the run was submitted with; seconds throughout."""
+    """Settings that the run was submitted with; seconds throughout."""
 
     min_nodes: int
     max_nodes: int
@@ -454,9 +450,9 @@ class RoundRules:
     scale_up_timeout_s: float = 60.0
     below_min_timeout_s: float | None = None
     in_sweep: bool = False
-    """Whether other runs may compete for the same nodes that were submitted together with it."""
+    """Whether runs that were submitted together with it may compete for the same nodes."""
     max_failed_rounds: int = 3
     max_requeues: int | None = None
-    """How often a task may go back to the queue; None: as often as it has to."""
+    """How often a task may be requeued; None: no limit."""
     ft: bool = False
     """Whether each node is a replica of its own (`replica_state`)."""

@@ -3,36 +3,35 @@
 Theory of operation
 -------------------
 With ``ft=true`` the workers of each node are a group of their own, a *replica* of the model, and
-the replicas' quorum (`hpc_elastic.ft`) sees to it that they train together. What the rendezvous
-decides is only who belongs to the run. FORMING is that of `round_state`; these are the rules once
-the first round has closed:
+the quorum of the replicas (`hpc_elastic.ft`) makes them train together. The rendezvous only decides
+which nodes belong to the run. FORMING is that of `round_state`; these rules apply once the first
+round has closed:
 
 RUNNING -> RUNNING  A node that joins is *admitted* at once, as long as there is room: that is a
-                    round of its own, whose members are all, and in which it alone is *placed*. Its
-                    reports count by that round; those of others by the round that placed them.
+                    round with all members, in which only the newcomer is *placed*. Each member's
+                    reports carry the index of the round that placed it.
 
-                    A node that is gone is not a member any more: that is a decision, so that it can
-                    commit no checkpoint (`hpc_elastic.run.fencing`), and the next leader does not
-                    wait for it. The others are not told; the lighthouse tells their workers.
+                    A lost node is no member any more. That is a decision, so that it can commit no
+                    checkpoint (`hpc_elastic.run.fencing`), and the next leader does not wait for
+                    it. The leader does not inform the other nodes; the lighthouse informs their
+                    workers.
 
                     A node whose workers fail starts them again, and is placed anew. Each such
-                    failure is judged alone (`failure_policy`); progress is a step that somebody
-                    has made.
+                    failure is judged alone (`failure_policy`); a step of any member is progress.
 
-RUNNING -> RUNNING under the next leader: members say that they are *here*, and go on. Those who do
-                    not, within the time that a silent one has, are gone.
+RUNNING -> RUNNING  under the next leader: members *reattach*, and continue. A member that does not
+                    within the heartbeat time-out is lost.
 
 RUNNING -> DISBANDED  With fewer than ``min_nodes`` members for too long, as in FORMING. The workers
-                    wait meanwhile: the lighthouse makes no quorum of so few.
+                    wait in the meantime: the lighthouse forms no quorum of fewer.
 
-RUNNING -> FORMING  The last member is gone.
+RUNNING -> FORMING  The last member is lost.
 
-RUNNING -> ENDED    Those who *take part*, that is, have been in a quorum since they were placed,
-                    are done. From the first one that is, nobody is admitted, and whose workers
-                    fail is let go: there would be nobody left to learn the state from.
+RUNNING -> ENDED    All members that *take part* are done: those that have been in a quorum since
+                    they were placed. Once one is done, no node is admitted, and a member whose
+                    workers fail is released: no replica would be left to heal it from.
 
-Reports of a member are numbered by the entry of the round that placed it, under whichever leader
-that was.
+The index in a member's report is that of the entry that placed it, in whichever term that was.
 
 The lighthouse, which decides about quorums, is pure as well (`hpc_elastic.ft.lighthouse_state`).
 It lives with the leader: `QuorumBridge` connects it to the agents.
@@ -84,12 +83,12 @@ class ReplicaState:
     """Rules of a run whose nodes are replicas. Events return effects, in order."""
 
     waits_when_cut_off = True
-    """Whether silent members are lost only once it is clear that the leader is not cut off."""
+    """Whether members that time out are lost only once the leader is known not to be cut off."""
 
     def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
         run = self.run = RunState(entry, rules, now, rng)
         self.placed: dict[Agent, Placement] = {}
-        """Members, each with what placed it."""
+        """Members, each with its placement."""
         self.taking_part: set[Agent] = set()
         """Members that have been in a quorum since they were placed."""
         self._judged: dict[Agent, int] = {}
@@ -99,7 +98,7 @@ class ReplicaState:
         self.inherited_losses = tuple(a for a in entry.members if a not in living)
         """Members that were lost with the leader before."""
         run.ranks = RankAssignment(living)
-        if run.phase is RoundPhase.FORMING and living:  # they go on meanwhile
+        if run.phase is RoundPhase.FORMING and living:  # they have continued to train
             run.phase = RoundPhase.RUNNING
             self._update_short(now)
         run.recovery.update_awaited(run.participants.lost)
@@ -116,7 +115,7 @@ class ReplicaState:
         match message["type"]:
             case "reattach":
                 placement = Placement(int(message["number"]), int(message["index"]))
-                return self.here(agent, placement, now)
+                return self.reattached(agent, placement, now)
             case "notice":
                 left_s = float(message["left_s"])
                 return self.noticed(agent, str(message["reason"]), left_s, now)
@@ -137,8 +136,8 @@ class ReplicaState:
             return refused
         return [*self.run.add(agent, now, request), *self._advance(now)]
 
-    def here(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
-        """An agent that another leader has placed is here; its workers go on."""
+    def reattached(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
+        """An agent that an earlier leader has placed reattaches; its workers continue."""
         run = self.run
         if run.phase is not RoundPhase.RUNNING or agent.host in run.policy.excluded:
             return stop(
@@ -155,7 +154,7 @@ class ReplicaState:
         self.placed[agent] = placement
         return [*effects, *self._advance(now)]
 
-    def takes_part(self, agent: Agent) -> None:
+    def joined_quorum(self, agent: Agent) -> None:
         """A member is in a quorum."""
         if agent in self.run.ranks:
             self.taking_part.add(agent)
@@ -186,11 +185,11 @@ class ReplicaState:
         return self._advance(now)
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
-        """A member's node is to be left; its agent arranges that with the lighthouse."""
+        """A member has a preemption notice; its agent arranges its leave with the lighthouse."""
         return [preemption_note(agent, reason, left_s)] if agent in self.run.ranks else []
 
-    def gone(self, agent: Agent, why: str, now: float) -> list[Effect]:
-        """An agent was lost (its connection broke, it fell silent), or left on its own."""
+    def agent_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """An agent was lost (its connection broke, or it timed out), or has left by itself."""
         run = self.run
         if run.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
             return []
@@ -200,28 +199,28 @@ class ReplicaState:
             effects += self._let_go(agent, now)
         return [*effects, *self._advance(now)]
 
-    def fell_silent(self, agent: Agent, why: str, now: float) -> list[Effect]:
-        """An agent is lost that is not heard any more, though its connection has not ended."""
+    def heartbeat_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """An agent has timed out while its connection was open."""
         self.run.note_silence(agent)
-        return self.gone(agent, why, now)
+        return self.agent_lost(agent, why, now)
 
-    def slurm_says(
+    def slurm_answered(
         self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
     ) -> list[Effect]:
         """Take in the states of the run's tasks; None: Slurm did not answer."""
-        effects, ended = self.run.slurm_says(states, asked_at, now)
+        effects, ended = self.run.slurm_answered(states, asked_at, now)
         for agent in ended:
-            effects += self.gone(agent, "the scheduler reports that its task has ended", now)
+            effects += self.agent_lost(agent, "the scheduler reports that its task has ended", now)
         return [*effects, *self.run.end_if_hopeless(), *self._advance(now)]
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
-        """A member's heartbeat brings what its workers report: a step of any is progress."""
+        """Take in the progress in a member's heartbeat: a step of any member is progress."""
         self.run.progressed(agent, progress, now)
         if progress.get("step") is not None:
             self.run.policy.record_checkpoint(int(progress["step"]))
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed; all that fell silent at the same time are known."""
+        """Apply the rules that depend on time; all members that timed out together are known."""
         judges = self.run.phase is RoundPhase.RUNNING and self.run.policy.is_due
         judged = self._judge_alone(self.run.entry.round) if judges else []
         return [*judged, *self._advance(now)]
@@ -252,7 +251,7 @@ class ReplicaState:
         return [*effects, *run.disband_if_short(now)]
 
     def _close_first_round(self, now: float) -> list[Effect]:
-        """Close the first round, or one after all were lost: everybody in it is placed."""
+        """Close the first round, or one after all members were lost: all are placed."""
         self.run.close_round(now)
         self.placed.clear()
         return self._place(self.run.ranks.members)
@@ -271,7 +270,7 @@ class ReplicaState:
     def _admit(
         self, newcomers: tuple[Agent, ...], placed: tuple[Agent, ...], now: float
     ) -> list[Effect]:
-        """Make these members; those of them whose workers are still to start are placed."""
+        """Make the newcomers members; ``placed``: those whose workers have not started yet."""
         run = self.run
         tasks = {a.task for a in newcomers}
         replaced = [a for a in run.ranks.members if a.task in tasks and a not in newcomers]
@@ -323,7 +322,7 @@ class ReplicaState:
     # ---- the end ------------------------------------------------------------------------
 
     def _finish(self, now: float) -> list[Effect]:
-        """A member is done: let those go that would have to start again; wait for the others."""
+        """A member is done: release those that would have to start again; wait for the others."""
         run = self.run
         tasks = {a.task for a in run.participants.joined}
         starting = [a for a in run.ranks.members if a.task in tasks]
@@ -331,7 +330,7 @@ class ReplicaState:
         members = set(run.ranks.members)
         waited_for = self.taking_part & members or members
         if waited_for <= run.done:
-            effects += run.end(RunEnding("succeeded", results=self._results))
+            effects += run.end_run(RunEnding("succeeded", results=self._results))
         return effects
 
     # ---- failures -----------------------------------------------------------------------
@@ -352,7 +351,7 @@ class ReplicaState:
         hosts = {a.host for a in (*run.ranks.members, *run.participants.joined)}
         effects, ending = run.policy.judge(round_, hosts)
         run.policy.new_round()
-        return [*effects, *(run.end(ending) if ending is not None else [])]
+        return [*effects, *(run.end_run(ending) if ending is not None else [])]
 
 
 Rounds = RoundState | ReplicaState
@@ -360,30 +359,30 @@ Rounds = RoundState | ReplicaState
 
 
 def departed_note(agent: Agent, members: tuple[Agent, ...]) -> Note:
-    """Return the event of a replica that is none any more."""
+    """Return the event of a replica that has left."""
     return Note("replica_left", {"task": agent.task, "host": agent.host, "nodes": len(members)})
 
 
 def results_of(round_: int, agent: Agent) -> str:
-    """Return the name of the folder with what an agent's workers return, placed by a round."""
+    """Return the name of the folder with an agent's return values, placed by a round."""
     return f"round-{round_}.slot-{agent.slot}"
 
 
 def replica_name(agent: Agent) -> str:
-    """Return the name of the replica that an agent's workers are: another attempt is another."""
+    """Return the name of an agent's replica: each attempt is another replica."""
     return f"{agent.task}:{agent.attempt}"
 
 
 # ---- The lighthouse beside its leader (pure)
-# Two things the lighthouse cannot know, and they are seen to here. While the leader may be the one
-# that is cut off, nothing reaches the lighthouse: another leader may have been elected, whose
-# lighthouse makes quorums of the others. And a newcomer, which has not been in a quorum yet, has to
-# wait while a replica ends whose workers have gone: if they have finished, the run is over, and a
-# newcomer left alone would begin it from the start.
+# The bridge handles two cases that the lighthouse cannot detect. While the leader may be cut off,
+# no message reaches the lighthouse: another leader may have been elected, whose lighthouse forms
+# quorums of the other replicas. And while a replica ends, a newcomer that has not been in a quorum
+# yet has to wait: if the replica has finished, the run is over, and a newcomer that is left alone
+# would train from the start.
 
 
 SETTLES_WITHIN_S = 2.0
-"""An agent reports within a tenth of a second what became of workers that have gone."""
+"""Longest time after the end of workers until their agent reports it; usually 0.1 s."""
 
 
 class QuorumBridge:
@@ -391,7 +390,7 @@ class QuorumBridge:
 
     Args:
         lighthouse: The lighthouse.
-        replicas: Its leader's.
+        replicas: The state of its leader.
     """
 
     def __init__(self, lighthouse: LighthouseState, replicas: ReplicaState) -> None:
@@ -399,11 +398,11 @@ class QuorumBridge:
         self._replicas = replicas
         self._agents: dict[str, Agent] = {}
         self._waiting: deque[Callable[[float], list[ReplicaMessage]]] = deque()
-        """Events for the lighthouse, until it is sure that this leader leads."""
+        """Events for the lighthouse, until this leader is known not to be cut off."""
         self._ending: dict[Agent, float] = {}
-        """Agents whose workers have gone, and since when, until what became of them is known."""
+        """Agents whose workers have ended, since when, until they report how."""
         self._held: dict[Agent, QuorumRequest] = {}
-        """Requests of newcomers that wait meanwhile."""
+        """Requests of newcomers that wait in the meantime."""
 
     def connected(self, agent: Agent) -> None:
         """An agent has connected."""
@@ -412,11 +411,11 @@ class QuorumBridge:
         self._waiting.append(partial(self._lighthouse.on_connect, name))
 
     def received(self, agent: Agent, message: ReplicaReport, now: float) -> None:
-        """An agent has sent this for the lighthouse."""
+        """An agent has sent a message for the lighthouse."""
         replicas = self._replicas
         match message:
             case ReplicaStatus() if message.quorum_id != NO_QUORUM:
-                replicas.takes_part(agent)
+                replicas.joined_quorum(agent)
             case Shutdown() | WorkersLost() if agent in replicas.taking_part:
                 self._ending[agent] = now
             case QuorumRequest() if agent not in replicas.taking_part and self._is_ending:
@@ -427,7 +426,7 @@ class QuorumBridge:
         self._waiting.append(partial(self._lighthouse.on_message, replica_name(agent), message))
 
     def disconnected(self, agent: Agent, why: str) -> None:
-        """The connection to an agent is gone, or it is not heard any more."""
+        """The connection to an agent has ended, or the agent has timed out."""
         name = replica_name(agent)
         self._agents.pop(name, None)
         self._held.pop(agent, None)
@@ -435,7 +434,7 @@ class QuorumBridge:
         self._waiting.append(partial(self._lighthouse.on_disconnect, name, why))
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called every few hundredths of a second."""
+        """Handle the passing of time; call it 20 to 50 times a second."""
         self._ending = {
             agent: since
             for agent, since in self._ending.items()
@@ -449,14 +448,14 @@ class QuorumBridge:
         self._waiting.append(self._lighthouse.on_tick)
 
     def answer(self, now: float) -> list[Effect]:
-        """Let the lighthouse handle what has happened; return what it sends."""
+        """Let the lighthouse handle the waiting events; return the messages that it sends."""
         sends: list[Effect] = []
         while self._waiting:
             for answer in self._waiting.popleft()(now):
                 agent = self._agents.get(answer.replica)
                 if agent is not None:
                     if isinstance(answer.message, QuorumResults):
-                        self._replicas.takes_part(agent)
+                        self._replicas.joined_quorum(agent)
                     sends.append(Send((agent,), to_frame(answer.message)))
         return sends
 

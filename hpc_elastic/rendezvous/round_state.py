@@ -2,53 +2,51 @@
 
 Theory of operation
 -------------------
-A run has one *leader*, and every agent (one a node) keeps one connection to it. Who leads, and
-what a leader's decisions are worth, is settled in `log_entry`; how a leader knows that somebody
-lives, in `leader_state`. Which decisions it makes about the group stands here.
+A run has one *leader*, and every agent (one a node) keeps one connection to it. `log_entry`
+defines which agent leads and when a decision counts; `leader_state` decides which agents are
+alive. This module has the leader's decisions about the group.
 
 The run is in one of four phases:
 
 FORMING    agents join; the next round has not closed yet
 RUNNING    a round has closed: its members have ranks and their workers run
-DISBANDED  there were too few for too long: every node goes back to the queue
-ENDED      the run has succeeded, failed or been closed; whoever asks is told so
+DISBANDED  there were fewer than min nodes for too long: all nodes are requeued
+ENDED      the run has succeeded, failed or been closed
 
 FORMING -> RUNNING  A round *closes* once
 
   1. at least ``min_nodes`` agents have joined,
-  2. every member of the last round has joined again, or is gone, and
-  3. max nodes have joined; or every task that Slurm calls RUNNING has joined; or, where
-     Slurm does not say, nobody has joined for ``last_call_s``.
+  2. every member of the last round has joined again, or is lost, and
+  3. max nodes have joined; or every task that Slurm calls RUNNING has joined; or, if Slurm does
+     not answer, no agent has joined for ``last_call_s``.
 
-A task that Slurm calls RUNNING and that does not come, and a member that was told to stop and does
-not come back, hold the others up for ``straggler_timeout_s`` at most. Who is waited for stands in
-`round_state`. A task that Slurm calls ended or queued is gone at once, if its agent was last heard
-of before Slurm was asked.
+A RUNNING task whose agent does not join, and a member that was stopped and does not join again,
+delay the others for ``straggler_timeout_s`` at most (`Participants`). A task that Slurm calls ended
+or queued is lost at once, if its agent's last message came before the query of Slurm.
 
-FORMING -> DISBANDED  With fewer than ``min_nodes`` for too long all nodes go back to the queue for
-a while (`task_recovery`); at once where they wait in vain for nodes that other runs of the sweep
-hold.
+FORMING -> DISBANDED  With fewer than ``min_nodes`` for too long, the run requeues all its nodes
+(`task_recovery`); at once if other runs of the sweep hold the nodes that it waits for.
 
-FORMING -> ENDED    So many tasks have failed for good that the others are fewer than min nodes.
+FORMING -> ENDED    More tasks have failed for good than the run can lose with ``min_nodes``.
 
 RUNNING -> FORMING  The round *breaks* when a member is lost or leaves, when a worker fails, when a
-member asks to join anew, or when the group is to change: newcomers are admitted, or nodes have to
-be left (`group_change`). Everybody else in the round is told to stop its workers and to join again.
-Members under notice are not: they are *released*. That they are not waited for is a decision, so
-that it holds under the next leader too, who may be needed at once: the leader's own node may be
-one of those that leave. What a broken round costs the run stands in `failure_policy`.
+member joins anew, or when the group changes: newcomers are admitted, or members have a preemption
+notice (`group_change`). All other members stop their workers and join again. The leader *releases*
+members with a notice: it does not wait for them. That is a decision in the log, so that it holds
+under the next leader too, which may be needed at once: the leader's own node may be one of those
+that leave. `failure_policy` decides what a broken round costs.
 
-Nodes that wait and are not wanted go back to the queue, and so does a node that is to blame for
-failures. Slurm is asked about a task that was lost until it is back: if it was requeued with two
-minutes of delay, or not at all, it is brought back (`task_recovery`).
+The leader requeues nodes that it has no use for, and a node that is to blame for failures. It
+queries Slurm about a lost task until that is back: it restarts a task that was requeued with two
+minutes of delay, or not at all (`task_recovery`).
 
-RUNNING -> ENDED    All members are done, or restarts have run out, or somebody closes it.
+RUNNING -> ENDED    All members are done, no restarts are left, or a member closes the run.
 
-`RunState` is what a run has in any phase, and the rules of FORMING; `RoundState` has those of
-RUNNING. With ``ft=true`` another class has them, over the same `RunState` (`replica_state`).
+`RunState` has the state of a run in any phase, and the rules of FORMING; `RoundState` has those of
+RUNNING. With ``ft=true``, `replica_state` has them, over the same `RunState`.
 
-No event costs more than constant time, but for those that a round has once: a group of ten
-thousand forms in ten thousand small steps.
+Each event costs constant time, except for those that occur once a round: a group of ten thousand
+forms in ten thousand small steps.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ from hpc_elastic.step_agreement import StepVote
 
 
 class RoundPhase(Enum):
-    """Where the run stands."""
+    """The phase of a run; see the module."""
 
     FORMING = "forming"
     RUNNING = "running"
@@ -89,24 +87,24 @@ class RoundPhase(Enum):
     ENDED = "ended"
 
 
-# ---- Participants: who has joined for the next round, who is still to join, and who is lost (pure)
-# A member of a broken round is *pending* until it has joined again or is gone. A task that Slurm
+# ---- Participants: joined, pending and lost agents, and the tasks that are expected (pure)
+# A member of a broken round is *pending* until it has joined again or is lost. A task that Slurm
 # calls RUNNING and that has not joined is *expected*, unless it is the attempt that was lost: Slurm
-# learns of a dead node late. An attempt that has joined settles the earlier ones of its task.
+# detects a dead node late. An attempt that has joined replaces the earlier ones of its task.
 #
 # Times are monotonic seconds of the leader.
 
 
 @dataclass
 class Participants:
-    """What is known of the run's agents and tasks, but for the members of a round that runs."""
+    """The run's agents and tasks, except the members of the running round."""
 
     joined: dict[Agent, float] = field(default_factory=dict)
     """Agents that wait for a round, in the order in which they joined."""
     requests: dict[Agent, int] = field(default_factory=dict)
     """The number of each agent's last request for a place."""
     pending_rejoin: set[Agent] = field(default_factory=set)
-    """Members of the broken round that have neither joined again nor gone."""
+    """Members of the broken round that have not joined again and are not lost."""
     lost: dict[str, int] = field(default_factory=dict)
     """Task -> attempt that was lost, or released."""
     task_states: Mapping[str, TaskState] | None = None
@@ -153,7 +151,7 @@ class Participants:
         self.expected_tasks.clear()
 
     def add_grace(self, for_s: float, now: float) -> None:
-        """Count no wait for the time that the leader was not running."""
+        """Move the waiting times by the time that the leader was not running."""
         self.joined = {agent: min(now, since + for_s) for agent, since in self.joined.items()}
 
     @property
@@ -175,9 +173,9 @@ class Participants:
         }
 
     def ended_agents(self, members: Iterable[Agent], asked_at: float) -> Iterator[Agent]:
-        """Yield those who wait, and members, whose tasks had ended when Slurm was asked.
+        """Yield joined agents and members whose tasks had ended when Slurm was queried.
 
-        One that was heard of after that may be another attempt than Slurm speaks of.
+        An agent that has joined after the query may be a later attempt than the one in the answer.
         """
         states = self.task_states or {}
         for agent in dict.fromkeys((*self.joined, *sorted(members, key=lambda a: a.slot))):
@@ -228,9 +226,9 @@ class RankAssignment:
 
 
 class RunState:
-    """State of a run that its leader goes by, and the rules that hold whatever its nodes are.
+    """The state of a run, and the rules that replicas and other nodes have in common.
 
-    Goes on from where an entry leaves off. Times are monotonic seconds of one clock.
+    It continues from a log entry. Times are monotonic seconds of one clock.
 
     Attributes:
         rules: What the run was submitted with.
@@ -286,21 +284,21 @@ class RunState:
             fields["placed"] = [agent.task for agent in requests]
         return [append, Announce(self.entry, requests, alone), Note("round", fields)]
 
-    def end(self, ending: RunEnding) -> list[Effect]:
+    def end_run(self, ending: RunEnding) -> list[Effect]:
         """Decide that the run is over; send all agents how it ended."""
         self.phase = RoundPhase.ENDED
         return [self.decide(ending=ending), PublishResult(self.entry), Send(None, ending.message)]
 
     def close(self) -> list[Effect]:
-        """End the rendezvous for good (torch's ``set_closed`` and ``shutdown``)."""
-        return [] if self.phase is RoundPhase.ENDED else self.end(RunEnding("closed"))
+        """End the run (torch's ``set_closed`` and ``shutdown``)."""
+        return [] if self.phase is RoundPhase.ENDED else self.end_run(RunEnding("closed"))
 
     # ---- agents -------------------------------------------------------------------------
 
     def refuse(self, agent: Agent) -> list[Effect] | None:
-        """Refuse an agent that asks for a place; None: it may have one."""
+        """Refuse an agent that requests a place; None: it may have one."""
         if self.phase is RoundPhase.ENDED:
-            return []  # it is sent how the run ended with all others
+            return []  # the message about the end goes to all agents
         if self.phase is RoundPhase.DISBANDED:
             return self.backoff.requeue((agent,), self.backoff.last_delay_s)
         if agent.host in self.policy.excluded:
@@ -309,7 +307,7 @@ class RunState:
         return None
 
     def add(self, agent: Agent, now: float, request: int) -> list[Effect]:
-        """Add an agent that asks for a place."""
+        """Add an agent that requests a place."""
         self.participants.add(agent, self.ranks, now)
         self.participants.requests[agent] = request
         self.recovery.on_join(agent.task)
@@ -322,7 +320,7 @@ class RunState:
         return [Note("node_lost", {"task": agent.task, "host": agent.host, "why": why})]
 
     def note_silence(self, agent: Agent) -> None:
-        """Note that an agent is not heard any more, though nothing has ended its connection."""
+        """Note that an agent has timed out while its connection was open."""
         if self.is_at_work(agent):
             self.policy.record_silence(agent.host)
         self.recovery.mark_possibly_alive(agent)
@@ -338,24 +336,24 @@ class RunState:
         return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
-        """A member's heartbeat brings what its workers report."""
+        """Take in the progress in a member's heartbeat."""
         if self.ranks.members and agent == self.ranks.members[0]:
             self.estimator.record_step(progress.get("step"), progress.get("total"), now)
 
     def add_grace(self, for_s: float, now: float) -> None:
-        """Take nobody for late because of the time that the leader was not running."""
+        """Move all deadlines by the time that the leader was not running."""
         self.forming_since = min(now, self.forming_since + for_s)
         self.participants.add_grace(for_s, now)
 
     # ---- Slurm --------------------------------------------------------------------------
 
-    def slurm_says(
+    def slurm_answered(
         self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
     ) -> tuple[list[Effect], list[Agent]]:
         """Take in the states of the run's tasks; None: Slurm did not answer.
 
         Returns:
-            What follows, and the agents whose tasks have ended: the caller lets them go.
+            The effects, and the agents whose tasks have ended: the caller marks them lost.
         """
         self.participants.update_task_states(states)
         known, recovery = states or {}, self.recovery
@@ -381,15 +379,15 @@ class RunState:
         present = {a.task for a in self.participants.joined} | returning
         tried_hosts = self.recovery.tried_hosts
         why = task_recovery.min_nodes_unreachable(states, present, self.rules, tried_hosts)
-        return [] if why is None else self.end(RunEnding("failed", why))
+        return [] if why is None else self.end_run(RunEnding("failed", why))
 
-    def sweep_says(self, why: str | None, now: float) -> list[Effect]:
-        """Take in why the run waits in vain for min nodes; None: it may not."""
+    def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
+        """Take in why the run cannot get min nodes at present; None: it may get them."""
         in_vain = self.backoff.is_pointless(why if self.is_short else None, now)
         return self.disband(why or "") if in_vain else []
 
     def _judge_starts(self, states: Mapping[str, TaskState]) -> list[Effect]:
-        """Judge the attempts that ended before they joined, as Slurm says."""
+        """Judge the attempts that ended before they joined, according to Slurm."""
         agents = (*self.ranks.members, *self.participants.joined)
         here = {a.task: a.attempt for a in agents if not self.participants.is_lost(a)}
         starts = self.recovery.failed_starts(states, self._last_here, here)
@@ -402,7 +400,7 @@ class RunState:
 
     @property
     def wants_slurm(self) -> bool:
-        """Whether an answer of Slurm could change anything now."""
+        """Whether the leader needs the states of the run's tasks at present."""
         if self.phase is RoundPhase.RUNNING:
             waits = bool(self.participants.joined) or self.short_since is not None
             return waits or self.awaits_tasks
@@ -410,7 +408,7 @@ class RunState:
 
     @property
     def awaits_tasks(self) -> bool:
-        """Whether some of the run's tasks are not here and may start, or fail to."""
+        """Whether some of the run's tasks have no agent yet and may start, or fail to."""
         num_here = len(self.ranks.members) + len(self.participants.joined)
         absent = num_here + self.recovery.num_over < self.rules.max_nodes
         return absent or self.recovery.are_awaited
@@ -424,7 +422,7 @@ class RunState:
         self.done.clear()
 
     def form(self, now: float) -> tuple[list[Effect], bool]:
-        """Go on with FORMING; return what follows, and whether a round is to close now."""
+        """Apply the rules of FORMING; return the effects, and whether a round is to close now."""
         if self.phase is not RoundPhase.FORMING:
             return [], False
         effects = self._give_up_on_pending(now)
@@ -437,7 +435,7 @@ class RunState:
         return [*effects, *self.disband_if_short(now)], False
 
     def close_round(self, now: float) -> None:
-        """Give the agents that have joined ranks."""
+        """Assign ranks to the agents that have joined."""
         self.ranks = self.ranks.next(self.participants.joined, self.rules.max_nodes)
         self.participants.remove(self.ranks.members)
         self.phase = RoundPhase.RUNNING
@@ -460,7 +458,7 @@ class RunState:
         hosts = {a.host for a in (*self.ranks.members, *self.participants.joined)}
         effects, ending = self.policy.judge(self.entry.round, hosts)
         if ending is not None:
-            return [*effects, *self.end(ending)]
+            return [*effects, *self.end_run(ending)]
         faulty = tuple(a for a in self.participants.joined if a.host in self.policy.excluded)
         for agent in faulty:
             self.participants.mark_lost(agent)
@@ -482,17 +480,17 @@ class RunState:
     def _waiting_since(self, now: float) -> float:
         return max(self.forming_since, next(iter(self.participants.joined.values()), now))
 
-    # ---- nodes that wait, and go back to the queue ----------------------------------------
+    # ---- nodes that wait, and are requeued -------------------------------------------------
 
     def requeue_late(self, now: float) -> list[Effect]:
-        """Send nodes back to the queue that have waited for too long."""
+        """Requeue nodes that have waited for too long."""
         late = self.backoff.late_agents(self.participants.joined, now)
         self.participants.remove(late)
         return self.backoff.requeue(late) if late else []
 
     @property
     def is_short(self) -> bool:
-        """Whether the nodes are fewer than min nodes, and may be sent back to the queue."""
+        """Whether the nodes are fewer than min nodes, and may be requeued."""
         joined = self.participants.joined
         if self.rules.below_min_timeout_s is None:
             return False
@@ -504,13 +502,13 @@ class RunState:
         return waits and too_few and self.backoff.may_requeue(joined)
 
     def disband_if_short(self, now: float) -> list[Effect]:
-        """Send all nodes back to the queue if they have been too few for too long."""
+        """Requeue all nodes if they have been fewer than min nodes for too long."""
         since = self._waiting_since(now) if self.short_since is None else self.short_since
         too_long = self.is_short and self.backoff.is_over(now - since)
         return self.disband() if too_long else []
 
     def disband(self, why: str = "") -> list[Effect]:
-        """Decide to send all nodes back to the queue."""
+        """Decide to requeue all nodes."""
         changes: dict[str, Any] = {}
         if self.phase is RoundPhase.RUNNING:
             self.participants.joined |= dict.fromkeys(self.ranks.members, 0.0)
@@ -522,20 +520,20 @@ class RunState:
 
 
 StopCause = Literal["regroup", "node_lost", "failed", "agent_restarted", "at_max_nodes"]
-"""The kind of a reason, for the event log."""
+"""Why a round was stopped, for the event log."""
 
 
 def stop(
     agents: tuple[Agent, ...], reason: str, cause: StopCause, round_: int, step: int | None = None
 ) -> list[Effect]:
-    """Have agents stop their workers and join again.
+    """Let agents stop their workers and join again.
 
     Args:
-        agents: Which.
-        reason: Why, in words.
-        cause: Of which kind that is.
+        agents: The agents.
+        reason: Why, for people.
+        cause: Why, for the event log.
         round_: The round's number.
-        step: The step whose checkpoint all of them have announced; None: they stop as they are.
+        step: The step whose checkpoint all of them have announced; None: they stop without one.
     """
     fields: dict[str, object] = {"reason": reason, "cause": cause, "round": round_}
     if step is not None:
@@ -551,13 +549,13 @@ class RoundState:
     """Rules of a run whose nodes train as one group. Events return effects, in order."""
 
     waits_when_cut_off = False
-    """Whether silent members are lost only once it is clear that the leader is not cut off."""
+    """Whether members that time out are lost only once the leader is known not to be cut off."""
 
     def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
         self.run = RunState(entry, rules, now, rng)
         self.change = GroupChange(rules)
         self._index = entry.index
-        """Of the entry that closed the last round of this term."""
+        """Index of the entry that closed the last round of this term."""
 
     # ---- events -------------------------------------------------------------------------
 
@@ -609,12 +607,12 @@ class RoundState:
         run = self.run
         run.done.add(agent)
         are_all = len(run.done) == len(run.ranks.members)
-        return run.end(RunEnding("succeeded")) if are_all else []
+        return run.end_run(RunEnding("succeeded")) if are_all else []
 
     def checkpointed(self, agent: Agent, step: int, paused: int, now: float) -> list[Effect]:
         """All workers of a member have announced the checkpoint of ``step``.
 
-        ``paused`` is the number of the request for which some of them stay there, or 0.
+        ``paused`` is the number of the request for which some of them pause there, or 0.
         """
         if not self.run.is_member(agent):
             return []
@@ -623,13 +621,13 @@ class RoundState:
         return self.tick(now)
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
-        """A member's node is to be left within so long. One that is in no round just leaves."""
+        """A member has a preemption notice. An agent that is in no round just leaves."""
         if not self.run.is_member(agent):
             return []
         return [*self.change.noticed(agent, reason, left_s, now), *self.tick(now)]
 
     def wants_checkpoint(self, agent: Agent, now: float) -> list[Effect]:
-        """A worker of a member asks for a checkpoint of the whole group."""
+        """A worker of a member requests a checkpoint of the whole group."""
         if not self.run.is_member(agent):
             return []
         self.change.want_checkpoint()
@@ -641,8 +639,8 @@ class RoundState:
             return []
         return [*self.change.voted(agent, vote, now), *self.tick(now)]
 
-    def gone(self, agent: Agent, why: str, now: float) -> list[Effect]:
-        """An agent was lost (its connection broke, it fell silent), or left on its own."""
+    def agent_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """An agent was lost (its connection broke, or it timed out), or has left by itself."""
         run = self.run
         if run.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
             return []
@@ -653,26 +651,26 @@ class RoundState:
         run.participants.pending_rejoin.discard(agent)
         return [*effects, *self.tick(now)]
 
-    def fell_silent(self, agent: Agent, why: str, now: float) -> list[Effect]:
-        """An agent is lost that is not heard any more, though its connection has not ended."""
+    def heartbeat_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """An agent has timed out while its connection was open."""
         self.run.note_silence(agent)
-        return self.gone(agent, why, now)
+        return self.agent_lost(agent, why, now)
 
-    def slurm_says(
+    def slurm_answered(
         self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
     ) -> list[Effect]:
         """Take in the states of the run's tasks; None: Slurm did not answer."""
-        effects, ended = self.run.slurm_says(states, asked_at, now)
+        effects, ended = self.run.slurm_answered(states, asked_at, now)
         for agent in ended:
-            effects += self.gone(agent, "the scheduler reports that its task has ended", now)
+            effects += self.agent_lost(agent, "the scheduler reports that its task has ended", now)
         return [*effects, *self.run.end_if_hopeless(), *self.tick(now)]
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
-        """A member's heartbeat brings what its workers report."""
+        """Take in the progress in a member's heartbeat."""
         self.run.progressed(agent, progress, now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed."""
+        """Apply the rules that depend on time."""
         if self.run.phase is RoundPhase.RUNNING:
             return self._consider_change(now)
         effects, closes = self.run.form(now)
@@ -718,14 +716,14 @@ class RoundState:
         return [*released, *(stop(stopped, reason, cause, round_, step) if stopped else [])]
 
     def _release(self) -> list[Effect]:
-        """Decide to wait no more for the members under notice."""
+        """Decide not to wait for the members with a preemption notice."""
         participants = self.run.participants
-        leaving = tuple(a for a in self.change.preempted if not participants.is_lost(a))
-        if not leaving:
+        preempted = tuple(a for a in self.change.preempted if not participants.is_lost(a))
+        if not preempted:
             return []
-        for agent in leaving:
+        for agent in preempted:
             participants.mark_lost(agent)
-        return [self.run.decide(), Note("members_released", {"tasks": [a.task for a in leaving]})]
+        return [self.run.decide(), Note("members_released", {"tasks": [a.task for a in preempted]})]
 
 
 # ---- reports of agents

@@ -369,7 +369,7 @@ class Session:
 
     async def _inquire(self, task: str) -> None:
         runs = await self._in_thread(self._candidacy.is_running, task)
-        self._carry_out(self._following.slurm_says(task, runs, time.monotonic()))
+        self._carry_out(self._following.slurm_answered(task, runs, time.monotonic()))
 
     # ---- following ----------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
-"""A leader's term: the one place through which all that a leader does passes.
+"""A leader's term: all effects of a leader pass through it.
 
-A leader decides (`leader_state`), and has duties beside that: it shows the run's status, passes
-notices on, and readmits tasks. Both return effects. `Term` hands them on to what carries them out
-(`leader` in a run, `simulation.cluster` in virtual time), for as long as the term lasts.
-Once it is over, no event reaches the leadership and no effect comes out, whoever asks.
+A leader makes decisions (`leader_state`), shows the run's status, sends notices to agents, and
+readmits tasks. Each returns effects. `Term` passes them to the executor (`leader` in a run,
+`simulation.cluster` in virtual time) for as long as the term lasts. Once it is over, it passes no
+event to the leader's state, and no effect to the executor.
 
-A term that its leader does not know to be over yet is fenced where its effects arrive: decisions by
-`log_entry`, shared files by `term`, Slurm by a look at the last entry right before the call.
+If the term is over and its leader does not know that yet, its effects are fenced where they arrive:
+decisions by `log_entry`, shared files by `TermFolder`, and calls of Slurm by a check of the last
+log entry right before.
 """
 
 from __future__ import annotations
@@ -48,40 +49,40 @@ from hpc_elastic.shared_files import (
 )
 
 
-class Hands(Protocol):
-    """What carries a leader's effects out."""
+class Executor(Protocol):
+    """Carries a leader's effects out."""
 
     def carry_out(self, effect: Effect) -> None:
         """Carry one effect out, or begin to."""
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
-        """Write the run's result; hand the other effects to `Term.do` once that is done."""
+        """Write the run's result; pass the other effects to `Term.do` once that is done."""
 
     def let_go(self) -> None:
-        """The term is over: let go of everybody, and drop what is not carried out yet."""
+        """The term is over: disconnect all agents, and drop the effects not carried out yet."""
 
 
 class Decider(Protocol):
-    """What decides during a term."""
+    """Makes the decisions of a term."""
 
     fenced: bool
 
 
 class Gate:
-    """Lets effects out for as long as a term lasts."""
+    """Passes effects for as long as a term lasts."""
 
-    def __init__(self, decider: Decider, hands: Hands) -> None:
+    def __init__(self, decider: Decider, executor: Executor) -> None:
         self._decider = decider
-        self._hands = hands
+        self._executor = executor
         self._has_let_go = False
 
     @property
     def is_over(self) -> bool:
-        """Whether this leader knows that it leads no more."""
+        """Whether this leader has detected that its term is over."""
         return self._decider.fenced
 
     def handle(self, event: Callable[..., list[Effect]], *args: Any) -> None:
-        """Tell the leadership of an event, and carry out what it wants."""
+        """Pass an event to the leader's state, and carry out the effects."""
         if not self.is_over:
             self.do(event(*args))
 
@@ -90,42 +91,42 @@ class Gate:
         remaining = iter(effects)
         for effect in remaining:
             if isinstance(effect, StepDown) or self.is_over:
-                self.end()
+                self.end_term()
                 return
             if isinstance(effect, PublishResult):
-                self._hands.publish(effect.entry, list(remaining))
+                self._executor.publish(effect.entry, list(remaining))
             else:
-                self._hands.carry_out(effect)
+                self._executor.carry_out(effect)
 
-    def end(self) -> None:
-        """Let nothing more come out. May be repeated."""
+    def end_term(self) -> None:
+        """Pass no more effects. May be repeated."""
         self._decider.fenced = True
         if not self._has_let_go:
             self._has_let_go = True
-            self._hands.let_go()
+            self._executor.let_go()
 
 
 class Term(Gate):
-    """The term of one leader, with its duties.
+    """The term of one leader: its decisions, the run's status, and tasks to readmit.
 
     Args:
-        leadership: The leader.
-        hands: What carries its effects out.
-        show_s: So long a status is not shown again that differs in its numbers alone.
+        leadership: The leader's state.
+        executor: Carries its effects out.
+        show_s: Shortest interval between two statuses that differ in their numbers only.
     """
 
-    def __init__(self, leadership: LeaderState, hands: Hands, show_s: float = 0.0) -> None:
-        super().__init__(leadership, hands)
+    def __init__(self, leadership: LeaderState, executor: Executor, show_s: float = 0.0) -> None:
+        super().__init__(leadership, executor)
         self._leadership = leadership
         self._series = ProgressLog()
         self._show_s = show_s
         self._shown: tuple[float, dict[str, Any]] = (0.0, {})
-        """When a status was shown last, and what was in it beside its numbers."""
+        """When a status was shown last, and its content without the numbers."""
         self._lines: list[Message] = []
-        """Lines of the progress that go with the next status."""
+        """Lines of the progress that are written with the next status."""
 
     def show(self, now: float) -> None:
-        """Show how the run is, if that is due; ``now`` in Unix seconds."""
+        """Show the run's status, if that is due; ``now`` in Unix seconds."""
         status = status_of(self._leadership)
         self._lines += self._series.look(status, now, self._leadership.at.started)
         rest = {name: value for name, value in status.items() if name not in NUMBERS}
@@ -136,39 +137,39 @@ class Term(Gate):
         self.do([Show({**status, **self._series.rates}, lines)])
 
     def readmit(self) -> None:
-        """See whether tasks that are gone may start again on the nodes that they were lost with."""
+        """Let lost tasks start again on their former nodes, if those are back."""
         run = self._leadership.run
-        if gone := run.recovery.awaited_tasks(run.participants.lost):
-            self.do([Readmit(tuple(gone))])
+        if lost := run.recovery.awaited_tasks(run.participants.lost):
+            self.do([Readmit(tuple(lost))])
 
 
-# ---- How leaders, of whom one may not know yet that its term is over, write the same files (pure)
+# ---- Shared files, written by leaders that may not know yet that their term is over (pure)
 # Theory of operation
 # -------------------
 # A run has one *term folder*, ``rdzv/term.<term>``. Each new leader renames it to its own term.
-# What a leader writes passes through the folder: ``status.json`` is staged there and renamed into
-# its place, and a notice file is claimed by a rename into it. A rename has one outcome for all
-# nodes. So once a leader has the folder, what an earlier leader wanted fails, however late it
-# comes: it was queued in a thread, or the whole process was stopped in the middle of it.
+# All files that a leader writes pass through the folder: ``status.json`` is staged there and
+# renamed into its place, and a notice file is claimed by a rename into the folder. A rename has one
+# outcome for all nodes. So once a leader has the folder, all writes of earlier leaders fail,
+# however late they come: from a queue of a thread, or from a process that was stopped meanwhile.
 #
-# - The folder never goes back: its name is looked up first, and a later term's is left alone.
-#   Where a stale cache shows an earlier name, the rename fails, and the look is repeated.
+# - The folder never returns to an earlier term: a leader reads its name first, and leaves it alone
+#   if it has a later term. If a stale cache shows an earlier name, the rename fails, and the leader
+#   reads the name again.
 # - The first folder, ``term.0``, is made with the run. A leader makes none: a second folder would
-#   fence nobody.
-# - A claimed notice lies in the folder until its node has confirmed it. If the leader is deposed
-#   before that, the notice moves on with the folder, and the next leader tells the node.
-# - Lines of ``progress.jsonl`` are appended right after the status has passed. No rename guards
-#   them: of a process that is stopped between the two, one append may come too late. Each line
-#   has its term, and readers leave out one that follows a line of a later term
-#   (`report.progress_log`).
+#   fence no leader.
+# - A claimed notice stays in the folder until its node has confirmed it. If the leader is deposed
+#   before that, the notice moves with the folder, and the next leader sends it to the node.
+# - Lines of ``progress.jsonl`` are appended right after the status was replaced. No rename fences
+#   them: if a process is stopped between the two, one append may come too late. Each line has its
+#   term, and readers ignore a line that follows one of a later term (`report.progress_log`).
 #
-# The procedures here are `log_entry`: threads of the leader carry them out on files (`term`), the
-# simulator in virtual time.
+# The procedures are generators (`log_entry`): threads of the leader carry them out on files
+# (`RunFiles`), and the simulator in virtual time.
 
 
 _TRIES = 3
 _ALL_EVERY = 10
-"""Every so many looks for notices the term folder is listed, too."""
+"""Interval, in searches for notices, in which the term folder is listed too."""
 
 
 class TermOverError(Exception):
@@ -182,7 +183,7 @@ class SharedFiles(Protocol):
     """
 
     def current_term(self) -> int:
-        """Return the term whose the term folder is, from a fresh listing."""
+        """Return the term of the term folder, from a fresh listing."""
 
     def take_over(self, before: int, term: int) -> None:
         """Rename the folder of one term to another's."""
@@ -194,10 +195,10 @@ class SharedFiles(Protocol):
         """Put another status.json in its place."""
 
     def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
-        """Append lines to progress.jsonl, whose last line may be one that was not finished."""
+        """Append lines to progress.jsonl, whose last line may be incomplete."""
 
     def new_notices(self) -> list[str]:
-        """Return the names of the notices that nobody has claimed."""
+        """Return the names of the notices that no leader has claimed."""
 
     def claim_notice(self, term: int, name: str) -> None:
         """Move a notice into the folder."""
@@ -206,18 +207,18 @@ class SharedFiles(Protocol):
         """Drop the memory that a notice is absent; see `shared_files.forget_absence`."""
 
     def claimed_notices(self, term: int) -> Mapping[str, float]:
-        """Return the notices in the folder, and the seconds that each leaves."""
+        """Return the notices in the folder, each with the seconds until its deadline."""
 
     def remove_notice(self, term: int, name: str) -> None:
         """Begin to remove a notice from the folder; that may take long, and fail."""
 
 
 class TermFolder:
-    """What one leader does with the shared files.
+    """The shared files in the term of one leader.
 
     Args:
         term: The leader's.
-        files: Where it does so.
+        files: The files.
     """
 
     def __init__(self, term: int, files: SharedFiles) -> None:
@@ -225,18 +226,18 @@ class TermFolder:
         self._files = files
         self._has_shown = False
         self._maybe_torn = True
-        """Whether the last line of the progress may be torn: it is not this leader's, or failed."""
+        """Whether the last line of the progress may be incomplete."""
         self._confirmed: set[str] = set()
         self._claimed: Mapping[str, float] | None = None
-        """The notices in the folder; None: they have to be looked for."""
-        self._looks = 0
+        """The notices in the folder; None: it has to be listed."""
+        self._num_searches = 0
 
     def enter(self) -> Steps[None]:
         """Make sure that the folder is this leader's.
 
         Raises:
-            TermOverError: it is a later leader's.
-            OSError: the file system does not answer, or there is no term folder.
+            TermOverError: It is a later leader's.
+            OSError: The file system does not answer, or there is no term folder.
         """
         for tries_left in reversed(range(_TRIES)):
             before = yield self._files.current_term
@@ -254,17 +255,17 @@ class TermFolder:
     def show(self, status: Message, lines: Sequence[Message]) -> Steps[None]:
         """Replace status.json, and append to the progress.
 
-        The first time, the status that stands there is the last word of the leader before. It is
-        kept as a line of the progress.
+        The first time, the existing status is the last one of the leader before: it is kept as a
+        line of the progress.
 
         Raises:
-            TermOverError: another leads.
-            OSError: it may be tried again.
+            TermOverError: Another agent leads.
+            OSError: It may be tried again.
         """
         yield from self.enter()
         if not self._has_shown:
             last = yield self._files.status
-            lines = [*_last_word(last), *lines]
+            lines = [*_as_line(last), *lines]
         yield partial(self._files.replace_status, self.term, status)
         self._has_shown = True
         if lines:
@@ -273,34 +274,34 @@ class TermFolder:
             self._maybe_torn = False
 
     def confirm(self, name: str) -> None:
-        """A notice is confirmed, or has named nobody for long: it is to be removed."""
+        """A notice is confirmed, or has matched no agent for long: remove it."""
         self._confirmed.add(name)
 
     def remove_confirmed(self) -> Steps[None]:
-        """Begin to remove the notices that are confirmed.
+        """Begin to remove the confirmed notices.
 
         Raises:
-            TermOverError: another leads, and has them.
-            OSError: it may be tried again.
+            TermOverError: Another agent leads, and has them.
+            OSError: It may be tried again.
         """
         yield from self.enter()
         for name in tuple(self._confirmed):
             yield partial(self._files.remove_notice, self.term, name)
 
     def claim_notices(self) -> Steps[Mapping[str, float]]:
-        """Remove what is confirmed, claim what is new; return what is left, with its seconds.
+        """Remove the confirmed notices, claim new ones; return all that are open.
 
-        What is confirmed is not returned, however long its removal takes. A notice of a name that
-        is claimed already waits until that one is removed. Where nothing is new, as a rule nothing
-        but the notices' own folder is looked at; now and then the term folder is, for what an
-        earlier leader has moved there late.
+        Confirmed notices are not returned, however long their removal takes. If a notice has the
+        name of a claimed one, it waits until that one is removed. If there is no new notice, only
+        the notices' own folder is listed, and at every tenth call the term folder too, for notices
+        that an earlier leader has moved there late.
 
         Raises:
-            TermOverError: another leads.
-            OSError: it may be tried again.
+            TermOverError: Another agent leads.
+            OSError: It may be tried again.
         """
-        self._looks += 1
-        if self._confirmed or self._claimed is None or self._looks % _ALL_EVERY == 0:
+        self._num_searches += 1
+        if self._confirmed or self._claimed is None or self._num_searches % _ALL_EVERY == 0:
             yield from self.remove_confirmed()
             self._claimed = yield partial(self._files.claimed_notices, self.term)
             self._confirmed.intersection_update(self._claimed)
@@ -328,8 +329,8 @@ class TermFolder:
             yield claim
 
 
-def _last_word(status: Message | None) -> list[Message]:
-    """Return a status as a line of the progress; what is damaged is left out."""
+def _as_line(status: Message | None) -> list[Message]:
+    """Return a status as a line of the progress; none if it is damaged."""
     try:
         if status is not None:
             return [{"time": round(float(status["updated"]), 3), **line_of(status)}]
@@ -339,9 +340,9 @@ def _last_word(status: Message | None) -> list[Message]:
 
 
 # ---- The files of a run that its leaders share, on the file system
-# Notices: somebody asks for a node of the run to be left, by a file in ``<run>/preempt/``. Its
-# name is that of a task (``40_3``), of a host, or ``all``. Its content is the number of seconds
-# that are left, or nothing for ten minutes.
+# A notice is a file in ``<run>/preempt/`` with the name of a task (``40_3``), of a host, or
+# ``all``: the run leaves these nodes. Its content is the number of seconds until the deadline;
+# empty: ten minutes.
 
 
 _log = logging.getLogger(__name__)
@@ -355,7 +356,7 @@ _LONGEST_NAME = 255 - len(_NOTICE)
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of one run; see `term_folder.SharedFiles` for the calls, all of which may block."""
+    """The files of one run; all calls may block, see `SharedFiles`."""
 
     run: RunDir
 
@@ -368,7 +369,7 @@ class RunFiles:
         return max(terms)
 
     def take_over(self, before: int, term: int) -> None:
-        """Rename the folder; remove what the leader before has staged and not put in place."""
+        """Rename the folder; remove files that the leader before has only staged."""
         mine = self._folder(term)
         self._folder(before).rename(mine)
         for left in names_listed(mine):
@@ -376,11 +377,11 @@ class RunFiles:
                 remove_behind(mine / left)
 
     def status(self) -> dict[str, Any] | None:
-        """Return what status.json holds; None where it is damaged."""
+        """Return the content of status.json; None if it is damaged."""
         try:
             return read_json(self.run.status)
         except DamagedFileError as e:
-            _log.info("it says nothing of the leader before: %s", e)
+            _log.info("the last status of the leader before is lost: %s", e)
             return None
 
     def replace_status(self, term: int, status: dict[str, Any]) -> None:
@@ -389,9 +390,10 @@ class RunFiles:
         write_atomic(self.run.status, text, staged_in=self._folder(term))
 
     def append_progress(self, lines: Sequence[dict[str, Any]], *, maybe_torn: bool) -> None:
-        """Append, below the end of a line where that is missing.
+        """Append lines, after a line feed if the last line has none.
 
-        It is not opened for reading beside that: the next leader would wait for the delegation.
+        The file is not opened for reading at the same time: the next leader would wait until the
+        server has recalled this node's delegation.
         """
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         path = self.run.progress
@@ -409,9 +411,9 @@ class RunFiles:
     # ---- notices --------------------------------------------------------------------------
 
     def new_notices(self) -> list[str]:
-        """Return the files in ``preempt/``; none is the usual case.
+        """Return the files in ``preempt/``; usually there are none.
 
-        What is longer than any name, so that it cannot be claimed, keeps no other from that.
+        Names that are too long to be claimed are left out.
         """
         folder = self.run.notices
         names = (n for n in names_in(folder) if n[0] != "." and (folder / n).is_file())
@@ -426,7 +428,7 @@ class RunFiles:
         forget_absence(self.run.notices / name)
 
     def claimed_notices(self, term: int) -> dict[str, float]:
-        """Read what is claimed."""
+        """Return the claimed notices, each with the seconds in its file."""
         folder = self._folder(term)
         found = sorted(name for name in names_listed(folder) if name.startswith(_NOTICE))
         return {name.removeprefix(_NOTICE): _left_s(folder / name) for name in found}
@@ -443,7 +445,7 @@ class RunFiles:
 
 
 def make_term_folder(run: RunDir, term: int = 0) -> None:
-    """Give the folder to a term without a leader; make it if the run has none (login node)."""
+    """Rename the folder to a term without a leader; make it if the run has none (login node)."""
     files = RunFiles(run)
     try:
         before = files.current_term()
@@ -459,7 +461,7 @@ def _left_s(file: Path) -> float:
         text = read_undelegated(file).strip()
     except FileNotFoundError:
         return DEFAULT_LEFT_S
-    except PermissionError:  # it asks all the same: who made it may write here
+    except PermissionError:  # it counts all the same: its owner may write to the folder
         text = "(unreadable)"
     try:
         left_s = float(text or DEFAULT_LEFT_S)
@@ -467,6 +469,6 @@ def _left_s(file: Path) -> float:
         left_s = math.nan
     if math.isfinite(left_s):
         return max(0.0, left_s)
-    _log.warning("%s holds %r, which is no number of seconds; going by %g", file, text[:20],
+    _log.warning("%s contains %r, which is no number of seconds; using %g", file, text[:20],
                  DEFAULT_LEFT_S)  # fmt: skip
     return DEFAULT_LEFT_S

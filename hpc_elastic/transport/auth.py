@@ -216,12 +216,12 @@ def peers_secret() -> bytes:
         OSError: It cannot be read.
         PermissionError: Other users may read the user's key.
     """
-    record = own_entry()
-    if record is None:
+    entry = own_entry()
+    if entry is None:
         return user_secret("peers")
     from hpc_elastic.run.directory import RunDir  # not in a manager server process
 
-    return sign(RunDir(record.parent.parent).secret.read_bytes(), "peers").encode()
+    return sign(RunDir(entry.parent.parent).secret.read_bytes(), "peers").encode()
 
 
 def of_generation(secret: bytes, generation: int) -> bytes:

@@ -9,10 +9,9 @@
 
 It returns true because a node is about to be taken, because a node waits to join, or because a
 periodic checkpoint is due. The ranks agree through their agents and the run's leader on a step
-that none of them has passed (`hpc_elastic.worker.shared_page`,
-`hpc_elastic.step_agreement`): there is
-no collective and no synchronisation with a device, and a step at which nothing is asked for costs
-less than a microsecond. Outside a run it works for one process.
+that none of them has passed (`hpc_elastic.worker.shared_page`, `hpc_elastic.step_agreement`):
+there is no collective and no synchronisation with a device, and a step at which nothing is asked
+for costs less than a microsecond. Outside a run it works for one process.
 """
 
 from __future__ import annotations
@@ -113,36 +112,23 @@ class PeriodDecision:
         """Decide whether to save after this step; every rank decides the same."""
         self._clock.called(now)
         if self._page is None:
-            yes = period.is_due(step) or self._is_time_alone(period, now)
+            if self._world_size > 1 and period.every_steps is None:
+                raise ValueError(
+                    "outside a run of hpc_elastic several workers cannot agree by the clock: "
+                    "give every_steps, or start the script with launcher=slurm or launcher=local"
+                )
+            yes = period.is_due(step) or self._clock.is_due(period, now)
         else:
             polled = self._page.poll_checkpoint(step)
             yes = polled is not CheckpointPoll.NONE or period.is_due(step)
-            if not yes and self._is_first:
-                self._want(self._page, period, now)
+            waits = self._asked_at is not None and now - self._asked_at < _ASK_AGAIN_S
+            if not yes and self._is_first and not waits and self._clock.is_due(period, now):
+                self._asked_at = now  # once, and again if nothing comes of it
+                self._page.want_checkpoint()
         if yes:
             self._asked_at = None
             self._clock.saves(time.monotonic() if self._page else now)
         return yes
-
-    def _is_time_alone(self, period: Period, now: float) -> bool:
-        if self._world_size > 1 and period.every_steps is None:
-            raise ValueError(
-                "outside a run of hpc_elastic several workers cannot agree by the clock: "
-                "give every_steps, or start the script with launcher=slurm or launcher=local"
-            )
-        return self._clock.is_due(period, now)
-
-    def _want(self, page: SharedPage, period: Period, now: float) -> None:
-        """Ask for a checkpoint of the whole group, once, and again if nothing comes of it."""
-        waits = self._asked_at is not None and now - self._asked_at < _ASK_AGAIN_S
-        if not waits and self._clock.is_due(period, now):
-            self._asked_at = now
-            page.want_checkpoint()
-
-
-Rule = Callable[[int, bool, bool], bool]
-"""(step, whether a checkpoint is due by the count of steps, whether this process's clock
-does) -> whether to save."""
 
 
 class _Own:
@@ -150,31 +136,22 @@ class _Own:
 
     decision: PeriodDecision | None = None
     period: Period | None = None
-    rule: Rule | None = None
-    clock: Clock | None = None
+    rule: Callable[[int, bool, bool], bool] | None = None
+    clock = Clock(0.0)
+    """Of the rule."""
 
 
-def set_checkpoint_policy(rule: Rule | None) -> None:
+def set_checkpoint_policy(rule: Callable[[int, bool, bool], bool] | None) -> None:
     """Replace the rule of `should_checkpoint` in this process (for `hpc_elastic.ft.Manager`).
 
     A replica group of a run with ``ft=true`` saves for all: whether it is this one, and whether all
     its ranks decide the same, is up to its Manager.
 
     Args:
-        rule: The rule; None: ask the control page again.
+        rule: Returns whether to save, from the step, whether a checkpoint is due by the count of
+            steps, and whether one is due by this process's clock. None: ask the control page again.
     """
-    _Own.rule = rule
-    _Own.clock = None if rule is None else Clock(time.monotonic())
-
-
-def _by_rule(rule: Rule, step: int, period: Period, now: float) -> bool:
-    clock = _Own.clock
-    assert clock is not None
-    clock.called(now)
-    yes = rule(step, period.is_due(step), clock.is_due(period, now))
-    if yes:
-        clock.saves(time.monotonic())
-    return yes
+    _Own.rule, _Own.clock = rule, Clock(time.monotonic())
 
 
 def should_checkpoint(
@@ -206,13 +183,18 @@ def should_checkpoint(
     """
     now = time.monotonic()
     if _Own.rule is not None:
-        return _by_rule(_Own.rule, step, Period(every_steps, every_s, overhead), now)
+        given, clock = Period(every_steps, every_s, overhead), _Own.clock
+        clock.called(now)
+        yes = _Own.rule(step, given.is_due(step), clock.is_due(given, now))
+        if yes:
+            clock.saves(time.monotonic())
+        return yes
     decision, period = _Own.decision, _Own.period
     if decision is None or period is None:
         period = _Own.period = Period(every_steps, every_s, overhead)
-        decision = _Own.decision = PeriodDecision(
-            own_page(), _from_env("RANK", 0), _world_size(), now
-        )
+        rank = int(os.environ.get("RANK", 0))
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        decision = _Own.decision = PeriodDecision(own_page(), rank, world_size, now)
     elif (period.every_steps, period.every_s, period.overhead) != (every_steps, every_s, overhead):
         period = _Own.period = Period(every_steps, every_s, overhead)
     return decision.at(step, period, now)
@@ -243,11 +225,3 @@ def release_node(*, within_s: float = 600.0) -> None:
     page = own_page()
     if page is not None:
         page.release_node(within_s)
-
-
-def _world_size() -> int:
-    return _from_env("WORLD_SIZE", 1)
-
-
-def _from_env(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))

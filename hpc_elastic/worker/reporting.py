@@ -1,7 +1,7 @@
 """Reports of a worker to its agent, on its shared page.
 
-`report` and `mark_checkpoint` are what scripts call; the rest is for this package's own parts,
-a `Checkpointer` above all. Outside of a run they do nothing.
+Scripts call `report`, `mark_checkpoint` and `log_run_metrics`; the rest is for this package's own
+parts, a `Checkpointer` above all. Outside a run they do nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 class _Reporter:
-    """The worker's own page, opened on first use; nothing happens outside a run."""
+    """What this worker has reported; its page is opened on first use."""
+
+    page: SharedPage | None = None
+    opened = False
+    by_user = False
+    save_is_last = False
 
     def __init__(self) -> None:
-        self.page: SharedPage | None = None
-        self.opened = False
-        self.by_user = False
-        self.save_is_last = False
         self.when_returned: list[Callable[[], object]] = []
-
-    def find_page(self) -> SharedPage | None:
-        if not self.opened:
-            self.opened = True
-            directory = os.environ.get(shared_page.DIRECTORY_VARIABLE)
-            if directory is not None:
-                self.page = SharedPage.of(Path(directory), int(os.environ["LOCAL_RANK"]))
-        return self.page
 
 
 _reporter = _Reporter()
@@ -44,7 +37,12 @@ _reporter = _Reporter()
 
 def own_page() -> SharedPage | None:
     """Return this worker's page; None outside a run."""
-    return _reporter.find_page()
+    if not _reporter.opened:
+        _reporter.opened = True
+        directory = os.environ.get(shared_page.DIRECTORY_VARIABLE)
+        if directory is not None:
+            _reporter.page = SharedPage.of(Path(directory), int(os.environ["LOCAL_RANK"]))
+    return _reporter.page
 
 
 def report(
@@ -132,41 +130,6 @@ def function_returned() -> None:
         page.report_return()
 
 
-def note_restored(step: int | None, took_s: float) -> None:
-    """Publish what a Checkpointer restored; see `SharedPage.report_restored`."""
-    page = own_page()
-    if page is not None:
-        page.report_restored(step, took_s)
-
-
-def note_blocked(seconds: float) -> None:
-    """Publish for how long a save has held up the training, for the run's account."""
-    page = own_page()
-    if page is not None:
-        page.report_blocked(seconds)
-
-
-def note_stored(step: int) -> None:
-    """Publish that the checkpoint of a step is in its directory, for the timeline of the run."""
-    page = own_page()
-    if page is not None:
-        page.report_stored(step)
-
-
-def note_not_saved(step: int, why: str) -> None:
-    """Publish that the checkpoint of a step could not be written, for the timeline of the run."""
-    page = own_page()
-    if page is not None:
-        page.report_not_saved(step, why)
-
-
-def announce_boundary(*, step: int) -> None:
-    """Publish that the checkpoint of a step is complete, from any thread, and continue."""
-    page = own_page()
-    if page is not None:
-        page.announce(step)
-
-
 def mark_checkpoint(*, step: int) -> None:
     """Mark the checkpoint of a step as complete: a good moment for the group to change.
 
@@ -184,18 +147,6 @@ def mark_checkpoint(*, step: int) -> None:
             "the group did not change within %g s at the checkpoint of step %d; the training "
             "continues", paused_s, step
         )  # fmt: skip
-
-
-# ---- What a run came through, as scalars beside the loss: for TensorBoard, W&B, or the like
-#     from hpc_elastic import log_run_metrics
-#
-#     if step % 50 == 0:
-#         log_run_metrics(writer, step)  # every rank may call it; rank 0 writes
-#
-# Nothing is searched or patched: the script decides where to write, and how often.
-
-
-_PREFIX = "hpc_elastic/"
 
 
 def run_scalars() -> dict[str, float]:
@@ -219,9 +170,10 @@ def run_scalars() -> dict[str, float]:
 
 
 def log_run_metrics(writer: Any, step: int) -> None:
-    """Write the run's scalars, as ``hpc_elastic/restarts`` and so on (rank 0; others do nothing).
+    """Write the run's scalars, as ``hpc_elastic/restarts`` and so on, for TensorBoard or W&B.
 
-    Outside a run it does nothing.
+    Every rank may call it, as often as the script wants; rank 0 writes. Outside a run it does
+    nothing.
 
     Args:
         writer: TensorBoard's ``SummaryWriter`` or what has its ``add_scalar(tag, value, step)``;
@@ -232,13 +184,13 @@ def log_run_metrics(writer: Any, step: int) -> None:
         TypeError: the writer has neither.
     """
     if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
-        kind = type(writer).__name__
         raise TypeError(
-            f"writer={kind}: needs add_scalar, as a SummaryWriter, or log, as a W&B run"
+            f"writer={type(writer).__name__}: needs add_scalar, as a SummaryWriter, "
+            "or log, as a W&B run"
         )
     if os.environ.get("RANK", "0") != "0":
         return
-    scalars = {_PREFIX + name: value for name, value in run_scalars().items()}
+    scalars = {f"hpc_elastic/{name}": value for name, value in run_scalars().items()}
     if hasattr(writer, "add_scalar"):
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)

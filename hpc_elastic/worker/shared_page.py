@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, SupportsFloat
+from typing import SupportsFloat
 
 from hpc_elastic.errors import HpcElasticError
 
@@ -46,7 +46,7 @@ _UNSET = -1
 _NO_REQUEST = 0
 _STEP_BITS = 40
 _NEXT_CHECKPOINT = (1 << _STEP_BITS) - 1
-"""Stands for the step of a request without one; no step is as large."""
+"""The bits of a step; as a step, it stands for a request without one: no step is as large."""
 (
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _PAUSED, _PASSED, _WAITING, _WANTED,
     _LEAVE_BY, _RELEASED, _REQUEST, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED,
@@ -55,14 +55,12 @@ _NEXT_CHECKPOINT = (1 << _STEP_BITS) - 1
 ) = range(31)  # fmt: skip
 _WHY_AT, _LONGEST_WHY = 2048, 1024
 """Where on the page stands why a checkpoint was not written, and its bytes at most."""
-_BLANK = {
-    field: _UNSET
-    for field in (
-        _STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED, _STORED,
-        _AGREED,
-    )
-}  # fmt: skip
+_COUNTS = (
+    _STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED, _STORED, _AGREED,
+)  # fmt: skip
+"""Fields that begin with `_UNSET`."""
 _NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT)
+"""Fields that begin with NaN."""
 _POLL_INTERVAL_S = 0.002
 
 
@@ -110,21 +108,21 @@ class SharedPage:
     @classmethod
     def create(cls, directory: Path, local_rank: int) -> SharedPage:
         """Make a fresh page (agent, before it starts the worker)."""
-        path = _file(directory, local_rank)
+        path = directory / f"worker-{local_rank}"
         staged = path.with_suffix(".new")
         staged.write_bytes(bytes(_SIZE))
         page = cls(staged)
         for field in _NO_NUMBER:
             page._floats[field] = math.nan
-        for field, value in _BLANK.items():
-            page._numbers[field] = value
+        for field in _COUNTS:
+            page._numbers[field] = _UNSET
         staged.replace(path)
         return page
 
     @classmethod
     def of(cls, directory: Path, local_rank: int) -> SharedPage:
         """Return the page that the agent has made (worker)."""
-        return cls(_file(directory, local_rank))
+        return cls(directory / f"worker-{local_rank}")
 
     # ---- the worker ---------------------------------------------------------------------
 
@@ -147,15 +145,10 @@ class SharedPage:
             now = time.time()
             self._numbers[_STEP] = step
             self._floats[_TIME] = now
-            if not self._has_begun:
-                self._publish_first_step(step, now)
-
-    def _publish_first_step(self, step: int, now: float) -> None:
-        """Publish the first step, unless it is the one that was restored."""
-        if step > max(0, self._numbers[_RESTORED]):
-            self._floats[_FIRST_TIME] = now
-            self._numbers[_FIRST] = step  # last: with it, the time is there
-            self._has_begun = True
+            if not self._has_begun and step > max(0, self._numbers[_RESTORED]):
+                self._floats[_FIRST_TIME] = now
+                self._numbers[_FIRST] = step  # last: with it, the time is there
+                self._has_begun = True
 
     def report_counted_step(self, number: int) -> None:
         """Publish the n-th step since the worker's start, for a script that reports none."""
@@ -212,8 +205,8 @@ class SharedPage:
     def _await_request(self, new_steps: range, request: int) -> CheckpointPoll:
         """Wait while a request for one of these steps is not confirmed; none was polled before."""
         until, step = time.monotonic() + LONGEST_WAIT_S, new_steps.stop - 1
-        while _step_of(request) in new_steps:
-            number = _number_of(request)
+        while request & _NEXT_CHECKPOINT in new_steps:
+            number = request >> _STEP_BITS
             self._numbers[_WAITING] = number
             confirmed = self._numbers[_CONFIRMED]
             if confirmed >> 1 == number:
@@ -275,7 +268,7 @@ class SharedPage:
     def _pause_request(self, step: int) -> int:
         """Return the number of the request to stay at a checkpoint; 0 if there is none."""
         request = self._numbers[_REQUEST]
-        number, at = _number_of(request), _step_of(request)
+        number, at = request >> _STEP_BITS, request & _NEXT_CHECKPOINT
         is_asked = self._numbers[_CONFIRMED] == number << 1 | 1 and (
             at == _NEXT_CHECKPOINT or at <= self._numbers[_AGREED] <= step
         )
@@ -351,27 +344,12 @@ class SharedPage:
         return bytes(self._why[: self._numbers[_WHY_BYTES]]).decode(errors="replace")
 
 
-def _number_of(request: int) -> int:
-    return request >> _STEP_BITS
-
-
-def _step_of(request: int) -> int:
-    return request & (1 << _STEP_BITS) - 1
-
-
 def _known(value: int) -> int | None:
     return None if value == _UNSET else value
 
 
 def _given(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _file(directory: Path, local_rank: int) -> Path:
-    return directory / f"worker-{local_rank}"
-
-
-# ---- What a worker has published on its control page, as its agent reads it
 
 
 @dataclass(frozen=True)
@@ -424,10 +402,3 @@ class WorkerStatus:
     """Whether the user's function has returned: the only sign that the worker has succeeded."""
     busy: int = 0
     """Not 0: it does something long that is no step, such as a checkpoint (`reports.busy`)."""
-
-
-class ReadablePage(Protocol):
-    """Where it is read: a `hpc_elastic.worker.shared_page.SharedPage`, or what stands for one."""
-
-    def read(self) -> WorkerStatus:
-        """Return what the worker last published."""

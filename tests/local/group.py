@@ -140,7 +140,7 @@ def kill(session: Session) -> None:
 
     def drop() -> None:
         if session._leader is not None:
-            session._leader._term.end()
+            session._leader._term.end_term()
         session._main.cancel()
 
     session._loop.call_soon_threadsafe(drop)

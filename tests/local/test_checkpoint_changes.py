@@ -69,13 +69,6 @@ def save_where_agreed(rank: int, folder: str, asynchronous: bool) -> list[int]:
     return leave(ckpt, store)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_the_agreed_step_is_in_the_directory_and_the_ranks_stay(tmp_path, asynchronous):
-    """Though it is in memory already."""
-    found = run_ranks(save_where_agreed, 2, str(tmp_path), asynchronous, env=pages(tmp_path))
-    assert found == [[2, 1]] * 2
-
-
 def save_while_one_is_asked(rank: int, folder: str, asynchronous: bool) -> list[int]:
     """One rank has been asked to stay at its next checkpoint, and the other one not yet."""
     page, ckpt, store = saved_once(rank, folder, asynchronous)
@@ -90,7 +83,10 @@ def save_while_one_is_asked(rank: int, folder: str, asynchronous: bool) -> list[
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_a_request_that_not_all_ranks_have_seen_decides_nothing(tmp_path, asynchronous):
-    """The step stays in memory on both, and no rank waits for the part of another."""
-    found = run_ranks(save_while_one_is_asked, 2, str(tmp_path), asynchronous, env=pages(tmp_path))
-    assert found == [[1]] * 2
+@pytest.mark.parametrize(
+    ("save", "steps"), [(save_where_agreed, [2, 1]), (save_while_one_is_asked, [1])]
+)
+def test_a_save_goes_where_all_ranks_have_agreed(tmp_path, save, steps, asynchronous):
+    """To the directory, though it is in memory already; a request that one has seen is none."""
+    found = run_ranks(save, 2, str(tmp_path), asynchronous, env=pages(tmp_path))
+    assert found == [steps] * 2

@@ -211,13 +211,19 @@ def test_a_good_checkpoint_of_the_same_step_is_kept(tmp_path, caplog):
     assert "there already, and good" in caplog.text
 
 
-def test_a_fenced_writer_commits_nothing(tmp_path, monkeypatch):
+@pytest.fixture
+def records(tmp_path, monkeypatch) -> Path:
+    """Make this process one of the group that record 3 formed; return the folder of records."""
+    folder = tmp_path / "rdzv"
+    folder.mkdir()
+    (folder / "entry.3.json").touch()
+    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(folder / "entry.3.json"))
+    return folder
+
+
+def test_a_fenced_writer_commits_nothing(tmp_path, records):
     """Another group was formed while this one wrote."""
-    folder, records = tmp_path / "c", tmp_path / "rdzv"
-    records.mkdir()
-    (records / "entry.3.json").touch()
-    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "entry.3.json"))
-    counter = Counter()
+    folder, counter = tmp_path / "c", Counter()
     c = checkpointer(folder, counter)
     save_at(c, counter, 1)
     c.wait()
@@ -228,13 +234,10 @@ def test_a_fenced_writer_commits_nothing(tmp_path, monkeypatch):
     eventually(lambda: names_in(folder) == ["step-00000001"])
 
 
-def test_leftovers_go_once_their_group_is_surely_over(tmp_path, monkeypatch):
+def test_leftovers_go_once_their_group_is_surely_over(tmp_path, records):
     """By its record, or by age; those of a group that may live stay."""
-    folder, records = tmp_path / "c", tmp_path / "rdzv"
-    records.mkdir()
+    folder = tmp_path / "c"
     folder.mkdir()
-    (records / "entry.3.json").touch()
-    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "entry.3.json"))
     names = {"r2": False, "r3": False, "r4": True, "pabc": True, "pdef": False}
     for token in names:
         (folder / f".staging-step-7-{token}-0").mkdir()

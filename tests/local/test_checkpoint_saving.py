@@ -194,23 +194,17 @@ def test_buffers_are_used_again(tmp_path):
         for step in range(1, 5):
             save_at(c, counter, step)
             c.wait()
-            memories.add(id(c._snapshots._buffer._map))
+            memories.add(id(c._snapshots._map))
     assert len(memories) == 1
 
 
 # ---- urgent -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def last_of_all() -> Iterator[None]:
-    """Nobody who has the state stays, as a replica finds when all of them have to leave."""
+def test_what_goes_with_its_replica_is_committed_at_once(tmp_path, disk, monkeypatch):
+    """A replica that has left the run, as all that have the state do, commits nothing any more."""
+    monkeypatch.setattr(reporting, "_reporter", reporting._Reporter())
     reporting.save_is_last(True)
-    yield
-    reporting.save_is_last(False)
-
-
-def test_what_goes_with_its_replica_is_committed_at_once(tmp_path, disk, last_of_all):
-    """Who has left the run may commit nothing any more."""
     counter = Counter()
     with checkpointer(tmp_path, counter) as c:
         assert save_at(c, counter, 1) is True
@@ -383,6 +377,17 @@ def test_a_save_that_came_too_late_is_not_told(tmp_path, page, monkeypatch):
 
 # ---- the program's end --------------------------------------------------------------------
 
+
+def run_program(code: str, folder: Path, argument: str) -> None:
+    """Run a program that ends with 7, at once."""
+    folder.mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(folder), argument],
+        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert run.returncode == 7, run.stderr
+
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -402,15 +407,7 @@ raise SystemExit(7)
 @pytest.mark.parametrize(("which", "steps"), [("alone", [1]), ("of two", [])], ids=["a", "b"])
 def test_the_end_of_the_program_waits_for_a_save_but_not_for_ever(tmp_path, which, steps):
     """A save under way is finished; one that cannot be finished is given up."""
-    (tmp_path / "c").mkdir()
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), which],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-    )
-    assert run.returncode == 7, run.stderr
+    run_program(PROGRAM, tmp_path / "c", which)
     assert Store(tmp_path / "c").steps() == steps
 
 
@@ -452,12 +449,7 @@ raise SystemExit(7)
 @pytest.mark.parametrize("how", ["asynchronous", "at once"])
 def test_nothing_waits_for_a_removal_that_is_held_up(tmp_path, how):
     """Neither a save nor the program's end waits for a removal that hangs."""
-    (tmp_path / "c").mkdir()
-    argv = [sys.executable, "-c", HELD_UP, str(tmp_path / "c"), how]
-    run = subprocess.run(
-        argv, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert run.returncode == 7, run.stderr
+    run_program(HELD_UP, tmp_path / "c", how)
     assert 5 in Store(tmp_path / "c").steps()
     assert any(name.startswith(".trash-") for name in names_in(tmp_path / "c"))
 

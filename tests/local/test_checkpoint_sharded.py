@@ -64,13 +64,10 @@ def layouts(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     kinds = {
-        "replicated": (flat, [Replicate()]),
-        "rows": (flat, [Shard(0)]),
-        "columns": (flat, [Shard(1)]),
-        "hybrid": (grid, [Replicate(), Shard(0)]),
-        "both": (grid, [Shard(0), Shard(1)]),
-        "twice": (grid, [Shard(0), Shard(0)]),
-    }
+        "replicated": (flat, [Replicate()]), "hybrid": (grid, [Replicate(), Shard(0)]),
+        "rows": (flat, [Shard(0)]), "both": (grid, [Shard(0), Shard(1)]),
+        "columns": (flat, [Shard(1)]), "twice": (grid, [Shard(0), Shard(0)]),
+    }  # fmt: skip
     made: dict[str, dict[str, torch.Tensor]] = {"plain": {n: whole(n) for n in SHAPES}}
     for kind, (mesh, placements) in kinds.items():
         dims = [p.dim for p in placements if p.is_shard()]
@@ -168,9 +165,7 @@ def full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: t.full_tensor() if isinstance(t, DTensor) else t.clone() for n, t in tensors.items()}
 
 
-def checkpointer(
-    folder: str, net: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> Checkpointer:
+def checkpointer(folder: str, net: Net, optimizer: torch.optim.Optimizer) -> Checkpointer:
     """Return what saves and restores them."""
     state = {"net": net, "optimizer": optimizer}
     return Checkpointer(Path(folder, "checkpoints"), state, options=CheckpointOptions(rng=False))
@@ -232,9 +227,8 @@ def refuse_what_can_not_be_stored(rank: int) -> None:
     sums = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     with pytest.raises(CheckpointError, match="w is a DTensor of partial sums"):
         Planner(rank, 2).plan({"w": sums})
-    alone = init_device_mesh("cpu", (1,)) if rank == 0 else None
-    if alone is not None:
-        mine = distribute_tensor(torch.ones(4), alone, [Shard(0)])
+    if rank == 0:
+        mine = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
         (piece,) = Planner(0, 2).plan({"w": mine})
         assert piece.sizes == (4,)
 

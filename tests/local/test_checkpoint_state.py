@@ -265,7 +265,7 @@ class Holds:
         ({"v": {"x": {"y": len}}}, r"state: v/x/y=<class 'builtin"),
         ({"v": {"x": np.array(["a"])}}, r"state: v/x=<class 'numpy.ndarray'>"),
         ({"v": {"1": torch.ones(1), 1: torch.ones(1)}}, "v/1=.*two keys"),
-        ({"v": {"s": torch.ones(3).to_sparse()}}, "v/s is sparse"),
+        ({"v": {"s": torch.ones(3).to_sparse()}}, "v/s is sparse: save it dense"),
         ({"v": {"m": torch.ones(3, device="meta")}}, "v/m is on the meta device"),
     ],
 )

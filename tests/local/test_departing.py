@@ -10,7 +10,7 @@ import pytest
 from group import PATIENCE_S, Group, eventually, kill
 
 from hpc_elastic.agent.worker_channel import WorkerChannel
-from hpc_elastic.rendezvous.leader_state import PATIENCE, LeaveRequests
+from hpc_elastic.rendezvous.leader_state import MAX_UNMATCHED, LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, carried_out, claim
 from hpc_elastic.rendezvous.session import Departed, Session
 from hpc_elastic.rendezvous.term import DEFAULT_LEFT_S, RunFiles, TermFolder
@@ -319,24 +319,24 @@ A, B = (Agent(f"40_{slot}", 0, slot, f"node{slot}", 1) for slot in range(2))
 def test_a_notice_for_nobody_is_kept_for_a_while():
     """Its task may be on its way to a new leader."""
     asked = LeaveRequests()
-    looks = [asked.look({"40_3": 5.0}, [A, B]) for _ in range(PATIENCE)]
-    assert looks == [([], [], [])] * (PATIENCE - 1) + [([], [], ["40_3"])]
+    looks = [asked.match_agents({"40_3": 5.0}, [A, B]) for _ in range(MAX_UNMATCHED)]
+    assert looks == [([], [], [])] * (MAX_UNMATCHED - 1) + [([], [], ["40_3"])]
 
 
 def test_a_node_is_told_until_it_has_confirmed_the_notice():
     """A message may be lost; and one that has come is not repeated for the task's next attempt."""
     asked = LeaveRequests()
     for _ in range(2):
-        assert asked.look({"40_0": 5.0}, [A, B]) == ([(A, 5.0)], [], [])
+        assert asked.match_agents({"40_0": 5.0}, [A, B]) == ([(A, 5.0)], [], [])
     assert asked.confirmed(A, [A, B]) == ["40_0"]
-    assert asked.look({}, [B]) == ([], [], [])
-    assert asked.look({"40_0": 5.0}, [A, B]) == ([(A, 5.0)], [], []), "it is asked again"
+    assert asked.match_agents({}, [B]) == ([], [], [])
+    assert asked.match_agents({"40_0": 5.0}, [A, B]) == ([(A, 5.0)], [], []), "it is asked again"
 
 
 def test_a_notice_to_all_is_over_when_all_have_confirmed_it():
     """Or are not there any more."""
     asked = LeaveRequests()
-    asked.look({"all": 5.0}, [A, B])
+    asked.match_agents({"all": 5.0}, [A, B])
     assert asked.confirmed(A, [A, B]) == []
-    assert asked.look({"all": 5.0}, [A, B]) == ([(B, 5.0)], [], [])
-    assert asked.look({"all": 5.0}, [A]) == ([], ["all"], [])
+    assert asked.match_agents({"all": 5.0}, [A, B]) == ([(B, 5.0)], [], [])
+    assert asked.match_agents({"all": 5.0}, [A]) == ([], ["all"], [])

@@ -6,16 +6,15 @@ import sys
 import textwrap
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.agent import preemption
 from hpc_elastic.agent.preemption import (
     DrainController,
     PreemptionNotice,
     PreemptionState,
     PreemptionWatcher,
-    TimeLimit,
     TimeLimitSource,
     why_leave_now,
 )
@@ -32,8 +31,8 @@ WATCHED = textwrap.dedent(
     caught = SignalPipe()
     os.kill(os.getpid(), signal.SIGTERM)  # before anybody watches
     from pathlib import Path
-    from hpc_elastic.agent.preemption import (
-        PreemptionConfig, PreemptionState, PreemptionWatcher, TimeLimitSource)
+    from types import SimpleNamespace
+    from hpc_elastic.agent.preemption import PreemptionState, PreemptionWatcher, TimeLimitSource
     from hpc_elastic.run.events import EventLog
     from hpc_elastic.slurm.exit_action import ExitAction
 
@@ -44,8 +43,9 @@ WATCHED = textwrap.dedent(
 
     scheduler = TimeLimitSource(lambda: ExitAction.EXIT, lambda: None)
     notices = PreemptionState(EventLog(Path(sys.argv[1]), "7_1"))
-    config = PreemptionConfig(120, 60, 30, signal.SIGUSR2)
-    watch = PreemptionWatcher(caught, config, notices, scheduler)
+    spec = SimpleNamespace(signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30,
+                           preempt_signal="USR2")
+    watch = PreemptionWatcher(caught, spec, notices, scheduler)
     watch.start()
     while len(Leader.told) < 1:
         time.sleep(0.01)
@@ -94,8 +94,8 @@ def watch_of(tmp_path, monkeypatch):
 
         notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
         scheduler = TimeLimitSource(lambda: None, time_left_s, **fields)
-        terms = preemption.PreemptionConfig(120, 60, 30, preemption.signal.SIGUSR2)
-        return PreemptionWatcher(SignalPipe(), terms, notices, scheduler), notices, clock
+        spec = SimpleNamespace(signal_delay_s=120)
+        return PreemptionWatcher(SignalPipe(), spec, notices, scheduler), notices, clock
 
     return make
 
@@ -103,7 +103,7 @@ def watch_of(tmp_path, monkeypatch):
 def at(watch: PreemptionWatcher, clock: dict[str, float], now: float) -> float | None:
     """Let the watch look at a time; return how long it waits then."""
     clock["now"] = now
-    watch._look_at_clock()
+    watch._check_clock()
     return watch._wait_s()
 
 
@@ -227,4 +227,3 @@ def test_a_deadline_that_hardly_moves_is_not_told_again(tmp_path):
     for by in (100.0, 99.5, 90.0):
         notices.add(PreemptionNotice(Reason.TIME_LIMIT, by))
     assert len(read_events(tmp_path)) == 2
-    assert TimeLimit(1.0, 1.0).notice(1.0).by < 1.0

@@ -546,7 +546,7 @@ class AgentProcess:
     def _slurm_says(self, task: str, runs: bool | None) -> None:
         if runs is False:
             self._said_dead.add(task)
-        self._do(self._following.slurm_says(task, runs, self.host.clock()))
+        self._do(self._following.slurm_answered(task, runs, self.host.clock()))
 
     def _claim(self, wanted: Claim) -> None:
         if self._goes_by_the_lease(wanted):
@@ -814,11 +814,11 @@ class Leader:
         self.term = env.components.term(self.leadership, self, env.scenario.show_s)
         mount = self.host.mount
         folder = env.components.folder(entry.term, NodeFiles(env.shared, mount))
-        args = (env.shared, folder, mount, self.process, self.term.end)
+        args = (env.shared, folder, mount, self.process, self.term.end_term)
         self._files = LeadersFiles(*args)
         self._has_begun = True
         self._round = entry.index
-        self.term.handle(self.leadership.begin)
+        self.term.handle(self.leadership.start_leading)
         early, self._early = self._early, []
         for attempt in early:
             self._greet(attempt)
@@ -831,13 +831,13 @@ class Leader:
     def stop(self) -> None:
         """Lead no more, because this node leaves."""
         if self.leads:
-            self.term.handle(self.leadership.knows_notice, self.endpoint.task)
-            self.term.end()
+            self.term.handle(self.leadership.notice_confirmed, self.endpoint.task)
+            self.term.end_term()
             self._files.remove_confirmed()
         self.let_go()
 
     def let_go(self) -> None:
-        """Stop listening, and let go of everybody; see `Hands`."""
+        """Stop listening, and let go of everybody; see `Executor`."""
         if self.is_open and self._has_begun:
             self._env.monitor.fenced += self.leadership.fenced and not self.agent.over
         self.is_open = False
@@ -865,7 +865,7 @@ class Leader:
             self.host.register.look_for_number(self.process, self._looked, self._blind)
 
     def _looked(self, number: int) -> None:
-        self.term.handle(self.leadership.saw, number)
+        self.term.handle(self.leadership.log_advanced, number)
         self._env.world.after(self._env.scenario.look_s, self.process, self._watch)
 
     def _blind(self, why: Exception) -> None:
@@ -891,7 +891,7 @@ class Leader:
 
     def _claimed(self, notices: Mapping[str, float]) -> None:
         self._is_looking = False
-        self.term.handle(self.leadership.asked_to_leave, notices)
+        self.term.handle(self.leadership.notices_claimed, notices)
         pause = 0.0 if self._is_confirmed else self._env.scenario.look_s
         self._env.world.after(pause, self.process, self._look_for_notices, self._num_looks)
 
@@ -948,7 +948,7 @@ class Leader:
     # ---- effects ------------------------------------------------------------------------
 
     def carry_out(self, effect: Effect) -> None:
-        """See `Hands`."""
+        """See `Executor`."""
         knows_over = self.leadership.fenced
         self._env.shared.monitor.acts(self._term, effect, knows_over=knows_over)
         if isinstance(effect, Send):
@@ -961,7 +961,7 @@ class Leader:
             self._carry_out_rarely(effect)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
-        """See `Hands`."""
+        """See `Executor`."""
         self._env.world.note(self.endpoint.task, "publishes", entry)
         self._env.monitor.published(entry)
         self.term.do(afterwards)
@@ -1042,4 +1042,4 @@ class Leader:
 
     def _slurm_says(self, view: dict[str, TaskState] | None) -> None:
         if self.is_open:
-            self.term.handle(self.leadership.slurm_says, view, self._now())
+            self.term.handle(self.leadership.slurm_answered, view, self._now())

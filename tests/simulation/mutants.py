@@ -54,8 +54,8 @@ class DutiesGoOn(Term):
 class RemovesOnceTold(LeaderState):
     """Takes a notice for obeyed when it was sent, though nothing may have arrived."""
 
-    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[Effect]:  # noqa: D102
-        effects = super().asked_to_leave(claimed)
+    def notices_claimed(self, claimed: Mapping[str, float]) -> list[Effect]:  # noqa: D102
+        effects = super().notices_claimed(claimed)
         told = any(isinstance(e, Send) for e in effects)
         return [*effects, *map(RemoveNotice, claimed)] if told else effects
 

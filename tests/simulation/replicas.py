@@ -176,9 +176,9 @@ class _CountsByTheLastRound(ReplicaState):
 class _StopsThoseWhoAreHere(ReplicaState):
     """Takes an agent that is here under the next leader for a newcomer that has to start anew."""
 
-    def here(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
+    def reattached(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
         self.run.ranks = RankAssignment()
-        return super().here(agent, placement, now)
+        return super().reattached(agent, placement, now)
 
 
 class _DepartsWithoutEntry(ReplicaState):

@@ -478,7 +478,7 @@ class NodeRegister:
     ) -> None:
         """Read the last entry and its term's lease."""
         checked = self._checked(lambda seen: answer(*seen), lambda seen: seen[0])
-        self._carry_out(process, self._entries.look(), checked, fail)
+        self._carry_out(process, self._entries.last_with_lease(), checked, fail)
 
     def look_for_number(
         self, process: Process, answer: Callable[[int], None], fail: Callable[[Exception], None]

@@ -276,10 +276,10 @@ class SweepSimulation:
                         task.not_before = self.now + delay_s
                 case QueryTasks():
                     view = {t.name: t.state(self.now) for t in run.tasks}
-                    self._do(run, leadership.slurm_says(view, self.now))
+                    self._do(run, leadership.slurm_answered(view, self.now))
                 case QuerySweep():  # its Slurm learns of a loss at once
                     why = sweep_queue.waits_in_vain(self._queued(), run.number, self._all_nodes())
-                    self._do(run, leadership.sweep_says(why, self.now))
+                    self._do(run, leadership.sweep_answered(why, self.now))
                 case LetOthersStart(lost):
                     self._let_start(run, lost=lost)
                 case ClearHolds(tasks):

@@ -52,7 +52,7 @@ def training(*agents: Agent, **changes) -> RoundState:
     m = machine(**changes)
     for agent in agents:
         m.join(agent, 0.0)
-    m.slurm_says(running(*agents), 0.0, 0.0)
+    m.slurm_answered(running(*agents), 0.0, 0.0)
     assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == agents
     return m
 

@@ -34,7 +34,7 @@ AGENT = textwrap.dedent(
     os.environ["SLURM_JOB_ID"] = "7"
     folder = Path(sys.argv[1])
     spec, state = SimpleNamespace(submission=str(folder)), SimpleNamespace(is_over=False)
-    task = SimpleNamespace(superseded=False, run=state, logs=folder, agent_log=folder / "agent.log",
+    task = SimpleNamespace(superseded=False, run=state, logs=folder,
                            spec=spec, name="7_0")
     task_main.find_task, task_main._run = lambda *_: task, run
     task_main.OutputTimes = lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)

@@ -73,31 +73,22 @@ def test_whole_pages_go_past_the_page_cache(tmp_path, monkeypatch):
     assert how == [(True, PAGE_BYTES), (True, 2 * MIB), (False, 9)]
 
 
-def refuse(*args: object) -> None:
-    """Do as a file system that can not do that."""
-    raise OSError(errno.EINVAL, "Invalid argument")
-
-
-def test_a_file_system_that_has_no_direct_writes_gets_others(tmp_path, monkeypatch):
-    """It says so at once, as tmpfs may."""
-    setting = fcntl.fcntl
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path, monkeypatch, at_once):
+    """It refuses the flag, as tmpfs may, or the first write, as it wants more than whole pages."""
+    setting, write = fcntl.fcntl, os.write
 
     def set_flags(fd, command, argument=0):
-        return refuse() if argument & os.O_DIRECT else setting(fd, command, argument)
-
-    monkeypatch.setattr(fcntl, "fcntl", set_flags)
-    data = pieces([PAGE_BYTES, 2 * MIB + 1], 0)
-    assert written(tmp_path / "file", data) == b"".join(data)
-
-
-def test_a_file_system_that_refuses_a_direct_write_gets_others(tmp_path, monkeypatch):
-    """It says so at the first one, since it wants more than whole pages."""
-    write = os.write
+        if at_once and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return setting(fd, command, argument)
 
     def write_cached(fd, data):
-        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-        return refuse() if direct else write(fd, data)
+        if setting(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(fd, data)
 
+    monkeypatch.setattr(fcntl, "fcntl", set_flags)
     monkeypatch.setattr(os, "write", write_cached)
     data = pieces([PAGE_BYTES, 2 * MIB + 1], 0)
     assert written(tmp_path / "file", data) == b"".join(data)

@@ -74,16 +74,20 @@ def test_text_gives_back_the_same():
     assert RankPart.from_json(part(1, LOWER).to_json()) == part(1, LOWER)
 
 
-def test_missing_ranks_are_named():
-    """Those that never wrote their part."""
-    with pytest.raises(CheckpointError, match="step 7: no part from rank 0, 2"):
-        merged(part(1, LOWER), world_size=3)
-
-
-def test_a_hole_is_named():
-    """No rank wrote the lower half."""
-    with pytest.raises(CheckpointError, match=r"net/w\[4, 3\] has a hole"):
-        merged(part(0, UPPER), part(1))
+@pytest.mark.parametrize(
+    ("parts", "world_size", "what"),
+    [
+        ([part(1, LOWER)], 3, "step 7: no part from rank 0, 2"),
+        ([part(0, UPPER), part(1)], 2, r"net/w\[4, 3\] has a hole"),
+        ([part(0, UPPER), part(1, ((1, 0), (3, 3)))], 2, "stored twice"),
+        ([part(0, UPPER), part(1, LOWER, shape=(5, 3))], 2, "on rank 1"),
+        ([part(0, UPPER), part(1, LOWER, dtype="float64")], 2, "on rank 1"),
+    ],
+)
+def test_parts_that_make_no_checkpoint_are_refused(parts, world_size, what):
+    """A missing rank, a hole, an overlap, and another shape or type are named."""
+    with pytest.raises(CheckpointError, match=what):
+        merged(*parts, world_size=world_size)
 
 
 def test_ranks_may_write_the_same_box():
@@ -91,19 +95,6 @@ def test_ranks_may_write_the_same_box():
     manifest = merged(part(0, UPPER), part(1, UPPER, LOWER))
     files = [c.file for c in manifest.tensors["net/w"].chunks]
     assert files == ["shard-0.safetensors", "shard-1.safetensors"]
-
-
-def test_boxes_may_not_overlap():
-    """It would be unclear what holds."""
-    with pytest.raises(CheckpointError, match="stored twice"):
-        merged(part(0, UPPER), part(1, ((1, 0), (3, 3))))
-
-
-@pytest.mark.parametrize("other", [{"shape": (5, 3)}, {"dtype": "float64"}])
-def test_ranks_have_to_agree_on_a_tensor(other):
-    """Shape and type."""
-    with pytest.raises(CheckpointError, match="on rank 1"):
-        merged(part(0, UPPER), part(1, LOWER, **other))
 
 
 def grid(shape, cuts):
@@ -125,14 +116,10 @@ def test_a_grid_covers_a_tensor_and_no_box_can_be_left_out():
         assert "hole" in coverage_problem(shape, [b for b in boxes if b is not left_out])
 
 
-def test_boxes_need_not_be_a_grid():
-    """One half whole, the other one cut."""
+def test_boxes_need_not_be_a_grid_and_empty_ones_need_no_bytes():
+    """One half whole, the other one cut; empty tensors and shards, as uneven sharding has them."""
     boxes = [chunk((0, 0), (2, 4)), chunk((2, 0), (2, 1)), chunk((2, 1), (2, 3))]
     assert coverage_problem((4, 4), boxes) is None
-
-
-def test_empty_tensors_and_shards_need_no_bytes():
-    """As uneven sharding leaves them."""
     assert coverage_problem((0, 5), []) is None
     assert coverage_problem((2,), [chunk((0,), (2,)), chunk((2,), (0,))]) is None
 
@@ -153,20 +140,14 @@ def test_any_changed_character_is_found():
             assert Manifest.from_json(changed) == original
 
 
-@pytest.mark.parametrize("length", [0, 1, 40, -1])
-def test_a_truncated_text_is_found(length):
-    """At any length."""
-    with pytest.raises(CheckpointCorruptError):
-        Manifest.from_json(merged(part(0, UPPER), part(1, LOWER)).to_json()[:length])
-
-
 @pytest.mark.parametrize(
     "text",
-    ["[]", "null", "[" * 100_000, '{"checksum": 1}', seal({}), seal({"version": "1"}),
+    [*(merged(part(0, UPPER), part(1, LOWER)).to_json()[:end] for end in (0, 1, 40, -1)),
+     "[]", "null", "[" * 100_000, '{"checksum": 1}', seal({}), seal({"version": "1"}),
      seal({"version": 1, "step": 1, "world_size": 1, "created": 0, "files": [[]]})],
 )  # fmt: skip
 def test_what_is_no_manifest_is_refused(text):
-    """As damaged, never as another error."""
+    """As damaged, never as another error: cut short, or of another form."""
     with pytest.raises(CheckpointCorruptError):
         Manifest.from_json(text)
 

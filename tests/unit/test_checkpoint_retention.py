@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.checkpoint.store import Retention, removable
+from hpc_elastic.checkpoint.store import Retention
 from hpc_elastic.errors import ConfigError
 
 
@@ -24,14 +24,14 @@ from hpc_elastic.errors import ConfigError
 )
 def test_retention(steps, committed, rule, damaged, going):
     """The last ones stay, and those of every so many steps."""
-    assert removable(steps, committed=committed, rule=rule, damaged=damaged) == going
+    assert rule.removable(steps, committed=committed, damaged=damaged) == going
 
 
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_the_one_just_written_always_stays(last):
     """So a good one is there at any time."""
     for committed in range(6):
-        assert committed not in removable(range(6), committed=committed, rule=Retention(last))
+        assert committed not in Retention(last).removable(range(6), committed=committed)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_is_proven_up_to_where_all_ranks_are(run):
 
 def lines_of(run, rank, record=1):
     """Return the file of a rank of a group, and its lines."""
-    path = run.path / "ledger" / f"train.record-{record}.rank-{rank}.jsonl"
+    path = run.path / "ledger" / f"train.entry-{record}.rank-{rank}.jsonl"
     return path, path.read_text().splitlines()
 
 
@@ -147,9 +147,9 @@ def test_samples_that_were_never_trained_are_found(finished):
     path.write_text("\n".join([head, json.dumps(shortened), *rest]) + "\n")
     (proof,) = audit(finished.path)
     missing, wrong, never = proof.problems
-    assert missing == "rank 1 of the group of record 1: 3 steps are missing"
+    assert missing == "rank 1 of the group of log entry 1: 3 steps are missing"
     assert wrong == (
-        "3 steps of the group of record 1, from step 8 on, trained something else than planned"
+        "3 steps of the group of log entry 1, from step 8 on, trained something else than planned"
     )
     assert never == "epoch 0: 6 samples were never trained"
     assert proof.epochs[0] == EpochProof(0, 34, 0, 6)
@@ -162,8 +162,8 @@ def test_samples_that_were_trained_twice_are_found(finished):
         f.write("[13,2,1,8,4,2]\n")
     (proof,) = audit(finished.path)
     more, wrong, twice = proof.problems
-    assert more == "rank 1 of the group of record 1: 2 steps are too many"
-    assert wrong.startswith("2 steps of the group of record 1, from step 13 on,")
+    assert more == "rank 1 of the group of log entry 1: 2 steps are too many"
+    assert wrong.startswith("2 steps of the group of log entry 1, from step 13 on,")
     assert twice == "epoch 1: 4 samples were trained more than once"
     assert proof.epochs[1] == EpochProof(1, 36, 4, 0)
     assert len(lines) == 4
@@ -175,7 +175,7 @@ def test_a_succeeded_run_that_lost_its_last_group_is_not_proven(run):
     run.train_group(3, 40, (4, None), state, num_epochs=2)
     run.succeed()
     assert audit(run.path)[0].holds
-    for path in (run.path / "ledger").glob("train.record-2.*"):
+    for path in (run.path / "ledger").glob("train.entry-2.*"):
         path.unlink()
     (proof,) = audit(run.path)
     (problem,) = proof.problems
@@ -191,7 +191,7 @@ def test_a_succeeded_run_whose_last_group_had_nothing_to_train_is_proven(run):
     run.succeed()
     proof = holds(run)
     assert (proof.last_step, proof.stretches) == (20, 1)
-    for path in (run.path / "ledger").glob("train.record-1.*"):
+    for path in (run.path / "ledger").glob("train.entry-1.*"):
         path.unlink()
     assert not audit(run.path)[0].holds
 
@@ -245,7 +245,7 @@ def test_gaps_and_doubles_among_paddings_are_found(run, change):
     last = [span[1], 1, 0, span[3] + (span[1] - 1) * 8 + change, 0, 4]
     path.write_text("\n".join([lines[0], json.dumps(cut), json.dumps(last), *lines[2:]]) + "\n")
     (problem,) = audit(run.path)[0].problems
-    assert problem.startswith("1 step of the group of record 1, from step 6 on,")
+    assert problem.startswith("1 step of the group of log entry 1, from step 6 on,")
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -285,7 +285,7 @@ def test_a_lost_group_is_found(run):
     World(1, 40, (4, None), state).run(1, num_steps=1)
     lines_of(run, 0)[0].unlink()
     (proof,) = audit(run.path)
-    assert "the ledger of the group of record 1, which trained up to step 5" in proof.problems[0]
+    assert "the ledger of the group of log entry 1, which trained up to step 5" in proof.problems[0]
 
 
 def test_a_checkpoint_of_another_run_begins_the_history(run, tmp_path, monkeypatch):

@@ -62,12 +62,12 @@ class Change:
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.chance = chance
         self.files = sorted(folder.glob("*.jsonl"))
-        self.last = max(int(re.search(r"record-(\d+)", path.name)[1]) for path in self.files)
+        self.last = max(int(re.search(r"entry-(\d+)", path.name)[1]) for path in self.files)
 
     def of_group(self, record: int) -> list[Path]:
         """Return the files of a group."""
         """Return the files of a group."""
-        return [path for path in self.files if f".record-{record}." in path.name]
+        return [path for path in self.files if f".entry-{record}." in path.name]
 
     def lose_last_group(self) -> None:
         """Remove what all ranks of the last group wrote."""

@@ -78,9 +78,9 @@ def test_a_checkpoint_before_the_proposed_step_does_not_count():
 def test_who_was_released_is_not_waited_for():
     """Whatever Slurm says; and its leave, which comes later, changes nothing."""
     m = noticed(A)
-    m.gone(A, "its node is to be left", 11.0)
+    m.agent_lost(A, "its node is to be left", 11.0)
     m.join(B, 11.1)
-    assert decisions(m.slurm_says(running(A, B), 11.2, 11.2)) == [closed(2, (B,), 0)]
+    assert decisions(m.slurm_answered(running(A, B), 11.2, 11.2)) == [closed(2, (B,), 0)]
 
 
 def test_any_break_releases_the_members_under_notice():
@@ -89,15 +89,15 @@ def test_any_break_releases_the_members_under_notice():
     broken = m.worker_failed([failure(B)], B, 11.0)
     assert decisions(broken)[0] == released((A,))
     m.join(B, 11.1)
-    assert decisions(m.slurm_says(running(B), 11.2, 11.2)) == [closed(2, (B,), 0)]
+    assert decisions(m.slurm_answered(running(B), 11.2, 11.2)) == [closed(2, (B,), 0)]
 
 
 def test_a_released_task_comes_back_as_a_newcomer():
     """In its next attempt."""
     m = noticed(A)
-    m.gone(A, "its node is to be left", 11.0)
+    m.agent_lost(A, "its node is to be left", 11.0)
     m.join(B, 11.1)
-    m.slurm_says(running(B), 11.2, 11.2)
+    m.slurm_answered(running(B), 11.2, 11.2)
     again = Agent(A.task, 1, A.slot, "node7", 1)
     assert request((B,), 1, 0) in m.join(again, 20.0)
 
@@ -191,7 +191,7 @@ def test_a_proposal_is_withdrawn_when_the_newcomer_has_left_again():
     """Nobody waits for anything."""
     m = training(A, scale_up="checkpoint")
     m.join(B, 10.0)
-    assert asks(m.gone(B, "its connection closed", 10.1)) == [0]
+    assert asks(m.agent_lost(B, "its connection closed", 10.1)) == [0]
 
 
 def test_ranks_that_do_not_stay_where_they_should_are_not_asked_at_once_again():

@@ -20,7 +20,7 @@ def test_a_task_that_runs_and_does_not_come_is_named_with_its_node_and_log():
     m = machine()
     m.join(A, 0.0)
     view = running(A) | {B.task: TaskState(B.task, "RUNNING", node="node2", restarts=3)}
-    m.slurm_says(view, 0.0, 0.1)
+    m.slurm_answered(view, 0.0, 0.1)
     assert waiting_for(m.run, log_of) == (
         "1 of at least 1 node has joined; missing: 7_1 (RUNNING on node2), log logs/7_1.3"
     )
@@ -30,7 +30,7 @@ def test_a_task_in_the_queue_is_named_with_slurms_reason():
     """It has no log yet, and nobody but Slurm can help."""
     m = machine(min_nodes=2)
     m.join(A, 0.0)
-    m.slurm_says(running(A) | {B.task: TaskState(B.task, "PENDING", "Resources")}, 0.0, 0.1)
+    m.slurm_answered(running(A) | {B.task: TaskState(B.task, "PENDING", "Resources")}, 0.0, 0.1)
     assert waiting_for(m.run, log_of) == (
         "1 of at least 2 nodes have joined; missing: 7_1 (PENDING, Resources)"
     )
@@ -67,6 +67,6 @@ def test_of_very_many_the_first_are_named():
     m = machine(min_nodes=2)
     m.join(A, 0.0)
     view = {f"9_{i:04}": TaskState(f"9_{i:04}", "PENDING", "Priority") for i in range(1000)}
-    m.slurm_says(view, 0.0, 0.1)
+    m.slurm_answered(view, 0.0, 0.1)
     text = waiting_for(m.run, log_of)
     assert text.endswith("9_0019 (PENDING, Priority), and 980 more") and "9_0020" not in text

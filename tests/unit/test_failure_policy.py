@@ -16,7 +16,7 @@ def fails(m: RoundState, agent, message: str, now: float) -> list:
     m.worker_failed([failure(agent, message)], agent, now)
     members = m.run.ranks.members
     actions = [a for member in members for a in m.join(member, now + 1.0)]
-    return actions + m.slurm_says(running(*members), now + 2.0, now + 2.0)
+    return actions + m.slurm_answered(running(*members), now + 2.0, now + 2.0)
 
 
 # ---- crash loops --------------------------------------------------------------------------
@@ -65,15 +65,15 @@ def test_losses_neither_count_nor_begin_the_count_anew():
     """A preemption says nothing about the script."""
     m = training(A, B, max_restarts=100)
     for i in range(5):
-        m.gone(B, "preempted", 10.0 * i)
+        m.agent_lost(B, "preempted", 10.0 * i)
         m.join(A, 10.0 * i + 1)
         m.join(B, 10.0 * i + 1)
-        m.slurm_says(running(A, B), 10.0 * i + 2, 10.0 * i + 2)
+        m.slurm_answered(running(A, B), 10.0 * i + 2, 10.0 * i + 2)
     assert m.run.policy.failures_without_progress == 0
     fails(m, A, "boom", 100.0)
-    m.gone(B, "preempted", 110.0)
+    m.agent_lost(B, "preempted", 110.0)
     m.join(A, 111.0)
-    m.slurm_says(running(A), 112.0, 112.0)
+    m.slurm_answered(running(A), 112.0, 112.0)
     assert m.run.policy.failures_without_progress == 1
 
 
@@ -136,23 +136,23 @@ def test_an_agent_that_falls_silent_twice_is_to_blame():
     """A connection that closes, or a node that leaves, is nobody's fault."""
     m = training(A, B, C, D)
     for now in (10.0, 20.0):
-        m.fell_silent(B, "silent", now)
+        m.heartbeat_lost(B, "silent", now)
         actions = [a for agent in (A, C, D) for a in m.join(agent, now + 1)]
-        actions += m.slurm_says(running(A, C, D), now + 1, now + 2)
+        actions += m.slurm_answered(running(A, C, D), now + 1, now + 2)
         if now == 10.0:
             assert not [a for a in actions if isinstance(a, Exclude)]
             m.join(B, now + 3)
             for agent in (A, C, D):
                 m.join(agent, now + 4)
-            m.slurm_says(running(A, B, C, D), now + 5, now + 5)
+            m.slurm_answered(running(A, B, C, D), now + 5, now + 5)
     assert [a.hosts for a in actions if isinstance(a, Exclude)] == [("node2",)]
 
 
 def test_many_that_fall_silent_at_once_are_not_to_blame():
     """It was the network between them."""
     m = training(A, B, C, D)
-    m.fell_silent(B, "silent", 10.0)
-    m.fell_silent(C, "silent", 10.0)
+    m.heartbeat_lost(B, "silent", 10.0)
+    m.heartbeat_lost(C, "silent", 10.0)
     m.join(A, 10.1)
     m.join(D, 10.1)
     assert m.run.policy.strikes == {}
@@ -161,9 +161,9 @@ def test_many_that_fall_silent_at_once_are_not_to_blame():
 def test_the_only_other_agent_that_falls_silent_is_not_to_blame():
     """Of two nodes nobody can tell which one's cable is loose."""
     m = training(A, B)
-    m.fell_silent(B, "silent", 10.0)
+    m.heartbeat_lost(B, "silent", 10.0)
     m.join(A, 10.1)
-    m.slurm_says(running(A), 10.2, 11.0)
+    m.slurm_answered(running(A), 10.2, 11.0)
     assert m.run.ranks.members == (A,) and m.run.policy.strikes == {}
 
 

@@ -138,9 +138,9 @@ def test_grow_never_waits_for_another_reason():
     m = growing(scale_up="on_restart")
     assert decisions(m.join(C, 1.0)) == []
     assert decisions(m.tick(1e6)) == []
-    m.gone(B, "silent", 1e6)
+    m.agent_lost(B, "silent", 1e6)
     m.join(A, 1e6)
-    m.slurm_says(running(A, C), 1e6, 1e6)
+    m.slurm_answered(running(A, C), 1e6, 1e6)
     assert m.run.ranks.members == (A, C)
 
 
@@ -163,7 +163,7 @@ def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
     m.join(C, 1.0)
     poll_none(m, (A, B), 1, 1.1)
     view = running(A, B) | {C.task: TaskState(C.task, "RUNNING", restarts=0, time_left_s=15.0)}
-    assert decisions(m.slurm_says(view, 1.5, 1.6)) == [pause((A, B), 1, released=True)]
+    assert decisions(m.slurm_answered(view, 1.5, 1.6)) == [pause((A, B), 1, released=True)]
 
 
 def test_the_decision_is_logged_with_its_reason():
@@ -209,7 +209,7 @@ def test_it_goes_back_once():
     m = parked(scale_up="on_restart")
     m.tick(21.0)
     assert decisions(m.tick(22.0)) == []
-    assert decisions(m.gone(C, "its connection closed", 22.5)) == []
+    assert decisions(m.agent_lost(C, "its connection closed", 22.5)) == []
 
 
 def test_a_node_that_is_not_worth_it_goes_back_too():

@@ -204,7 +204,7 @@ def test_slurms_word_that_the_leader_does_not_run_is_enough():
     assert QuerySlurm("7_0") in f.not_connected("no route", 0.1, refused=UNREACHABLE)
     search = Search(f, 0.2)
     search.beats = 0.5
-    search.pending = f.slurm_says("7_0", False, 0.2)
+    search.pending = f.slurm_answered("7_0", False, 0.2)
     when = search.until_claim(10.0)
     assert when is not None and when < 1.0
 
@@ -215,7 +215,7 @@ def test_other_words_of_slurm_change_nothing(task, runs):
     search = Search(agent(B))
     search.beats = 0.5
     search.until_claim(0.5)
-    search.pending = search.f.slurm_says(task, runs, search.now)
+    search.pending = search.f.slurm_answered(task, runs, search.now)
     assert search.until_claim(20.0) is None
 
 
@@ -225,7 +225,7 @@ def test_slurms_word_does_not_outlive_a_contact():
     f.tick(0.0)
     f.looked(5, ENTRY, 1, 0.0)
     f.not_connected("no route", 0.1, refused=UNREACHABLE)
-    f.slurm_says("7_0", False, 0.2)
+    f.slurm_answered("7_0", False, 0.2)
     f.connected(0.3)
     f.disconnected("its connection closed", 1.0)
     assert not of(f.looked(5, ENTRY, 1, 1.0), Claim)

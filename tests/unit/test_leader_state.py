@@ -76,7 +76,7 @@ def test_an_entry_knows_what_was_lost_and_spent():
     rejoin(leader, A, 2.1)
     leader.disconnected(C, "its connection closed", 2.2)
     rejoin(leader, B, 2.3)
-    (append,) = of(leader.slurm_says(running(A, B), 2.5), Append)
+    (append,) = of(leader.slurm_answered(running(A, B), 2.5), Append)
     assert append.entry.lost == {C.task: 0} and append.entry.members == (A, B)
     assert append.entry.round == 2
 
@@ -87,9 +87,9 @@ def test_whose_number_is_taken_steps_down_for_ever():
     assert leader.refused() == [StepDown()]
     assert leader.fenced and leader.at.index == 1
     answers = [
-        leader.appended(), leader.refused(), leader.saw(99), leader.tick(9.0),
+        leader.appended(), leader.refused(), leader.log_advanced(99), leader.tick(9.0),
         leader.connected(C, 2.0), say(leader, A, "join", 2.0, request=2),
-        leader.disconnected(A, "its connection closed", 2.0), leader.slurm_says({}, 2.0),
+        leader.disconnected(A, "its connection closed", 2.0), leader.slurm_answered({}, 2.0),
     ]  # fmt: skip
     assert not any(answers) and entry.index == 2
 
@@ -97,21 +97,21 @@ def test_whose_number_is_taken_steps_down_for_ever():
 def test_who_sees_a_later_entry_steps_down():
     """Another agent leads, or has led."""
     leader = training(A, B)
-    assert leader.saw(2) == []
-    assert leader.saw(3) == [StepDown()] and leader.tick(2.0) == []
+    assert leader.log_advanced(2) == []
+    assert leader.log_advanced(3) == [StepDown()] and leader.tick(2.0) == []
 
 
 def test_the_entry_that_one_has_asked_for_fences_nobody():
     """It may be seen before its own creation was reported."""
     leader, entry = closing(A)
-    assert leader.saw(entry.index) == []
+    assert leader.log_advanced(entry.index) == []
     assert of(leader.appended(), Announce)
 
 
 def test_an_entry_beyond_the_one_that_one_has_asked_for_does():
     """Whoever created it has seen that one."""
     leader, entry = closing(A)
-    assert leader.saw(entry.index + 1) == [StepDown()]
+    assert leader.log_advanced(entry.index + 1) == [StepDown()]
 
 
 def test_giving_all_nodes_back_is_a_decision():
@@ -224,9 +224,9 @@ def test_tasks_are_brought_back_whatever_is_being_recorded():
     states = running(A, B) | {C.task: TaskState(C.task, "NODE_FAIL", restarts=0)}
     for agent in (A, B):
         join(leader, agent, 1.0)
-    assert of(leader.slurm_says(states, 1.5), Append)
+    assert of(leader.slurm_answered(states, 1.5), Append)
     meanwhile(leader, 7.0, A, B, since=1.5)
-    assert of(leader.slurm_says(states, 7.1), ClearHolds, Note) == [ClearHolds((C.task,))]
+    assert of(leader.slurm_answered(states, 7.1), ClearHolds, Note) == [ClearHolds((C.task,))]
 
 
 def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
@@ -234,9 +234,9 @@ def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
     leader = leading(min_nodes=2, below_min_timeout_s=300.0, in_sweep=True)
     effects = [*join(leader, A, 1.0), *leader.tick(1.0)]
     assert len(of(effects, QuerySweep)) == 1 and not of(leader.tick(2.0), QuerySweep)
-    assert leader.sweep_says("others hold it", 3.0) == []
+    assert leader.sweep_answered("others hold it", 3.0) == []
     assert not of(leader.tick(4.0), QuerySweep) and len(of(leader.tick(8.0), QuerySweep)) == 1
-    (append,) = of(leader.sweep_says("others hold it", 8.5), Append)
+    (append,) = of(leader.sweep_answered("others hold it", 8.5), Append)
     assert append.entry.times_requeued == 1
 
 
@@ -257,9 +257,9 @@ def test_slurm_is_asked_seldom_while_a_run_waits():
             effects += leader.tick(now)
             asked[tick // 240] += len(of(effects, QueryTasks)) + 2 * len(of(effects, QuerySweep))
             if of(effects, QueryTasks):
-                leader.slurm_says({}, now)
+                leader.slurm_answered({}, now)
             if of(effects, QuerySweep):
-                leader.sweep_says(None, now)
+                leader.sweep_answered(None, now)
         return asked
 
     few = commands(4, 3)

@@ -69,7 +69,7 @@ def test_who_fell_silent_may_run_still_until_it_is_heard_or_hangs_up():
     assert leader.run.recovery.possibly_alive == {B.task: B.host}
     rejoin(leader, A, 5.1)
     rejoin(leader, C, 5.1)
-    (append,) = of(leader.slurm_says(running(A, B, C), 5.2), Append)
+    (append,) = of(leader.slurm_answered(running(A, B, C), 5.2), Append)
     assert append.entry.possibly_alive == {B.task: B.host}
     assert leading(append.entry).run.recovery.possibly_alive == {B.task: B.host}
     leader.connected(B, 6.0)
@@ -121,7 +121,7 @@ def test_a_new_leader_waits_for_the_members_of_the_last_round():
     leader = after(A, B, C)
     for agent in (A, B):
         join(leader, agent, 0.1)
-    assert of(leader.slurm_says(running(A, B, C), 0.2), Append) == []
+    assert of(leader.slurm_answered(running(A, B, C), 0.2), Append) == []
     assert of(meanwhile(leader, 6.0, A, B, since=0.5), Append) == []
     effects = meanwhile(leader, 7.0, A, B, since=6.5)
     (append,) = of(effects, Append)
@@ -134,7 +134,7 @@ def test_a_new_leader_does_not_wait_for_an_attempt_whose_next_one_has_come():
     again = Agent(B.task, 1, B.slot, "node4", 1)
     join(leader, A, 0.1)
     join(leader, again, 0.2)
-    (append,) = of(leader.slurm_says(running(A, again), 0.3), Append)
+    (append,) = of(leader.slurm_answered(running(A, again), 0.3), Append)
     assert append.entry.members == (A, again)
     assert leader.run.phase is RoundPhase.RUNNING
 
@@ -144,7 +144,7 @@ def test_a_new_leader_does_not_wait_for_the_leader_before():
     before = LogEntry(4, 2, Endpoint("10.0.0.7", 1, A.task, 0), round=3, members=(A, B))
     leader = leading(claim(5, before, HERE, 1000.0))
     join(leader, B, 0.1)
-    assert of(leader.slurm_says(running(A, B), 0.2), Append)
+    assert of(leader.slurm_answered(running(A, B), 0.2), Append)
 
 
 def test_a_member_that_finds_the_new_leader_is_not_lost():
@@ -209,7 +209,7 @@ def test_a_leader_all_of_whose_members_are_heard_may_wait_for_its_file_system():
     leader = training(A, B)
     say(leader, A, "leave", 1.2, why="test")
     rejoin(leader, B, 1.3)
-    assert of(leader.slurm_says(running(B), 1.4), Append)
+    assert of(leader.slurm_answered(running(B), 1.4), Append)
     assert of(unrenewed(leader, 12.0, B), StepDown) == [StepDown()]
 
 
@@ -228,7 +228,7 @@ def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
     passed(leader, 4.5, A)
     assert leader.run.phase is RoundPhase.FORMING
     rejoin(leader, A, 4.6)
-    leader.slurm_says(running(A), 4.7)
+    leader.slurm_answered(running(A), 4.7)
     assert leader.run.not_before == 4.5 + 6.0
     assert of(meanwhile(leader, 10.0, A, since=5.0), Append) == []
     say(leader, A, "heartbeat", 10.5, progress={})
@@ -253,7 +253,7 @@ def test_slurm_may_say_that_the_silent_ones_have_ended():
     passed(leader, 4.5, A)
     rejoin(leader, A, 4.6)
     assert not renews(leader, 4.7, A)
-    leader.slurm_says(running(A, s1="NODE_FAIL", s2="COMPLETED"), 4.8)
+    leader.slurm_answered(running(A, s1="NODE_FAIL", s2="COMPLETED"), 4.8)
     assert renews(leader, 4.9, A)
 
 
@@ -328,7 +328,7 @@ def test_slurm_gets_ten_times_its_answering_time_to_rest():
     """A slurmctld that is slow is not hurried by anybody."""
     leader = leading(min_nodes=4)
     join(leader, A, 1.0)
-    leader.slurm_says(running(A), 3.0)
+    leader.slurm_answered(running(A), 3.0)
     assert not asks(join(leader, B, 4.0)) and not asks(leader.tick(22.9))
     assert asks(leader.tick(23.1))
 
@@ -341,7 +341,7 @@ def questions(leader: LeaderState, until: float, *alive: Agent) -> list[float]:
         effects = [e for a in alive for e in say(leader, a, "heartbeat", now, progress={})]
         if asks([*effects, *leader.tick(now)]):
             asked.append(now)
-            leader.slurm_says(running(*alive), now)
+            leader.slurm_answered(running(*alive), now)
     return asked
 
 
@@ -349,7 +349,7 @@ def test_slurm_is_asked_ever_more_seldom():
     """Once a minute in the end."""
     leader = leading(min_nodes=2)
     join(leader, A, 1.0)
-    leader.slurm_says(running(A), 1.0)
+    leader.slurm_answered(running(A), 1.0)
     asked = questions(leader, 1000.0, A)
     pauses = [b - a for a, b in pairwise(asked)]
     assert pauses[0] <= 1.0 and pauses == sorted(pauses)
@@ -360,7 +360,7 @@ def test_a_join_hurries_the_next_question():
     """Its sender may be the last one that is waited for."""
     leader = leading(min_nodes=3)
     join(leader, A, 1.0)
-    leader.slurm_says(running(A), 1.0)
+    leader.slurm_answered(running(A), 1.0)
     last = questions(leader, 500.0, A)[-1]
     assert asks(join(leader, B, last + 0.5))
 
@@ -368,14 +368,14 @@ def test_a_join_hurries_the_next_question():
 def test_nobody_asks_slurm_while_a_full_group_trains():
     """Ten thousand nodes cost slurmctld nothing then."""
     leader = training(A, B)
-    leader.slurm_says(running(A, B), 1.0)
+    leader.slurm_answered(running(A, B), 1.0)
     assert questions(leader, 100.0, A, B) == []
 
 
 def test_a_round_that_breaks_asks_anew():
     """At once, or as soon as it is polite."""
     leader = training(A, B, min_nodes=1)
-    leader.slurm_says(running(A, B), 1.1)
+    leader.slurm_answered(running(A, B), 1.1)
     leader.disconnected(B, "its connection closed", 50.0)
     assert asks(rejoin(leader, A, 50.1))
 
@@ -383,7 +383,7 @@ def test_a_round_that_breaks_asks_anew():
 def test_slurm_is_asked_about_a_node_that_is_parked():
     """How long it may stay says whether it is worth a restart."""
     leader = training(A, B, scale_up="on_restart")
-    leader.slurm_says(running(A, B), 1.1)
+    leader.slurm_answered(running(A, B), 1.1)
     leader.run.rules = replace(leader.run.rules, max_nodes=4)
     assert asks(join(leader, C, 50.0))
 
@@ -393,5 +393,5 @@ def test_an_answer_is_judged_by_when_it_was_asked_for():
     leader = leading(min_nodes=2)
     join(leader, A, 1.0)
     join(leader, B, 2.0)
-    leader.slurm_says(running(A, s1="PENDING"), 3.0)
+    leader.slurm_answered(running(A, s1="PENDING"), 3.0)
     assert leader.run.ranks.members == (A, B)

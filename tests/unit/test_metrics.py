@@ -11,13 +11,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from hpc_elastic.agent import metrics
 from hpc_elastic.agent.metrics import (
     Exporter,
-    RoundWorkers,
     Sample,
     TaskCounters,
     WorkerLoads,
     WorkerObserver,
-    main_thread_load_s,
 )
+from hpc_elastic.agent.stacks import main_thread_load_s
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
 BLANK = WorkerStatus(None, None, None, None, None, None, 0)
@@ -121,7 +120,7 @@ def test_an_observer_tells_of_the_first_worker_and_of_the_node(tmp_path):
     observer = WorkerObserver(lambda: Sample(group_nodes=2, requeues=1))
     assert observer.progress() == {} and observer.sample().group_nodes == 2
     pages = {4: SharedPage.create(tmp_path, 0), 5: SharedPage.create(tmp_path, 1)}
-    observer.start_round(RoundWorkers(pages, lambda: {0: os.getpid(), 1: os.getpid()}))
+    observer.start_round(pages, lambda: {0: os.getpid(), 1: os.getpid()})
     pages[4].report(7, 0.25, 128, 20)
     expected = {"step": 7, "total": 20, "loss": 0.25, "samples": 128, "blocked_s": 0.0}
     assert observer.progress() == expected

@@ -61,7 +61,7 @@ def test_the_next_leader_notes_that_the_one_before_is_no_replica_any_more():
     before = LogEntry(3, 1, leader, round=1, members=(A, B, C))
     after = claim(4, before, replace(leader, task=B.task, attempt=B.attempt), 0.0)
     rules = RoundRules(1, 4, 0, 60.0, 1.0, ft=True)
-    leads, left = LeaderState(after, rules, LIVENESS, 0.0, random.Random(0)).begin()
+    leads, left = LeaderState(after, rules, LIVENESS, 0.0, random.Random(0)).start_leading()
     assert leads.kind == "leader" and left == departed(A, (B, C))
     assert is_as_described(leads) and is_as_described(left)
 

@@ -1,27 +1,25 @@
 """What a notice is: why a node is left, by when, and when there is no sense in waiting."""
 
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpc_elastic.agent.preemption import (
-    PreemptionConfig,
     PreemptionNotice,
-    TimeLimit,
-    first_spread_s,
     merged,
     of_departure,
     of_signal,
-    spread_s,
+    of_time_limit,
     why_leave_now,
     within,
 )
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import WorkerStatus
 
-TERMS = PreemptionConfig(
-    signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30, user_signal=signal.SIGUSR2
+TERMS = SimpleNamespace(
+    signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30, preempt_signal="USR2"
 )
 
 
@@ -77,16 +75,9 @@ def test_of_two_notices_the_earlier_deadline_and_the_first_reason_stay():
 @pytest.mark.parametrize(("length_s", "ahead_s"), [(86_400, 120), (1200, 120), (60, 6)])
 def test_the_notice_of_a_time_limit_takes_no_more_than_a_tenth_of_it(length_s, ahead_s):
     """A short job would do nothing else but leave."""
-    limit = TimeLimit(end=10_000, length_s=length_s)
-    assert limit.notice_at(120) == 10_000 - ahead_s
-    assert limit.notice_at(120) < limit.notice(120).by < 10_000
-    assert limit.notice(120).reason is Reason.TIME_LIMIT
-
-
-def test_ten_thousand_tasks_ask_slurm_over_half_a_minute():
-    """And a few ask at once. For a limit that nobody asked for there is time."""
-    assert (spread_s(10_000), spread_s(4)) == (30.0, 0.04)
-    assert [first_spread_s(n) for n in (1, 16, 10_000)] == [0.0, 15.0, 30.0]
+    due_at, notice = of_time_limit(10_000, length_s, 120)
+    assert due_at == 10_000 - ahead_s and due_at < notice.by < 10_000
+    assert notice.reason is Reason.TIME_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,7 @@ def test_when_there_is_no_sense_in_waiting_for_a_checkpoint(workers, fields, why
 def test_a_notice_keeps_what_announced_it_and_how_much_time_that_gave():
     """For the event log: the first one's, or the signal's."""
     sigterm = of_signal(signal.SIGTERM, TERMS, 1000)
-    limit = TimeLimit(end=1100, length_s=3600).notice(120)
+    _, limit = of_time_limit(1100, 3600, 120)
     assert (sigterm.signal, sigterm.given_s) == ("SIGTERM", 60)
     assert (limit.signal, limit.given_s) == (None, 120)
     for notice in (merged(limit, sigterm), merged(sigterm, limit)):

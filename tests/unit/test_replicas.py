@@ -42,10 +42,10 @@ def training(*agents: Agent, **changes) -> ReplicaState:
     m = ReplicaState(FIRST, settings, 0.0, random.Random(1))
     for agent in agents:
         m.join(agent, 0.0)
-    m.slurm_says(running(*agents), 0.0, 0.0)
+    m.slurm_answered(running(*agents), 0.0, 0.0)
     assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == agents
     for agent in agents:
-        m.takes_part(agent)
+        m.joined_quorum(agent)
     return m
 
 
@@ -79,18 +79,21 @@ def test_without_room_a_newcomer_waits_until_somebody_goes():
     """Max nodes holds."""
     m = training(A, B, max_nodes=2)
     assert decisions(m.join(C, 1.0)) == []
-    assert decisions(m.gone(B, "lost", 2.0)) == [departed(B, (A,)), closed(2, (A, C), 0, (C,))]
+    assert decisions(m.agent_lost(B, "lost", 2.0)) == [
+        departed(B, (A,)),
+        closed(2, (A, C), 0, (C,)),
+    ]
 
 
 def test_one_that_is_gone_is_no_member_and_the_others_go_on():
     """Its departure is a decision; its task is brought back."""
     m = training(A, B, C)
-    assert decisions(m.gone(B, "lost", 1.0)) == [departed(B, (A, C))]
+    assert decisions(m.agent_lost(B, "lost", 1.0)) == [departed(B, (A, C))]
     assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == (A, C)
     assert m.run.wants_slurm
     view = {**running(A, C), **running(B, s1="NODE_FAIL")}
-    assert decisions(m.slurm_says(view, 2.0, 2.0)) == []
-    assert ClearHolds((B.task,)) in m.slurm_says(view, 5.0, 5.0)
+    assert decisions(m.slurm_answered(view, 2.0, 2.0)) == []
+    assert ClearHolds((B.task,)) in m.slurm_answered(view, 5.0, 5.0)
 
 
 def test_another_attempt_takes_the_place_of_the_last():
@@ -102,12 +105,12 @@ def test_another_attempt_takes_the_place_of_the_last():
 def test_when_all_are_gone_the_next_round_forms_as_the_first():
     """From min nodes on."""
     m = training(A, B, min_nodes=2)
-    m.gone(A, "lost", 1.0)
-    assert decisions(m.gone(B, "lost", 1.0)) == [departed(B, ())]
+    m.agent_lost(A, "lost", 1.0)
+    assert decisions(m.agent_lost(B, "lost", 1.0)) == [departed(B, ())]
     assert m.run.phase is RoundPhase.FORMING
     assert decisions(m.join(C, 2.0)) == []
     m.join(D, 2.0)
-    assert decisions(m.slurm_says(running(C, D), 3.0, 3.0)) == [closed(2, (C, D), 0, (C, D))]
+    assert decisions(m.slurm_answered(running(C, D), 3.0, 3.0)) == [closed(2, (C, D), 0, (C, D))]
 
 
 def test_a_notice_stops_nobody():
@@ -120,7 +123,7 @@ def test_a_notice_stops_nobody():
 def test_too_few_for_too_long_go_back_to_the_queue():
     """All that are left, since no quorum can be made of them."""
     m = training(A, B, min_nodes=2, below_min_timeout_s=10.0)
-    m.gone(B, "lost", 1.0)
+    m.agent_lost(B, "lost", 1.0)
     assert decisions(m.tick(10.0)) == []
     (times_requeued,) = decisions(m.tick(100.0))
     assert (
@@ -134,18 +137,20 @@ def test_too_few_for_too_long_go_back_to_the_queue():
 def test_too_few_whose_tasks_may_not_be_requeued_are_kept():
     """Given back, they would end."""
     m = training(A, B, min_nodes=2, below_min_timeout_s=10.0, max_requeues=0)
-    m.gone(B, "lost", 1.0)
+    m.agent_lost(B, "lost", 1.0)
     assert decisions(m.tick(100.0)) == [] and not m.run.is_short
     assert (
-        m.run.sweep_says("others hold it", 101.0) == m.run.sweep_says("others hold it", 109.0) == []
+        m.run.sweep_answered("others hold it", 101.0)
+        == m.run.sweep_answered("others hold it", 109.0)
+        == []
     )
 
 
 def test_too_few_whose_tasks_are_over_for_good_end_the_run():
     """There is nobody to wait for."""
     m = training(A, B, min_nodes=2, max_nodes=2)
-    m.gone(B, "lost", 1.0)
-    (end,) = decisions(m.slurm_says(running(A, s1="CANCELLED"), 2.0, 2.0))
+    m.agent_lost(B, "lost", 1.0)
+    (end,) = decisions(m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0))
     assert kind(end) == "end" and end[1].status == "failed"
 
 
@@ -229,7 +234,9 @@ def test_the_last_one_that_is_not_done_may_go():
     """Its node is lost at the very end."""
     m = training(A, B)
     m.finished(A, 1.0)
-    assert decisions(m.gone(B, "lost", 2.0))[-1] == ended("succeeded", results="round-1.slot-0")
+    assert decisions(m.agent_lost(B, "lost", 2.0))[-1] == ended(
+        "succeeded", results="round-1.slot-0"
+    )
 
 
 def test_who_starts_again_at_the_very_end_is_let_go():
@@ -257,46 +264,48 @@ def test_members_go_on_under_the_next_leader():
     m = resumed(A, B, C, lost={A.task: 0})
     assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == (B, C)
     assert m.run.participants.pending_rejoin == {B, C}
-    assert decisions(m.here(B, Placement(4, 9), 0.5)) == []
-    assert decisions(m.here(C, Placement(4, 9), 0.6)) == []
+    assert decisions(m.reattached(B, Placement(4, 9), 0.5)) == []
+    assert decisions(m.reattached(C, Placement(4, 9), 0.6)) == []
     assert not m.run.participants.pending_rejoin
 
 
 def test_a_member_that_is_not_here_in_time_is_gone():
     """As one that falls silent."""
     m = resumed(A, B, C, lost={A.task: 0})
-    m.here(B, Placement(4, 9), 0.5)
-    assert decisions(m.fell_silent(C, "has not found the new leader", 7.0)) == [departed(C, (B,))]
+    m.reattached(B, Placement(4, 9), 0.5)
+    assert decisions(m.heartbeat_lost(C, "has not found the new leader", 7.0)) == [
+        departed(C, (B,))
+    ]
 
 
 def test_the_leader_before_comes_back_with_its_workers():
     """It was only cut off: it is admitted again, and they are not stopped."""
     m = resumed(A, B, lost={A.task: 0})
-    m.here(B, Placement(4, 9), 0.5)
-    assert decisions(m.here(A, Placement(4, 9), 3.0)) == [closed(5, (B, A), 0, ())]
+    m.reattached(B, Placement(4, 9), 0.5)
+    assert decisions(m.reattached(A, Placement(4, 9), 3.0)) == [closed(5, (B, A), 0, ())]
     assert A.task not in m.run.participants.lost
 
 
 def test_results_are_found_by_the_round_that_placed_a_member():
     """Which is none of this leader's."""
     m = resumed(A, B, lost={A.task: 0})
-    m.here(B, Placement(2, 5), 0.5)
+    m.reattached(B, Placement(2, 5), 0.5)
     assert decisions(m.finished(B, 1.0)) == [ended("succeeded", results="round-2.slot-1")]
 
 
 def test_who_is_here_without_room_starts_anew():
     """Its place was taken meanwhile."""
     m = training(A, B, max_nodes=2)
-    (told,) = decisions(m.here(C, Placement(1, 2), 1.0))
+    (told,) = decisions(m.reattached(C, Placement(1, 2), 1.0))
     assert kind(told) == "stop" and told.agents == (C,)
 
 
 def test_silence_of_many_at_once_blames_nobody():
     """Agents that fall silent together are the network's fault; strikes need evidence."""
     m = training(A, B, C)
-    m.fell_silent(B, "silent", 1.0)
-    m.fell_silent(C, "silent", 1.0)
+    m.heartbeat_lost(B, "silent", 1.0)
+    m.heartbeat_lost(C, "silent", 1.0)
     assert notes(m.tick(1.0), "host_failure") == []
     m = training(A, B, C)
-    m.fell_silent(B, "silent", 1.0)
+    m.heartbeat_lost(B, "silent", 1.0)
     assert len(notes(m.tick(1.0), "host_failure")) == 1

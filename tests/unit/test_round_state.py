@@ -30,7 +30,7 @@ def test_closes_when_all_running_tasks_have_joined():
     """A round does not wait for tasks that are not RUNNING."""
     m = machine()
     assert decisions(m.join(A, 0.0)) == []
-    assert decisions(m.slurm_says(running(A, B, s2="PENDING", s3="COMPLETING"), 0.1, 0.1)) == []
+    assert decisions(m.slurm_answered(running(A, B, s2="PENDING", s3="COMPLETING"), 0.1, 0.1)) == []
     assert decisions(m.join(B, 1.0)) == [closed(1, (A, B), 0)]
 
 
@@ -45,7 +45,7 @@ def test_waits_for_min_nodes_however_long():
     """Below min nodes neither Slurm's answer nor time closes a round, where nodes are kept."""
     m = machine(min_nodes=2)
     m.join(A, 0.0)
-    assert decisions(m.slurm_says(running(A), 0.0, 0.0)) == []
+    assert decisions(m.slurm_answered(running(A), 0.0, 0.0)) == []
     assert decisions(m.tick(1e6)) == []
 
 
@@ -53,7 +53,7 @@ def test_last_call_where_slurm_is_silent():
     """Without Slurm's word a round closes once nobody has joined for a while."""
     m = machine()
     m.join(A, 0.0)
-    m.slurm_says(None, 0.0, 0.0)
+    m.slurm_answered(None, 0.0, 0.0)
     m.join(B, 4.0)
     assert decisions(m.tick(8.9)) == []
     assert decisions(m.tick(9.0)) == [closed(1, (A, B), 0)]
@@ -63,8 +63,8 @@ def test_a_slurm_that_falls_silent_leaves_the_last_call():
     """An answer from before is not gone by once Slurm stops answering."""
     m = machine()
     m.join(A, 0.0)
-    m.slurm_says(running(A, B), 0.0, 0.1)
-    m.slurm_says(None, 1.0, 4.9)
+    m.slurm_answered(running(A, B), 0.0, 0.1)
+    m.slurm_answered(None, 1.0, 4.9)
     assert decisions(m.tick(4.9)) == []
     assert decisions(m.tick(5.0)) == [closed(1, (A,), 0)]
 
@@ -73,7 +73,7 @@ def test_a_running_task_that_never_joins_delays_only_so_long():
     """A broken node that Slurm calls RUNNING does not hold the others up for ever."""
     m = machine()
     m.join(A, 0.0)
-    m.slurm_says(running(A, B), 0.0, 0.0)
+    m.slurm_answered(running(A, B), 0.0, 0.0)
     assert m.run.participants.missing(m.run.rules.min_nodes) == [B.task]
     assert decisions(m.tick(59.9)) == []
     assert decisions(m.tick(60.0)) == [closed(1, (A,), 0)]
@@ -93,7 +93,7 @@ def test_below_min_nodes_everybody_who_is_queued_is_missed():
     """What a group that can not start waits for is in the queue as well."""
     m = machine(min_nodes=3)
     m.join(A, 0.0)
-    m.slurm_says(running(A, B, s2="PENDING", s3="FAILED"), 0.0, 0.1)
+    m.slurm_answered(running(A, B, s2="PENDING", s3="FAILED"), 0.0, 0.1)
     assert m.run.participants.missing(m.run.rules.min_nodes) == [B.task, C.task]
 
 
@@ -106,7 +106,7 @@ def test_a_late_node_is_taken_in():
     assert decisions(m.join(C, 10.0)) == [stop((A, B), "node3 joins")]
     m.join(B, 10.1)
     m.join(A, 10.2)
-    asked = m.slurm_says(running(A, B, C), 10.3, 10.3)
+    asked = m.slurm_answered(running(A, B, C), 10.3, 10.3)
     assert decisions(asked) == [closed(2, (A, B, C), 0)]
 
 
@@ -114,7 +114,7 @@ def test_a_full_group_lets_a_newcomer_wait_until_a_place_is_free():
     """Beyond max nodes a node parks; it takes the place of the next that is lost."""
     m = training(A, B, max_nodes=2)
     assert decisions(m.join(C, 1.0)) == []
-    m.gone(A, "its connection closed", 2.0)
+    m.agent_lost(A, "its connection closed", 2.0)
     assert decisions(m.join(B, 2.1)) == [closed(2, (B, C), 0)]
 
 
@@ -122,41 +122,41 @@ def test_a_lost_member_costs_no_restart():
     """The others' collectives break because of the loss: nothing is spent."""
     m = training(A, B, C)
     m.worker_failed([failure(A, "Connection closed by peer")], A, 5.0)
-    m.gone(B, "silent", 5.1)
+    m.agent_lost(B, "silent", 5.1)
     m.join(A, 5.2)
     m.join(C, 5.3)
-    started = m.slurm_says(running(A, B, C), 5.4, 5.4)
+    started = m.slurm_answered(running(A, B, C), 5.4, 5.4)
     assert decisions(started) == [closed(2, (A, C), 0)]
 
 
 def test_a_loss_noticed_before_the_failures_costs_no_restart_either():
     """The order in which the leader hears of a loss and of its victims does not matter."""
     m = training(A, B, C)
-    m.gone(B, "silent", 5.0)
+    m.agent_lost(B, "silent", 5.0)
     m.worker_failed([failure(A, "Connection closed by peer")], A, 5.1)
     m.join(A, 5.2)
     m.join(C, 5.3)
-    assert decisions(m.slurm_says(running(A, C), 5.4, 5.4)) == [closed(2, (A, C), 0)]
+    assert decisions(m.slurm_answered(running(A, C), 5.4, 5.4)) == [closed(2, (A, C), 0)]
 
 
 def test_a_task_that_was_lost_is_not_waited_for():
     """Slurm calls a dead node's task RUNNING for minutes."""
     m = training(A, B)
-    m.gone(B, "its connection closed", 5.0)
+    m.agent_lost(B, "its connection closed", 5.0)
     m.join(A, 5.1)
-    assert decisions(m.slurm_says(running(A, B), 5.2, 5.2)) == [closed(2, (A,), 0)]
+    assert decisions(m.slurm_answered(running(A, B), 5.2, 5.2)) == [closed(2, (A,), 0)]
 
 
 def test_a_requeued_task_comes_back_as_a_newcomer():
     """The same task in its next attempt is another agent."""
     m = training(A, B)
-    m.gone(B, "preempted", 5.0)
+    m.agent_lost(B, "preempted", 5.0)
     m.join(A, 5.1)
-    m.slurm_says(running(A), 5.2, 5.2)
+    m.slurm_answered(running(A), 5.2, 5.2)
     again = Agent(B.task, 1, B.slot, "node4", 1)
     assert decisions(m.join(again, 60.0)) == [stop((A,), "node4 joins")]
     m.join(A, 60.1)
-    assert decisions(m.slurm_says(running(A, again), 60.2, 60.2)) == [closed(3, (A, again), 0)]
+    assert decisions(m.slurm_answered(running(A, again), 60.2, 60.2)) == [closed(3, (A, again), 0)]
 
 
 def test_the_next_attempt_of_a_task_settles_the_one_before():
@@ -166,7 +166,7 @@ def test_the_next_attempt_of_a_task_settles_the_one_before():
     m.join(A, 1.1)
     again = Agent(B.task, 1, B.slot, "node4", 1)
     m.join(again, 1.2)
-    asked = m.slurm_says(running(A, again), 1.3, 1.3)
+    asked = m.slurm_answered(running(A, again), 1.3, 1.3)
     assert decisions(asked) == [closed(2, (A, again), 1)]
 
 
@@ -175,9 +175,9 @@ def test_an_attempt_that_ends_late_takes_nothing_from_the_next_one():
     m = training(A, B)
     again = Agent(B.task, 1, B.slot, "node4", 1)
     m.join(again, 5.0)
-    m.gone(B, "silent", 5.1)
+    m.agent_lost(B, "silent", 5.1)
     m.join(A, 5.2)
-    m.slurm_says(running(A, again), 5.3, 5.3)
+    m.slurm_answered(running(A, again), 5.3, 5.3)
     assert m.run.ranks.members == (A, again)
     broken = m.worker_failed([failure(A)], A, 9.0)
     assert decisions(broken) == [stop((A, again), "a worker failed on node1")]
@@ -189,16 +189,16 @@ def test_a_member_that_joins_anew_breaks_the_round():
     assert decisions(m.join(B, 5.0)) == [stop((A, B), "node2 joins anew")]
     m.join(B, 5.1)
     m.join(A, 5.2)
-    assert decisions(m.slurm_says(running(A, B), 5.3, 5.3)) == [closed(2, (A, B), 0)]
+    assert decisions(m.slurm_answered(running(A, B), 5.3, 5.3)) == [closed(2, (A, B), 0)]
 
 
 def test_ranks_are_stable():
     """Members keep their order whatever the order of joining; a lost one's place closes up."""
     m = training(A, B, C, D)
-    m.gone(B, "silent", 1.0)
+    m.agent_lost(B, "silent", 1.0)
     for agent in (D, C, A):
         m.join(agent, 1.1)
-    asked = m.slurm_says(running(A, C, D), 1.2, 1.2)
+    asked = m.slurm_answered(running(A, C, D), 1.2, 1.2)
     assert decisions(asked) == [closed(2, (A, C, D), 0)]
 
 
@@ -215,7 +215,7 @@ def test_a_member_that_does_not_come_back_is_given_up():
     m = training(A, B)
     m.join(C, 1.0)
     m.join(A, 2.0)
-    m.slurm_says(running(A, B, C), 2.0, 2.0)
+    m.slurm_answered(running(A, B, C), 2.0, 2.0)
     assert decisions(m.tick(60.9)) == []
     late = m.tick(61.0)
     assert decisions(late) == [closed(2, (A, C), 0)]
@@ -233,7 +233,7 @@ def test_a_workers_own_failure_spends_one_restart_of_the_run():
     m.worker_failed([failure(A, "ValueError: boom", 2.0)], A, 2.0)
     m.join(B, 2.1)
     m.join(A, 2.2)
-    assert decisions(m.slurm_says(running(A, B), 2.3, 2.3)) == [closed(2, (A, B), 1)]
+    assert decisions(m.slurm_answered(running(A, B), 2.3, 2.3)) == [closed(2, (A, B), 1)]
 
 
 def test_a_failure_that_a_stop_has_caused_spends_nothing():
@@ -243,7 +243,7 @@ def test_a_failure_that_a_stop_has_caused_spends_nothing():
     m.join(A, 1.1)
     m.worker_failed([failure(B, "Connection reset by peer")], B, 1.2)
     m.join(B, 1.3)
-    assert decisions(m.slurm_says(running(A, B, C), 1.4, 1.4)) == [closed(2, (A, B, C), 0)]
+    assert decisions(m.slurm_answered(running(A, B, C), 1.4, 1.4)) == [closed(2, (A, B, C), 0)]
 
 
 def test_fails_with_the_first_cause_when_restarts_have_run_out():
@@ -270,11 +270,11 @@ def test_an_import_error_after_training_has_begun_is_an_ordinary_failure():
     m = training(A)
     m.join(B, 1.0)
     m.join(A, 1.0)
-    m.slurm_says(running(A, B), 1.0, 1.0)
+    m.slurm_answered(running(A, B), 1.0, 1.0)
     m.worker_failed([failure(B, "ImportError: bad disk", phase="import")], B, 2.0)
     m.join(A, 2.1)
     m.join(B, 2.2)
-    assert decisions(m.slurm_says(running(A, B), 2.3, 2.3)) == [closed(3, (A, B), 1)]
+    assert decisions(m.slurm_answered(running(A, B), 2.3, 2.3)) == [closed(3, (A, B), 1)]
 
 
 def test_a_failure_of_somebody_who_is_no_member_changes_nothing():
@@ -296,9 +296,9 @@ def test_a_member_lost_before_all_are_done_means_another_round():
     """A member that was done works again: its peers can not finish without it."""
     m = training(A, B)
     m.finished(A, 9.0)
-    assert decisions(m.gone(B, "silent", 9.1)) == [stop((A,), "node2 is gone: silent")]
+    assert decisions(m.agent_lost(B, "silent", 9.1)) == [stop((A,), "node2 is gone: silent")]
     m.join(A, 9.2)
-    assert decisions(m.slurm_says(running(A), 9.3, 9.3)) == [closed(2, (A,), 0)]
+    assert decisions(m.slurm_answered(running(A), 9.3, 9.3)) == [closed(2, (A,), 0)]
     assert decisions(m.finished(A, 9.9)) == [ended("succeeded")]
 
 
@@ -307,7 +307,7 @@ def test_nothing_happens_after_the_end():
     m = training(A)
     m.finished(A, 9.0)
     assert m.join(B, 10.0) == []
-    assert m.gone(A, "its connection closed", 10.0) == []
+    assert m.agent_lost(A, "its connection closed", 10.0) == []
     assert m.tick(99.0) == [] and m.run.close() == []
 
 
@@ -327,14 +327,14 @@ def test_a_new_leader_goes_on_from_the_entry():
     m.join(A, 100.1)
     assert m.run.participants.missing(m.run.rules.min_nodes) == [B.task]
     m.join(B, 100.2)
-    assert decisions(m.slurm_says(running(A, B), 100.3, 100.3)) == [closed(5, (B, A), 2)]
+    assert decisions(m.slurm_answered(running(A, B), 100.3, 100.3)) == [closed(5, (B, A), 2)]
 
 
 def test_a_new_leader_does_not_wait_for_tasks_that_were_lost():
     """Slurm may call them RUNNING for minutes."""
     m = resumed(round=2, members=(A, B), lost={B.task: 0})
     m.join(A, 100.0)
-    assert decisions(m.slurm_says(running(A, B), 100.1, 100.1)) == [closed(3, (A,), 0)]
+    assert decisions(m.slurm_answered(running(A, B), 100.1, 100.1)) == [closed(3, (A,), 0)]
 
 
 def test_a_new_leader_of_a_run_that_has_ended_decides_nothing():

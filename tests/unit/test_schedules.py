@@ -65,12 +65,12 @@ class Schedule:
         self.alive[self.alive.index(agent)] = fresh
         self.ready = (self.ready - {agent}) | {fresh}
         self.in_round.discard(agent)
-        return self.m.gone(agent, "lost", self.now)
+        return self.m.agent_lost(agent, "lost", self.now)
 
     def ask(self) -> list[Effect]:
         """Let Slurm answer, or not; it knows most of the tasks."""
         view = running(*(a for a in self.alive if self.rng.random() < 0.8))
-        return self.m.slurm_says(view if self.rng.random() < 0.8 else None, self.now, self.now)
+        return self.m.slurm_answered(view if self.rng.random() < 0.8 else None, self.now, self.now)
 
     def step(self) -> None:
         """Let one random thing happen."""
@@ -100,7 +100,7 @@ class Schedule:
             if not self.ready or self.ended:
                 break
             self.check(self.join(min(self.ready, key=lambda a: a.slot)))
-        self.check(self.m.slurm_says(running(*self.alive), self.now, self.now))
+        self.check(self.m.slurm_answered(running(*self.alive), self.now, self.now))
         if self.m.run.phase is RoundPhase.FORMING:  # a member has not come back
             self.check(self.m.tick(self.now + 61))
         assert self.m.run.phase is not RoundPhase.FORMING, "a round closes in bounded time"

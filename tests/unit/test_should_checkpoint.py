@@ -32,18 +32,14 @@ def test_impossible_periods_are_refused(given, message):
         Period(**given)
 
 
-def test_a_period_of_steps_counts_the_steps_of_the_run():
-    """So that a restart does not shift it; no agreement is needed for that."""
+@pytest.mark.parametrize(
+    ("period", "saved"),
+    [(Period(every_steps=4), [8, 12, 16]), (Period(every_s=10), [10, 20])],
+)
+def test_a_process_alone_saves_by_its_steps_or_its_clock(period, saved):
+    """A count of steps is the run's, so a restart does not shift it."""
     decision = PeriodDecision(**ALONE)
-    period = Period(every_steps=4)
-    assert [s for s in range(6, 17) if decision.at(s, period, float(s))] == [8, 12, 16]
-
-
-def test_a_period_of_seconds_begins_with_the_last_checkpoint():
-    """Of a process alone."""
-    decision = PeriodDecision(**ALONE)
-    period = Period(every_s=10)
-    assert [s for s in range(1, 40) if decision.at(s, period, float(s))] == [10, 20, 30]
+    assert [s for s in range(6, 21) if decision.at(s, period, float(s))][:3] == saved
 
 
 def test_a_share_of_time_follows_from_what_a_checkpoint_costs():

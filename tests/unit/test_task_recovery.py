@@ -19,17 +19,17 @@ def held(task: str, restarts: int = 1) -> TaskState:
 def lost(**changes) -> RoundState:
     """A round of A and C, whose third member B was lost."""
     m = training(A, B, C, max_nodes=3, **changes)
-    m.gone(B, "its connection closed", 5.0)
+    m.agent_lost(B, "its connection closed", 5.0)
     m.join(A, 5.1)
     m.join(C, 5.1)
-    m.slurm_says(running(A, B, C), 5.2, 5.2)
+    m.slurm_answered(running(A, B, C), 5.2, 5.2)
     assert m.run.ranks.members == (A, C)
     return m
 
 
 def restarted(m: RoundState, state: TaskState, now: float) -> list[tuple[str, ...]]:
     """Return the tasks that the leader restarts after this answer of Slurm."""
-    actions = m.slurm_says(running(A, C) | {state.task: state}, now, now)
+    actions = m.slurm_answered(running(A, C) | {state.task: state}, now, now)
     return [a.tasks for a in actions if isinstance(a, ClearHolds)]
 
 
@@ -40,7 +40,7 @@ def test_slurm_is_queried_about_a_lost_task_while_the_others_train():
     m.join(B, 9.0)
     for agent in (A, C):
         m.join(agent, 9.1)
-    m.slurm_says(running(A, B, C), 9.2, 9.2)
+    m.slurm_answered(running(A, B, C), 9.2, 9.2)
     assert m.run.ranks.members == (A, C, B) and not m.run.wants_slurm
 
 
@@ -80,7 +80,7 @@ def test_a_task_that_fails_before_it_joins_is_not_tried_again_beyond_its_requeue
     """Its event has ``again`` false."""
     m = lost(max_requeues=0)
     failed = TaskState(D.task, "FAILED", "NonZeroExitCode", "node9", restarts=0)
-    (note,) = notes(m.slurm_says(running(A, C) | {D.task: failed}, 10.0, 10.0), "start_failed")
+    (note,) = notes(m.slurm_answered(running(A, C) | {D.task: failed}, 10.0, 10.0), "start_failed")
     assert note.fields["again"] is False
 
 
@@ -123,7 +123,7 @@ def test_a_task_that_failed_before_it_joined_starts_elsewhere(word, task):
     m = lost()
     failed = TaskState(task, word, node="node9", restarts=1)
     assert restarted(m, failed, 10.0) == []
-    (back,) = [a for a in m.slurm_says(view(failed), 12.0, 12.0) if isinstance(a, ClearHolds)]
+    (back,) = [a for a in m.slurm_answered(view(failed), 12.0, 12.0) if isinstance(a, ClearHolds)]
     assert back.tasks == (task,) and back.failed_on == {task: ("node9",)}
     assert restarted(m, failed, 13.0) == []
 
@@ -133,7 +133,7 @@ def test_a_task_whose_node_died_after_its_requeue_is_restarted():
     m = lost()
     m.run.backoff.requeued[D.task] = 0
     died = TaskState(D.task, "FAILED", node="node9", restarts=0)
-    actions = m.slurm_says(view(died), 10.0, 10.0)
+    actions = m.slurm_answered(view(died), 10.0, 10.0)
     assert notes(actions, "start_failed") == [] and m.run.policy.excluded == ()
     assert restarted(m, died, 12.0) == [(D.task,)]
     assert restarted(m, held(D.task), 30.0) == [], "it stays away otherwise"
@@ -155,7 +155,7 @@ def test_a_task_that_slurm_holds_because_its_node_could_not_start_it_is_restarte
 def test_a_node_that_cannot_start_a_task_is_avoided_at_once():
     """No script has run there that could be to blame; the event has Slurm's reason."""
     m = lost()
-    actions = m.slurm_says(view(not_launched(0, "node9")), 10.0, 10.0)
+    actions = m.slurm_answered(view(not_launched(0, "node9")), 10.0, 10.0)
     (note,) = notes(actions, "start_failed")
     assert note.fields == {
         "task": D.task, "host": "node9", "state": "FAILED", "reason": "JobLaunchFailure",
@@ -163,7 +163,7 @@ def test_a_node_that_cannot_start_a_task_is_avoided_at_once():
     }  # fmt: skip
     (excluded,) = [a for a in actions if isinstance(a, Exclude)]
     assert excluded.hosts == ("node9",) and "JobLaunchFailure" in excluded.why
-    assert notes(m.slurm_says(view(not_launched(0, "node9")), 11.0, 11.0), "start_failed") == []
+    assert notes(m.slurm_answered(view(not_launched(0, "node9")), 11.0, 11.0), "start_failed") == []
 
 
 def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
@@ -172,7 +172,7 @@ def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
     for attempt, task in enumerate((B.task, D.task), start=1):
         assert m.run.policy.excluded == ()
         failed = TaskState(task, "FAILED", "NonZeroExitCode", "node9", restarts=attempt)
-        m.slurm_says(view(failed), 10.0, 10.0)
+        m.slurm_answered(view(failed), 10.0, 10.0)
     assert m.run.policy.excluded == ("node9",)
 
 
@@ -181,7 +181,7 @@ def test_a_task_that_fails_everywhere_is_not_tried_for_ever():
     m, back, failures = lost(), [], []
     for attempt in range(9):
         now, failed = 100.0 * attempt, not_launched(attempt, f"node{10 + attempt}")
-        failures += notes(m.slurm_says(view(failed), now, now), "start_failed")
+        failures += notes(m.slurm_answered(view(failed), now, now), "start_failed")
         back += restarted(m, failed, now + 2.0)
     assert back == [(D.task,)] * (START_TRIES - 1)
     assert [note.fields["again"] for note in failures][:START_TRIES] == [True, True, False]
@@ -192,10 +192,12 @@ def test_failed_starts_are_counted_from_zero_once_the_task_has_joined():
     """Only failures in a row count."""
     m = lost()
     for attempt in range(START_TRIES - 1):
-        m.slurm_says(view(not_launched(attempt, "node9", B.task)), 10.0 + attempt, 10.0 + attempt)
+        m.slurm_answered(
+            view(not_launched(attempt, "node9", B.task)), 10.0 + attempt, 10.0 + attempt
+        )
     m.join(replace(B, attempt=7), 20.0)
-    m.gone(replace(B, attempt=7), "its connection closed", 21.0)
-    m.slurm_says(view(not_launched(8, "node9", B.task)), 22.0, 22.0)
+    m.agent_lost(replace(B, attempt=7), "its connection closed", 21.0)
+    m.slurm_answered(view(not_launched(8, "node9", B.task)), 22.0, 22.0)
     assert m.run.recovery.tried_hosts(B.task) == ("node9",)
     assert restarted(m, not_launched(8, "node9", B.task), 24.0) == [(B.task,)]
 
@@ -204,7 +206,7 @@ def test_slurm_is_queried_about_tasks_that_have_not_joined_yet():
     """Only Slurm reports their failure; not once all tasks have joined or ended."""
     m = training(A, B)
     assert m.run.wants_slurm and m.run.awaits_tasks
-    m.slurm_says(running(A, B, s2="CANCELLED", s3="COMPLETED"), 1.0, 1.0)
+    m.slurm_answered(running(A, B, s2="CANCELLED", s3="COMPLETED"), 1.0, 1.0)
     assert not m.run.wants_slurm
 
 
@@ -215,7 +217,7 @@ def test_a_run_that_forms_waits_for_a_task_whose_node_could_not_start_it():
     for attempt in range(START_TRIES):
         assert m.run.phase is RoundPhase.FORMING
         failed = running(A) | {B.task: not_launched(attempt, f"node{5 + attempt}", B.task)}
-        actions = m.slurm_says(failed, 10.0 * attempt + 1, 10.0 * attempt + 1)
+        actions = m.slurm_answered(failed, 10.0 * attempt + 1, 10.0 * attempt + 1)
     (_, ending) = decisions(actions)[-1]
     message = ending.failure.summary()
     assert "FAILED, JobLaunchFailure" in message and "node5, node6, node7" in message
@@ -252,7 +254,7 @@ def test_a_failed_node_of_a_coallocated_job_is_not_restarted_alone():
 def restart_of(m: RoundState, state: TaskState) -> ClearHolds:
     """Let Slurm report this state for two seconds; return the effect of the restart."""
     restarted(m, state, 10.0)
-    actions = m.slurm_says(running(A, C) | {state.task: state}, 12.0, 12.0)
+    actions = m.slurm_answered(running(A, C) | {state.task: state}, 12.0, 12.0)
     (action,) = (a for a in actions if isinstance(a, ClearHolds))
     return action
 
@@ -260,14 +262,14 @@ def restart_of(m: RoundState, state: TaskState) -> ClearHolds:
 def test_a_task_whose_heartbeats_stopped_may_still_run():
     """Its node may be cut off, and return at any time."""
     m = training(A, B, C)
-    m.fell_silent(B, "silent", 5.0)
+    m.heartbeat_lost(B, "silent", 5.0)
     assert restart_of(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
 
 
 def test_a_task_that_ended_for_slurm_while_its_agent_was_connected_may_still_run():
     """Slurm's daemon on its node has died; its processes live."""
     m = training(A, B, C)
-    m.slurm_says(running(A, C) | {B.task: held(B.task)}, 6.0, 6.0)
+    m.slurm_answered(running(A, C) | {B.task: held(B.task)}, 6.0, 6.0)
     assert restart_of(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
 
 

@@ -95,13 +95,8 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run = RunDir(folder / "run")
-        self.command = (
-            sys.executable,
-            "-u",
-            "-m",
-            "hpc_elastic.agent.worker_main",
-            str(self.run.path),
-        )
+        worker_main = "hpc_elastic.agent.worker_main"
+        self.command = (sys.executable, "-u", "-m", worker_main, str(self.run.path))
 
     def entry(self, qualname: str, *args: object, imports: tuple[str, ...] = ("json",)) -> None:
         """Say what the workers call; before the warm workers are started."""
@@ -112,6 +107,11 @@ class Node:
         )  # fmt: skip
         agent = AgentSettings(warm_imports=list(imports))
         self.run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
+
+    def entry_that_waits(self) -> None:
+        """Let warm workers import a module that creates ``began``, and waits for ``go``."""
+        (self.folder / "waits.py").write_text(WAITS)
+        self.entry("who", imports=("waits",))
 
     def start(self, pool: WarmWorkerPool, number: int = 1):
         """Start one worker; from a warm one where there is a compatible one."""
@@ -221,8 +221,7 @@ def test_a_warm_worker_gives_way_to_its_agent(node, make_pool):
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     try:
-        (node.folder / "waits.py").write_text(WAITS)
-        node.entry("who", imports=("waits",))
+        node.entry_that_waits()
         (pid,) = make_pool(ready=False).pids
         output, deadline = Path(f"/proc/{pid}/fd/1"), None
         while deadline is None or time.monotonic() < deadline:  # busy, as an agent that imports
@@ -257,8 +256,7 @@ def test_its_end_is_a_workers(node, make_pool, qualname, args, code):
 
 def test_torch_stops_it_as_any_worker(node, make_pool):
     """A signal to its process group reaches it, and its death is seen."""
-    (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", imports=("waits",))
+    node.entry_that_waits()
     pool = make_pool(ready=False)
     (pid,) = pool.pids
     processes = node.start(pool)
@@ -277,8 +275,7 @@ def test_a_module_that_can_not_be_imported_is_logged_once(node, make_pool, caplo
 
 def test_while_workers_train_warm_workers_are_made_one_after_the_other(node, make_pool):
     """The next one starts once the one before has imported."""
-    (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", imports=("waits",))
+    node.entry_that_waits()
     pool = make_pool(2, paced=True, ready=False)
     pool.maintain()
     assert len(pool.pids) == 1
@@ -287,15 +284,16 @@ def test_while_workers_train_warm_workers_are_made_one_after_the_other(node, mak
 
 
 def test_a_late_node_waits_until_its_warm_workers_have_imported(node, make_pool):
-    """It looks up now and then, whether there is a need."""
-    (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", imports=("waits",))
-    pool = make_pool(2, ready=False)
+    """It looks up now and then, whether there is a need; closing leaves no process."""
+    node.entry_that_waits()
+    pool = make_pool(3, ready=False)
+    pids = pool.pids
     assert not pool.await_imports(0.1)
+    pool.resize(2)
     (node.folder / "go").touch()
     assert pool.await_imports(60) and all_ready(pool, 2)
-    pool.resize(1)
-    assert len(pool.pids) == 1
+    pool.close()
+    assert len(pids) == 3 and all(map(is_gone, pids))
 
 
 def test_a_warm_worker_that_died_is_replaced_by_a_new_process(node, make_pool, caplog):
@@ -338,23 +336,12 @@ def test_what_is_read_at_start_makes_a_new_process(node, make_pool, monkeypatch)
 
 def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent(node, make_pool):
     """A warm worker that imports does not read; the worker is a new process then."""
-    (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", imports=("waits",))
+    node.entry_that_waits()
     pool = make_pool(ready=False)
     (pid,) = pool.pids
     big = {**os.environ, "BIG": "x" * 4_000_000}
     assert pool.take_worker(0, node.command, big, (1, 2)) is None
     assert is_gone(pid)
-
-
-def test_closing_leaves_no_process(node, make_pool):
-    """Neither ready ones nor those that import."""
-    (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", imports=("waits",))
-    pool = make_pool(2, ready=False)
-    before = pool.pids
-    pool.close()
-    assert len(before) == 2 and all(map(is_gone, before))
 
 
 @pytest.mark.parametrize("module", ["json", "waits"])
@@ -379,7 +366,7 @@ def test_warm_workers_die_with_their_agent(node, module):
     until(lambda: is_gone(pid))
 
 
-def test_a_warm_worker_that_can_not_be_started_is_done_without(node, caplog):
+def test_a_warm_worker_that_can_not_be_started_is_done_without(caplog):
     """The round starts without it."""
     pool = WarmWorkerPool(1, ["/nonexistent/python"])
     pool.fill(paced=False)

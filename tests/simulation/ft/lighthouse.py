@@ -44,7 +44,7 @@ class KeeperProcess:
         self._gate = env.components.gate(self, self)
         mount = Mount(env.storage, host.slot)
         folder = TermFolder(term, NodeFiles(env.shared, mount))
-        args = (env.shared, folder, mount, self.process, self._gate.end)
+        args = (env.shared, folder, mount, self.process, self._gate.end_term)
         self._files = LeadersFiles(*args)
         self._asked = LeaveRequests()
         self._agents: dict[str, Agent] = {}
@@ -68,7 +68,7 @@ class KeeperProcess:
     def _attend(self) -> None:
         """See whether another leads; show the status."""
         if self._keepers.term > self._term:
-            self._gate.end()
+            self._gate.end_term()
         if not self._gate.is_over:
             status = {"term": self._term, "round": self._num_formed}
             self._gate.do([Show(status, (status,))])
@@ -82,7 +82,7 @@ class KeeperProcess:
         if self._gate.is_over:
             return
         heard = [self._agents[name] for name in self._connections]
-        tell, confirmed, in_vain = self._asked.look(notices, heard)
+        tell, confirmed, in_vain = self._asked.match_agents(notices, heard)
         for agent, _ in tell:
             self._connections[agent.task].send(SERVER, AskedToLeave())
         for name in (*confirmed, *in_vain):
@@ -90,7 +90,7 @@ class KeeperProcess:
         self._env.world.after(_DUTIES_EVERY_S, self.process, self._look_for_notices)
 
     def carry_out(self, effect: Effect) -> None:
-        """See `rendezvous.term.Hands`."""
+        """See `rendezvous.term.Executor`."""
         assert isinstance(effect, Show)
         self._env.shared.monitor.acts(self._term, effect, knows_over=self.fenced)
         self._files.show(effect.status, effect.lines)

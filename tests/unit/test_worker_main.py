@@ -1,5 +1,6 @@
 """The worker's entry: what it imports, what it returns, what it reports when it fails."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,22 +8,22 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hpc_elastic.agent.worker_failures import (
+    EndedWorker,
     NodeIdentity,
     WorkerFiles,
     describe,
     earliest,
     told_exit_code,
 )
-from hpc_elastic.agent.worker_main import load_function, to_json
+from hpc_elastic.agent.worker_main import after_import, load_function, to_json
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.rendezvous.log_entry import Failure, looks_like_victim
+from hpc_elastic.rendezvous.log_entry import Failure, is_secondary
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
@@ -165,6 +166,10 @@ class Job:
         outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **outputs}
         return subprocess.run(argv, env=env, text=True, timeout=300, **outputs)
 
+    def value(self) -> object:
+        """What the function returned."""
+        return json.loads((self.folder / "run/results/round-1/rank-0.json").read_text())
+
     @property
     def files(self) -> WorkerFiles:
         """Where the worker leaves its failure."""
@@ -172,12 +177,8 @@ class Job:
 
     def failure(self, exit_code: int) -> dict:
         """What the agent makes of it."""
-
-        class Ended:
-            local_rank, exitcode = 0, exit_code
-
         place = NodeIdentity("7_1", "node2", self.folder)
-        return describe(Ended, self.files, place, self.page.read())
+        return describe(EndedWorker(0, exit_code), self.files, place, self.page.read())
 
 
 @pytest.fixture
@@ -186,18 +187,19 @@ def job(tmp_path) -> Job:
     return Job(tmp_path)
 
 
-def test_the_return_value_is_kept_by_rank(job):
-    """What the function returns is in the round's results."""
-    done = job.worker("add", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "args", "value"),
+    [
+        ("add", [2, 3], 5),
+        ("who", [], ["__mp_main__", "SCRIPT", ["SCRIPT"]]),
+        ("frozen", [], True),
+    ],
+)
+def test_what_the_function_returns_is_kept_by_rank(job, name, args, value):
+    """A script is loaded as a spawned child would; what it imported is no garbage."""
+    done = job.worker(name, args)
     assert done.returncode == 0, done.stderr
-    assert json.loads((job.folder / "run/results/round-1/rank-0.json").read_text()) == 5
-
-
-def test_the_script_is_loaded_as_a_spawned_child_would(job):
-    """Its main block does not run, and it sees its own file and arguments."""
-    job.worker("who", [])
-    value = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
-    assert value == ["__mp_main__", str(job.script), [str(job.script)]]
+    assert job.value() == json.loads(json.dumps(value).replace("SCRIPT", str(job.script)))
 
 
 def test_output_that_can_not_be_written_ends_no_script(job):
@@ -205,35 +207,28 @@ def test_output_that_can_not_be_written_ends_no_script(job):
     with Path("/dev/full").open("w") as full:
         done = job.worker("talk", [], stdout=full, stderr=full)
     assert done.returncode == 0
-    value = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
+    value = job.value()
     assert value.lower() == "utf-8"
     done = job.worker("talk", [])
     assert "to standard output" in done.stdout and "to standard error" in done.stderr
 
 
-def test_imports_are_no_garbage(job):
-    """What was imported is not looked through again and again while the script trains."""
-    assert job.worker("frozen", []).returncode == 0
-    assert json.loads((job.folder / "run/results/round-1/rank-0.json").read_text()) is True
-
-
-def test_an_exception_is_reported_with_the_users_frames_only(job):
-    """Class, message and traceback reach the report; our own frames do not."""
-    done = job.worker("fail", [0])
+@pytest.mark.parametrize(
+    ("name", "exception", "message"),
+    [
+        ("fail", "ValueError", "boom from the user's code"),
+        ("mute", "__mp_main__.Mute", "<exception str() failed>"),
+    ],
+)
+def test_an_exception_is_reported_with_the_users_frames_only(job, name, exception, message):
+    """Class, message, if it has one, and traceback reach the report; our own frames do not."""
+    done = job.worker(name, [0])
     failure = job.failure(done.returncode)
-    assert (failure["exception"], failure["rank"], failure["host"]) == ("ValueError", 3, "node2")
-    assert failure["message"] == "boom from the user's code"
-    assert "in fail" in failure["traceback"] and "worker.py" not in failure["traceback"]
+    assert (failure["exception"], failure["message"]) == (exception, message)
+    assert (failure["rank"], failure["host"]) == (3, "node2")
+    assert f"in {name}" in failure["traceback"] and "worker.py" not in failure["traceback"]
     assert failure["exit_code"] == 1 and failure["phase"] == "run"
-    assert "boom from the user's code" in done.stderr
-
-
-def test_an_exception_without_a_text_is_reported_all_the_same(job):
-    """A class of the user's may fail to say what it is: that hides neither it nor its place."""
-    failure = job.failure(job.worker("mute", [0]).returncode)
-    assert failure["exception"].endswith("Mute") and failure["exit_code"] == 1
-    assert failure["message"] == "<exception str() failed>"
-    assert "in mute" in failure["traceback"] and "worker.py" not in failure["traceback"]
+    assert message in done.stderr
 
 
 def test_what_a_script_leaves_for_its_end_is_done(job):
@@ -246,7 +241,7 @@ def test_a_process_group_is_not_destroyed_while_the_script_holds_the_lock(job):
     """Its threads live until the process ends, though the script has let go of it."""
     done = job.worker("train", [])
     assert done.returncode == 0, done.stderr
-    threads = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
+    threads = job.value()
     second, third = (after - before for before, after in pairwise(threads))
     assert second == third > 0
 
@@ -259,24 +254,19 @@ def test_sys_exit_with_a_message_is_a_failure_with_that_message(job):
 
 def test_a_signal_is_reported_by_name(job):
     """A crash leaves no exception: the signal is named."""
-    done = job.worker("crash", [0])
-    failure = job.failure(done.returncode)
+    failure = job.failure(job.worker("crash", [0]).returncode)
     assert (failure["signal"], failure["exit_code"]) == ("SIGSEGV", None)
 
 
 def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path):
     """However many workers fail, and whatever they say, the leader hears of the earliest."""
-
-    class Ended:
-        local_rank, exitcode = 0, 1
-
     place = NodeIdentity("7_1", "node2", tmp_path)
     found = []
     for rank in range(128):
         files = WorkerFiles(tmp_path, 1, rank)
         told = {"message": "\u00e4" * 99_999, "traceback": "\u00e4" * 99_999, "time": rank}
         files.error.write_text(json.dumps({"hpc_elastic": told}))
-        found.append(describe(Ended, files, place))
+        found.append(describe(EndedWorker(0, 1), files, place))
     report = earliest(found)
     assert [f["rank"] for f in report] == list(range(len(report)))
     FrameSigner(b"key", "client").seal({"type": "failed", "round": 1, "failures": report})
@@ -285,8 +275,7 @@ def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path):
 def test_a_missing_module_is_an_import_failure(job):
     """What fails before the function is entered is marked so."""
     job.script.write_text("import nosuchmodule\n")
-    done = job.worker("add", [1, 2])
-    failure = job.failure(done.returncode)
+    failure = job.failure(job.worker("add", [1, 2]).returncode)
     assert failure["phase"] == "import" and "nosuchmodule" in failure["message"]
 
 
@@ -346,7 +335,7 @@ def test_an_exit_because_of_a_lost_peer_is_a_consequence(job):
     assert failure["message"].endswith("while it handled RuntimeError: Connection closed by peer "
                                        "[10.0.0.1]")  # fmt: skip
     fields = {name: value for name, value in failure.items() if name != "age_s"}
-    assert looks_like_victim(Failure(time=0.0, **fields))
+    assert is_secondary(Failure(time=0.0, **fields))
 
 
 def test_a_step_that_is_known_is_told(job):
@@ -361,22 +350,52 @@ def test_a_function_that_is_not_there_is_named(job):
         load_function(Entry("function", "nosuch", str(job.script), cwd=str(job.folder)))
 
 
-def test_tensors_and_arrays_come_back_as_numbers():
-    """A loss tensor is a float, a vector a list."""
-    assert json.loads(to_json({"loss": torch.tensor(0.5), "v": torch.arange(2)})) == {
-        "loss": 0.5,
-        "v": [0, 1],
-    }
-
-
-def test_a_value_that_can_not_be_sent_back_says_what_can():
-    """A model is refused with a remedy, not pickled."""
+def test_tensors_and_arrays_come_back_as_numbers_and_a_model_is_refused():
+    """A loss tensor is a float, a vector a list; a refusal says what can be sent back."""
+    value = {"loss": torch.tensor(0.5), "v": torch.arange(2)}
+    assert json.loads(to_json(value)) == {"loss": 0.5, "v": [0, 1]}
     with pytest.raises(TypeError, match=r"torch.nn.*Linear.*return numbers"):
         to_json(torch.nn.Linear(1, 1))
 
 
 def test_a_worker_may_be_ended_by_a_signal_without_a_name(tmp_path):
     """Real-time signals have none; the agent does not end for it."""
-    failure = SimpleNamespace(local_rank=0, exitcode=-40)
-    told = describe(failure, WorkerFiles(tmp_path, 1, 0), NodeIdentity("7_1", "node2", tmp_path))
+    told = describe(
+        EndedWorker(0, -40), WorkerFiles(tmp_path, 1, 0), NodeIdentity("7_1", "node2", tmp_path)
+    )
     assert (told["signal"], told["message"]) == ("signal 40", "ended by signal 40")
+
+
+@pytest.fixture
+def importable(tmp_path, monkeypatch) -> str:
+    """A module that can be imported, once it is."""
+    (tmp_path / "made_for_this_test.py").write_text("value = 7\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "made_for_this_test"
+    sys.modules.pop("made_for_this_test", None)
+
+
+def test_what_follows_an_import_is_done_when_the_import_is(importable):
+    """Once, with the module there; the import is as it would have been."""
+    seen = []
+    after_import(importable, lambda: seen.append(sys.modules[importable].value))
+    assert seen == []
+    imported = importlib.import_module(importable)
+    assert seen == [7] and imported.value == 7 and imported.__spec__.origin.endswith(".py")
+    importlib.reload(imported)
+    assert seen == [7]
+
+
+def test_what_is_imported_already_is_done_now(importable):
+    """A warm worker has imported it ahead."""
+    importlib.import_module(importable)
+    seen = []
+    after_import(importable, lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_what_is_not_there_stays_an_error():
+    """The user's own, as it would be."""
+    after_import("nowhere_to_be_found", lambda: pytest.fail("it was not imported"))
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        importlib.import_module("nowhere_to_be_found")

@@ -31,7 +31,7 @@ def test_nodes_are_kept_where_there_is_no_queue():
 def test_the_wait_begins_anew_once_there_were_enough():
     """A group that has trained waits its full time again."""
     m = training(A, B, min_nodes=2, below_min_timeout_s=10.0)
-    m.gone(B, "silent", 500.0)
+    m.agent_lost(B, "silent", 500.0)
     m.join(A, 500.1)
     assert decisions(m.tick(509.9)) == []
     (given,) = decisions(m.tick(520.2))
@@ -71,14 +71,14 @@ def test_whoever_joins_after_that_goes_back_too():
     m.join(A, 0.0)
     (given,) = decisions(m.tick(20.0))
     assert decisions(m.join(B, 21.0)) == [SentBack((B,), given.delay_s, all=False)]
-    assert m.gone(A, "its connection closed", 21.0) == []
+    assert m.agent_lost(A, "its connection closed", 21.0) == []
 
 
 def test_a_round_forgets_how_often_nodes_were_given_back():
     """The next shortage is a new one."""
     m = resumed(times_requeued=3)
     m.join(A, 100.0)
-    m.slurm_says(running(A), 100.1, 100.1)
+    m.slurm_answered(running(A), 100.1, 100.1)
     assert m.run.phase is RoundPhase.RUNNING and m.run.backoff.times_requeued == 0
 
 
@@ -86,12 +86,14 @@ def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
     """Two looks some seconds apart; in between it may have got what it lacks."""
     m = machine(min_nodes=2, below_min_timeout_s=300.0)
     m.join(A, 0.0)
-    assert m.run.sweep_says("others hold it", 1.0) == [] and m.run.sweep_says(None, 3.0) == []
     assert (
-        m.run.sweep_says("others hold it", 5.0) == []
-        and m.run.sweep_says("others hold it", 8.0) == []
+        m.run.sweep_answered("others hold it", 1.0) == [] and m.run.sweep_answered(None, 3.0) == []
     )
-    effects = m.run.sweep_says("others hold it", 10.5)
+    assert (
+        m.run.sweep_answered("others hold it", 5.0) == []
+        and m.run.sweep_answered("others hold it", 8.0) == []
+    )
+    effects = m.run.sweep_answered("others hold it", 10.5)
     (given,) = decisions(effects)
     assert isinstance(given, SentBack) and given.agents == (A,) and given.all
     (note,) = notes(effects, "nodes_requeued")
@@ -105,8 +107,8 @@ def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
     m = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     m.join(replace(A, attempt=attempt), 0.0)
     assert m.run.is_short is not kept
-    assert m.run.sweep_says("others hold it", 1.0) == []
-    assert bool(m.run.sweep_says("others hold it", 8.0)) is not kept
+    assert m.run.sweep_answered("others hold it", 1.0) == []
+    assert bool(m.run.sweep_answered("others hold it", 8.0)) is not kept
     late = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     late.join(replace(A, attempt=attempt), 0.0)
     assert bool(decisions(late.tick(21.0))) is not kept
@@ -120,5 +122,5 @@ def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
     stays = machine(min_nodes=2)
     stays.join(A, 0.0)
     for m in (trains, stays):
-        assert m.run.sweep_says("others hold it", 1.0) == []
-        assert m.run.sweep_says("others hold it", 20.0) == []
+        assert m.run.sweep_answered("others hold it", 1.0) == []
+        assert m.run.sweep_answered("others hold it", 20.0) == []

@@ -64,7 +64,7 @@ def node(num_workers: int) -> tuple[Leader, list[Page], WorkerChannel]:
 
 
 def test_a_boundary_is_reported_once_all_workers_have_announced_it():
-    """The slowest worker counts, and nothing is said twice."""
+    """The slowest worker counts, nothing is said twice, and a pause with the request it obeys."""
     leader, (first, second), node_ = node(2)
     first.shows = {"boundary": 10}
     node_.poll(0.0)
@@ -73,6 +73,9 @@ def test_a_boundary_is_reported_once_all_workers_have_announced_it():
     node_.poll(0.1)
     node_.poll(0.2)
     assert leader.told == [(10, 0)]
+    first.shows = second.shows = {"boundary": 20, "paused": 2}
+    node_.poll(0.3)
+    assert leader.told[1:] == [(20, 2)]
 
 
 def test_the_leaders_request_reaches_every_page():
@@ -85,14 +88,6 @@ def test_the_leaders_request_reaches_every_page():
         node_.poll(0.0)
         node_.poll(0.1)
     assert [page.asked for page in pages] == [states] * 2
-
-
-def test_who_holds_is_reported_with_the_request_that_it_obeys():
-    """So that the leader can tell an old hold from the present one."""
-    leader, (page,), node_ = node(1)
-    page.shows = {"boundary": 20, "paused": 2}
-    node_.poll(0.0)
-    assert leader.told == [(20, 2)]
 
 
 def test_workers_that_never_announce_are_not_waited_for_long():

@@ -1,13 +1,16 @@
-"""The private names of torch's elastic agent that RunAgent builds on.
+"""The agent of a node: torch's private names below it, what it reports, the events it writes.
 
-Each test fails with the name that torch has changed, so that an upgrade shows what to look at.
+The first tests fail with the name that torch has changed, so that an upgrade shows what to look at.
 """
 
 import inspect
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.agent.server.api import (
@@ -25,12 +28,19 @@ from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hpc_elastic.agent import elastic_agent as module
-from hpc_elastic.agent.elastic_agent import ElasticAgent, WorkerProcess
+from hpc_elastic.agent.elastic_agent import (
+    CheckpointFailureLog,
+    ElasticAgent,
+    WorkerProcess,
+    first_step_fields,
+)
 from hpc_elastic.agent.preemption import PreemptionNotice, PreemptionState
 from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import Reason
-from hpc_elastic.worker.shared_page import SharedPage
+from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
+
+BLANK = WorkerStatus(None, None, None, None, None, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -95,32 +105,12 @@ def test_torch_still_makes_every_workers_process_where_we_replace_it():
     assert "start_new_session" in inspect.getsource(SubprocessHandler._popen)
 
 
-class FakeWarmWorkers:
-    """Takes note of what is asked of it."""
-
-    def __init__(self) -> None:
-        self.filled: list[bool] = []
-        self.dead: list[int] = []
-
-    def fill(self, *, paced: bool) -> None:
-        """Spares are to be made."""
-        self.filled.append(paced)
-
-    def maintain(self) -> list[int]:
-        """The agent looks after them."""
-        dead, self.dead = self.dead, []
-        return dead
-
-    def close(self) -> None:
-        """The agent ends."""
-        self.closed = True
-
-
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch) -> ElasticAgent:
     """An agent whose only worker has been started, at second 100."""
     agent = ElasticAgent.__new__(ElasticAgent)
-    agent._warm_workers, agent._filled, agent._started_at = FakeWarmWorkers(), False, 100.0
+    agent._warm_workers, agent._filled, agent._started_at = Mock(), False, 100.0
+    agent._warm_workers.maintain.return_value = []
     agent.pages = {3: SharedPage.create(tmp_path, 0)}
     monkeypatch.setattr(module.time, "monotonic", lambda: 101.0)
     return agent
@@ -131,18 +121,18 @@ def test_warm_workers_are_made_once_the_workers_have_made_a_step(training):
     training._maintain_warm_workers()
     training.pages[3].report(0, None, None)
     training._maintain_warm_workers()
-    assert training._warm_workers.filled == []
+    training._warm_workers.fill.assert_not_called()
     training.pages[3].report(1, None, None)
     training._maintain_warm_workers()
     training._maintain_warm_workers()
-    assert training._warm_workers.filled == [True]
+    training._warm_workers.fill.assert_called_once_with(paced=True)
 
 
 def test_warm_workers_are_made_after_a_while_where_no_step_is_reported(training, monkeypatch):
     """A script need not report anything."""
     monkeypatch.setattr(module.time, "monotonic", lambda: 111.0)
     training._maintain_warm_workers()
-    assert training._warm_workers.filled == [True]
+    training._warm_workers.fill.assert_called_once_with(paced=True)
 
 
 def test_nothing_outlives_the_agent(training, monkeypatch):
@@ -157,7 +147,7 @@ def test_nothing_outlives_the_agent(training, monkeypatch):
     monkeypatch.setattr(LocalElasticAgent, "run", taken)
     with pytest.raises(SignalException):
         training.run()
-    assert training._warm_workers.closed and ended
+    assert training._warm_workers.close.called and ended
 
 
 @pytest.mark.parametrize(
@@ -169,7 +159,7 @@ def test_a_warm_worker_that_ends_by_itself_is_told(training, code, why):
     told = []
     events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
     training._workplace = SimpleNamespace(events=events, place=NodeIdentity("7_1", "n1", Path()))
-    training._warm_workers.dead = [code]
+    training._warm_workers.maintain.side_effect = [[code], []]
     training._maintain_warm_workers()
     training._maintain_warm_workers()
     assert told == ([] if why is None else [("warm_worker_died", {"host": "n1", "why": why})])
@@ -248,7 +238,7 @@ def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succe
     monkeypatch.setattr(
         LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.SUCCEEDED)
     )
-    training._look_at_workers(None)
+    training._check_workers(None)
     assert told == [expected]
 
 
@@ -273,3 +263,98 @@ def test_what_has_failed_is_told_before_its_group_is_stopped(training, told, tmp
     training._report_before_stop()
     training._report_before_stop()
     assert told == [[0]], "once"
+
+
+def first_steps(*workers: dict[str, Any], started: float = 90.0) -> dict[str, Any] | None:
+    """The event of the first step of workers that have published these fields."""
+    return first_step_fields([replace(BLANK, **fields) for fields in workers], started)
+
+
+def test_an_event_once_all_workers_of_the_node_have_made_a_step():
+    """With the slowest one's times; one that only counts its steps is enough to say so."""
+    slow = {"first_step": 8, "first_time": 101.0, "restored": 7, "restore_s": 2.5}
+    fast = {**slow, "first_time": 100.0, "restore_s": 2.0, "counted": True}
+    assert first_steps() is first_steps({}) is first_steps(fast, {}) is None
+    assert first_steps(fast, slow) == {
+        "step": 8, "restored": 7, "restore_s": 2.5, "start_s": 11.0, "counted": True, "time": 101.0,
+    }  # fmt: skip
+
+
+def test_a_start_never_takes_less_than_nothing():
+    """Clocks may be set; and nothing was restored."""
+    fields = first_steps({"first_step": 1, "first_time": 80.0})
+    assert (fields["start_s"], fields["restored"], fields["counted"]) == (0.0, None, False)
+
+
+class Saving:
+    """An agent that watches its first rank's checkpoints, and the events that it writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._events: list[tuple[str, int]] = []
+        self.log = CheckpointFailureLog(self._write)
+
+    def _write(self, kind: str, *, step: int, why: str = "-") -> None:
+        self._events.append((kind.removeprefix("checkpoint_"), step, why))
+
+    def start_round(self) -> SharedPage:
+        """Begin another round, of which it has the first rank; return the worker's page."""
+        page = SharedPage.create(self._folder, 0)
+        self.log.watch(page)
+        return page
+
+    def poll(self) -> list[tuple[str, int, str]]:
+        """Return the events of one poll: kind, step, reason."""
+        self.log.poll()
+        events, self._events = self._events, []
+        return events
+
+
+def test_an_incident_is_written_once_with_its_reason_and_its_end(tmp_path):
+    """However many checkpoints it costs; what stays in memory does not end it."""
+    agent = Saving(tmp_path)
+    worker = agent.start_round()
+    worker.report_stored(20)
+    assert agent.poll() == []
+    worker.report_not_saved(40, "No space left on device")
+    assert agent.poll() == [("failed", 40, "No space left on device")]
+    worker.report_not_saved(60, "No space left on device")
+    worker.announce(60)
+    assert agent.poll() == agent.poll() == []
+    worker.report_stored(80)
+    assert agent.poll() == [("recovered", 80, "-")]
+    worker.report_not_saved(100, "Stale file handle")
+    worker.report_stored(100)  # an urgent save repeats the one that failed
+    assert agent.poll() == [("failed", 100, "Stale file handle"), ("recovered", 100, "-")]
+
+
+def test_an_incident_may_outlast_a_round(tmp_path):
+    """Until it is over, or another node has the first rank: nobody here hears of its end."""
+    agent = Saving(tmp_path)
+    agent.start_round().report_not_saved(40, "why")
+    assert len(agent.poll()) == 1
+    worker = agent.start_round()
+    worker.report_not_saved(60, "why")
+    assert agent.poll() == []
+    worker.report_stored(80)
+    assert agent.poll() == [("recovered", 80, "-")]
+    worker.report_not_saved(100, "why")
+    assert len(agent.poll()) == 1
+    agent.log.watch(None)
+    assert agent.poll() == []
+    agent.start_round().report_stored(120)
+    assert agent.poll() == []
+
+
+def test_a_reason_of_any_length_and_alphabet_fits_on_the_page(tmp_path):
+    """What is too long is cut, and nothing else on the page is touched."""
+    agent = Saving(tmp_path)
+    worker = agent.start_round()
+    worker.report(40, 0.5, 7)
+    worker.report_not_saved(40, "ü€" * 5000)
+    ((_, _, why),) = agent.poll()
+    assert why.startswith("ü€ü€") and 400 < len(why) < 1000
+    worker.report_not_saved(60, "short")
+    assert worker.why_not_saved() == "short"
+    now = worker.read()
+    assert (now.step, now.loss, now.samples) == (40, 0.5, 7)

@@ -35,7 +35,7 @@ def test_gpu_without_a_gpu_says_which_key_asks_for_one(monkeypatch):
 
 def sent_back(tmp_path, monkeypatch, requeue_after) -> int:
     """Let a node be sent back for half a minute; return its task's exit code."""
-    monkeypatch.setattr(module, "requeue_after", requeue_after)
+    monkeypatch.setattr(module.requeue, "requeue_after", requeue_after)
     spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     node = SimpleNamespace(
         _task=SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec),
@@ -78,7 +78,7 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
     def leave(*args: object) -> None:
         left.append(args[:3])
 
-    monkeypatch.setattr(module, "requeue_or_exit", requeue_or_exit)
+    monkeypatch.setattr(module.requeue, "requeue_or_exit", requeue_or_exit)
     monkeypatch.setattr(module.requeue, "lift_own_quarantine", leave)
     spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path), max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
@@ -129,7 +129,7 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
         return ExitAction.REQUEUED
 
     monkeypatch.setattr(module, "SlurmClient", Client)
-    monkeypatch.setattr(module, "requeue_or_exit", requeue_or_exit)
+    monkeypatch.setattr(module.requeue, "requeue_or_exit", requeue_or_exit)
     monkeypatch.setattr(module.requeue, "lift_own_quarantine", lambda *_: None)
     spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")

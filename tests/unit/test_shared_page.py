@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -26,6 +25,12 @@ from hpc_elastic.worker.shared_page import (
 NONE, SAVE, SAVE_AND_PAUSE = CheckpointPoll
 AT_NEXT = CheckpointRequest(7, None, confirmed=True, pause=True)
 """To stay at the next checkpoint, whichever that is."""
+
+
+@pytest.fixture
+def sides(tmp_path) -> tuple[SharedPage, SharedPage]:
+    """The agent's and the worker's side of a page."""
+    return SharedPage.create(tmp_path, 0), SharedPage(tmp_path / "worker-0")
 
 
 def test_a_fresh_page_says_nothing(tmp_path):
@@ -73,9 +78,6 @@ def test_a_loss_that_is_not_a_number_is_none(tmp_path):
     assert page.read().loss is None
 
 
-# ---- the first step, and what checkpoints took ----------------------------------------------
-
-
 def test_the_first_step_is_the_first_that_is_made(tmp_path):
     """Not the one that was restored, though a script may report that, too."""
     page = SharedPage.create(tmp_path, 0)
@@ -93,21 +95,16 @@ def test_the_first_step_is_the_first_that_is_made(tmp_path):
     assert not seen.counted
 
 
-def test_a_worker_that_found_no_checkpoint_says_how_long_it_looked(tmp_path):
-    """It begins with step 1."""
-    page = SharedPage.create(tmp_path, 0)
-    page.report_restored(None, 0.25)
-    page.report(1, None, None)
-    seen = page.read()
+def test_what_checkpoints_took_adds_up_and_a_search_in_vain_counts(sides):
+    """A worker that found none begins with step 1."""
+    agent, worker = sides
+    worker.report_restored(None, 0.25)
+    worker.report(1, None, None)
+    worker.report_blocked(0.5)
+    worker.report_blocked(0.25)
+    seen = agent.read()
     assert (seen.first_step, seen.restored, seen.restore_s) == (1, None, 0.25)
-
-
-def test_checkpoints_add_up(tmp_path):
-    """As long as the worker lives."""
-    page = SharedPage.create(tmp_path, 0)
-    page.report_blocked(0.5)
-    page.report_blocked(0.25)
-    assert page.read().blocked_s == 0.75
+    assert seen.blocked_s == 0.75
 
 
 def test_steps_that_are_counted_go_on_from_what_was_restored(tmp_path):
@@ -122,21 +119,14 @@ def test_steps_that_are_counted_go_on_from_what_was_restored(tmp_path):
     assert (page.read().first_step, page.read().counted) == (82, False)
 
 
-# ---- checkpoint boundaries ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("then", [None, replace(AT_NEXT, released=True), CheckpointRequest(8, 0)])
-def test_a_worker_that_pauses_continues_when_the_request_is_gone(tmp_path, then):
+def test_a_worker_that_pauses_continues_when_the_request_is_gone(sides, then):
     """It is withdrawn, released or replaced; until then the page shows where the worker stays."""
-    agent = SharedPage.create(tmp_path, 0)
-    worker = SharedPage(tmp_path / "worker-0")
+    agent, worker = sides
     agent.request_checkpoint(AT_NEXT)
     with ThreadPoolExecutor(1) as pool:
         passed = pool.submit(worker.pause_at, 40)
-        for _ in range(1000):
-            if agent.read().paused:
-                break
-            threading.Event().wait(0.005)
+        wait_until(lambda: agent.read().paused)
         assert (agent.read().boundary, agent.read().paused) == (40, 7)
         assert not passed.done()
         agent.request_checkpoint(then)
@@ -163,11 +153,14 @@ def worker(tmp_path, monkeypatch) -> SharedPage:
     return page
 
 
-def test_a_script_announces_its_checkpoints(worker):
-    """It goes on at once while nobody waits."""
+def test_a_script_announces_its_checkpoints_and_where_it_will_stop(worker):
+    """It goes on at once while nobody waits; with the total, a late node is weighed."""
     mark_checkpoint(step=10)
     mark_checkpoint(step=20)
-    assert worker.read().boundary == 20
+    reporting.report(total_steps=1000)
+    reporting.report(step=3)
+    seen = worker.read()
+    assert (seen.boundary, seen.step, seen.total_steps) == (20, 3, 1000)
 
 
 def test_a_script_that_has_paused_for_too_long_warns(worker, monkeypatch, caplog):
@@ -176,16 +169,6 @@ def test_a_script_that_has_paused_for_too_long_warns(worker, monkeypatch, caplog
     worker.request_checkpoint(AT_NEXT)
     mark_checkpoint(step=10)
     assert "did not change within 0.05 s at the checkpoint of step 10" in caplog.text
-
-
-def test_a_script_says_where_it_will_stop(worker):
-    """With that, a late node is weighed."""
-    reporting.report(total_steps=1000)
-    reporting.report(step=3)
-    assert (worker.read().step, worker.read().total_steps) == (3, 1000)
-
-
-# ---- from a script ------------------------------------------------------------------------
 
 
 def in_worker(code: str, tmp_path) -> tuple[WorkerStatus, str]:
@@ -243,18 +226,9 @@ mark_checkpoint(step=1)
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
 
 
-# ---- agreeing on a step ------------------------------------------------------------------
-
-
-def proposed(tmp_path, number, step):
-    """Return the agent's and the worker's side of a page with a proposal."""
-    agent = SharedPage.create(tmp_path, 0)
-    agent.request_checkpoint(CheckpointRequest(number, step))
-    return agent, SharedPage(tmp_path / "worker-0")
-
-
 def confirm(agent, number, step, pause=False):
     """Confirm a request."""
+    agent.request_checkpoint(CheckpointRequest(number, step))
     agent.request_checkpoint(CheckpointRequest(number, step, confirmed=True, pause=pause))
 
 
@@ -266,97 +240,83 @@ def wait_until(holds):
         time.sleep(0.001)
 
 
-def test_without_a_proposal_every_step_goes_on(tmp_path):
+def test_without_a_proposal_every_step_goes_on(sides):
     """And the agent sees how far the worker is."""
-    agent = SharedPage.create(tmp_path, 0)
-    worker = SharedPage(tmp_path / "worker-0")
+    agent, worker = sides
     assert {worker.poll_checkpoint(step) for step in range(5)} == {NONE}
     assert (agent.read().passed, agent.read().waiting) == (4, 0)
 
 
 @pytest.mark.parametrize(("pause", "found"), [(False, SAVE), (True, SAVE_AND_PAUSE)])
-def test_a_confirmed_step_is_saved_once_and_no_other(tmp_path, pause, found):
+def test_a_confirmed_step_is_saved_once_and_no_other(sides, pause, found):
     """Confirmed before the worker comes there, it does not wait."""
-    agent, worker = proposed(tmp_path, 2, 7)
+    agent, worker = sides
     confirm(agent, 2, 7, pause)
     polled = {step: worker.poll_checkpoint(step) for step in range(1, 10)}
     assert {step: poll for step, poll in polled.items() if poll is not NONE} == {7: found}
     assert agent.read().agreed == 7
 
 
-def test_a_script_that_polls_every_few_steps_saves_at_the_first_one_behind(tmp_path):
+def test_a_script_that_polls_every_few_steps_saves_at_the_first_one_behind(sides):
     """All ranks poll the same steps."""
-    agent, worker = proposed(tmp_path, 2, 11)
+    agent, worker = sides
     confirm(agent, 2, 11)
     assert [step for step in range(0, 40, 10) if worker.poll_checkpoint(step) is SAVE] == [20]
 
 
-def test_the_largest_numbers_fit(tmp_path):
+def test_the_largest_numbers_fit(sides):
     """A request's number and step share one field."""
-    agent, worker = proposed(tmp_path, 2**22, 2**40 - 2)
+    agent, worker = sides
     confirm(agent, 2**22, 2**40 - 2)
     assert worker.poll_checkpoint(2**40 - 3) is NONE
     assert worker.poll_checkpoint(2**40 - 2) is SAVE
 
 
-def test_a_worker_waits_at_the_proposed_step_until_it_is_confirmed(tmp_path):
-    """It is at the step, and says which proposal it waits for."""
-    agent, worker = proposed(tmp_path, 3, 5)
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize(
+    ("then", "found"),
+    [
+        (CheckpointRequest(3, 5, confirmed=True), SAVE),
+        (CheckpointRequest(4, 9), NONE),
+        (CheckpointRequest(4, 0), NONE),
+        (None, NONE),
+    ],
+)
+def test_a_worker_waits_at_the_proposed_step_until_it_is_decided(sides, earlier, then, found):
+    """It says for which proposal; the confirmation of an earlier one does not count."""
+    agent, worker = sides
+    if earlier:
+        confirm(agent, 2, 5)
+    agent.request_checkpoint(CheckpointRequest(3, 5))
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(worker.poll_checkpoint, 5)
         wait_until(lambda: agent.read().waiting == 3)
-        assert agent.read().passed == 5
-        assert not answer.done()
-        confirm(agent, 3, 5)
-        assert answer.result(10) is SAVE
+        assert agent.read().passed == 5 and not answer.done()
+        agent.request_checkpoint(then)
+        assert answer.result(10) is found
 
 
-@pytest.mark.parametrize("moved", [CheckpointRequest(4, 9), CheckpointRequest(4, 0), None])
-def test_a_worker_goes_on_when_the_proposal_is_moved_or_taken_back(tmp_path, moved):
-    """It does not save there."""
-    agent, worker = proposed(tmp_path, 3, 5)
-    with ThreadPoolExecutor() as threads:
-        answer = threads.submit(worker.poll_checkpoint, 5)
-        wait_until(lambda: agent.read().waiting == 3)
-        agent.request_checkpoint(moved)
-        assert answer.result(10) is NONE
-
-
-def test_a_confirmation_of_an_earlier_proposal_does_not_count(tmp_path):
-    """Numbers tell them apart, though the step is the same."""
-    agent, worker = proposed(tmp_path, 3, 5)
-    confirm(agent, 3, 5)
-    agent.request_checkpoint(CheckpointRequest(4, 5))
-    with ThreadPoolExecutor() as threads:
-        answer = threads.submit(worker.poll_checkpoint, 5)
-        wait_until(lambda: agent.read().waiting == 4)
-        assert not answer.done()
-        confirm(agent, 4, 5)
-        assert answer.result(10) is SAVE
-
-
-def test_a_worker_does_not_wait_for_ever(tmp_path, monkeypatch):
+def test_a_worker_does_not_wait_for_ever(sides, monkeypatch):
     """The message says at which step, and where to look."""
     monkeypatch.setattr(shared_page, "LONGEST_WAIT_S", 0.05)
-    _, worker = proposed(tmp_path, 1, 5)
+    agent, worker = sides
+    agent.request_checkpoint(CheckpointRequest(1, 5))
     with pytest.raises(HpcElasticError, match=r"checkpoint of step 5 .* log of this node's agent"):
         worker.poll_checkpoint(5)
 
 
-def test_a_worker_that_is_past_the_proposed_step_goes_on(tmp_path):
+def test_a_worker_that_is_past_the_proposed_step_goes_on(sides):
     """The agent has seen it, and will ask for a later one."""
-    agent = SharedPage.create(tmp_path, 0)
-    worker = SharedPage(tmp_path / "worker-0")
+    agent, worker = sides
     worker.poll_checkpoint(5)
     agent.request_checkpoint(CheckpointRequest(1, 5))
     assert worker.poll_checkpoint(6) is NONE
     assert agent.read().passed == 6
 
 
-def test_wishes_of_a_worker_reach_its_agent(tmp_path):
+def test_wishes_of_a_worker_reach_its_agent(sides):
     """For a checkpoint of the group, and for its node to be left."""
-    agent = SharedPage.create(tmp_path, 0)
-    worker = SharedPage(tmp_path / "worker-0")
+    agent, worker = sides
     worker.want_checkpoint()
     worker.want_checkpoint()
     before = time.monotonic()
@@ -365,10 +325,9 @@ def test_wishes_of_a_worker_reach_its_agent(tmp_path):
     assert before + 100 <= agent.read().leave_by <= time.monotonic() + 100
 
 
-def test_a_worker_knows_how_long_its_node_has(tmp_path):
+def test_a_worker_knows_how_long_its_node_has(sides):
     """None before a notice."""
-    agent = SharedPage.create(tmp_path, 0)
-    worker = SharedPage(tmp_path / "worker-0")
+    agent, worker = sides
     assert worker.notice_left_s is None
     by = time.monotonic() + 50
     agent.set_deadline(by)
@@ -376,19 +335,18 @@ def test_a_worker_knows_how_long_its_node_has(tmp_path):
     assert by - time.monotonic() <= left <= most
 
 
-def test_an_announced_checkpoint_does_not_stay(tmp_path):
+def test_an_announced_checkpoint_does_not_stay(sides):
     """That of a step before the one at which the group changes."""
-    agent = SharedPage.create(tmp_path, 0)
-    worker = SharedPage(tmp_path / "worker-0")
+    agent, worker = sides
     agent.request_checkpoint(AT_NEXT)
     assert worker.pauses_at(8)
     worker.announce(8)
     assert (agent.read().boundary, agent.read().paused) == (8, 0)
 
 
-def test_a_worker_pauses_at_the_agreed_checkpoint_and_none_before(tmp_path):
+def test_a_worker_pauses_at_the_agreed_checkpoint_and_none_before(sides):
     """The others wait for it at the agreed step; a later request lets it continue."""
-    agent, worker = proposed(tmp_path, 4, 9)
+    agent, worker = sides
     confirm(agent, 4, 9, pause=True)
     worker.poll_checkpoint(8)
     assert worker.pause_at(8)

@@ -33,7 +33,13 @@ from typing import Any
 
 from hpc_elastic.agent import stacks
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
-from hpc_elastic.rendezvous.hang_diagnosis import PATIENCE, RankState, failures_of, judge, note_of
+from hpc_elastic.rendezvous.hang_diagnosis import (
+    MOVING_FACTOR,
+    RankState,
+    diagnose_hang,
+    hang_failures,
+    hang_note,
+)
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.session import Session
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
@@ -142,11 +148,11 @@ class HangWatch:
         limit_s: float,
     ) -> None:
         found = [(me, state) for state in self._sample_workers(pids)]
-        finding = judge(found, patient=stalled_s < PATIENCE * limit_s)
+        finding = diagnose_hang(found, moving_is_work=stalled_s < MOVING_FACTOR * limit_s)
         if finding is not None:
-            note, round_ = note_of(finding, stalled_s), self._workers[0].files.round
+            note, round_ = hang_note(finding, stalled_s), self._workers[0].files.round
             write(note.kind, **note.fields)
-            failed = [_message(f) for _, f in failures_of(finding, stalled_s, round_)]
+            failed = [_message(f) for f in hang_failures(finding, stalled_s, round_)]
             self._leader.failed(failed)
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:

@@ -1,23 +1,22 @@
-"""Group change: when a round is broken for nodes that join, or that are to be left (pure).
+"""Group change: when a round is broken for nodes that join or leave (pure).
 
-Newcomers   A newcomer parks. Whether it is worth a restart is weighed (`group_change`); when, is
-            ``scale_up``: ``immediate``; ``checkpoint``: at a checkpoint, see below, or, where the
-            script makes none that it announces, ``scale_up_timeout_s`` after the newcomer came;
-            ``on_restart``: the newcomer is taken in when the round breaks for another reason.
+Newcomers   A newcomer waits while `should_scale_up` decides whether it is worth a restart.
+            ``scale_up`` decides when: ``immediate``; ``checkpoint``: at a checkpoint, see below, or
+            ``scale_up_timeout_s`` after the newcomer joined if the script announces none;
+            ``on_restart``: when the round breaks for another reason.
 
-Departures  A member whose node is to be left soon is *under notice*. Its round is broken at a
-            checkpoint too. If there is none in time, the member leaves by its deadline, as its own
-            agent decides. Where there is more than `HASTE_S` left, others are waited for: a time
-            limit comes to all nodes at once, and one checkpoint does for all.
+Departures  A member is *preempted* if its node is to be left soon. Its round is broken at a
+            checkpoint too. If there is none in time, its own agent leaves by the deadline. With
+            more than `HASTE_S` left, the leader waits for further notices: a time limit comes to
+            all nodes at once, and one checkpoint is enough for all.
 
 At a checkpoint  The leader sends the members one *checkpoint request* at a time
             (`hpc_elastic.worker.shared_page`). The members agree on a step at which all ranks save
             (`hpc_elastic.step_agreement`). If the group is about to change when the step is
-            confirmed, the request says ``pause``: all ranks stay at that checkpoint, so that no
-            step is made that the restart would undo. If no worker polls steps, the request names
-            the next checkpoint of each worker instead, until one does. The round is broken when all
-            members are at the checkpoint. If the reason for the change is gone before, the members
-            are released.
+            confirmed, the request has ``pause``: all ranks stay at that checkpoint, so that the
+            restart loses no step. If no worker polls steps, the request names the next checkpoint
+            of each worker instead, until one does. The round is broken when all members are at the
+            checkpoint. If the reason for the change goes away before, the members are released.
 
 Times are monotonic seconds of the leader.
 """
@@ -43,13 +42,16 @@ from hpc_elastic.step_agreement import (
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
 HASTE_S = 10.0
-"""With less time left nobody else is waited for."""
+"""With less time left the leader waits for no further notices."""
 GATHER_S = 2.0
 AHEAD_S = 0.5
-"""A step is proposed so far ahead of the furthest member."""
+"""A proposed step is this far ahead of the furthest member."""
 NOT_PAUSED_S = 30.0
-"""After a checkpoint at which ranks did not stay as requested, the next one waits for so long."""
-_NAMED = 5
+"""Delay of the next request after a checkpoint at which ranks did not stay as requested."""
+STRAGGLE_S = 10.0
+"""Time limit of members behind the first rank, which stays at the checkpoint. A script may announce
+its boundaries only on the rank that writes the checkpoints."""
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -61,35 +63,35 @@ class PreemptedMember:
 
 
 class ChangeDecision(NamedTuple):
-    """What is to be done now."""
+    """What a round does now."""
 
     effects: list[Effect]
     admits: bool
-    """Whether nodes that wait are wanted."""
+    """Whether the group admits the nodes that wait."""
     why: str | None = None
-    """Why the round is to be broken; None: it goes on."""
+    """Why to break the round; None if it goes on."""
     step: int | None = None
     """The step whose checkpoint all members have announced."""
 
 
 class JoinCandidates(NamedTuple):
-    """The nodes that wait to be taken in, and what is known of them."""
+    """The nodes that wait to join the group."""
 
     joined: Mapping[Agent, float]
-    """Agents, and since when each waits, the longest first."""
+    """Agents, and since when each waits, the longest wait first."""
     view: Mapping[str, TaskState]
     outlook: Forecast
 
 
-# ---- Where the members of a round stand with their checkpoint boundaries (pure)
-# Workers announce every checkpoint that is complete. A worker that is to *pause* stays at the one
-# that it announces. The group may be stopped once every member has announced that checkpoint: those
-# that had passed it before they saw the request are stuck in a collective with those that stay.
+# ---- Checkpoint boundaries of the members of a round (pure)
+# Workers announce every complete checkpoint. A worker that is to *pause* stays at the checkpoint
+# that it announces. The group may be stopped once every member has announced that checkpoint: a
+# member that passed it before the request arrived is stuck in a collective with those that stay.
 
 
 @dataclass
 class CheckpointBarrier:
-    """Where the members of a round stand, by their announcements of checkpoints."""
+    """The last announced checkpoints of the members of a round."""
 
     seen: bool = False
     """Whether any worker of the run has announced a checkpoint yet."""
@@ -102,17 +104,17 @@ class CheckpointBarrier:
     """Members that have announced ``step``."""
 
     def new_round(self) -> None:
-        """Forget what the last round's members announced."""
+        """Forget the announcements of the last round."""
         self.announced.clear()
         self.release()
 
     def release(self) -> None:
-        """Forget where the members stay, since they continue."""
+        """Members do not stay any more: they continue."""
         self.arrived.clear()
         self.step = None
 
     def announce(self, agent: Agent, step: int, pauses: bool, now: float) -> None:
-        """A member has a complete checkpoint of ``step``, and stays there or continues."""
+        """Record a member's complete checkpoint of ``step``, at which it stays or continues."""
         self.seen = True
         self.announced[agent] = step
         if pauses and (self.step is None or step > self.step):
@@ -131,7 +133,7 @@ class CheckpointBarrier:
 
 
 class GroupChange:
-    """What a running round knows of the next one."""
+    """Preparation of a running round for the next one."""
 
     agreements: type[StepAgreement[Agent]] = StepAgreement
 
@@ -141,31 +143,30 @@ class GroupChange:
         self.barrier = CheckpointBarrier()
         self.agreement = self.agreements(AHEAD_S)
         self.preempted: dict[Agent, PreemptedMember] = {}
-        """Members under notice."""
-        self._soonest = math.inf
-        """The first of their deadlines."""
-        self._gathered = math.inf
-        """Until when others are waited for."""
+        self._first_deadline = math.inf
+        """Of the preempted members."""
+        self._gather_until = math.inf
+        """When the leader stops waiting for further notices."""
         self._is_wanted = False
-        """Whether a worker asks for a checkpoint, and no agreement has been reached since."""
+        """Whether a worker has requested a checkpoint since the last agreement."""
         self._is_needed = False
-        """Whether the group is to change at the step that is agreed on."""
+        """Whether the group is to change at the agreed step."""
         self._pause: CheckpointRequest | None = None
-        """The confirmed request to stay at a checkpoint; None if there is none, or no more."""
-        self._noted: tuple[int, int] | None = None
-        """The growth decision that was logged last: how many of how many are wanted."""
+        """The open, confirmed request to stay at a checkpoint; None if there is none."""
+        self._logged: tuple[int, int] | None = None
+        """The scale-up decision that was logged last: how many of how many nodes are admitted."""
 
     def new_round(self, members: tuple[Agent, ...]) -> None:
-        """A round has closed: its workers have fresh pages, and have passed nothing."""
+        """A round has closed: its workers have fresh pages and no steps."""
         self.members = members
         self.barrier.new_round()
         self._reset_agreement()
 
     def end_round(self) -> None:
-        """The round is over, and with it all that was asked of its members."""
-        self._noted = None
+        """The round is over, with all requests to its members."""
+        self._logged = None
         self.preempted.clear()
-        self._soonest = self._gathered = math.inf
+        self._first_deadline = self._gather_until = math.inf
         self._reset_agreement()
 
     def _reset_agreement(self) -> None:
@@ -181,23 +182,23 @@ class GroupChange:
         Args:
             agent: The member.
             step: Optimizer steps done.
-            paused: The number of the request for which some of them stay there; 0: none stays.
+            paused: The number of the request for which some of them stay there; 0 if none stays.
             now: The time.
         """
         stays = self._pause is not None and paused == self._pause.number
         self.barrier.announce(agent, step, stays, now)
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
-        """A member is to leave within so long."""
+        """A member is to leave within ``left_s``."""
         by = now + left_s
         self.preempted[agent] = PreemptedMember(reason, by)
-        self._soonest = min(self._soonest, by)
-        self._gathered = min(self._gathered, now + GATHER_S)
+        self._first_deadline = min(self._first_deadline, by)
+        self._gather_until = min(self._gather_until, now + GATHER_S)
         self.agreement.hurry()
         return [preemption_note(agent, reason, left_s)]
 
     def want_checkpoint(self) -> None:
-        """A worker asks for a checkpoint of the whole group."""
+        """A worker requests a checkpoint of the whole group."""
         self._is_wanted = True
 
     def voted(self, agent: Agent, vote: StepVote, now: float) -> list[Effect]:
@@ -220,14 +221,14 @@ class GroupChange:
 
     @property
     def ahead(self) -> int:
-        """The step that is proposed or confirmed; 0: none."""
+        """The step that is proposed or confirmed; 0 if none is."""
         return 0 if self.agreement.state is AgreementState.IDLE else self.agreement.step
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is going on, as nearly always."""
+        """Whether no change or checkpoint is pending, as nearly always."""
         idle = self.agreement.state is AgreementState.IDLE and not self._is_wanted
-        return idle and not self.preempted and self._pause is None and self._noted is None
+        return idle and not self.preempted and self._pause is None and self._logged is None
 
     @property
     def _pauses_next(self) -> bool:
@@ -240,59 +241,55 @@ class GroupChange:
         Args:
             waiting: The nodes that wait.
             now: The time.
-            finishing: Whether a member is done: no checkpoint can be agreed on any more.
+            finishing: Whether a member is done, so that no agreement is possible any more.
         """
-        effects, admits = self._weigh(waiting)
+        effects, admits = self._weigh_candidates(waiting)
         if admits and self.rules.scale_up == "immediate":
             return ChangeDecision(effects, admits, self._reason(waiting, admits=True))
         if not (admits or self._may_leave(now)):
-            effects += [*self._release(), *self._agree(False, finishing, now)]
+            effects += [*self._release(), *self._advance_agreement(False, finishing, now)]
             return ChangeDecision(effects, admits)
         reason = self._reason(waiting, admits=admits)
         step = self.barrier.reached(self.members, now)
         if step is not None and step >= self.ahead:
             reason = f"{reason}, at the checkpoint of step {step}"
             return ChangeDecision(effects, admits, reason, step)
-        if admits and self._is_pointless(waiting, now):
+        if admits and self._is_waiting_pointless(waiting, now):
             reason = f"{reason}; the script announces no checkpoints"
             return ChangeDecision(effects, admits, reason)
-        effects += self._agree(True, finishing, now)
+        effects += self._advance_agreement(True, finishing, now)
         return ChangeDecision(effects, admits)
 
-    def _weigh(self, waiting: JoinCandidates) -> tuple[list[Effect], bool]:
-        """Weigh the newcomers; note it if that has changed."""
+    def _weigh_candidates(self, waiting: JoinCandidates) -> tuple[list[Effect], bool]:
+        """Return whether the group admits newcomers, and the event if that has changed."""
         if not waiting.joined:
-            self._noted = None
+            self._logged = None
             return [], False
-        decision = self._decide(waiting)
+        room = self.rules.max_nodes - len(self.members) + len(self.preempted)
+        if room > 0:
+            states = (waiting.view.get(a.task) for a in list(waiting.joined)[:room])
+            left = [state.time_left_s if state is not None else None for state in states]
+            decision = should_scale_up(len(self.members), left, waiting.outlook)
+        else:
+            decision = ScaleUpDecision(0, "the group has its max nodes")
         effects: list[Effect] = []
-        if self._noted != (decision.admit, len(waiting.joined)):
-            self._noted = (decision.admit, len(waiting.joined))
-            effects.append(self._note(decision, waiting))
+        if self._logged != (decision.admit, len(waiting.joined)):
+            self._logged = (decision.admit, len(waiting.joined))
+            tasks = [a.task for a in waiting.joined][:20]
+            when = self.rules.scale_up if decision.admit else "not now"
+            fields = {"waiting": tasks, "admit": when, "why": decision.why}
+            effects.append(Note("scale_up_decision", fields))
         return effects, decision.admit > 0 and self.rules.scale_up != "on_restart"
 
-    def _decide(self, waiting: JoinCandidates) -> ScaleUpDecision:
-        room = self.rules.max_nodes - len(self.members) + len(self.preempted)
-        if room <= 0:
-            return ScaleUpDecision(0, "the group has its max nodes")
-        states = (waiting.view.get(a.task) for a in list(waiting.joined)[:room])
-        left = [state.time_left_s if state is not None else None for state in states]
-        return should_scale_up(len(self.members), left, waiting.outlook)
-
-    def _note(self, decision: ScaleUpDecision, waiting: JoinCandidates) -> Note:
-        tasks = [a.task for a in waiting.joined][:20]
-        when = self.rules.scale_up if decision.admit else "not now"
-        return Note("scale_up_decision", {"waiting": tasks, "admit": when, "why": decision.why})
-
     def _may_leave(self, now: float) -> bool:
-        """Return whether members under notice are to be let go at the next checkpoint."""
+        """Return whether preempted members leave at the next checkpoint."""
         if not self.preempted:
             return False
-        everybody = len(self.preempted) == len(self.members)
-        return everybody or now >= self._gathered or self._soonest - now <= HASTE_S
+        are_all = len(self.preempted) == len(self.members)
+        return are_all or now >= self._gather_until or self._first_deadline - now <= HASTE_S
 
     def _reason(self, waiting: JoinCandidates, *, admits: bool) -> str:
-        """Name the nodes that come and leave."""
+        """Return the nodes that join and leave, as text."""
         parts = []
         if admits:
             parts.append(_names(waiting.joined) + " joins")
@@ -301,8 +298,8 @@ class GroupChange:
             parts.append(f"{_names(self.preempted)} leaves ({reason})")
         return ", ".join(parts)
 
-    def _is_pointless(self, waiting: JoinCandidates, now: float) -> bool:
-        """Return whether no checkpoint was announced for the whole time that newcomers wait."""
+    def _is_waiting_pointless(self, waiting: JoinCandidates, now: float) -> bool:
+        """Return whether no checkpoint was announced while newcomers waited for the time-out."""
         if self.barrier.seen:
             return False
         since = next(iter(waiting.joined.values()))
@@ -319,7 +316,7 @@ class GroupChange:
         self.barrier.release()
         return self._send(request)
 
-    def _agree(self, is_needed: bool, finishing: bool, now: float) -> list[Effect]:
+    def _advance_agreement(self, is_needed: bool, finishing: bool, now: float) -> list[Effect]:
         """Advance the agreement on the step of the next checkpoint."""
         agreement = self.agreement
         if is_needed and not self._is_needed:
@@ -344,7 +341,7 @@ class GroupChange:
         return self._send_agreed(proposal)
 
     def _send_agreed(self, result: Proposal | Confirmation | None) -> list[Effect]:
-        """Send the members what a vote has led to."""
+        """Send the members the result of a vote."""
         number, step = self.agreement.number, self.agreement.step
         match result:
             case None:
@@ -369,33 +366,33 @@ class GroupChange:
 
 
 def preemption_note(agent: Agent, reason: str, left_s: float) -> Note:
-    """Return the event of a member that is to leave within so long."""
+    """Return the event of a member that is to leave within ``left_s``."""
     fields = {"task": agent.task, "host": agent.host, "reason": reason}
     return Note("preemption_notice", {**fields, "left_s": round(left_s, 1)})
 
 
 def _names(agents: Mapping[Agent, object]) -> str:
-    return ", ".join(a.host for a in list(agents)[:_NAMED])
+    return ", ".join(a.host for a in list(agents)[:_MAX_NAMED])
 
 
-# ---- Whether a node that came late is worth the restart of the group (pure)
-# A group of n nodes with r seconds of work left that takes k more in has r * n / (n + k) left at
-# best; it saves r * k / (n + k) seconds, and pays one restart. `should_scale_up` compares them.
+# ---- Whether a node that joins late is worth the restart of the group (pure)
+# A group of n nodes with r seconds of work left that admits k more has at best r * n / (n + k)
+# left. It saves r * k / (n + k) seconds and pays one restart. `should_scale_up` compares them.
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a leader knows of the rest of the run; seconds, None where nothing is known."""
+    """The rest of the run as the leader expects it; seconds, None if unknown."""
 
     remaining_s: float | None = None
-    """Until the training is done, at the present pace."""
+    """Until the end of the training, at the present throughput."""
     restart_cost_s: float | None = None
     """From the stop of a group to the first step of the next one, as last measured."""
 
 
 @dataclass(frozen=True)
 class ScaleUpDecision:
-    """Whether to admit, how many, and the reason as a sentence for the log."""
+    """The number of nodes to admit, and the reason as a sentence for the log."""
 
     admit: int
     why: str
@@ -404,36 +401,34 @@ class ScaleUpDecision:
 def should_scale_up(
     members: int, newcomers_time_left_s: Sequence[float | None], outlook: Forecast
 ) -> ScaleUpDecision:
-    """Decide how many of the nodes that wait are worth a restart.
+    """Decide how many of the waiting nodes are worth a restart.
 
     Args:
         members: Nodes that train now, at least 1.
-        newcomers_time_left_s: Per node that waits, its wall time left; None where it has no end.
-        outlook: What is known of the rest of the run.
+        newcomers_time_left_s: The wall time left of each waiting node; None if it has no limit.
+        outlook: The expected rest of the run.
     """
     cost = outlook.restart_cost_s
     if cost is None:
         return ScaleUpDecision(len(newcomers_time_left_s), "no restart was measured yet")
     staying = [left for left in newcomers_time_left_s if left is None or left > 2 * cost]
     if not staying:
-        return ScaleUpDecision(
-            0, f"their wall time ends before a restart of {cost:.1f} s is repaid"
-        )
+        why = f"their wall time ends before a restart of {cost:.1f} s is repaid"
+        return ScaleUpDecision(0, why)
     ends = [end for end in (outlook.remaining_s, *staying) if end is not None]
     if not ends:
-        return ScaleUpDecision(
-            len(staying), f"no end is in sight, and a restart costs {cost:.1f} s"
-        )
+        why = f"no end is in sight, and a restart costs {cost:.1f} s"
+        return ScaleUpDecision(len(staying), why)
     saved = min(ends) * len(staying) / (members + len(staying))
-    what = (
+    why = (
         f"{len(staying)} more nodes save about {saved:.0f} s of {min(ends):.0f} s, "
         f"a restart costs {cost:.1f} s"
     )
-    return ScaleUpDecision(len(staying) if saved > cost else 0, what)
+    return ScaleUpDecision(len(staying) if saved > cost else 0, why)
 
 
 class ProgressEstimator:
-    """Forecast of the run, from what the leader sees; times are its monotonic seconds."""
+    """Forecast of the run from the progress of its workers; monotonic seconds of the leader."""
 
     def __init__(self) -> None:
         self.total: int | None = None
@@ -444,17 +439,17 @@ class ProgressEstimator:
         self._last_step: int | None = None
         self._meter = ThroughputMeter(math.inf)
 
-    def broke(self, now: float) -> None:
+    def on_break(self, now: float) -> None:
         """A round was broken."""
         self._broken_at = now
 
-    def closed(self, now: float) -> None:
-        """A round was closed."""
+    def on_close(self, now: float) -> None:
+        """A round has closed."""
         self._closed_at = now
         self._last_step, self._meter = None, ThroughputMeter(math.inf)
 
-    def stepped(self, step: int | None, total: int | None, now: float) -> None:
-        """A worker of the round reported a step."""
+    def record_step(self, step: int | None, total: int | None, now: float) -> None:
+        """Record a step that a worker of the round reports."""
         if step is None or self._closed_at is None:
             return
         if self._last_step is None:
@@ -465,16 +460,8 @@ class ProgressEstimator:
 
     @property
     def outlook(self) -> Forecast:
-        """What is known now."""
-        return Forecast(self._remaining_s(), self._cost_s)
-
-    def _remaining_s(self) -> float | None:
-        rate = self._meter.rate
-        if self.total is None or self._last_step is None or not rate:
-            return None
-        return max(0, self.total - self._last_step) / rate
-
-
-STRAGGLE_S = 10.0
-"""Members behind the first rank, which holds, are waited for this long. A script may announce its
-boundaries on the rank that writes the checkpoints alone."""
+        """The present forecast."""
+        rate, remaining_s = self._meter.rate, None
+        if self.total is not None and self._last_step is not None and rate:
+            remaining_s = max(0, self.total - self._last_step) / rate
+        return Forecast(remaining_s, self._cost_s)

@@ -153,7 +153,7 @@ class LeaderState:
             effects += self.disconnected(agent, "connected anew", now)
         self._tracker.connected(agent, now)
         self._silent.pop(agent, None)
-        self.run.recovery.note_seen(agent.task)
+        self.run.recovery.clear_possibly_alive(agent.task)
         self._yield_if_cut_off(now)
         if self._quorum is not None:
             self._quorum.connected(agent)
@@ -191,7 +191,7 @@ class LeaderState:
         """The connection to an agent has ended."""
         if not self._forget(agent, why):
             return []
-        self.run.recovery.note_seen(agent.task)
+        self.run.recovery.clear_possibly_alive(agent.task)
         effects = self._do(self.rounds.agent_lost(agent, why, now))
         return [*effects, *self._answer_replicas(now)]
 
@@ -213,14 +213,14 @@ class LeaderState:
 
     def slurm_answered(self, states: Mapping[str, TaskState] | None, now: float) -> list[Effect]:
         """Slurm has answered the query of the run's tasks; None: it has not."""
-        asked_at = self._polls.answered(len(states or {}), now)
+        asked_at = self._polls.end_query(len(states or {}), now)
         if self.fenced or not self.run.wants_slurm:
             return []
         known = (states or {}).items()
         self._tracker.mark_not_running(t for t, s in known if task_recovery.has_no_node(s))
         effects = self._do(self.rounds.slurm_answered(states, asked_at, now))
         if self.run.recovery.are_due:
-            self._polls.ask_within(CONFIRM_LOST_S, now)
+            self._polls.query_within(CONFIRM_LOST_S, now)
         return effects
 
     def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
@@ -306,7 +306,7 @@ class LeaderState:
         self.rounds.progressed(agent, progress, now)
         if "loads" not in progress or agent not in self.run.ranks:
             return []
-        return self.stragglers.heard(agent, progress["loads"], self.run.entry.round)
+        return self.stragglers.record_loads(agent, progress["loads"], self.run.entry.round)
 
     def _answer_replicas(self, now: float) -> list[Effect]:
         """Send the lighthouse's answers, which wait for no log entry; none while cut off."""
@@ -415,7 +415,7 @@ class LeaderState:
         if not (run.wants_slurm and (waiting or run.awaits_tasks)):
             return []
         about = (run.entry.round, run.forming_since, waiting)
-        return [QueryTasks()] if self._polls.ask(about, now, gently=not waiting) else []
+        return [QueryTasks()] if self._polls.begin_query(about, now, gently=not waiting) else []
 
     def _query_sweep(self, now: float) -> list[Effect]:
         run = self.run

@@ -126,7 +126,7 @@ class ReplicaState:
             case "failed":
                 return self.worker_failed(failures_of(message), agent, now)
             case "checkpoint":
-                self.run.policy.announced(int(message["step"]))
+                self.run.policy.record_checkpoint(int(message["step"]))
         return []
 
     def join(self, agent: Agent, now: float, request: int = 1) -> list[Effect]:
@@ -217,7 +217,7 @@ class ReplicaState:
         """Take in the progress in a member's heartbeat: a step of any member is progress."""
         self.run.progressed(agent, progress, now)
         if progress.get("step") is not None:
-            self.run.policy.announced(int(progress["step"]))
+            self.run.policy.record_checkpoint(int(progress["step"]))
 
     def tick(self, now: float) -> list[Effect]:
         """Apply the rules that depend on time; all members that timed out together are known."""
@@ -279,7 +279,7 @@ class ReplicaState:
         run.ranks = RankAssignment(tuple(dict.fromkeys((*run.ranks.members, *newcomers))))
         run.participants.remove(newcomers)
         run.recovery.update_awaited(run.participants.lost)
-        run.estimator.closed(now)
+        run.estimator.on_close(now)
         self._update_short(now)
         if run.short_since is None:
             run.backoff.times_requeued = 0
@@ -342,7 +342,7 @@ class ReplicaState:
             return []
         self._judged[agent] = placed_by
         self.run.policy.failures += failures
-        self.run.policy.broke(not_counted=bool(self.run.done))
+        self.run.policy.not_counted = bool(self.run.done)
         return self._judge_alone(placed_by)
 
     def _judge_alone(self, round_: int) -> list[Effect]:

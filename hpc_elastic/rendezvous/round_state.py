@@ -310,7 +310,7 @@ class RunState:
         """Add an agent that requests a place."""
         self.participants.add(agent, self.ranks, now)
         self.participants.requests[agent] = request
-        self.recovery.joined(agent.task)
+        self.recovery.on_join(agent.task)
         self.backoff.requeued.pop(agent.task, None)
         return [Note("joined", {"task": agent.task, "host": agent.host})]
 
@@ -322,8 +322,8 @@ class RunState:
     def note_silence(self, agent: Agent) -> None:
         """Note that an agent has timed out while its connection was open."""
         if self.is_at_work(agent):
-            self.policy.heartbeat_lost(agent.host)
-        self.recovery.lose_unseen(agent)
+            self.policy.record_silence(agent.host)
+        self.recovery.mark_possibly_alive(agent)
 
     def is_member(self, agent: Agent) -> bool:
         """Return whether an agent is a member of the round that runs."""
@@ -338,7 +338,7 @@ class RunState:
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
         if self.ranks.members and agent == self.ranks.members[0]:
-            self.estimator.stepped(progress.get("step"), progress.get("total"), now)
+            self.estimator.record_step(progress.get("step"), progress.get("total"), now)
 
     def add_grace(self, for_s: float, now: float) -> None:
         """Move all deadlines by the time that the leader was not running."""
@@ -358,7 +358,7 @@ class RunState:
         self.participants.update_task_states(states)
         known, recovery = states or {}, self.recovery
         effects = self._judge_starts(known)
-        due = recovery.due(known, self.participants.lost, self.backoff.requeued, now)
+        due = recovery.tasks_to_restart(known, self.participants.lost, self.backoff.requeued, now)
         if due:
             alive = {task: node for task, node in recovery.possibly_alive.items() if task in due}
             effects.append(ClearHolds(due, alive, recovery.failed_on(due)))
@@ -366,7 +366,7 @@ class RunState:
         members = self.ranks.members if running else self.participants.pending_rejoin
         ended = list(self.participants.ended_agents(members, asked_at))
         for agent in ended:
-            recovery.lose_unseen(agent)
+            recovery.mark_possibly_alive(agent)
         return effects, ended
 
     def end_if_hopeless(self) -> list[Effect]:
@@ -375,15 +375,15 @@ class RunState:
         if not (running_short or self.phase is RoundPhase.FORMING):
             return []
         states = self.participants.task_states or {}
-        returning = self.recovery.returning(states, self._last_here)
+        returning = self.recovery.returning_tasks(states, self._last_here)
         present = {a.task for a in self.participants.joined} | returning
-        rules, tried = self.rules, self.recovery.tried
-        why = task_recovery.hopeless(states, present, rules.min_nodes, rules.max_nodes, tried)
+        tried_hosts = self.recovery.tried_hosts
+        why = task_recovery.min_nodes_unreachable(states, present, self.rules, tried_hosts)
         return [] if why is None else self.end_run(RunEnding("failed", why))
 
     def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
         """Take in why the run cannot get min nodes at present; None: it may get them."""
-        in_vain = self.backoff.is_in_vain(why if self.is_short else None, now)
+        in_vain = self.backoff.is_pointless(why if self.is_short else None, now)
         return self.disband(why or "") if in_vain else []
 
     def _judge_starts(self, states: Mapping[str, TaskState]) -> list[Effect]:
@@ -443,7 +443,7 @@ class RunState:
         self.backoff.times_requeued = 0
         self.policy.new_round()
         self.recovery.update_awaited(self.participants.lost)
-        self.estimator.closed(now)
+        self.estimator.on_close(now)
 
     def _give_up_on_pending(self, now: float) -> list[Effect]:
         if not self.participants.pending_rejoin or not self._timed_out(now):
@@ -484,9 +484,9 @@ class RunState:
 
     def requeue_late(self, now: float) -> list[Effect]:
         """Requeue nodes that have waited for too long."""
-        late = self.backoff.late(self.participants.joined, now)
+        late = self.backoff.late_agents(self.participants.joined, now)
         self.participants.remove(late)
-        return self.backoff.requeue_late(late) if late else []
+        return self.backoff.requeue(late) if late else []
 
     @property
     def is_short(self) -> bool:
@@ -496,10 +496,10 @@ class RunState:
             return False
         if self.phase is RoundPhase.RUNNING:
             nodes = (*self.ranks.members, *joined)
-            return self.short_since is not None and self.backoff.would_return(nodes)
+            return self.short_since is not None and self.backoff.may_requeue(nodes)
         waits = self.phase is RoundPhase.FORMING and not self.participants.pending_rejoin
         too_few = 0 < len(joined) < self.rules.min_nodes
-        return waits and too_few and self.backoff.would_return(joined)
+        return waits and too_few and self.backoff.may_requeue(joined)
 
     def disband_if_short(self, now: float) -> list[Effect]:
         """Requeue all nodes if they have been fewer than min nodes for too long."""
@@ -616,7 +616,7 @@ class RoundState:
         """
         if not self.run.is_member(agent):
             return []
-        self.run.policy.announced(step)
+        self.run.policy.record_checkpoint(step)
         self.change.announced(agent, step, paused, now)
         return self.tick(now)
 
@@ -708,9 +708,9 @@ class RoundState:
         lost = run.participants.is_lost
         stopped = tuple(a for a in run.ranks.members if not lost(a))
         released = self._release()
-        run.policy.broke(not_counted=cause != "failed" or bool(released))
+        run.policy.not_counted = cause != "failed" or bool(released)
         run.begin_forming(now)
-        run.estimator.broke(now)
+        run.estimator.on_break(now)
         self.change.end_round()
         round_ = run.entry.round
         return [*released, *(stop(stopped, reason, cause, round_, step) if stopped else [])]

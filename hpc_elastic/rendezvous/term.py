@@ -139,7 +139,7 @@ class Term(Gate):
     def readmit(self) -> None:
         """Let lost tasks start again on their former nodes, if those are back."""
         run = self._leadership.run
-        if lost := run.recovery.awaited(run.participants.lost):
+        if lost := run.recovery.awaited_tasks(run.participants.lost):
             self.do([Readmit(tuple(lost))])
 
 

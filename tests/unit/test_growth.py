@@ -64,52 +64,52 @@ def test_nothing_is_known_before_the_first_steps():
     """Neither what remains nor what a restart costs."""
     estimate = ProgressEstimator()
     assert estimate.outlook == Forecast()
-    estimate.stepped(5, 100, 1.0)
-    estimate.closed(2.0)
+    estimate.record_step(5, 100, 1.0)
+    estimate.on_close(2.0)
     assert estimate.outlook == Forecast()
 
 
 def test_a_restart_costs_from_the_stop_to_the_first_step():
     """Ending the workers, forming the group, and starting anew."""
     estimate = ProgressEstimator()
-    estimate.broke(10.0)
-    estimate.closed(12.0)
-    estimate.stepped(None, None, 13.0)
-    estimate.stepped(7, None, 15.0)
-    estimate.stepped(8, None, 16.0)
+    estimate.on_break(10.0)
+    estimate.on_close(12.0)
+    estimate.record_step(None, None, 13.0)
+    estimate.record_step(7, None, 15.0)
+    estimate.record_step(8, None, 16.0)
     assert estimate.outlook.restart_cost_s == 5.0
 
 
 def test_what_remains_goes_by_the_rounds_own_pace():
     """The steps of this group, not those of a smaller one before."""
     estimate = ProgressEstimator()
-    estimate.closed(0.0)
-    estimate.stepped(0, 100, 1.0)
-    estimate.stepped(10, 100, 11.0)
+    estimate.on_close(0.0)
+    estimate.record_step(0, 100, 1.0)
+    estimate.record_step(10, 100, 11.0)
     assert estimate.outlook.remaining_s == 90.0
-    estimate.broke(11.0)
-    estimate.closed(12.0)
-    estimate.stepped(10, 100, 13.0)
+    estimate.on_break(11.0)
+    estimate.on_close(12.0)
+    estimate.record_step(10, 100, 13.0)
     assert estimate.outlook.remaining_s is None
-    estimate.stepped(20, 100, 18.0)
+    estimate.record_step(20, 100, 18.0)
     assert estimate.outlook.remaining_s == 40.0
 
 
 def test_without_a_total_no_end_is_known():
     """A script need not say where it will stop."""
     estimate = ProgressEstimator()
-    estimate.closed(0.0)
-    estimate.stepped(1, None, 1.0)
-    estimate.stepped(2, None, 2.0)
+    estimate.on_close(0.0)
+    estimate.record_step(1, None, 1.0)
+    estimate.record_step(2, None, 2.0)
     assert estimate.outlook.remaining_s is None
 
 
 def test_a_run_beyond_its_total_has_nothing_left():
     """Less than nothing can not remain."""
     estimate = ProgressEstimator()
-    estimate.closed(0.0)
-    estimate.stepped(1, 5, 1.0)
-    estimate.stepped(9, 5, 2.0)
+    estimate.on_close(0.0)
+    estimate.record_step(1, 5, 1.0)
+    estimate.record_step(9, 5, 2.0)
     assert estimate.outlook.remaining_s == 0.0
 
 

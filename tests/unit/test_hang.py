@@ -1,11 +1,17 @@
-"""The leader's inquest: is the group hung, and who holds it up (pure)."""
+"""Hang diagnosis by the leader (pure)."""
 
 import pytest
 from groups import A, B, C
 from leaders import of, rejoin, say, told, training
 
 from hpc_elastic.rendezvous.effects import Append, Note
-from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S, RankState, failures_of, judge, note_of
+from hpc_elastic.rendezvous.hang_diagnosis import (
+    ANSWER_S,
+    RankState,
+    diagnose_hang,
+    hang_failures,
+    hang_note,
+)
 
 HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
 THERE = {"place": "train.py:50 in step", "waits_in": "barrier"}
@@ -14,7 +20,7 @@ WAITER = {"place": "train.py:40 in step", "waits_in": None}
 
 
 def ranks(*places: dict | str) -> list:
-    """What each rank is at: a place, or a state."""
+    """States of ranks, each given by a place or a state."""
     found = []
     for rank, at in enumerate(places):
         fields = {"state": "stands", **at} if isinstance(at, dict) else {"state": at, **NOWHERE}
@@ -27,11 +33,11 @@ def ranks(*places: dict | str) -> list:
     [
         ((HERE, HERE, NOWHERE), [2], False),  # one is elsewhere
         ((HERE, NOWHERE), [1], False),  # of two, the one in no collective
-        ((WAITER, WAITER, WAITER, HERE), [3], False),  # most wait where nothing says so
+        ((WAITER, WAITER, WAITER, HERE), [3], False),  # the majority waits in an unknown call
         ((HERE, HERE, HERE, THERE), [3], False),  # another collective
-        ((HERE, HERE, HERE, THERE, NOWHERE), [4], False),  # who is in one waits as well
+        ((HERE, HERE, HERE, THERE, NOWHERE), [4], False),  # a rank in a collective waits as well
         ((HERE, HERE, THERE, NOWHERE), [3], False),
-        ((HERE, THERE), [0], True),  # nobody can tell
+        ((HERE, THERE), [0], True),  # undecidable
         ((HERE, HERE, HERE), [0], True),  # the network, or a message that was lost
         ((NOWHERE, WAITER), [0], True),
         ((HERE, HERE, "stopped"), [2], False),
@@ -40,40 +46,40 @@ def ranks(*places: dict | str) -> list:
         ((NOWHERE,), [0], True),
     ],
 )
-def test_blame(places, blamed, shared):
-    """By what is certain, then by majority."""
-    finding = judge(ranks(*places), patient=True)
+def test_ranks_that_are_to_blame(places, blamed, shared):
+    """Unreachable ranks are to blame, then those outside of the majority."""
+    finding = diagnose_hang(ranks(*places), moving_is_work=True)
     assert finding is not None
     assert ([s.rank for _, s in finding.blamed], finding.shared) == (blamed, shared)
 
 
 @pytest.mark.parametrize("working", ["busy", "done", "moves"])
-def test_a_group_of_which_one_works_is_not_hung(working):
-    """A checkpoint, one that has returned, a stack that moves."""
-    assert judge(ranks(HERE, HERE, working), patient=True) is None
+def test_a_group_with_a_working_rank_is_not_hung(working):
+    """A rank works if it is busy, has returned or moves."""
+    assert diagnose_hang(ranks(HERE, HERE, working), moving_is_work=True) is None
 
 
 def test_a_group_that_moves_for_ever_without_a_step_is_hung():
-    """Patience has an end; but not while a checkpoint is made."""
-    finding = judge(ranks(HERE, HERE, "moves"), patient=False)
+    """Moving is no excuse after the limit; a checkpoint is."""
+    finding = diagnose_hang(ranks(HERE, HERE, "moves"), moving_is_work=False)
     assert finding is not None and [s.rank for _, s in finding.blamed] == [2]
-    assert judge(ranks(HERE, HERE, "busy"), patient=False) is None
+    assert diagnose_hang(ranks(HERE, HERE, "busy"), moving_is_work=False) is None
 
 
 def test_the_message_names_place_and_files():
-    """What the user reads."""
+    """The failure has the place of the rank, of the others, and the pattern of the files."""
     state = RankState(
         2, 0, "stands", **NOWHERE, stack="/r/tasks/7_1/attempt-0/round-3.rank-2.stack.txt"
     )
-    finding = judge([*ranks(HERE, HERE), (B, state)], patient=True)
-    ((agent, failure),) = failures_of(finding, 61.2, 3)
-    assert agent == B and failure.phase == "hang"
+    finding = diagnose_hang([*ranks(HERE, HERE), (B, state)], moving_is_work=True)
+    (failure,) = hang_failures(finding, 61.2, 3)
+    assert (failure.task, failure.phase) == (B.task, "hang")
     assert failure.message == (
         "no step for 61 s: it is at data.py:7 in read, while 2 ranks are in all_reduce "
         "(train.py:40 in step); stacks of all ranks: tasks/*/attempt-*/round-3.rank-*.stack.txt"
     )
     assert failure.summary().startswith(f"rank 2 (local rank 0) on {B.host}, hung: no step")
-    assert note_of(finding, 61.2).fields["ranks"][0]["host"] == B.host
+    assert hang_note(finding, 61.2).fields["ranks"][0]["host"] == B.host
 
 
 # ---- the leader ---------------------------------------------------------------------------------
@@ -85,8 +91,8 @@ def answer(leader, agent, now, rank, at, number=1):
     return say(leader, agent, "stacks", now, index=2, number=number, ranks=ranks_)
 
 
-def test_one_member_that_is_stalled_has_all_asked_once():
-    """The others will say the same in a moment."""
+def test_the_first_stalled_report_queries_all_members_once():
+    """Further reports open no second query."""
     leader = training(A, B, C)
     asked = say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     assert told(asked, "stacks") == [A, B, C]
@@ -94,7 +100,7 @@ def test_one_member_that_is_stalled_has_all_asked_once():
 
 
 def test_once_all_have_answered_the_group_is_started_again():
-    """The hang is noted, all are stopped, and a restart is spent on it."""
+    """The hang is logged, all are stopped, and the run spends a restart."""
     leader = training(A, B, C)
     say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     answer(leader, A, 71.0, 0, HERE)
@@ -109,8 +115,8 @@ def test_once_all_have_answered_the_group_is_started_again():
     assert "rank 1" in notes[0].fields["failure"] and "hung" in notes[0].fields["failure"]
 
 
-def test_who_does_not_answer_is_to_blame():
-    """Its agent beats, and can not look into its workers."""
+def test_a_rank_whose_agent_does_not_answer_is_to_blame():
+    """The agent sends heartbeats, but cannot inspect its workers."""
     leader = training(A, B)
     say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     answer(leader, A, 71.0, 0, HERE)
@@ -119,8 +125,8 @@ def test_who_does_not_answer_is_to_blame():
     assert [(r["rank"], r["state"]) for r in hang.fields["ranks"]] == [(1, "silent")]
 
 
-def test_answers_of_a_round_that_is_over_count_for_nothing():
-    """It broke for another reason meanwhile."""
+def test_answers_of_an_earlier_round_are_ignored():
+    """The round broke for another reason meanwhile."""
     leader = training(A, B)
     say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     answer(leader, A, 71.0, 0, HERE)

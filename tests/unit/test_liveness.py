@@ -79,7 +79,7 @@ def test_who_fell_silent_may_run_still_until_it_is_heard_or_hangs_up():
 def test_who_hangs_up_has_ended():
     """Even where Slurm has said before that its task is gone."""
     leader = training(A, B, C)
-    leader.run.recovery.lose_unseen(B)
+    leader.run.recovery.mark_possibly_alive(B)
     leader.disconnected(B, "its connection closed", 2.0)
     assert leader.run.recovery.possibly_alive == {}
 

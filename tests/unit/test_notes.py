@@ -40,7 +40,7 @@ def test_a_line_names_twenty_nodes_at_most():
     """A run may have thousands, and the number is said."""
     many = tuple(replace(A, host=f"n{i}") for i in range(1000))
     back = RequeueBackoff(RoundRules(1, 4, 0, 60.0, 1.0), random.Random(0))
-    for note, *_ in (stop(many, "", "regroup", 1), back.requeue_all(many), back.requeue_late(many)):
+    for note, *_ in (stop(many, "", "regroup", 1), back.requeue_all(many), back.requeue(many)):
         assert note.fields["nodes"] == 1000 and len(note.fields["hosts"]) == 20
         assert is_as_described(note)
 

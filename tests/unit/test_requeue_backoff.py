@@ -112,7 +112,7 @@ def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
     late = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     late.join(replace(A, attempt=attempt), 0.0)
     assert bool(decisions(late.tick(21.0))) is not kept
-    parks = late.run.backoff.late({replace(B, attempt=attempt): 0.0}, 50.0)
+    parks = late.run.backoff.late_agents({replace(B, attempt=attempt): 0.0}, 50.0)
     assert bool(parks) is not kept
 
 

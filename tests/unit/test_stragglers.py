@@ -15,7 +15,7 @@ def windows(stragglers: Stragglers, *loads: float, first: int = 1, num: int = 1)
         note
         for number in range(first, first + num)
         for rank, (agent, load_s) in enumerate(zip((A, B, C), loads, strict=False))
-        for note in stragglers.heard(agent, [number, [(rank, load_s, 1.0)]], 1)
+        for note in stragglers.record_loads(agent, [number, [(rank, load_s, 1.0)]], 1)
     ]
 
 
@@ -63,7 +63,7 @@ def test_a_window_that_is_told_again_counts_once_and_a_round_begins_anew():
     stragglers = Stragglers()
     for _ in range(20):
         assert not windows(stragglers, 0.5, 0.5, 0.9)
-    stragglers.heard(A, [1, [(0, 0.5, 1.0)]], 2)
+    stragglers.record_loads(A, [1, [(0, 0.5, 1.0)]], 2)
     assert stragglers.current == []
 
 

@@ -1,4 +1,4 @@
-"""Tasks that are gone are brought back, and not before Slurm has said so twice."""
+"""Lost tasks are restarted, once Slurm has reported them lost twice."""
 
 from dataclasses import replace
 
@@ -27,14 +27,14 @@ def lost(**changes) -> RoundState:
     return m
 
 
-def says(m: RoundState, state: TaskState, now: float) -> list[tuple[str, ...]]:
-    """Let Slurm answer; return which tasks are brought back."""
+def restarted(m: RoundState, state: TaskState, now: float) -> list[tuple[str, ...]]:
+    """Return the tasks that the leader restarts after this answer of Slurm."""
     actions = m.slurm_answered(running(A, C) | {state.task: state}, now, now)
     return [a.tasks for a in actions if isinstance(a, ClearHolds)]
 
 
-def test_slurm_is_asked_about_a_lost_task_while_the_others_train():
-    """Until it is back."""
+def test_slurm_is_queried_about_a_lost_task_while_the_others_train():
+    """Until the task is back."""
     m = lost()
     assert m.run.wants_slurm
     m.join(B, 9.0)
@@ -44,68 +44,68 @@ def test_slurm_is_asked_about_a_lost_task_while_the_others_train():
     assert m.run.ranks.members == (A, C, B) and not m.run.wants_slurm
 
 
-def test_a_held_task_is_brought_back_once():
-    """Two seconds after it was first seen, for its start time changes while its attempt ends."""
+def test_a_held_task_is_restarted_once():
+    """Two seconds after it was first reported, since its start time changes while it ends."""
     m = lost()
-    assert says(m, held(B.task), 10.0) == []
+    assert restarted(m, held(B.task), 10.0) == []
     assert m.run.recovery.are_due
-    assert says(m, held(B.task), 11.9) == []
-    assert says(m, held(B.task), 12.0) == [(B.task,)]
-    assert says(m, held(B.task), 20.0) == []
+    assert restarted(m, held(B.task), 11.9) == []
+    assert restarted(m, held(B.task), 12.0) == [(B.task,)]
+    assert restarted(m, held(B.task), 20.0) == []
 
 
-def test_a_task_that_does_not_move_is_brought_back_again():
-    """Slurm may not have answered; until it has ended for good."""
+def test_a_task_that_does_not_move_is_restarted_again():
+    """A command to Slurm may be lost; the task ends for good after a time."""
     m = lost()
     state = TaskState(B.task, "NODE_FAIL")
-    when = [now for now in range(10, 100) if says(m, state, float(now))]
+    when = [now for now in range(10, 100) if restarted(m, state, float(now))]
     assert when == [12, 29, 46, 63]
     assert when[-1] - when[0] < GIVE_UP_S
 
 
 @pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "PREEMPTED"])
 def test_a_task_that_may_not_be_requeued_any_more_has_ended_for_good(state):
-    """It is not said to be brought back; one that waits in the queue already is."""
+    """The leader does not restart it, but does restart one that is in the queue already."""
     m = lost(max_requeues=0)
     over = TaskState(B.task, state, restarts=0)
-    assert [says(m, over, float(now)) for now in range(10, 40)] == [[]] * 30
+    assert [restarted(m, over, float(now)) for now in range(10, 40)] == [[]] * 30
     assert m.run.recovery.num_over == 1 and not m.run.recovery.are_awaited
     again = lost(max_requeues=1)
-    assert says(again, replace(over, restarts=1), 10.0) == []
-    assert says(again, replace(over, restarts=1), 12.0) == []
-    assert says(again, held(B.task), 14.0) == [] and says(again, held(B.task), 16.0)
+    assert restarted(again, replace(over, restarts=1), 10.0) == []
+    assert restarted(again, replace(over, restarts=1), 12.0) == []
+    assert restarted(again, held(B.task), 14.0) == [] and restarted(again, held(B.task), 16.0)
 
 
 def test_a_task_that_fails_before_it_joins_is_not_tried_again_beyond_its_requeues():
-    """And not said to be."""
+    """Its event has ``again`` false."""
     m = lost(max_requeues=0)
     failed = TaskState(D.task, "FAILED", "NonZeroExitCode", "node9", restarts=0)
     (note,) = notes(m.slurm_answered(running(A, C) | {D.task: failed}, 10.0, 10.0), "start_failed")
     assert note.fields["again"] is False
 
 
-def test_a_task_that_is_not_held_any_more_was_only_just_queued():
-    """It starts by itself."""
+def test_a_task_that_is_not_held_any_more_starts_by_itself():
+    """It was only just queued."""
     m = lost()
-    says(m, held(B.task), 10.0)
-    assert says(m, TaskState(B.task, "PENDING", "Resources", restarts=1), 12.0) == []
+    restarted(m, held(B.task), 10.0)
+    assert restarted(m, TaskState(B.task, "PENDING", "Resources", restarts=1), 12.0) == []
     assert not m.run.recovery.are_due
 
 
-def test_a_task_that_the_run_gave_back_stays_away():
-    """That was the purpose."""
+def test_a_task_that_the_run_requeued_is_not_restarted():
+    """It stays away until its delay is over."""
     m = lost()
     m.run.backoff.requeued[B.task] = B.attempt
     for now in (10.0, 12.0, 14.0):
-        assert says(m, held(B.task), now) == []
+        assert restarted(m, held(B.task), now) == []
 
 
 @pytest.mark.parametrize("word", ["PREEMPTED", "TIMEOUT", "NODE_FAIL", "FAILED", "OUT_OF_MEMORY"])
-def test_a_task_that_slurm_has_ended_is_brought_back_too(word):
-    """It may be requeued, or replaced. FAILED is one whose agent was killed."""
+def test_a_task_that_slurm_has_ended_is_restarted_too(word):
+    """It may be requeued or replaced. It is FAILED if its agent was killed."""
     m = lost()
     ended = TaskState(B.task, word, restarts=0)
-    assert says(m, ended, 10.0) == [] and says(m, ended, 12.0) == [(B.task,)]
+    assert restarted(m, ended, 10.0) == [] and restarted(m, ended, 12.0) == [(B.task,)]
 
 
 def not_launched(attempt: int, host: str, task: str = D.task) -> TaskState:
@@ -119,24 +119,24 @@ HELD = "launch failed requeued held"
 @pytest.mark.parametrize("word", ["FAILED", "OUT_OF_MEMORY", "BOOT_FAIL", "LAUNCH_FAILED"])
 @pytest.mark.parametrize("task", [B.task, D.task])
 def test_a_task_that_failed_before_it_joined_starts_elsewhere(word, task):
-    """Its first attempt, or a later one than that which was lost."""
+    """The first attempt of a task, or one that is later than the lost one."""
     m = lost()
     failed = TaskState(task, word, node="node9", restarts=1)
-    assert says(m, failed, 10.0) == []
+    assert restarted(m, failed, 10.0) == []
     (back,) = [a for a in m.slurm_answered(view(failed), 12.0, 12.0) if isinstance(a, ClearHolds)]
     assert back.tasks == (task,) and back.failed_on == {task: ("node9",)}
-    assert says(m, failed, 13.0) == []
+    assert restarted(m, failed, 13.0) == []
 
 
-def test_a_task_whose_node_died_after_it_was_given_back_comes_back():
-    """It had no time to ask for its next attempt. Its start has not failed: it had joined."""
+def test_a_task_whose_node_died_after_its_requeue_is_restarted():
+    """Its agent could not request the next attempt. Its start has not failed: it had joined."""
     m = lost()
     m.run.backoff.requeued[D.task] = 0
     died = TaskState(D.task, "FAILED", node="node9", restarts=0)
     actions = m.slurm_answered(view(died), 10.0, 10.0)
     assert notes(actions, "start_failed") == [] and m.run.policy.excluded == ()
-    assert says(m, died, 12.0) == [(D.task,)]
-    assert says(m, held(D.task), 30.0) == [], "it is to stay away otherwise"
+    assert restarted(m, died, 12.0) == [(D.task,)]
+    assert restarted(m, held(D.task), 30.0) == [], "it stays away otherwise"
 
 
 def view(*states: TaskState) -> dict[str, TaskState]:
@@ -144,16 +144,16 @@ def view(*states: TaskState) -> dict[str, TaskState]:
     return running(A, C) | {state.task: state for state in states}
 
 
-def test_a_task_that_slurm_holds_because_its_node_could_not_start_it_is_let_go():
-    """Slurm would hold it until somebody releases it."""
+def test_a_task_that_slurm_holds_because_its_node_could_not_start_it_is_restarted():
+    """Slurm would hold it until a user releases it."""
     m = lost()
     state = TaskState(D.task, "PENDING", HELD, "node9", restarts=1)
-    says(m, state, 10.0)
-    assert says(m, state, 12.0) == [(D.task,)] and m.run.policy.excluded == ("node9",)
+    restarted(m, state, 10.0)
+    assert restarted(m, state, 12.0) == [(D.task,)] and m.run.policy.excluded == ("node9",)
 
 
-def test_a_node_that_slurm_can_not_start_a_task_on_is_avoided_at_once():
-    """No script has run there that could be to blame; the events say it with Slurm's reason."""
+def test_a_node_that_cannot_start_a_task_is_avoided_at_once():
+    """No script has run there that could be to blame; the event has Slurm's reason."""
     m = lost()
     actions = m.slurm_answered(view(not_launched(0, "node9")), 10.0, 10.0)
     (note,) = notes(actions, "start_failed")
@@ -167,7 +167,7 @@ def test_a_node_that_slurm_can_not_start_a_task_on_is_avoided_at_once():
 
 
 def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
-    """A line of its setup may be wrong; the second task that fails there leaves less doubt."""
+    """Its setup may be wrong; a second task that fails there makes the node more likely."""
     m = lost()
     for attempt, task in enumerate((B.task, D.task), start=1):
         assert m.run.policy.excluded == ()
@@ -177,19 +177,19 @@ def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
 
 
 def test_a_task_that_fails_everywhere_is_not_tried_for_ever():
-    """What fails on every node is no node's fault; the run avoids no more than its size."""
-    m, back, told = lost(), [], []
+    """It is not the fault of a node; the run avoids at most as many nodes as it may have."""
+    m, back, failures = lost(), [], []
     for attempt in range(9):
         now, failed = 100.0 * attempt, not_launched(attempt, f"node{10 + attempt}")
-        told += notes(m.slurm_answered(view(failed), now, now), "start_failed")
-        back += says(m, failed, now + 2.0)
+        failures += notes(m.slurm_answered(view(failed), now, now), "start_failed")
+        back += restarted(m, failed, now + 2.0)
     assert back == [(D.task,)] * (START_TRIES - 1)
-    assert [note.fields["again"] for note in told][:START_TRIES] == [True, True, False]
+    assert [note.fields["again"] for note in failures][:START_TRIES] == [True, True, False]
     assert len(m.run.policy.excluded) <= m.run.rules.max_nodes
 
 
-def test_a_task_that_joins_begins_anew():
-    """Its start did not fail then."""
+def test_failed_starts_are_counted_from_zero_once_the_task_has_joined():
+    """Only failures in a row count."""
     m = lost()
     for attempt in range(START_TRIES - 1):
         m.slurm_answered(
@@ -198,12 +198,12 @@ def test_a_task_that_joins_begins_anew():
     m.join(replace(B, attempt=7), 20.0)
     m.agent_lost(replace(B, attempt=7), "its connection closed", 21.0)
     m.slurm_answered(view(not_launched(8, "node9", B.task)), 22.0, 22.0)
-    assert m.run.recovery.tried(B.task) == ("node9",)
-    assert says(m, not_launched(8, "node9", B.task), 24.0) == [(B.task,)]
+    assert m.run.recovery.tried_hosts(B.task) == ("node9",)
+    assert restarted(m, not_launched(8, "node9", B.task), 24.0) == [(B.task,)]
 
 
-def test_slurm_is_asked_about_tasks_that_have_not_come_yet():
-    """Nothing else tells that one of them has failed; no more once all of them are here or over."""
+def test_slurm_is_queried_about_tasks_that_have_not_joined_yet():
+    """Only Slurm reports their failure; not once all tasks have joined or ended."""
     m = training(A, B)
     assert m.run.wants_slurm and m.run.awaits_tasks
     m.slurm_answered(running(A, B, s2="CANCELLED", s3="COMPLETED"), 1.0, 1.0)
@@ -211,7 +211,7 @@ def test_slurm_is_asked_about_tasks_that_have_not_come_yet():
 
 
 def test_a_run_that_forms_waits_for_a_task_whose_node_could_not_start_it():
-    """With all its nodes needed, too; and ends with Slurm's reason once that is in vain."""
+    """Even if it needs all its nodes; after the last try it ends with Slurm's reason."""
     m = machine(min_nodes=2, max_nodes=2)
     m.join(A, 0.0)
     for attempt in range(START_TRIES):
@@ -225,54 +225,54 @@ def test_a_run_that_forms_waits_for_a_task_whose_node_could_not_start_it():
 
 
 @pytest.mark.parametrize("word", ["CANCELLED", "COMPLETED", "DEADLINE"])
-def test_a_task_that_ended_for_another_reason_is_left_alone(word):
-    """The user's scancel is respected; and Slurm need not be asked any more."""
+def test_a_task_that_ended_for_another_reason_is_not_restarted(word):
+    """The user's scancel is respected, and Slurm is not queried any more."""
     m = lost()
     ended = TaskState(B.task, word, restarts=0)
-    assert says(m, ended, 10.0) == [] and says(m, ended, 12.0) == []
+    assert restarted(m, ended, 10.0) == [] and restarted(m, ended, 12.0) == []
     assert not m.run.wants_slurm
 
 
 def test_a_task_that_does_not_move_has_ended_for_good():
-    """Slurm need not be asked about it any more."""
+    """Slurm is not queried about it any more."""
     m = lost()
     ended = TaskState(B.task, "PREEMPTED", restarts=0)
-    says(m, ended, 10.0)
-    says(m, ended, 12.0)
+    restarted(m, ended, 10.0)
+    restarted(m, ended, 12.0)
     assert m.run.wants_slurm
-    says(m, ended, 12.0 + GIVE_UP_S)
+    restarted(m, ended, 12.0 + GIVE_UP_S)
     assert not m.run.wants_slurm
 
 
-def test_a_node_of_a_coallocated_job_that_failed_is_not_brought_back_alone():
-    """The co-allocated job is one, and runs on."""
+def test_a_failed_node_of_a_coallocated_job_is_not_restarted_alone():
+    """The other nodes of the job go on."""
     m = lost()
     for now in (10.0, 12.0):
-        assert says(m, TaskState("9.1", "NODE_FAIL", restarts=0), now) == []
+        assert restarted(m, TaskState("9.1", "NODE_FAIL", restarts=0), now) == []
 
 
-def brought_back(m: RoundState, state: TaskState) -> ClearHolds:
-    """Let Slurm show a task so for two seconds; return what the leader does."""
-    says(m, state, 10.0)
+def restart_of(m: RoundState, state: TaskState) -> ClearHolds:
+    """Let Slurm report this state for two seconds; return the effect of the restart."""
+    restarted(m, state, 10.0)
     actions = m.slurm_answered(running(A, C) | {state.task: state}, 12.0, 12.0)
     (action,) = (a for a in actions if isinstance(a, ClearHolds))
     return action
 
 
-def test_a_task_that_fell_silent_may_run_still():
-    """Its node was cut off perhaps, and may be back at any time."""
+def test_a_task_whose_heartbeats_stopped_may_still_run():
+    """Its node may be cut off, and return at any time."""
     m = training(A, B, C)
     m.heartbeat_lost(B, "silent", 5.0)
-    assert brought_back(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
+    assert restart_of(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
 
 
-def test_a_task_that_slurm_has_given_up_while_it_was_heard_may_run_still():
+def test_a_task_that_ended_for_slurm_while_its_agent_was_connected_may_still_run():
     """Slurm's daemon on its node has died; its processes live."""
     m = training(A, B, C)
     m.slurm_answered(running(A, C) | {B.task: held(B.task)}, 6.0, 6.0)
-    assert brought_back(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
+    assert restart_of(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
 
 
 def test_a_task_whose_connection_has_closed_does_not_run_any_more():
-    """Its process has ended, and its node was there to say so."""
-    assert brought_back(lost(), held(B.task)) == ClearHolds((B.task,), {})
+    """Its process has ended, since its node closed the connection."""
+    assert restart_of(lost(), held(B.task)) == ClearHolds((B.task,), {})

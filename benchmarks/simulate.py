@@ -165,7 +165,7 @@ def of_quorums(total: ft.Outcome) -> dict[str, float]:
         "steps that failed": total.failed_steps,
         "states healed": total.heals,
         "proposals of a switch": total.proposals,
-        "replicas that left as announced": total.farewells,
+        "replicas that left as announced": total.leaves_granted,
         "statuses shown": total.shown,
         "notice files obeyed": total.notices,
         "quorums that left a live member behind": total.dropped,

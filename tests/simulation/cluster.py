@@ -163,8 +163,8 @@ class Env:
             self.monitor.confirmed(number, request, work.ranks_at())
 
     def asked_to_leave(self, agent: Agent) -> None:
-        """An agent hears from a leader that its node is to be left."""
-        self.shared.monitor.heard((agent.task, agent.host, "all"), self.world.now)
+        """A leader has sent an agent a notice."""
+        self.shared.monitor.notice_received((agent.task, agent.host, "all"), self.world.now)
 
     def clear_holds(self, tasks: Sequence[str]) -> None:
         """A leader brings tasks back that Slurm holds."""
@@ -173,7 +173,7 @@ class Env:
                 node.clear_hold()
 
     def is_named_alive(self, name: str, since: float = math.inf) -> bool:
-        """Return whether a node lives that a notice names, that a leader may hear.
+        """Return whether a live node that a leader can reach matches a notice.
 
         ``since``: its attempt has started by then: a notice written before concerns the last one.
         """
@@ -187,7 +187,7 @@ _STILL_RUNNING_S = 12.0
 _RESERVE_S = 0.2
 """So long before the end of its grace an agent leaves, whatever its round does."""
 _TWO_MINUTES_S = 120.0
-"""What Slurm says of a task that it holds after a requeue."""
+"""Slurm's state of a task that it holds after a requeue."""
 
 
 class Node(Host):
@@ -255,7 +255,7 @@ class Node(Host):
         world.after(0.1 + world.rng.random(), None, self._start)
 
     def _start(self) -> None:
-        self._env.world.note(self.task, "starts", self.attempt)
+        self._env.world.log_event(self.task, "starts", self.attempt)
         self.started_at = self._env.world.now
         self.agent = self._env.agent_type(self._env, self)
         self.agent.start()
@@ -263,16 +263,16 @@ class Node(Host):
     def crash(self, comes_back: bool) -> None:
         """The agent's process ends: its task has failed, or is requeued."""
         if self.agent is not None:
-            self._env.world.note(self.task, "process crashes")
-            self._end(silently=False)
+            self._env.world.log_event(self.task, "process crashes")
+            self._end_process(silently=False)
             self._requeue(LONGEST_AWAY_S * self._env.world.rng.random() if comes_back else None)
 
     def vanish(self, comes_back: bool) -> None:
-        """The node dies; Slurm learns of it late."""
+        """The node dies; Slurm detects that late."""
         if self.agent is None:
             return
-        self._env.world.note(self.task, "node dies")
-        self._end(silently=True)
+        self._env.world.log_event(self.task, "node dies")
+        self._end_process(silently=True)
         self.mount.forget()
         self.up = False
         late = _STILL_RUNNING_S * self._env.world.rng.random()
@@ -281,19 +281,19 @@ class Node(Host):
         self._env.world.after(late, None, partial(self._requeue, requeued, held=held))
 
     def preempt(self) -> None:
-        """Slurm takes the node without any grace: the agent has just time to say that it leaves."""
+        """Slurm takes the node without grace: the agent can only announce that it leaves."""
         if self.agent is not None and not self.agent.process.paused:
-            self._env.world.note(self.task, "is preempted")
+            self._env.world.log_event(self.task, "is preempted")
             self.agent.over = True
             self.agent.leave("preempted")
-            self.left(2.0)
+            self.task_left(2.0)
 
     def notice(self, grace_s: float) -> None:
-        """Slurm is going to take the node, and says so."""
+        """Slurm announces that it will take the node."""
         agent, world = self.agent, self._env.world
         if agent is None or agent.over or agent.process.paused:
             return
-        world.note(self.task, "is noticed", grace_s)
+        world.log_event(self.task, "is noticed", grace_s)
         self._env.monitor.changed()
         agent.notice(grace_s)
         in_time = max(0.0, grace_s - _RESERVE_S)
@@ -308,8 +308,8 @@ class Node(Host):
     def _kill(self, agent: AgentProcess) -> None:
         """The grace is over: what is still there is killed, and Slurm requeues it."""
         if self.agent is agent:
-            self._env.world.note(self.task, "is killed")
-            self._end(silently=False)
+            self._env.world.log_event(self.task, "is killed")
+            self._end_process(silently=False)
             self._requeue(self.away_s(), held=self._env.world.rng.random() < 0.5)
 
     def away_s(self) -> float:
@@ -325,14 +325,14 @@ class Node(Host):
             self._boots += 1
             self._env.world.after(2.0, None, self._boot, self._boots)
 
-    def left(self, away_s: float | None) -> None:
+    def task_left(self, away_s: float | None) -> None:
         """The agent has gone by itself, for good (None) or for a while."""
-        self._end(silently=False)
+        self._end_process(silently=False)
         self._requeue(away_s)
 
-    def _end(self, silently: bool) -> None:
+    def _end_process(self, silently: bool) -> None:
         assert self.agent is not None
-        self.agent.end(silently)
+        self.agent.end_process(silently)
         self.agent = None
 
     def _requeue(self, away_s: float | None, *, held: bool = False) -> None:
@@ -343,11 +343,11 @@ class Node(Host):
             slurm.believe(self.task, "FAILED", self.attempt)
             return
         slurm.believe(self.task, "COMPLETING", self.attempt)
-        leaving_s = world.rng.random()
+        departs_in_s = world.rng.random()
         if held:
             away_s = LONGEST_AWAY_S
-        world.after(leaving_s, None, self._queued, held)
-        world.after(leaving_s + 0.5 + away_s, None, self._boot, self._boots)
+        world.after(departs_in_s, None, self._queued, held)
+        world.after(departs_in_s + 0.5 + away_s, None, self._boot, self._boots)
 
     def _queued(self, held: bool) -> None:
         self._held = held
@@ -356,14 +356,14 @@ class Node(Host):
 
 
 # ---- The agent's adapter in the simulation: a `FollowerState`, and the workers that it is for
-# What the node's worker and the leader tell each other goes through the product's own
-# `hpc_elastic.agent.worker_channel`, as through the session's `heard`.
+# Messages between the node's worker and the leader pass through the product's own
+# `hpc_elastic.agent.worker_channel`, as in a session.
 
 
 _TICK_S = 0.25
 """How often an agent without a leader wakes up."""
 _LINGER_S = 1.0
-"""A leader's process stays this long after the run's end, or its own, to tell everybody."""
+"""Time for which a leader's process stays after the end, to send its last messages."""
 _LOOKS_EVERY_S = 0.1
 _HANDLED_S = 0.02
 """A script's own handler of SIGTERM has exited after so long."""
@@ -382,7 +382,7 @@ class AgentProcess:
         self.process = Process()
         self.me = Agent(host.task, host.attempt, host.slot, host.hostname, host.nproc)
         self.over = False
-        """Whether it was told to go, or that the run has ended."""
+        """Whether it has received that it is to leave, or that the run has ended."""
         self.work: Work | None = None
         self.rank: Rank | None = None
         """Its worker, once that has started."""
@@ -398,7 +398,7 @@ class AgentProcess:
         self._connection: Connection | None = None
         self._attempt: Attempt | None = None
         self._said_dead: set[str] = set()
-        """Tasks of which Slurm has said that they do not run."""
+        """Tasks that do not run according to Slurm."""
         self._following = env.components.following(self.me, env.scenario.liveness, host.clock())
 
     def start(self) -> None:
@@ -406,7 +406,7 @@ class AgentProcess:
         self._do(self._following.join())
         self._tick()
 
-    def end(self, silently: bool = False) -> None:
+    def end_process(self, silently: bool = False) -> None:
         """The process ends: on its own, by a crash, or (``silently``) together with its node."""
         self.process.alive = False
         if self.work is not None:
@@ -418,8 +418,8 @@ class AgentProcess:
         self.env.network.crashed(self.process, silently, lambda: lossy and rng.random() < 0.5)
 
     def leave(self, why: str) -> None:
-        """Tell the leader that this node goes."""
-        self._say({"type": "leave", "why": why})
+        """Send the leader that this node leaves."""
+        self._send_to_leader({"type": "leave", "why": why})
 
     # ---- notice -------------------------------------------------------------------------
 
@@ -455,7 +455,7 @@ class AgentProcess:
     # ---- the connection -----------------------------------------------------------------
 
     def received(self, connection: Connection, message: Any) -> None:
-        """The leader, or one that was, says something."""
+        """A message of the leader, or of a former one, arrives."""
         if isinstance(message, Attempt):
             self._greeted(connection, message)
         elif connection is self._connection:
@@ -496,7 +496,7 @@ class AgentProcess:
             self._connection.close(CLIENT)
         self._attempt = self._connection = None
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send_to_leader(self, message: dict[str, Any]) -> None:
         if self._connection is None:
             return
         if message["type"] == "heartbeat":
@@ -512,7 +512,7 @@ class AgentProcess:
     def _do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if type(effect) is SendToLeader:
-                self._say(effect.message)
+                self._send_to_leader(effect.message)
             else:
                 self._do_rarely(effect)
 
@@ -520,9 +520,9 @@ class AgentProcess:
         env = self.env
         match effect:
             case Deliver(message):
-                self._told(message)
+                self._handle_message(message)
             case ReadLog():
-                self.host.register.look(self.process, self._looked, self._blind)
+                self.host.register.last_with_lease(self.process, self._looked, self._blind)
             case Connect(entry):
                 self._connect(entry)
             case Disconnect():
@@ -534,7 +534,7 @@ class AgentProcess:
             case PublishResult(entry):
                 env.monitor.published(entry)
             case Lead(entry):
-                env.world.note(self.host.task, "leads", entry)
+                env.world.log_event(self.host.task, "leads", entry)
                 self.leaders[-1].lead(entry)
 
     def _looked(self, number: int, entry: LogEntry | None, lease: int | None) -> None:
@@ -555,7 +555,7 @@ class AgentProcess:
         self.leaders.append(Leader(self, endpoint))
         number, before, possibly_alive = wanted.number, wanted.before, wanted.possibly_alive
         entry = claim(number, before, endpoint, self.env.world.now, possibly_alive=possibly_alive)
-        self.env.world.note(self.host.task, "claims", entry)
+        self.env.world.log_event(self.host.task, "claims", entry)
         self._put(entry)
 
     def _goes_by_the_lease(self, wanted: Claim) -> bool:
@@ -579,13 +579,13 @@ class AgentProcess:
 
     # ---- the agent's own thread ---------------------------------------------------------
 
-    def _told(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind not in ("news", "waiting"):
-            self.env.world.note(self.host.task, "told", message)
+            self.env.world.log_event(self.host.task, "told", message)
         match kind:
             case "round":
-                self._begin(message)
+                self._begin_round(message)
             case "stop":
                 self._stop()
             case "checkpoint_request":
@@ -598,12 +598,12 @@ class AgentProcess:
             case "departed":
                 self._leave_the_run()
             case "end":
-                self.env.monitor.told_the_end(self.me, message["status"], self.env.register.entries)
-                self._go(None)
+                self.env.monitor.received_end(self.me, message["status"], self.env.register.entries)
+                self._leave_node(None)
             case "requeue":
-                self._go(message["delay_s"])
+                self._leave_node(message["delay_s"])
 
-    def _begin(self, message: dict[str, Any]) -> None:
+    def _begin_round(self, message: dict[str, Any]) -> None:
         entry = self.env.monitor.accepted(self.me, message)
         self.work, self.rank = self.env.work_of(entry, self.me), None
         self._heard, self._channel = SessionState(), None
@@ -638,11 +638,11 @@ class AgentProcess:
         self.env.monitor.stopped(self.me)
         self._do(self._following.join())
 
-    def _go(self, away_s: float | None) -> None:
+    def _leave_node(self, away_s: float | None) -> None:
         """Leave: the run has ended (None), or the node goes back to the queue for a while."""
         self.over = True
         delay = _LINGER_S if any(leader.leads for leader in self.leaders) else 0.2
-        self.env.world.after(delay, self.process, self.host.left, away_s)
+        self.env.world.after(delay, self.process, self.host.task_left, away_s)
 
     def _leave_the_run(self) -> None:
         """The session is over, and with it what it led; the workers are stopped after that."""
@@ -653,7 +653,7 @@ class AgentProcess:
             self.work.leave(self, secondary_failures=True)
         world = self.env.world
         delay = self.env.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
-        world.after(0.05 + delay, self.process, self.host.left, self.host.away_s())
+        world.after(0.05 + delay, self.process, self.host.task_left, self.host.away_s())
 
     # ---- the workers --------------------------------------------------------------------
 
@@ -663,9 +663,9 @@ class AgentProcess:
             self._will_look = True
             busy_s = max(0.0, self.busy_until - self.env.world.now)
             delay = _LOOKS_EVERY_S * self.env.world.rng.random()
-            self.env.world.after(busy_s + delay, self.process, self._look)
+            self.env.world.after(busy_s + delay, self.process, self._read_log)
 
-    def _look(self) -> None:
+    def _read_log(self) -> None:
         self._will_look = False
         if self.env.world.now < self.busy_until:
             self.touch()
@@ -702,7 +702,8 @@ class AgentProcess:
         worker = self.rank.page.read()
         if not worker.returned:
             work.leave(self, secondary_failures=True)
-        self.env.world.note(self.host.task, "returned" if worker.returned else "exits", exit_code)
+        how = "returned" if worker.returned else "exits"
+        self.env.world.log_event(self.host.task, how, exit_code)
         if self.env.components.has_succeeded(exit_code, worker):
             self._do(self._following.report("finished"))
         elif self._is_noticed:
@@ -721,7 +722,7 @@ class AgentProcess:
         failure = Failure(
             self.me.task, self.me.host, 0, 0, self.env.world.now, message, exit_code=1
         )
-        self.env.world.note(self.host.task, "failed", message)
+        self.env.world.log_event(self.host.task, "failed", message)
         self._do(self._following.report("failed", failures=[failure.to_json()]))
 
     def _is_at(self, work: Work) -> bool:
@@ -729,7 +730,7 @@ class AgentProcess:
         return at and not self._has_failed and not self.over
 
 
-# ---- One attempt of an agent to connect to a leader: greeted, refused, or in vain
+# ---- One attempt of an agent to connect to a leader: greeted, refused, or unanswered
 
 
 class Attempt:
@@ -756,7 +757,7 @@ class Attempt:
             listener.process.call(listener.accept, self)
 
     def refuse(self) -> None:
-        """Nobody listens there."""
+        """No process listens there."""
         world = self.client.env.world
         world.after(0.001, self.client.process, self.fail, "connection refused", True)
 
@@ -766,13 +767,13 @@ class Attempt:
             self.client.not_connected(self, why, refused)
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """No agent waits for it any more."""
         self.is_over = True
         if self.connection is not None:
             self.connection.close(CLIENT)
 
 
-# ---- The leader's adapter in the simulation: carries a `Term`'s effects out, tells it events
+# ---- The leader's adapter in the simulation: carries out a `Term`'s effects, and passes it events
 
 
 _RETRY_S = 0.5
@@ -962,13 +963,13 @@ class Leader:
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """See `Executor`."""
-        self._env.world.note(self.endpoint.task, "publishes", entry)
+        self._env.world.log_event(self.endpoint.task, "publishes", entry)
         self._env.monitor.published(entry)
         self.term.do(afterwards)
 
     def _carry_out_rarely(self, effect: Effect) -> None:
         env = self._env
-        env.world.note(self.endpoint.task, "leader", effect)
+        env.world.log_event(self.endpoint.task, "leader", effect)
         match effect:
             case Disconnect(agent):
                 if agent in self._connections:
@@ -988,7 +989,7 @@ class Leader:
             case Exclude(hosts, _):
                 env.slurm.excluded.update(hosts)
             case QueryTasks():
-                env.slurm.ask(self.process, self._slurm_says)
+                env.slurm.query_tasks(self.process, self._slurm_says)
             case RemoveNotice(name):
                 self._confirm(name)
 
@@ -1001,9 +1002,9 @@ class Leader:
             if request.confirmed and not request.released:
                 self._env.confirmed(self._round, request)
         for agent in self._connections if send.agents is None else send.agents:
-            self._tell(agent, send.message)
+            self._send_to_agent(agent, send.message)
 
-    def _tell(self, agent: Agent, message: dict[str, Any]) -> None:
+    def _send_to_agent(self, agent: Agent, message: dict[str, Any]) -> None:
         connection = self._connections.get(agent)
         if connection is not None:
             connection.send(SERVER, message)
@@ -1024,7 +1025,7 @@ class Leader:
         self._env.monitor.announced(self.endpoint, announce)
         self._round = announce.entry.index
         for agent, place in self._env.components.places(announce):
-            self._tell(agent, place_message(announce, agent, place))
+            self._send_to_agent(agent, place_message(announce, agent, place))
 
     def _create(self) -> None:
         if self._creating is not None:

@@ -1,4 +1,4 @@
-"""What goes wrong in a schedule: when, to whom, for how long."""
+"""The faults of a schedule: when, on which node, for how long."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ class Faults:
         """Draw when somebody asks by a file that a node is to be left."""
         for _ in range(rng.choice((0, 0, 0, 1, 2))):
             at = self._env.scenario.calm_after_s * rng.random()
-            self._env.world.after(at, None, self._ask, rng)
+            self._env.world.after(at, None, self._request_leave, rng)
 
-    def _ask(self, rng: random.Random) -> None:
+    def _request_leave(self, rng: random.Random) -> None:
         nodes = [n for n in self._env.nodes if n.lives]
         if nodes:
             node = rng.choice(nodes)
             self.count["notice file"] += 1
             self._env.monitor.changed()
-            self._env.shared.ask(rng.choice((node.task, node.task, node.hostname)))
+            self._env.shared.add_notice(rng.choice((node.task, node.task, node.hostname)))
 
     def heal(self) -> None:
         """Undo all that lasts; only a node that is isolated for good stays so."""
@@ -106,7 +106,7 @@ class Faults:
         leading = [n for n in nodes if n.agent and any(x.leads for x in n.agent.leaders)]
         node = rng.choice(leading if leading and rng.random() < 0.4 else nodes)
         self.count[kind] += 1
-        self._env.world.note(node.task, "fault", kind)
+        self._env.world.log_event(node.task, "fault", kind)
         return node
 
     def _lasts(self, heal: Callable[[], None]) -> None:

@@ -4,22 +4,22 @@ Entries    Each number is created once, and the numbers follow each other. Withi
            entries are its leader's; a term begins with a claim, which changes nothing but the
            leader. So one leader at most closes rounds in a term; a fenced one changes nothing.
 Rounds     Between min and max members, each task once. Only the leader that created a round's
-           entry announces it, once. Whoever accepts a place in it is among its members,
+           entry announces it, once. An agent that accepts a place in it is a member,
            with the ranks that follow from their order, and no rank is taken twice. An agent accepts
            no round before its workers of the last one have ended, and never an older one.
-The end    Once it is recorded no entry follows, and nobody is told of an end that is not. It is a
+The end    Once it is in the log no entry follows, and no agent is sent another end. It is a
            success only if the function of every rank of the last round has returned.
 Restarts   Never more than ``max_restarts``, and never more than workers have failed on their own.
 Change     A round that is broken at a checkpoint has made no step beyond it.
 Agreement  When a step is confirmed, every rank is before it, or has not gone on from it. Each saves
-           there, and no rank saves as agreed at a step that was not confirmed. In the calm nobody
+           there, and no rank saves as agreed at a step that was not confirmed. In the calm no rank
            waits at a proposed step for longer than `_LONGEST_WAIT_S`.
 Departure  Where nothing else goes wrong, a node that is to be left with enough grace leaves at a
            checkpoint, and the others form another round within
            `Scenario.forms_again_s`.
-Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
+Blame      The hosts that are not excluded are never fewer than min nodes of those that the
            run has; nothing is brought back that the run itself has given back, and that waits.
-Files      What nodes learn of entries and leases: see `storage`. Those that leaders share: see
+Files      What nodes read of entries and leases: see `storage`. Those that leaders share: see
            `storage.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
@@ -192,7 +192,7 @@ class Monitor:
         return entry
 
     def accepted(self, agent: Agent, told: dict[str, Any]) -> LogEntry:
-        """An agent is told its place in a round; return the round's entry."""
+        """An agent receives its place in a round; return the round's entry."""
         number, rank = told["index"], told["group_rank"]
         entry = self._by_number.get(number)
         self.check(entry is not None, "a place in a round that was not recorded", agent, told)
@@ -203,10 +203,10 @@ class Monitor:
         self.check(at_work is None, "an agent is in two rounds", agent, at_work, number)
         self._accepted[agent] = self._at_work[agent] = number
         self._ranks(agent, told, entry)
-        self._take(number, agent, rank)
+        self._take_place(number, agent, rank)
         return entry
 
-    def _take(self, number: int, agent: Agent, rank: int) -> None:
+    def _take_place(self, number: int, agent: Agent, rank: int) -> None:
         taken = self._taken.setdefault(number, set())
         self.check(rank not in taken, "a rank was given twice", agent, rank)
         taken.add(rank)
@@ -228,8 +228,8 @@ class Monitor:
         """An agent's workers have ended."""
         self._at_work.pop(agent, None)
 
-    def told_the_end(self, agent: Agent, status: str, entries: Sequence[LogEntry]) -> None:
-        """An agent is told that the run has ended."""
+    def received_end(self, agent: Agent, status: str, entries: Sequence[LogEntry]) -> None:
+        """An agent receives that the run has ended."""
         ending = entries[-1].ending if entries else None
         self.check(
             ending is not None and ending.status == status, "an end that is not", agent, status
@@ -241,7 +241,7 @@ class Monitor:
         """A round is broken.
 
         Args:
-            reason: What its members are told.
+            reason: The reason that its members receive.
             number: The entry of the round.
             steps: The last step that all members have made.
             staying: Returns the members that live, and have not left.
@@ -256,7 +256,7 @@ class Monitor:
     # ---- agreement ----------------------------------------------------------------------
 
     def confirmed(self, number: int, request: CheckpointRequest, ranks: Sequence[RankAt]) -> None:
-        """A leader confirms a request in a round; it tells all members, one after the other."""
+        """A leader confirms a request in a round to all members, one after the other."""
         step, steps = request.step, self._confirmed.setdefault(number, {})
         if step is None or step in steps:
             return
@@ -278,7 +278,7 @@ class Monitor:
         self.check(agreed == pauses, f"a rank {what}", agent, steps[-1])
 
     def waits(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
-        """A rank begins to wait at a proposed step; ``waits`` tells whether it still does."""
+        """A rank begins to wait at a proposed step; ``waits`` returns whether it still does."""
         if self._world.now >= self._scenario.calm_after_s or self._scenario.is_quiet:
             self._world.after(_LONGEST_WAIT_S, None, self._waited, agent, at, waits)
 
@@ -288,7 +288,7 @@ class Monitor:
     # ---- departures ---------------------------------------------------------------------
 
     def _departs(self, number: int, staying: Callable[[], Sequence[Agent]]) -> None:
-        """A round is broken so that some of its members can leave; all of them are told."""
+        """A round is broken so that some of its members can leave; all are informed."""
         if number in self._departed:
             return
         self._departed.add(number)
@@ -302,7 +302,7 @@ class Monitor:
     ) -> None:
         """Those who stay have another round by now.
 
-        Unless a node was noticed after the break, which may not find the new leader to tell it, or
+        Unless a node was noticed after the break, which may not find the new leader in time, or
         a task came back, which is waited for.
         """
         if self._num_changes > num_changes:
@@ -321,7 +321,7 @@ class Monitor:
         self.check(not enough, "an announced departure loses steps", agent, grace_s)
 
     def excluded(self, host: str, num_left: int) -> None:
-        """A leader keeps the run away from a host; so many others are left."""
+        """A leader excludes a host; ``num_left`` others remain."""
         enough = num_left >= self._rules.min_nodes
         self.check(enough, "too many hosts are excluded", host, num_left)
 

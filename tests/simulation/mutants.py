@@ -51,7 +51,7 @@ class DutiesGoOn(Term):
         return False
 
 
-class RemovesOnceTold(LeaderState):
+class RemovesOnceSent(LeaderState):
     """Takes a notice for obeyed when it was sent, though nothing may have arrived."""
 
     def notices_claimed(self, claimed: Mapping[str, float]) -> list[Effect]:  # noqa: D102
@@ -93,7 +93,7 @@ class DecidesWithoutEntry(LeaderState):
 
 
 class AlwaysRenewsItsLease(LeaderState):
-    """Holds on to its lease though nobody reaches it."""
+    """Keeps renewing its lease though no agent reaches it."""
 
     def tick(self, now: float) -> list[Effect]:  # noqa: D102
         effects = super().tick(now)
@@ -167,7 +167,7 @@ class _Restless(StepAgreement[Agent]):
 
 
 class ConfirmsTooEarly(GroupChange):
-    """Confirms a step as soon as one member has said ok."""
+    """Confirms a step as soon as one member has voted ok."""
 
     agreements = _Hasty
 
@@ -250,14 +250,14 @@ class PollsThePath(LogSteps):
 
 
 class _EntriesOfNode(LogSteps):
-    """Knows what only the simulated files tell."""
+    """Has knowledge that only the simulated files have."""
 
     def __init__(self, files: NodeRegister) -> None:
         super().__init__(files)
         self._node = files
 
     def _is_its_own(self, number: int) -> bool:
-        """Tell, after a link that failed, whether it was made all the same."""
+        """Return, after a link that failed, whether it was made all the same."""
         raise NotImplementedError
 
     def create(self, entry: LogEntry) -> Steps[bool]:
@@ -288,7 +288,7 @@ class TrustsInodes(_EntriesOfNode):
 
 
 class WaitsForRemovals(LogSteps):
-    """Removes its own file before it says that the entry was created."""
+    """Removes its own file before it returns that the entry was created."""
 
     def __init__(self, files: NodeRegister) -> None:
         super().__init__(files)
@@ -397,7 +397,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "excludes everybody": (Components(leadership=ExcludesEverybody), "too many hosts"),
     "duties go on": (Components(term=DutiesGoOn), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
-    "removes a notice once told": (Components(leadership=RemovesOnceTold), "a notice was lost"),
+    "removes a notice once sent": (Components(leadership=RemovesOnceSent), "a notice was lost"),
     "inherits no notices": (
         Components(folder=InheritsNoNotices),
         "a round stands, with the notices",
@@ -428,4 +428,4 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "enters the term folder once": (Components(folder=EntersOnce), "the status went back"),
     "claims after the end": (Components(following=ClaimsAfterTheEnd), "an entry follows the end"),
 }
-"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""
+"""Name -> the parts with the bug, and a pattern for the message of the simulator."""

@@ -1,12 +1,12 @@
 """Schedules of a run whose nodes are replicas (``ft=true``): each trains by itself.
 
-The quorum of the replicas has a simulator of its own; here a node's workers depend on nobody, and
-what is to be shown is that nobody stops them. The invariants that differ:
+The quorum of the replicas has a simulator of its own; here a node's workers depend on no others,
+and no other node stops them. The invariants that differ:
 
 Entries    Members change without a round where they depart; a round may have fewer than min nodes.
 Rounds     Each member that is placed is a group of its own.
 The end    It is a success only if the functions of all members have returned.
-Survival   An agent is told to stop its workers only if they have failed, or if an entry has been
+Survival   An agent is made to stop its workers only if they have failed, or if an entry has been
            made, since they were placed, that does not name it as a member.
 Progress   In the calm all that live and reach each other become members, with their workers, and
            stay it; or one that is cut off for good leads, alone.
@@ -44,7 +44,7 @@ class ReplicaMonitor(Monitor):
     """Sees to what holds for replicas."""
 
     def told_to_stop_itself(self, agent: Agent, *, failed: bool) -> None:
-        """An agent is told to stop its workers, which have failed or not."""
+        """An agent receives that it is to stop its workers, which have failed or not."""
         since = self._accepted[agent]
         left = any(
             not is_member(agent, entry)
@@ -77,7 +77,7 @@ class ReplicaMonitor(Monitor):
         alone = (told["group_size"], told["first_rank"], told["world_size"])
         self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
 
-    def _take(self, number: int, agent: Agent, rank: int) -> None:
+    def _take_place(self, number: int, agent: Agent, rank: int) -> None:
         """Every replica has rank 0; that none is placed twice by an entry is seen already."""
 
 
@@ -90,12 +90,12 @@ class ReplicaProcess(AgentProcess):
         soon = min(1.0, 0.3 * left_s) * self.env.world.rng.random()
         self.env.world.after(soon, self.process, self.leave_now)
 
-    def _told(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if message["type"] == "stop" and self.work is not None:
             monitor = self.env.monitor
             assert isinstance(monitor, ReplicaMonitor)
             monitor.told_to_stop_itself(self.me, failed=self._has_failed)
-        super()._told(message)
+        super()._handle_message(message)
 
     @property
     def at_work(self) -> bool:
@@ -182,7 +182,7 @@ class _StopsThoseWhoAreHere(ReplicaState):
 
 
 class _DepartsWithoutEntry(ReplicaState):
-    """Forgets to entry that a member has gone."""
+    """Appends no entry when a member is lost."""
 
     def _let_go(self, agent: Agent, now: float) -> list[Effect]:
         entry = self.run.entry
@@ -201,7 +201,7 @@ REPLICA_MUTANTS = {
         replace(REPLICAS, following=FollowerState), "a survivor is stopped",
     ),
     "counts by the last round": (
-        _with_rules(_CountsByTheLastRound), "no round stands|not everybody hears",
+        _with_rules(_CountsByTheLastRound), "no round stands|not all agents receive",
     ),
     "stops those who are here": (
         _with_rules(_StopsThoseWhoAreHere), "a survivor is stopped|no round",
@@ -222,4 +222,4 @@ REPLICA_MUTANTS = {
         replace(REPLICAS, places=_all_in_one_group), "a replica is not alone",
     ),
 }  # fmt: skip
-"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""
+"""Name -> the parts with the bug, and a pattern for the message of the simulator."""

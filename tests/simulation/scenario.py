@@ -28,7 +28,7 @@ _GIVEN_BACK = 4
 _GIVEN_BACK_S = 1.5 * AWAY_S
 """The longest that they stay away for the first time (`RequeueBackoff.time_away`)."""
 _QUIET = 0.1
-"""So many schedules are quiet."""
+"""Share of quiet schedules."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Training:
 
     step_s: float
     ranks_apart: int
-    """So many steps a rank may be ahead of another."""
+    """Most steps that a rank may be ahead of another."""
     asks: bool
     """Whether the script polls whether all ranks are to save."""
     poll_every: int
@@ -49,7 +49,7 @@ class Training:
     boundary_every: int
     announced_by: Literal["all", "first", "nobody"]
     total_steps: int | None
-    """A round that makes so many steps finishes the run; None: it never ends."""
+    """A round that makes this many steps finishes the run; None: it never ends."""
     failure_rate: float
     """Chance that a given member's worker fails in a given round."""
     fails_until_s: float
@@ -75,7 +75,7 @@ class Scenario:
     isolates: bool
     """Whether one node is cut off from all others at some time, for ever."""
     late: int
-    """So many nodes start late."""
+    """Number of nodes that start late."""
     longest_stop_s: float
     """Workers are stopped after this long at most; in the calm, after `CALM_STOP_S`."""
     longest_delay_s: float
@@ -85,7 +85,7 @@ class Scenario:
     is_slurm_silent: bool
     """Whether Slurm never answers."""
     tells_attempts: bool
-    """Whether Slurm says how often a task was requeued."""
+    """Whether Slurm reports how often a task was requeued."""
     look_s: float
     """A leader looks so often for a later one, and for notices."""
     show_s: float
@@ -108,7 +108,7 @@ class Scenario:
 
     @property
     def exits_at_sigterm(self) -> bool:
-        """Whether the script has a handler of its own that exits: one that says nothing to us."""
+        """Whether the script has a handler of its own that exits without a message."""
         return not self.training.asks and self.training.announced_by == "nobody"
 
     def longest_stop_at(self, now: float) -> float:
@@ -123,7 +123,7 @@ class Scenario:
         """With so much grace, all save and let the node go, where nothing else goes wrong.
 
         Others are waited for; a checkpoint that was agreed on before is made first, and the ranks
-        that it is done say so; then come a few proposals, the steps to the last one, and its
+        that it is done report that; then come a few proposals, the steps to the last one, and its
         checkpoint.
         """
         training, agreeing = self.training, 2.5
@@ -148,11 +148,11 @@ class Scenario:
     def bound_s(self) -> float:
         """Seconds after calm within which a round must stand.
 
-        The sum of what may follow one after the other: the last slow answer; elections, of which
-        the first may be won by a node that nobody reaches and the second by one whose process is
+        The sum of what may follow one after the other: the last slow answer; elections: the
+        first may be won by a node that no other reaches, the second by one whose process is
         just ending; the new leader's wait for members that do not find it, and its yielding; tasks
         that Slurm calls RUNNING and that do not come; Slurm's own silence; the workers' end;
-        newcomers, each of which may break the round once before it counts as standing; and the time
+        newcomers: each may break the round once before it counts as standing; and the time
         that too few nodes wait, and then spend in the queue.
         """
         lost = self.liveness.heartbeat_timeout_s

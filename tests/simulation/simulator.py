@@ -110,7 +110,7 @@ class Simulator:
             self.world.after(latest * rng.random(), None, node.boot)
 
     def _calm(self) -> None:
-        self.world.note("world", "is calm from now on")
+        self.world.log_event("world", "is calm from now on")
         self.faults.heal()
 
     # ---- progress -----------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Simulator:
         entries = self.env.register.entries
         last = entries[-1] if entries else None
         alive = [n.task for n in self.env.nodes if n.lives]
-        what = "not everybody hears of the end" if last and last.ending else "no round stands"
+        what = "not all agents receive the end" if last and last.ending else "no round stands"
         if self._stands() and not (last and last.ending):
             what = f"a round stands, with the notices {self.env.shared.notices}, and the status of "
             what += f"term {self.env.shared.shown and self.env.shared.shown['term']}"

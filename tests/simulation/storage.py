@@ -9,7 +9,7 @@
   one, which has coarse ticks: of two changes in one tick the second is not seen, unless a listing
   is asked for anew.
 - A count of links comes from memory, and the number of an inode may differ from call to call.
-- A reply may be lost after the deed. The client asks again, and is told that the name is taken
+- A reply may be lost after the operation. The client retries, and learns that the name is taken
   already, or gone; or the call fails, done or not.
 - A removal may hang for `REMOVAL_HANGS_S`: the server recalls a delegation from a dead client.
 
@@ -86,7 +86,7 @@ class _Memory:
 
 
 class _HeldUpError(Exception):
-    """The step is to be tried again after so many seconds."""
+    """The step is to be tried again after this many seconds."""
 
 
 class Storage:
@@ -114,7 +114,7 @@ class Storage:
         done: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Carry a procedure out for a process; it hears the result, or what went wrong."""
+        """Carry a procedure out for a process, and pass it the result or the error."""
         self._go_on(None, mount, process, steps, done, failed)
 
     def _go_on(
@@ -290,9 +290,9 @@ class Mount:
     def remove_behind(
         self, folder: Folder, name: Name, removed: Callable[[File], None] | None = None
     ) -> None:
-        """Begin to remove a file, unless that is under way; nobody waits for it.
+        """Begin to remove a file, unless that is under way; no process waits for it.
 
-        See `hpc_elastic.shared_files.remove_behind`. ``removed`` hears of the file that was
+        See `hpc_elastic.shared_files.remove_behind`. ``removed`` is called with the file that was
         removed.
         """
         if (folder, name) in self._removing:
@@ -332,7 +332,7 @@ class Mount:
             memory.names[name] = what
 
     def _changed(self, folder: Folder) -> _Memory | None:
-        """Count a change of this client's. Where nobody else made one, its memory stays valid."""
+        """Count a change of this client's. If no other client made one, its cache stays valid."""
         before = self._stamp(folder)
         folder.changes += 1
         folder.changed_at = self._world.now
@@ -357,7 +357,7 @@ class Mount:
         del self._held_until[folder, name]
 
     def _reply(self, again: OSError) -> None:
-        """Lose the reply now and then: then the client asks again, and hears this."""
+        """Lose the reply now and then: then the client retries, with this result."""
         if self.losing and self._storage.rng.random() < 0.7:
             self._storage.hits["replies lost after the deed"] += 1
             raise again
@@ -388,9 +388,9 @@ def alone(step: Callable[[], object]) -> Steps[None]:
 #
 # Look       It shows every entry that was there when it began; where a listing may be late, every
 #            one that was there so long before.
-# Answer     Who hears that his entry was created has created it, and who hears that the number is
-#            taken has not. No answer waits for what may hang.
-# Lease      Nobody takes a leader for silent whose lease was renewed within
+# Answer     If the answer is that an entry was created, its agent has created it; if it is that the
+#            index is taken, it has not. No answer waits for an operation that may hang.
+# Lease      No agent takes a leader for dead whose lease was renewed within
 # `HeartbeatConfig.lapse_s`, by
 #            any clock, before what was read of it last.
 
@@ -402,7 +402,7 @@ _LONGEST_ANSWER_S = 60.0
 _SYNCED_AFTER_S = 0.015
 """A file is on the server's disk so long after it was written."""
 _TORN = 0.2
-"""Where a listing may be late, so many of the reads of young entries find but a part."""
+"""If listings may be late: share of the reads of young entries that return only a part."""
 
 Seen = tuple[int, LogEntry | None, int | None]
 
@@ -412,7 +412,7 @@ class Register:
 
     Args:
         storage: Where they are.
-        monitor: Checks what they say.
+        monitor: Checks their results.
         procedures: How they are found and created.
         exclusive: Whether a number that is taken cannot be taken again; False: a planted bug.
     """
@@ -470,7 +470,7 @@ class NodeRegister:
 
     # ---- for agents and leaders ---------------------------------------------------------
 
-    def look(
+    def last_with_lease(
         self,
         process: Process,
         answer: Callable[[int, LogEntry | None, int | None], None],
@@ -501,7 +501,7 @@ class NodeRegister:
     def renew_lease(
         self, process: Process, term: int, beats: int, answer: Callable[[bool], None]
     ) -> None:
-        """Renew a lease; the answer tells whether that has worked."""
+        """Renew a lease; ``answer`` is called with whether that has worked."""
         steps = alone(partial(self._write_lease, term, beats))
         self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
 
@@ -520,7 +520,7 @@ class NodeRegister:
     def _checked(
         self, answer: Callable[[Any], None], number_of: Callable[[Any], int]
     ) -> Callable[[Any], None]:
-        """Return what hears of a look that begins now."""
+        """Return the callback of a read that begins now."""
         register = self._register
         there = register.num_made_by(self._storage.world.now - self.mount.stale_s)
 
@@ -620,12 +620,12 @@ ASKED_LEFT_S = 5.0
 class SharedMonitor:
     """What must hold of the files that leaders share, at every step.
 
-    Status     It never goes back to an earlier term, nor within a term to an earlier round; but for
-               one status of a leader at most, that had looked whose the folder is and was about to
-               write when another took it, on a node that remembers the folder's old name.
+    Status     It never goes back to an earlier term, nor within a term to an earlier round; except
+               for at most one status of a leader that had read the folder's name and was about to
+               write when another took it, on a node that caches the folder's old name.
     Progress   A line of an earlier term follows those of a later one only where its leader had
                shown its status before: one append of a leader at most.
-    Notices    A notice is removed once a node that it names has heard of it, or no such node lives
+    Notices    A notice is removed once a node that it names has received it, or no such node lives
                that has started before the notice was written.
     Terms      A leader that knows that its term is over does nothing more.
     """
@@ -674,8 +674,8 @@ class SharedMonitor:
             self._is_late.add(term)
         self._term = max(self._term, term)
 
-    def heard(self, names: Sequence[str], now: float) -> None:
-        """An agent of this task, on this host, has been told that it is to leave."""
+    def notice_received(self, names: Sequence[str], now: float) -> None:
+        """An agent of this task, on this host, has received a notice."""
         self._heard.update(dict.fromkeys(names, now))
 
     def removed(self, name: str, asked_at: float) -> None:
@@ -715,11 +715,11 @@ class SharedFiles:
         """The names of those that are not removed."""
         return {name for (name,) in (*self.storage.notices.entries, *self.folder.entries)}
 
-    def ask(self, name: str) -> None:
+    def add_notice(self, name: str) -> None:
         """Write a notice file."""
         world, folder = self.storage.world, self.storage.notices
         Mount(self.storage, -1).write(folder, (name,), world.now)
-        world.note("user", "asks to leave", name)
+        world.log_event("user", "asks to leave", name)
 
 
 class NodeFiles:
@@ -743,7 +743,7 @@ class NodeFiles:
         rdzv = self._storage.rdzv
         if not self._files.is_fenced:
             before = next(n for kind, n, *_ in rdzv.entries if kind == "term")
-        self._storage.world.note(f"slot {self.mount.slot}", "takes the term folder", term)
+        self._storage.world.log_event(f"slot {self.mount.slot}", "takes the term folder", term)
         self.mount.rename((rdzv, _term(before)), (rdzv, _term(term)))
 
     def status(self) -> Message | None:
@@ -770,7 +770,7 @@ class NodeFiles:
         self._files.monitor.appended(lines)
 
     def new_notices(self) -> list[str]:
-        """Return what nobody has claimed."""
+        """Return the notices that no leader has claimed."""
         return sorted(name for (name,) in self.mount.names_in(self._storage.notices))
 
     def claim_notice(self, term: int, name: str) -> None:

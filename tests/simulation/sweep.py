@@ -59,7 +59,7 @@ class Task:
         return Agent(self.name, self.attempt, self.slot, self.node, 1)
 
     def state(self, now: float) -> TaskState:
-        """Return what squeue says of it."""
+        """Return squeue's state of it."""
         if self.over:
             return TaskState(self.name, "COMPLETED", restarts=self.attempt)
         if self.node:
@@ -163,7 +163,7 @@ class SweepSimulation:
                 self._nodes[node] = "down"
                 for task in self._queue:
                     if task.node == node:
-                        self._end(task, 120.0)
+                        self._end_task(task, 120.0)
 
     def _idle(self) -> list[str]:
         return [name for name, state in self._nodes.items() if state == "idle"]
@@ -181,7 +181,7 @@ class SweepSimulation:
                 self._nodes[task.node] = "allocated"
                 self.figures.starts += 1
 
-    def _end(self, task: Task, away_s: float) -> None:
+    def _end_task(self, task: Task, away_s: float) -> None:
         """End an attempt of a task: it comes back after some time."""
         run, agent = self._runs[task.run], task.agent
         if task.trains_since is None:
@@ -262,7 +262,7 @@ class SweepSimulation:
                     run.entry = entry
                     self._do(run, leadership.appended())
                 case Announce(_, requests):
-                    self._begin(run, requests)
+                    self._begin_round(run, requests)
                 case Send(agents, {"type": "stop"}):
                     for agent in agents or ():
                         again = {"type": "join", "request": 2}
@@ -270,14 +270,14 @@ class SweepSimulation:
                 case Send(agents, {"type": "requeue", "delay_s": delay_s}):
                     names = {agent.task for agent in agents or ()}
                     for task in [t for t in run.tasks if t.name in names]:
-                        self._end(task, max(_GIVE_BACK_S, float(delay_s)))
+                        self._end_task(task, max(_GIVE_BACK_S, float(delay_s)))
                 case Postpone(delay_s):
                     for task in run.tasks:
                         task.not_before = self.now + delay_s
                 case QueryTasks():
                     view = {t.name: t.state(self.now) for t in run.tasks}
                     self._do(run, leadership.slurm_answered(view, self.now))
-                case QuerySweep():  # its Slurm learns of a loss at once
+                case QuerySweep():  # its Slurm detects a loss at once
                     why = sweep_queue.waits_in_vain(self._queued(), run.number, self._all_nodes())
                     self._do(run, leadership.sweep_answered(why, self.now))
                 case LetOthersStart(lost):
@@ -285,7 +285,7 @@ class SweepSimulation:
                 case ClearHolds(tasks):
                     self._release(tasks)
 
-    def _begin(self, run: Run, told: Collection[Agent]) -> None:
+    def _begin_round(self, run: Run, told: Collection[Agent]) -> None:
         for task in run.tasks:
             if task.joined and task.agent in told and task.trains_since is None:
                 self._held(task)

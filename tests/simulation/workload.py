@@ -125,7 +125,7 @@ class Rank:
         work = self.work
         if work.over:
             return
-        if not work.is_whole:  # a collective waits for whoever is cut off or paused
+        if not work.is_whole:  # a collective waits for members that are cut off or paused
             work.world.after(work.training.step_s, None, self.step)
             return
         if self.at - work.steps >= work.training.ranks_apart:
@@ -142,14 +142,14 @@ class Rank:
         self.doing = Doing.LOOKING
         rng = work.world.rng
         if rng.random() < _SLOW_TO_LOOK:
-            work.world.after(_LATE_S * rng.random(), None, self._look)
+            work.world.after(_LATE_S * rng.random(), None, self._check_page)
         else:
-            self._look()
+            self._check_page()
 
     def wake(self) -> None:
         """The page that it waits for has changed."""
         world = self.work.world
-        what = self._look if self.doing is Doing.WAITING else self._stay
+        what = self._check_page if self.doing is Doing.WAITING else self._stay
         world.after(_WAKES_AFTER_S * world.rng.random(), None, what)
 
     def want(self) -> None:
@@ -157,7 +157,7 @@ class Rank:
         self.page.wanted += 1
         self.member.touch()
 
-    def _look(self) -> None:
+    def _check_page(self) -> None:
         """See whether a checkpoint is requested at its step."""
         page, work = self.page, self.work
         if work.over or self.doing not in (Doing.LOOKING, Doing.WAITING):
@@ -242,7 +242,7 @@ class Member(Protocol):
 
 
 class Work:
-    """The workers of all members of one round; nobody in the simulation sees it whole."""
+    """The workers of all members of one round; no simulated node sees it whole."""
 
     __slots__ = (
         "_monitor",

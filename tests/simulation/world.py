@@ -51,7 +51,7 @@ class Process:
 
 
 class World:
-    """The clock that nobody in the simulation sees, chance, and the entry of what happened."""
+    """The clock that no simulated node sees, the random generator, and the trace of events."""
 
     __slots__ = ("_heap", "_num", "now", "num_events", "rng", "trace")
 
@@ -86,7 +86,7 @@ class World:
                 process.call(handler, *args)
         self.now = until
 
-    def note(self, who: str, what: str, detail: object = "") -> None:
+    def log_event(self, who: str, what: str, detail: object = "") -> None:
         """Add a line to the trace; it is formatted only if somebody reads it."""
         self.trace.append((self.now, who, what, detail))
 
@@ -100,7 +100,7 @@ _LOST = object()
 
 
 class Host:
-    """What the network knows of a node."""
+    """The network's view of a node."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -149,7 +149,7 @@ class Connection:
         world.after(at - world.now, None, self._arrive, side)
 
     def close(self, side: int, lose: bool = False) -> None:
-        """Hang up; the other side hears of it, after or (``lose``) instead of what was sent."""
+        """Close; the other side receives that, after or (``lose``) instead of what was sent."""
         if self._closed[side]:
             return
         if lose:
@@ -161,12 +161,12 @@ class Connection:
         """End the connection for both sides, as a router or a node that was started anew does."""
         for side in (CLIENT, SERVER):
             self.close(side, lose=True)
-            self._closed[side] = False  # it still hears of the end itself
+            self._closed[side] = False  # it still receives the end itself
         for side in (CLIENT, SERVER):
             self._net.world.after(self._net.delay(), None, self._arrive, side)
 
     def vanish(self, side: int) -> None:
-        """The side's node is gone: it says nothing, not even that."""
+        """The side's node is dead: it sends nothing, not even that."""
         self._closed[side] = True
 
     @property
@@ -198,7 +198,7 @@ class Connection:
 
 
 class Network:
-    """Who reaches whom."""
+    """Which nodes reach each other."""
 
     __slots__ = ("_cuts", "_longest_delay_s", "connections", "isolated", "world")
 
@@ -254,7 +254,7 @@ class Network:
         return connection
 
     def crashed(self, process: Process, silently: bool, lose: Callable[[], bool]) -> None:
-        """A process has ended: its peers hear of it, unless its node went with it."""
+        """A process has ended: its peers receive that, unless its node has died too."""
         for connection in self.connections:
             for side in (CLIENT, SERVER):
                 if connection.ends[side].process is process:
@@ -264,7 +264,7 @@ class Network:
                         connection.close(side, lose=lose())
 
     def came_back(self, host: Host) -> None:
-        """A node has started again: it knows nothing of its old connections, and says so."""
+        """A node has started again: it resets its old connections."""
         for connection in self.connections:
             for end in connection.ends:
                 if end.host is host and not end.process.alive:
@@ -321,8 +321,10 @@ class Slurm:
             restarts=attempt if self._tells_attempts else None, starts_in_s=starts_in_s,
         )  # fmt: skip
 
-    def ask(self, process: Process, answer: Callable[[dict[str, TaskState] | None], None]) -> None:
-        """Ask how all tasks are; None comes where Slurm does not say."""
+    def query_tasks(
+        self, process: Process, answer: Callable[[dict[str, TaskState] | None], None]
+    ) -> None:
+        """Query the states of all tasks; the answer is None if Slurm does not answer."""
         if self.hanging:
             self._world.after(SLURM_TIMEOUT_S, process, answer, None)
         elif self.down:
@@ -340,7 +342,7 @@ class Slurm:
             state = (view or {}).get(task)
             answer(None if state is None else state.phase in (Phase.RUNNING, Phase.COMPLETING))
 
-        self.ask(process, runs)
+        self.query_tasks(process, runs)
 
     def _read(
         self,

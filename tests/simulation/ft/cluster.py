@@ -53,7 +53,7 @@ class Components:
     terms_rise: bool = True
     """Whether each keeper has a higher term than the one before."""
     says_here: bool = True
-    """Whether groups tell a new keeper which quorum they are in."""
+    """Whether groups send a new keeper the quorum that they are in."""
 
 
 SOUND = Components()
@@ -77,7 +77,7 @@ class Keepers(Protocol):
         """A node is dead; the keeper may have been on it."""
 
     def silent(self, group: Group, server: Server | None = None) -> None:
-        """A group could not be heard for as long as a keeper waits."""
+        """A group was out of reach for as long as a keeper waits."""
 
 
 class Env:
@@ -128,7 +128,7 @@ class Env:
 
 @dataclass(frozen=True)
 class AskedToLeave:
-    """A leader tells a node's agent that the node is to be left."""
+    """A leader sends a node's agent a notice."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Server:
         self.up_since = self._world.now
         place = self._place
         if place is not None and self._group.env.components.says_here:
-            self._tell(
+            self._send(
                 ReplicaStatus(
                     place.quorum_id,
                     place.replica_rank,
@@ -189,18 +189,18 @@ class Server:
                 )
             )
         else:
-            self._tell(ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
+            self._send(ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
         self._tell_again()
 
     def _tell_again(self) -> None:
         if self._lost is not None:
-            self._tell(WorkersLost(self._lost))
+            self._send(WorkersLost(self._lost))
         if self.notice_at is not None:
-            self._tell(LeaveNotice(self.notice_at - self._world.now))
+            self._send(LeaveNotice(self.notice_at - self._world.now))
         if self._is_done:
-            self._tell(Shutdown())
+            self._send(Shutdown())
         if self._ask is not None:
-            self._tell(self._ask)
+            self._send(self._ask)
 
     def lost(self, connection: Connection) -> None:
         """The connection has ended."""
@@ -209,7 +209,7 @@ class Server:
             self._world.after(_RECONNECT_S, self.process, self.connect)
 
     def received(self, connection: Connection, message: Any) -> None:
-        """The keeper says something."""
+        """A message of the keeper arrives."""
         if connection is not self.connection:
             return
         if isinstance(message, AskedToLeave):
@@ -221,14 +221,14 @@ class Server:
         else:
             if isinstance(message, LeaveGranted):
                 self._ask, self.has_left = None, True
-                self._group.farewell()
+                self._group.leave_granted()
             elif isinstance(message, CheckpointBeforeLeave):
                 self._ask = None
             self._to_worker(message)
 
     def _asked_to_leave(self) -> None:
         env = self._group.env
-        env.shared.monitor.heard((self._group.name,), self._world.now)
+        env.shared.monitor.notice_received((self._group.name,), self._world.now)
         if self.connection is not None:
             self.connection.send(CLIENT, Noticed())
         if self.notice_at is None:
@@ -237,12 +237,12 @@ class Server:
     def _placed(self, placements: QuorumResults) -> None:
         (place,) = placements.ranks
         if self._place is not None and place.quorum_id == self._place.quorum_id:
-            return  # it asked again before it was told
+            return  # it has requested again before the answer came
         if self._ask is None:
-            self._tell(QuorumAborted(place.quorum_id, "given up"))
+            self._send(QuorumAborted(place.quorum_id, "given up"))
             return
         if placements.number != self._ask.number:
-            return  # the keeper breaks that quorum when it hears of the later ask
+            return  # the keeper breaks that quorum when the later request arrives
         self._ask = None
         self._place, self._is_aborted = place, False
         self._to_worker(QuorumResults((place,), self._workers_number))
@@ -253,7 +253,7 @@ class Server:
             self._is_aborted = True
             self._to_worker(aborted)
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self.connection is not None:
             self.connection.send(CLIENT, message)
 
@@ -264,8 +264,8 @@ class Server:
         self._place, self._ask, self._lost = None, None, None
         self._is_aborted = self._is_done = False
 
-    def said(self, worker: Worker, message: Message) -> None:
-        """The worker says something."""
+    def worker_sent(self, worker: Worker, message: Message) -> None:
+        """A message of the worker arrives."""
         if worker is not self._group.worker or not worker.process.alive:
             return
         match message:
@@ -273,30 +273,30 @@ class Server:
                 self._num_asks += 1
                 self._workers_number = message.number
                 self._ask, self._lost = replace(message, number=self._num_asks), None
-                self._tell(self._ask)
+                self._send(self._ask)
             case CancelRequest():
                 self._ask = None
-                self._tell(message)
+                self._send(message)
             case QuorumAborted():
                 self._report(message)
             case SwitchVote():
-                self._tell(message)
+                self._send(message)
             case Shutdown():
                 self._is_done = True
-                self._tell(message)
+                self._send(message)
 
     def _report(self, aborted: QuorumAborted) -> None:
         place = self._place
         if place is not None and place.quorum_id == aborted.quorum_id and not self._is_aborted:
             self._is_aborted = True
-            self._tell(aborted)
+            self._send(aborted)
 
     def lose(self, why: str) -> None:
         """The worker is dead or stopped."""
         if self._is_done or self.has_left:
             return
         self._lost = why
-        self._tell(WorkersLost(why))
+        self._send(WorkersLost(why))
         if self._place is not None:
             self._break(QuorumAborted(self._place.quorum_id, why))
 
@@ -304,17 +304,17 @@ class Server:
         """The worker was stopped, and is not any more."""
         if self._ask is not None and self._lost is not None:
             self._lost = None
-            self._tell(self._ask)
+            self._send(self._ask)
 
     def give_notice(self, left_s: float) -> None:
         """The node is to be left."""
         self.notice_at = self._world.now + left_s
-        self._tell(LeaveNotice(left_s))
+        self._send(LeaveNotice(left_s))
 
     def _to_worker(self, message: Message) -> None:
         worker = self._group.worker
         if worker is not None:
-            self._world.after(_LOCAL_S, worker.process, worker.heard, message)
+            self._world.after(_LOCAL_S, worker.process, worker.message_received, message)
 
 
 class Group(Host):
@@ -370,8 +370,8 @@ class Group(Host):
         self._lives += 1
         self.server.expect()
         self.worker = worker = Worker(self, self._lives)
-        self.env.world.note(self.name, "starts a worker")
-        self.env.world.after(0.2 + self.env.world.rng.random(), worker.process, worker.begin)
+        self.env.world.log_event(self.name, "starts a worker")
+        self.env.world.after(0.2 + self.env.world.rng.random(), worker.process, worker.begin_step)
 
     def kill_worker(self) -> None:
         """The worker dies; the server sees it."""
@@ -399,7 +399,7 @@ class Group(Host):
             self.env.world.after(5.0, None, self.env.keepers.silent, self, server)
 
     def pause_worker(self, stopped: bool) -> None:
-        """The worker is stopped, or (so that nobody sees it) holds the interpreter's lock."""
+        """The worker is stopped, or holds the interpreter's lock, which others cannot detect."""
         worker, server = self.worker, self.server
         if worker is None or server is None or not worker.process.alive:
             return
@@ -429,12 +429,12 @@ class Group(Host):
         self.server.give_notice(left_s)
         self.env.world.after(left_s, None, self.leave)
 
-    def farewell(self) -> None:
+    def leave_granted(self) -> None:
         """The keeper has let the group go."""
         self.env.world.after(0.05, None, self.leave)
 
     def dismissed(self) -> None:
-        """The keeper lets the group go: it says so, and that has not come yet."""
+        """The keeper has granted the leave, and its message has not arrived yet."""
         others = [
             g.worker.state for g in self.env.groups
             if g is not self and g.takes_part and g.worker is not None
@@ -442,7 +442,7 @@ class Group(Host):
         if self.worker is not None:
             worker = self.worker
             saved = worker.saved if worker.saves else worker.state
-            self.env.monitor.farewell(worker.name, worker.state, saved, others)
+            self.env.monitor.leave_granted(worker.name, worker.state, saved, others)
 
     def leave(self) -> None:
         """Its node is left, for good."""
@@ -451,10 +451,10 @@ class Group(Host):
 
     def from_worker(self, worker: Worker, message: Message) -> None:
         """The worker writes to its socket."""
-        self.env.world.note(worker.name, "says", message)
+        self.env.world.log_event(worker.name, "says", message)
         server = self.server
         if server is not None:
-            self.env.world.after(_LOCAL_S, server.process, server.said, worker, message)
+            self.env.world.after(_LOCAL_S, server.process, server.worker_sent, worker, message)
 
 
 # ---- A training process: its steps and its link (`ft.manager_client`), as the Manager has them
@@ -514,7 +514,7 @@ class Worker:
 
     # ---- a step ---------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: `Manager.start_quorum`."""
         self.steps.start_step(self._world.now)
         if self.steps.is_undecided and not self._is_failed:
@@ -536,11 +536,11 @@ class Worker:
         self.waits_since = math.inf
         steps.settle_step(steps.quorum_step)
         if self._is_failed or steps.must_request or steps.is_undecided:
-            self._ask()
+            self._request_quorum()
         else:
             self._compute()
 
-    def _ask(self) -> None:
+    def _request_quorum(self) -> None:
         self.doing = Doing.ASKING
         self._asks += 1
         state, steps = self.state, self.steps
@@ -565,13 +565,13 @@ class Worker:
             )
         )
         if is_wild and self._world.rng.random() < 0.2:
-            patience_s = 4.0 * self._world.rng.random()
-            self._world.after(patience_s, self.process, self._give_up, self._asks)
+            give_up_s = 4.0 * self._world.rng.random()
+            self._world.after(give_up_s, self.process, self._give_up, self._asks)
 
     def _give_up(self, asks: int) -> None:
         if self.doing is Doing.ASKING and asks == self._asks:
             self._send(CancelRequest())
-            self._ask()
+            self._request_quorum()
 
     def _placed(self, results: QuorumResults) -> None:
         (place,) = results.ranks
@@ -698,7 +698,7 @@ class Worker:
             self.steps.settle_step(self.steps.quorum_step + 1)
             self.saved = self.state if self.steps.must_save else self.saved
         self.doing = Doing.OVER
-        self._world.after(_BETWEEN_S, self.process, self.begin)
+        self._world.after(_BETWEEN_S, self.process, self.begin_step)
 
     def failed(self, quorum_id: int, call: int, why: str) -> None:
         """Something of this quorum failed: the step, if it has begun; else it asks again."""
@@ -706,7 +706,7 @@ class Worker:
             return
         if self.doing in (Doing.CONFIGURING, Doing.HEALING):
             self._report(why)
-            self._ask()
+            self._request_quorum()
         elif self._is_at(quorum_id, call):
             self._report(why)
             self._apply_healed()
@@ -737,7 +737,7 @@ class Worker:
             self.place.max_step,
             self.place.state_version,
         )
-        self._env.monitor.check(same, "healed to another state than was said", self.name)
+        self._env.monitor.check(same, "healed to another state than announced", self.name)
         self.state, self._healed = self._healed, None
         self._env.monitor.has(self.name, self.state)
 
@@ -756,7 +756,7 @@ class Worker:
 
     # ---- the link -------------------------------------------------------------------------
 
-    def heard(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         """Its reading thread gets a message."""
         steps = self.steps
         match message:

@@ -43,15 +43,15 @@ class Faults:
         """Draw when notice files are written, and when keepers are deposed."""
         calm = self._env.scenario.calm_after_s
         for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            self._env.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._ask, rng)
+            self._env.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._request_leave, rng)
         if self._env.scenario.kind is Kind.ALL and rng.random() < 0.3:
             self._env.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._depose, rng)
 
-    def _ask(self, rng: random.Random) -> None:
+    def _request_leave(self, rng: random.Random) -> None:
         up = [g for g in self._env.groups if g.up and not g.is_over]
         if up:
             self.count["notice file"] += 1
-            self._env.shared.ask(rng.choice(up).name)
+            self._env.shared.add_notice(rng.choice(up).name)
 
     def _depose(self, rng: random.Random) -> None:
         self.count["depose keeper"] += 1
@@ -66,7 +66,7 @@ class Faults:
         else:
             getattr(self, "_" + kind.replace(" ", "_"))(group)
         self.count[kind] += 1
-        self._env.world.note("fault", kind, group.name)
+        self._env.world.log_event("fault", kind, group.name)
 
     # ---- kinds ----------------------------------------------------------------------------
 

@@ -100,11 +100,11 @@ class State:
 # Lineage     States with equal step and token have the same history.
 # Mean        Those that contribute to one collective have the same state, and each divides by their
 #             number; all are at the same call.
-# Announced   Where nothing else goes wrong, whoever joins or leaves as announced costs nobody a
+# Announced   Without other faults, a group that joins or leaves as announced costs no other a
 #             step; nor does a keeper's death.
 # Last        Where nothing else goes wrong, who leaves with the newest state could save it.
 # Minority    No quorum is formed beside as many live members of the last one that are left out.
-# Switch      Nobody waits at a proposed call for long, unless there is no keeper.
+# Switch      No group waits at a proposed call for long, unless there is no keeper.
 # Files       Those that leaders share: see `simulation.storage`.
 # Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
 
@@ -119,7 +119,7 @@ class Monitor:
         self.failed_steps = 0
         self.heals = 0
         self.switches = 0
-        self.farewells = 0
+        self.leaves_granted = 0
         self.dropped = 0
         self._scenario = scenario
         self._world = world
@@ -143,7 +143,7 @@ class Monitor:
         self.check(len(members) > len(live), "a minority formed a quorum", members, live)
 
     def placed(self, told: dict[str, QuorumResult]) -> None:
-        """All members of a new quorum have been told their places."""
+        """All members of a new quorum have received their places."""
         places = list(told.values())
         size = len(places)
         self.check([p.replica_rank for p in places] == [*range(size)], "ranks", places)
@@ -164,7 +164,7 @@ class Monitor:
         self.check(known == state.history, "two histories with one token", who, state.step)
 
     def reduced(self, call: int, given: list[tuple[str, State]], divisors: set[int]) -> None:
-        """All members have come to one collective; so many divide by so much."""
+        """All members have come to one collective; the count of each divisor."""
         states = {state for _, state in given}
         self.check(len(states) == 1, "different states were averaged", call, given)
         self.check(divisors == {len(given)}, "the mean counts others", call, divisors, given)
@@ -175,18 +175,18 @@ class Monitor:
         quiet = self._scenario.kind is not Kind.ALL
         self.check(not quiet, "an announced change costs a step", who, why)
 
-    def farewell(
+    def leave_granted(
         self, who: str, state: State, saved: State | None, others: Collection[State]
     ) -> None:
         """A group is let go, whose script has saved this state as the last that may; None: none."""
-        self.farewells += 1
+        self.leaves_granted += 1
         if self._scenario.kind is not Kind.ALL:
             held = any(other.step >= state.step for other in others)
             unnoticed = not held and state.step > 0 and state != saved
             self.check(not unnoticed, "the last state leaves unnoticed", who)
 
     def waits(self, who: str, waits: Callable[[], bool]) -> None:
-        """A worker begins to wait at a proposed call; ``waits`` tells whether it still does."""
+        """A worker begins to wait at a proposed call; ``waits`` returns whether it still does."""
         bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
         self._world.after(bound_s, None, self._waited, who, waits)
 

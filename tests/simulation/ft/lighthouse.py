@@ -117,7 +117,7 @@ class KeeperProcess:
         return connection
 
     def received(self, connection: Connection, message: Any) -> None:
-        """A group says something."""
+        """A message of a group arrives."""
         if self._connections.get(connection.peer) is connection:
             if isinstance(message, Noticed):
                 heard = [self._agents[name] for name in self._connections]
@@ -138,7 +138,7 @@ class KeeperProcess:
             self._send(self.keeper.on_disconnect(connection.peer, why, self._env.world.now))
 
     def silent(self, name: str, server: Server | None = None) -> None:
-        """A group has not been heard of for long."""
+        """A group has timed out."""
         connection = self._connections.get(name)
         if connection is not None and server in (None, connection.ends[0]):
             connection.close(SERVER)
@@ -151,7 +151,7 @@ class KeeperProcess:
 
     def _send(self, sends: list[ReplicaMessage]) -> None:
         if not sends or self is not self._keepers.keeper:
-            return  # nobody is connected to a keeper that is deposed
+            return  # no group is connected to a deposed keeper
         placed = {
             s.replica: s.message.ranks[0] for s in sends if isinstance(s.message, QuorumResults)
         }
@@ -161,7 +161,7 @@ class KeeperProcess:
                 self._env.group(send.replica).dismissed()
         self._check(placed)
         for send in sends:
-            self._env.world.note("keeper", f"to {send.replica}", send.message)
+            self._env.world.log_event("keeper", f"to {send.replica}", send.message)
             self._env.monitor.switches += isinstance(send.message, ProposeSwitch)
             connection = self._connections.get(send.replica)
             if connection is not None:
@@ -172,7 +172,7 @@ class KeeperProcess:
             return
         first = next(iter(placed.values()))
         if len(placed) < first.replica_world_size or first.quorum_id == self._formed:
-            return  # told again
+            return  # sent again
         self._formed = first.quorum_id
         self._num_formed += 1
         monitor = self._env.monitor
@@ -213,7 +213,7 @@ class Coordinator:
             host = self._env.world.rng.choice(live)
         self.term += 1 if self._env.components.terms_rise or not self.term else 0
         dead = [n for n in lost if not any(g.name == n and g.up for g in self._env.groups)]
-        self._env.world.note("keeper", f"term {self.term} on {host.slot}, lost", dead)
+        self._env.world.log_event("keeper", f"term {self.term} on {host.slot}, lost", dead)
         self.keeper = KeeperProcess(self._env, self, host, self.term, dead)
 
     def kill(self, lost: tuple[str, ...] = ()) -> None:
@@ -221,7 +221,7 @@ class Coordinator:
         keeper, self.keeper = self.keeper, None
         if keeper is None:
             return
-        self._env.world.note("keeper", "dies")
+        self._env.world.log_event("keeper", "dies")
         keeper.process.alive = False
         self._env.network.crashed(keeper.process, False, lambda: self._env.world.rng.random() < 0.5)
         self._env.world.after(0.1 + 2 * self._env.world.rng.random(), None, self.elect, lost)
@@ -231,7 +231,7 @@ class Coordinator:
         keeper, self.keeper = self.keeper, None
         if keeper is None:
             return
-        self._env.world.note("keeper", "stands still", for_s)
+        self._env.world.log_event("keeper", "stands still", for_s)
         keeper.process.paused = True
         self._deposed.append(keeper)
         self._env.network.crashed(keeper.process, False, lambda: False)
@@ -240,7 +240,7 @@ class Coordinator:
 
     def _go_on(self, keeper: KeeperProcess) -> None:
         if keeper.process.alive and keeper.process.paused:
-            self._env.world.note("keeper", "goes on, deposed")
+            self._env.world.log_event("keeper", "goes on, deposed")
             keeper.process.resume(timers_last=self._env.storage.rng.random() < 0.5)
 
     def resume_all(self) -> None:
@@ -262,7 +262,7 @@ class Coordinator:
             self.keeper.known_lost(group.name)
 
     def silent(self, group: Group, server: Server | None = None) -> None:
-        """A group could not be heard for as long as a keeper waits."""
+        """A group was out of reach for as long as a keeper waits."""
         if self.keeper is not None:
             self.keeper.silent(group.name, server)
 

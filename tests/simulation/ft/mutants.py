@@ -35,8 +35,8 @@ class StaysOpen(Gate):
         return False
 
 
-class WaitsForNobody(LighthouseState):
-    """Forms a quorum of those that ask, whoever else lives."""
+class WaitsForNoGroup(LighthouseState):
+    """Forms a quorum of those that have requested one, whatever others live."""
 
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
         sends = super()._on_request(replica, request, now)
@@ -46,7 +46,7 @@ class WaitsForNobody(LighthouseState):
         return sends
 
 
-class TellsNobody(LighthouseState):
+class InformsNoGroup(LighthouseState):
     """Notices that a member is lost, and keeps it to itself."""
 
     def _on_workers_lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
@@ -85,9 +85,9 @@ class LetsGoAtOnce(LighthouseState):
 
 
 class ForgetsTheLast(LighthouseState):
-    """Neither says, with the confirmation, that the newest state leaves, nor sees that it does."""
+    """Neither confirms that the newest state leaves, nor detects that it does."""
 
-    def _is_state_unsaved(self, leaving: list[str]) -> bool:
+    def _is_state_unsaved(self, departing: list[str]) -> bool:
         return False
 
     def _send_switch(
@@ -124,7 +124,7 @@ class TakesBackAtOnce(LighthouseState):
         return self._abort_quorum("a member requests another, after a step that failed")
 
 
-class GreetsNobody(LighthouseState):
+class GreetsNoGroup(LighthouseState):
     """Lets a newcomer go ahead before members of the last quorum have come back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -173,13 +173,13 @@ def _all_count(
 
 
 class CountsAll(LighthouseState):
-    """Says that all members contribute while some heal."""
+    """Reports that all members contribute while some heal."""
 
     _assign_results = staticmethod(_all_count)
 
 
 class AgreesToAll(QuorumSteps):
-    """Says ok to a call that it has begun."""
+    """Votes ok on a call that it has begun."""
 
     def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:  # noqa: D102
         at = super().on_proposal(proposal, now)
@@ -198,7 +198,7 @@ class RunsPast(QuorumSteps):
 
 
 class AdoptsAnything(LighthouseState):
-    """Goes on with an older quorum of which somebody tells it."""
+    """Continues with an older quorum that another member reports."""
 
     def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         standing = self._registry.quorum
@@ -215,11 +215,11 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(terms_rise=False),
         "a quorum id came again|the status went back",
     ),
-    "groups do not say where they are": (Components(says_here=False), "costs a step|not all make"),
+    "groups do not report their quorum": (Components(says_here=False), "costs a step|not all make"),
     "duties go on": (Components(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
-    "waits for nobody": (Components(WaitsForNobody), "a minority"),
-    "tells nobody": (Components(TellsNobody), "not all make steps|for ever"),
+    "waits for no group": (Components(WaitsForNoGroup), "a minority"),
+    "informs no group": (Components(InformsNoGroup), "not all make steps|for ever"),
     "ignores failures": (Components(IgnoresFailures), "not all make steps"),
     "confirms too early": (Components(ConfirmsTooEarly), "costs a step|not all make steps"),
     "lets go at once": (Components(LetsGoAtOnce), "costs a step|leaves unnoticed"),
@@ -229,7 +229,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(TakesBackAtOnce),
         "costs a step|not all make steps|a minority",
     ),
-    "greets nobody": (Components(GreetsNobody), "costs a step"),
+    "greets no group": (Components(GreetsNoGroup), "costs a step"),
     "blames the dead": (Components(BlamesTheDead), "costs a step|not all make steps"),
     "counts steps": (Components(CountsSteps), "different states|another state|two histories"),
     "counts all": (Components(CountsAll), "the mean counts others|cohort"),
@@ -237,4 +237,4 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "runs past": (Components(steps=RunsPast), "costs a step|not all make steps"),
     "adopts anything": (Components(AdoptsAnything), "minority|came again|not all make"),
 }
-"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""
+"""Name -> the parts with the bug, and a pattern for the message of the simulator."""

@@ -31,7 +31,7 @@ class Outcome(Tally):
     failed_steps: int = 0
     heals: int = 0
     proposals: int = 0
-    farewells: int = 0
+    leaves_granted: int = 0
     dropped: int = 0
     """Quorums that left live members behind."""
     shown: int = 0
@@ -72,7 +72,7 @@ class Simulator:
         self.world.after(1.0 * rng.random(), None, self.coordinator.elect)
         self.faults.plan()
         self.world.run(scenario.calm_after_s)
-        self.world.note("world", "is calm from now on")
+        self.world.log_event("world", "is calm from now on")
         self.faults.heal()
         self._wait_for_progress()
 
@@ -128,6 +128,6 @@ class Simulator:
             checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
             failed_steps=m.failed_steps, heals=m.heals, proposals=m.switches,
             shown=self.env.shared.monitor.shown, notices=self.env.shared.monitor.obeyed,
-            farewells=m.farewells, dropped=m.dropped, keepers=self.coordinator.term,
+            leaves_granted=m.leaves_granted, dropped=m.dropped, keepers=self.coordinator.term,
             stood=int(self._stood),
         )  # fmt: skip

@@ -85,7 +85,7 @@ def lead(pipe: Connection, size: int, folder: Path) -> None:
 async def _lead(pipe: Connection, size: int, folder: Path) -> None:
     office = _office(size, folder)
     listener = Listener(ADDRESS)
-    entry = _claim(office.register, listener.port)
+    entry = _claim(office.log, listener.port)
     leader = Leader(office, entry, listener)
     leader.lead()
     over = asyncio.Event()

@@ -338,14 +338,14 @@ class NodeAgent:
                 self._mount.refreshed_stale_s,
             ),
             secret=of_generation(secret, spec.generation),
-            register=DecisionLog(run.rdzv, secret),
-            make_journal=partial(StatusWriter, run, spec.run_id, events),
-            world=RunScheduler(
+            log=DecisionLog(run.rdzv, secret),
+            make_status_writer=partial(StatusWriter, run, spec.run_id, events),
+            scheduler=RunScheduler(
                 run, self._scheduler, RoundStores(self._interface.address), self._sweep
             ),
             notices=RunFiles(run),
             generation=spec.generation,
-            pace=leader.LeaderTiming.of(self._mount),
+            timing=leader.LeaderTiming.of(self._mount),
         )  # fmt: skip
 
     def _sample(self) -> Sample:

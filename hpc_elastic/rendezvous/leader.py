@@ -1,12 +1,12 @@
-"""Leader: carries out what `leader_state` decides, by connections, files and Slurm.
+"""Leader: carries out the effects of `leader_state`, over connections, files and Slurm.
 
-Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. All that the
-leader does passes through its `term`; when that is over, the leader ends. Messages to an
-agent: ``welcome``, ``round``, ``stop``, ``checkpoint_request``, ``stacks``, ``notice``,
-``end``, ``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``,
-``here``, ``failed``, ``finished``, ``checkpoint``, ``request_checkpoint``, ``step_vote``,
-``stalled``, ``stacks``, ``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``beat``. What is
-in an ``ft`` is for the lighthouse (`hpc_elastic.ft.messages`).
+Everything runs in one event loop; calls that may block (files, Slurm) run in threads. All effects
+pass through the leader's `term`; when that is over, the leader stops. Messages to an agent:
+``welcome``, ``round``, ``stop``, ``checkpoint_request``, ``stacks``, ``notice``, ``end``,
+``requeue``, ``waiting``, ``ft`` and ``heartbeat``; from an agent: ``hello``, ``join``,
+``reattach``, ``failed``, ``finished``, ``checkpoint``, ``request_checkpoint``, ``step_vote``,
+``stalled``, ``stacks``, ``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``heartbeat``. An
+``ft`` message has one of the lighthouse in it (`hpc_elastic.ft.messages`).
 """
 
 from __future__ import annotations
@@ -68,99 +68,103 @@ T = TypeVar("T")
 
 _RETRY_S = 0.5
 _GARBAGE = 50_000
-"""Objects between two looks for garbage: with ten thousand agents each look is long, and there is
-next to none."""
+"""Allocations between two garbage collections: with ten thousand agents each takes long, and there
+is next to no garbage."""
 _READMIT_S = 10.0
 _QUORUM_TICK_S = 0.05
-_NODES_A_STATUS = 500
-"""status.json is written once a second, and once more for every so many nodes."""
+_NODES_PER_STATUS_S = 500
+"""status.json is written once a second, plus another second for each group of this size."""
 
 
 class Leader:
-    """Leads one term, from its claim until `stop`, a newer term, or the end of the run."""
+    """Leads one term, from its claim until `stop`, a newer term, or the end of the run.
 
-    def __init__(self, office: LeaderContext, claim: LogEntry, listener: Listener) -> None:
+    Args:
+        context: The dependencies.
+        claim: The log entry that began the term.
+        listener: The socket that agents connect to.
+    """
+
+    def __init__(self, context: LeaderContext, claim: LogEntry, listener: Listener) -> None:
         now = time.monotonic()
-        self._office = office
-        self._journal = office.make_journal(claim.term)
+        self._context = context
+        self._status_writer = context.make_status_writer(claim.term)
         self._claim = claim
         self._listener = listener
         rng = random.Random()
-        self._leadership = LeaderState(claim, office.rules, office.liveness, now, rng)
-        self._term = Term(self._leadership, self, office.pace.show_s)
-        notices = office.notices
-        self._folder = TermFolder(claim.term, notices) if notices is not None else None
+        self._state = LeaderState(claim, context.rules, context.liveness, now, rng)
+        self._term = Term(self._state, self, context.timing.status_interval_s)
+        files = context.notices
+        self._folder = TermFolder(claim.term, files) if files is not None else None
         self._is_notice_confirmed = asyncio.Event()
         self._agents: dict[Agent, ServerConnection] = {}
-        self._visitors: dict[ServerConnection, Agent | None] = {}
-        """Everybody who is connected; None: it has not proved yet to be an agent."""
-        self._strangers: dict[ServerConnection, None] = {}
-        """Those of them, the longest first: they may not take all that may be open."""
-        self._max_strangers = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._connections: dict[ServerConnection, Agent | None] = {}
+        """All open connections; None if not authenticated yet."""
+        self._unauthenticated: dict[ServerConnection, None] = {}
+        """Those, the oldest first: they must not use up all file descriptors."""
+        self._max_unauthenticated = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._num_refused = 0
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._arrivals: set[asyncio.Task[None]] = set()
         self._duties: set[asyncio.Task[None]] = set()
         self._clean_up: set[asyncio.Task[None]] = set()
-        self._ending: asyncio.Task[None] | None = None
-        """What is to be done when the term is over; None: it is not."""
+        self._closing: asyncio.Task[None] | None = None
+        """Releases all resources once the term is over; None before."""
         self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
         self._store: StoreAddress | None = None
-        """Where the workers of the last round meet."""
+        """Bootstrap store of the last round's workers."""
         self._readmitting: asyncio.Task[None] | None = None
-        self._lease = office.register.make_lease(claim.term)
-        self._renewing = False
+        self._lease = context.log.make_lease(claim.term)
+        self._is_renewing = False
 
-    # ---- life ---------------------------------------------------------------------------
+    # ---- start and stop -----------------------------------------------------------------
 
     def lead(self) -> None:
         """Begin to decide."""
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
-        self._term.handle(self._leadership.start_leading)
-        self._listener.serve(self._take)
-        duties = self._tick(), self._watch_log(), self._tell_status(), self._readmit()
+        self._term.handle(self._state.start_leading)
+        self._listener.serve(self._accept)
+        duties = [self._tick(), self._watch_log(), self._write_status(), self._readmit()]
+        if self._folder is not None:
+            duties.append(self._watch_notices(self._folder))
+        if self._context.rules.ft:
+            duties.append(self._tick_quorum())
         for duty in duties:
             self._start(duty, self._duties)
-        if self._folder is not None:
-            self._start(self._watch_notices(self._folder), self._duties)
-        if self._office.rules.ft:
-            self._start(self._tick_quorum(), self._duties)
 
-    async def depart(self, agent: Agent, within_s: float = 1.0) -> None:
-        """Entry that this leader's own node leaves, for the next one to know.
+    async def record_departure(self, agent: Agent, within_s: float = 1.0) -> None:
+        """Append an entry without this leader's own node, for the next leader.
 
-        Without that, its replica would be taken for one that died with the leader.
+        Otherwise the next leader counts its replica as one that died with this leader.
         """
-        why, now = "it leaves", time.monotonic()
-        self._term.handle(self._leadership.disconnected, agent, why, now)
-        while self._leadership.is_deciding and time.monotonic() < now + within_s:
+        reason, now = "it leaves", time.monotonic()
+        self._term.handle(self._state.disconnected, agent, reason, now)
+        while self._state.is_deciding and time.monotonic() < now + within_s:
             await asyncio.sleep(0.005)
 
     async def stop(self, linger_s: float = 10.0) -> None:
-        """Stop leading. Agents that have not heard the last word yet are waited for.
+        """Stop leading, once all agents have received the end of the run or ``linger_s`` is over.
 
-        If it is cancelled, call it again: only a stop that returns leaves nothing behind.
+        If it is cancelled, call it again: only a stop that returns has released everything.
         """
         if not self._term.is_over:
             await self._finish(linger_s)
             self._term.end_term()
-        await self.over()
+        await self.wait_until_over()
 
-    async def over(self) -> None:
-        """Wait until the term is over, and nothing of this leader is left."""
-        while self._ending is None:
+    async def wait_until_over(self) -> None:
+        """Wait until the term is over and all resources are released."""
+        while self._closing is None:
             await asyncio.sleep(0.1)
-        await asyncio.shield(self._ending)
+        await asyncio.shield(self._closing)
 
     async def _finish(self, linger_s: float) -> None:
-        """Let everybody hear the last word, and what is begun be done."""
+        """Wait until all agents have received the end of the run and begun work is done."""
         deadline = time.monotonic() + linger_s
         last = (RoundPhase.ENDED, RoundPhase.DISBANDED)
-        while self._leadership.run.phase in last and self._agents:
-            if time.monotonic() > deadline:
-                break
+        while self._state.run.phase in last and self._agents and time.monotonic() <= deadline:
             await asyncio.sleep(0.02)
-        self._term.handle(self._leadership.notice_confirmed, self._claim.leader.task)  # it is going
+        self._term.handle(self._state.notice_confirmed, self._claim.leader.task)  # it is leaving
         for duty in self._duties:
             duty.cancel()
         if self._folder is not None:
@@ -168,39 +172,39 @@ class Leader:
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
 
     def let_go(self) -> None:
-        """See `Executor`: they will find the next leader."""
+        """See `Executor`: the agents find the next leader."""
         self._listener.close()
-        for visitor in self._visitors:
-            visitor.close()
+        for connection in self._connections:
+            connection.close()
         for task in (*self._duties, *self._clean_up):
             task.cancel()
-        self._ending = asyncio.create_task(self._end())
+        self._closing = asyncio.create_task(self._release_resources())
 
-    async def _end(self) -> None:
+    async def _release_resources(self) -> None:
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
-        while self._visitors:  # a second at most (`ServerConnection.close`)
+        while self._connections:  # at most a second (`ServerConnection.close`)
             await asyncio.sleep(0.01)
-        await self._journal.close()
+        await self._status_writer.close()
         self._lease.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(
         self, duty: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]
     ) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._until_it_fails(duty))
+        task = asyncio.create_task(self._run_duty(duty))
         among.add(task)
         task.add_done_callback(among.discard)
         task.add_done_callback(lambda _: duty.close())  # cancelled before its first step
         return task
 
-    async def _until_it_fails(self, duty: Coroutine[Any, Any, None]) -> None:
+    async def _run_duty(self, duty: Coroutine[Any, Any, None]) -> None:
         try:
             await duty
         except Exception:
             self._fail()
 
     @contextlib.contextmanager
-    def _or_fail(self) -> Iterator[None]:
+    def _fail_on_error(self) -> Iterator[None]:
         try:
             yield
         except CONNECTION_ERRORS:
@@ -218,77 +222,77 @@ class Leader:
 
     # ---- agents -------------------------------------------------------------------------
 
-    def _take(self, connection: socket.socket) -> None:
-        visitor = ServerConnection(self._office.secret, self._claim.term, self, self._buffer)
-        self._visitors[visitor] = None
-        self._strangers[visitor] = None
-        if len(self._strangers) > self._max_strangers:
-            next(iter(self._strangers)).abort("too many have not proved who they are")
-        self._start(self._let_in(visitor, connection), self._arrivals)
+    def _accept(self, sock: socket.socket) -> None:
+        connection = ServerConnection(self._context.secret, self._claim.term, self, self._buffer)
+        self._connections[connection] = None
+        self._unauthenticated[connection] = None
+        if len(self._unauthenticated) > self._max_unauthenticated:
+            next(iter(self._unauthenticated)).abort("too many unauthenticated connections")
+        self._start(self._open_connection(connection, sock), self._arrivals)
 
-    async def _let_in(self, visitor: ServerConnection, connection: socket.socket) -> None:
+    async def _open_connection(self, connection: ServerConnection, sock: socket.socket) -> None:
         try:
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(lambda: visitor, connection)
+            await loop.connect_accepted_socket(lambda: connection, sock)
         except OSError as e:
-            connection.close()
-            self.on_disconnect(visitor, f"it ended as soon as it came: {e}")
+            sock.close()
+            self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")
 
-    def on_connect(self, visitor: ServerConnection, hello: dict[str, Any]) -> None:
-        """See `Host`."""
+    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
+        """See `ConnectionOwner`."""
         agent = Agent(**hello)
-        with self._or_fail():
-            self._term.handle(self._leadership.connected, agent, time.monotonic())
-        self._agents[agent] = visitor
-        self._visitors[visitor] = agent
-        self._strangers.pop(visitor, None)
+        with self._fail_on_error():
+            self._term.handle(self._state.connected, agent, time.monotonic())
+        self._agents[agent] = connection
+        self._connections[connection] = agent
+        self._unauthenticated.pop(connection, None)
 
-    def on_message(self, visitor: ServerConnection, message: dict[str, Any]) -> None:
-        """See `Host`."""
-        agent = self._visitors[visitor]
-        if agent is None or self._agents.get(agent) is not visitor:
-            return  # the agent has come back on another connection
-        with self._or_fail():
+    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
+        """See `ConnectionOwner`."""
+        agent = self._connections[connection]
+        if agent is None or self._agents.get(agent) is not connection:
+            return  # the agent has another connection by now
+        with self._fail_on_error():
             now = time.monotonic()
-            self._term.handle(self._leadership.received, agent, _on_our_clock(message), now)
+            self._term.handle(self._state.received, agent, _on_leader_clock(message), now)
 
-    def on_disconnect(self, visitor: ServerConnection, why: str) -> None:
-        """See `Host`."""
-        agent = self._visitors.pop(visitor)
-        self._strangers.pop(visitor, None)
+    def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
+        """See `ConnectionOwner`."""
+        agent = self._connections.pop(connection)
+        self._unauthenticated.pop(connection, None)
         if agent is None:
             self._num_refused += 1
             return
-        _log.info("the connection to %s ended: %s", agent.task, why)
-        if self._agents.get(agent) is visitor:
-            self._let_go(agent, why)
-            with self._or_fail():
-                now, why = time.monotonic(), "its connection closed"
-                self._term.handle(self._leadership.disconnected, agent, why, now)
+        _log.info("the connection to %s ended: %s", agent.task, reason)
+        if self._agents.get(agent) is connection:
+            self._disconnect(agent, reason)
+            with self._fail_on_error():
+                now, reason = time.monotonic(), "its connection closed"
+                self._term.handle(self._state.disconnected, agent, reason, now)
 
     def _send(self, agent: Agent, message: dict[str, Any]) -> None:
         if agent in self._agents and not self._term.is_over:
             self._agents[agent].send(message)
 
-    def _let_go(self, agent: Agent, why: str) -> None:
-        visitor = self._agents.pop(agent, None)
-        if visitor is not None:
-            visitor.abort(why)
+    def _disconnect(self, agent: Agent, reason: str) -> None:
+        connection = self._agents.pop(agent, None)
+        if connection is not None:
+            connection.abort(reason)
 
     # ---- effects ------------------------------------------------------------------------
 
     def carry_out(self, effect: Effect) -> None:
         """See `Executor`."""
-        world = self._office.world
+        scheduler = self._context.scheduler
         match effect:
             case Send(agents, message):
                 for agent in self._agents if agents is None else agents:
                     self._send(agent, message)
             case Disconnect(agent):
                 assert agent is not None
-                self._let_go(agent, "silent, or connected anew")
+                self._disconnect(agent, "it timed out, or has connected again")
             case Note(kind, fields):
-                self._journal.note(kind, **fields)
+                self._status_writer.note(kind, **fields)
             case Append():
                 self._start(self._append(effect), self._duties)
             case Announce():
@@ -300,11 +304,13 @@ class Leader:
             case QuerySweep(lost):
                 self._start(self._query_sweep(lost), self._duties)
             case LetOthersStart(lost):
-                self._let_slurm(world.let_others_start, lost)
+                self._start_slurm_call(scheduler.let_others_start, lost)
             case RenewLease():
-                self._renew_lease()
+                if not self._is_renewing:  # the file system may hang
+                    self._is_renewing = True
+                    self._start(self._renew_lease(), self._duties)
             case Show(status, lines):
-                self._journal.show(status, lines)
+                self._status_writer.show(status, lines)
             case RemoveNotice(name, matches_no_agent):
                 if matches_no_agent:
                     _log.warning("the notice %s names no task or host of the run", name)
@@ -312,33 +318,36 @@ class Leader:
                 self._folder.confirm(name)
                 self._is_notice_confirmed.set()
             case Postpone(delay_s):
-                self._let_slurm(world.postpone_pending, delay_s)
+                self._start_slurm_call(scheduler.postpone_pending, delay_s)
             case Exclude(hosts, why):
-                self._let_slurm(world.exclude, hosts, why)
+                self._start_slurm_call(scheduler.exclude, hosts, why)
             case Readmit(tasks):
                 if self._readmitting is None or self._readmitting.done():
-                    self._readmitting = self._let_slurm(world.readmit, tasks)
+                    self._readmitting = self._start_slurm_call(scheduler.readmit, tasks)
             case ClearHolds(tasks, possibly_alive, failed_on):
                 avoids = sorted({*possibly_alive.values()})
-                self._journal.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
-                self._let_slurm(world.clear_holds, tasks, possibly_alive, failed_on)
+                self._status_writer.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
+                restart = scheduler.clear_holds
+                self._start_slurm_call(restart, tasks, possibly_alive, failed_on)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """See `Executor`."""
         self._start(self._publish(entry, afterwards), self._clean_up)
 
-    def _let_slurm(self, work: Callable[..., None], *arguments: object) -> asyncio.Task[None]:
-        return self._start(self._if_it_leads(work, *arguments), self._clean_up)
+    def _start_slurm_call(
+        self, work: Callable[..., None], *arguments: object
+    ) -> asyncio.Task[None]:
+        return self._start(self._call_if_leading(work, *arguments), self._clean_up)
 
-    async def _if_it_leads(self, work: Callable[..., None], *arguments: object) -> None:
-        """Do in a thread what no entry guards, unless an entry says that another leads."""
-        while not await self._in_thread(self._try_if_it_leads, partial(work, *arguments)):
+    async def _call_if_leading(self, work: Callable[..., None], *arguments: object) -> None:
+        """Make a call that no log entry guards, unless the log shows another leader."""
+        while not await self._in_thread(self._try_if_leading, partial(work, *arguments)):
             await asyncio.sleep(_RETRY_S)
 
-    def _try_if_it_leads(self, work: Callable[[], None]) -> bool:
-        """Return whether it is known who leads; a thread waits for nothing else."""
+    def _try_if_leading(self, work: Callable[[], None]) -> bool:
+        """Return whether the leader is known; a thread waits for nothing else."""
         try:
-            _, last = self._office.register.last()
+            _, last = self._context.log.last()
         except OSError as e:
             _log.info("whether term %d is over cannot be read: %s", self._claim.term, e)
             return False
@@ -352,81 +361,75 @@ class Leader:
         while True:
             try:
                 if append.needs_store:
-                    self._store = await self._in_thread(self._office.world.make_store)
-                is_ours = await self._in_thread(self._office.register.create, entry)
+                    self._store = await self._in_thread(self._context.scheduler.make_store)
+                is_created = await self._in_thread(self._context.log.create, entry)
                 break
             except OSError as e:
-                _log.warning("entry %d is not written yet, trying on: %s", entry.index, e)
+                _log.warning("entry %d is not written yet, retrying: %s", entry.index, e)
                 await asyncio.sleep(_RETRY_S)
-        self._term.handle(self._leadership.appended if is_ours else self._leadership.refused)
+        self._term.handle(self._state.appended if is_created else self._state.refused)
 
     async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
-        self._term.show(time.time())  # before the result, whose readers take it for the last
-        await self._journal.publish(entry)
+        self._term.show(time.time())  # before the result, so that readers take it for the last
+        await self._status_writer.publish(entry)
         self._term.do(afterwards)
-        await self._if_it_leads(self._office.world.cancel_pending)
+        await self._call_if_leading(self._context.scheduler.cancel_pending)
 
     async def _query_tasks(self) -> None:
-        view = await self._in_thread(self._office.world.view)
-        self._term.handle(self._leadership.slurm_answered, view, time.monotonic())
+        view = await self._in_thread(self._context.scheduler.view)
+        self._term.handle(self._state.slurm_answered, view, time.monotonic())
 
     async def _query_sweep(self, lost: Mapping[str, int]) -> None:
-        why = await self._in_thread(self._office.world.waits_in_vain, lost)
-        self._term.handle(self._leadership.sweep_answered, why, time.monotonic())
+        why = await self._in_thread(self._context.scheduler.waits_in_vain, lost)
+        self._term.handle(self._state.sweep_answered, why, time.monotonic())
 
-    def _renew_lease(self) -> None:
-        if not self._renewing:  # the file system may hang
-            self._renewing = True
-            self._start(self._renew(), self._duties)
-
-    async def _renew(self) -> None:
+    async def _renew_lease(self) -> None:
         try:
             await self._in_thread(self._lease.renew)
         except OSError as e:
             _log.info("lease not renewed: %s", e)
         else:
-            self._term.handle(self._leadership.renewed)
+            self._term.handle(self._state.renewed)
         finally:
-            self._renewing = False
+            self._is_renewing = False
 
     # ---- duties -------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         while True:
-            self._term.handle(self._leadership.tick, time.monotonic())
-            await asyncio.sleep(self._office.liveness.heartbeat_interval_s)
+            self._term.handle(self._state.tick, time.monotonic())
+            await asyncio.sleep(self._context.liveness.heartbeat_interval_s)
 
     async def _tick_quorum(self) -> None:
-        """Let the lighthouse of replicas see that time passes."""
         while True:
             await asyncio.sleep(_QUORUM_TICK_S)
-            self._term.handle(self._leadership.tick_quorum, time.monotonic())
+            self._term.handle(self._state.tick_quorum, time.monotonic())
 
     async def _watch_log(self) -> None:
-        """Step down once somebody else leads."""
+        """Step down once the log shows another leader."""
         while True:
             with contextlib.suppress(OSError):
-                number = await self._in_thread(self._office.register.last_index)
-                self._term.handle(self._leadership.log_advanced, number)
-            await asyncio.sleep(self._office.pace.look_s)
+                index = await self._in_thread(self._context.log.last_index)
+                self._term.handle(self._state.log_advanced, index)
+            await asyncio.sleep(self._context.timing.poll_interval_s)
 
     async def _watch_notices(self, folder: TermFolder) -> None:
-        """Pass on who is asked to leave."""
+        """Claim notices, so that the agents of their nodes leave."""
         while True:
-            with self._if_not_over(), contextlib.suppress(OSError):
+            with self._end_if_deposed(), contextlib.suppress(OSError):
                 self._is_notice_confirmed.clear()
                 claimed = await self._in_thread(carried_out, folder.claim_notices())
-                self._term.handle(self._leadership.notices_claimed, claimed)
+                self._term.handle(self._state.notices_claimed, claimed)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._office.pace.look_s):
+                async with asyncio.timeout(self._context.timing.poll_interval_s):
                     await self._is_notice_confirmed.wait()
 
     async def _remove_confirmed(self, folder: TermFolder) -> None:
-        with self._if_not_over(), contextlib.suppress(OSError):  # the next leader finds it again
+        with self._end_if_deposed(), contextlib.suppress(OSError):  # the next leader removes it
             await self._in_thread(carried_out, folder.remove_confirmed())
 
     @contextlib.contextmanager
-    def _if_not_over(self) -> Iterator[None]:
+    def _end_if_deposed(self) -> Iterator[None]:
         try:
             yield
         except TermOverError as e:
@@ -438,27 +441,24 @@ class Leader:
             await asyncio.sleep(_READMIT_S)
             self._term.readmit()
 
-    async def _tell_status(self) -> None:
+    async def _write_status(self) -> None:
         while True:
-            if self._journal.is_over:
+            if self._status_writer.is_over:
                 self._term.end_term()
             self._term.show(time.time())
-            self._count_strangers()
-            run = self._leadership.run
+            if self._num_refused:
+                _log.info("%d connections were not from agents of the run", self._num_refused)
+                self._num_refused = 0
+            run = self._state.run
             if run.phase is RoundPhase.FORMING:
-                text = waiting_for(run, self._office.world.log_of)
+                text = waiting_for(run, self._context.scheduler.log_of)
                 for agent in list(run.participants.joined):
                     self._send(agent, {"type": "waiting", "text": text})
-            await asyncio.sleep(1.0 + len(self._agents) / _NODES_A_STATUS)
-
-    def _count_strangers(self) -> None:
-        if self._num_refused:
-            _log.info("%d connections were none of the run's agents", self._num_refused)
-            self._num_refused = 0
+            await asyncio.sleep(1.0 + len(self._agents) / _NODES_PER_STATUS_S)
 
 
-def _on_our_clock(message: dict[str, Any]) -> dict[str, Any]:
-    """Give failures the leader's time: agents send their age, since their clocks may differ."""
+def _on_leader_clock(message: dict[str, Any]) -> dict[str, Any]:
+    """Convert ages of failures to the leader's time, since clocks of nodes may differ."""
     for item in (*message.get("failures", ()), *message.get("ranks", ())):
         item["time"] = time.time() - float(item.pop("age_s"))
     return message
@@ -472,45 +472,47 @@ StoreAddress = tuple[str, int]
 
 @dataclass(frozen=True)
 class LeaderTiming:
-    """How often a leader that trains undisturbed turns to the run's files; seconds."""
+    """Intervals at which a leader accesses the run's files; seconds."""
 
-    look_s: float = 1.0
-    """Between two looks for a later leader, and for notices."""
-    show_s: float = 0.0
-    """Between two statuses that differ in their numbers alone; 0: each second."""
+    poll_interval_s: float = 1.0
+    """Between two polls for a later leader, and for notices."""
+    status_interval_s: float = 0.0
+    """Between two statuses that differ only in their numbers; 0: every second."""
 
     @classmethod
     def of(cls, mount: Mount) -> LeaderTiming:
-        """Return that of a run on a mount: a server of files is asked more seldom."""
-        return cls() if mount.is_local else cls(look_s=6.0, show_s=STATUS_SELDOM_S)
+        """Return the timing of a run on a mount: a file server is polled less often."""
+        if mount.is_local:
+            return cls()
+        return cls(poll_interval_s=6.0, status_interval_s=STATUS_SELDOM_S)
 
 
 class LeaderScheduler(Protocol):
-    """What a leader needs beyond the run directory. All calls but the last may block."""
+    """The scheduler and the run's processes. All calls but the last may block."""
 
     def make_store(self) -> StoreAddress:
         """Start a fresh bootstrap store for a round; return its address and port.
 
-        torch's may take seconds, for it looks its own name up.
+        torch's may take seconds, since it resolves its own host name.
         """
 
     def view(self) -> Mapping[str, TaskState] | None:
-        """Ask how the tasks of the run are; None where nobody knows."""
+        """Return the states of the run's tasks; None if unknown."""
 
     def cancel_pending(self) -> None:
-        """Take back the run's tasks that are still in the queue: it has ended.
+        """Cancel the run's queued tasks: it has ended.
 
-        Other runs of its sweep that stay away may start on its nodes.
+        Postponed runs of its sweep may start on its nodes.
         """
 
     def postpone_pending(self, delay_s: float) -> None:
-        """Let none of the run's queued tasks start for a while."""
+        """Start none of the run's queued tasks for this time."""
 
     def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
-        """Return why the run waits in vain for its min nodes; None if it may yet get them."""
+        """Return why the run cannot get its min nodes at present; None if it may get them."""
 
     def let_others_start(self, lost: Iterable[str]) -> None:
-        """Let runs of the sweep start that stay away, if there are idle nodes for them."""
+        """Start postponed runs of the sweep if there are idle nodes for them."""
 
     def clear_holds(
         self,
@@ -518,45 +520,48 @@ class LeaderScheduler(Protocol):
         possibly_alive: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
-        """Let tasks that Slurm holds, or has ended, start again soon.
+        """Start tasks again soon that Slurm holds or has ended.
 
-        Those whose end nobody has seen may run still on these nodes, and do not start there; nor
-        do others where they failed before they joined.
+        Args:
+            tasks: The tasks.
+            possibly_alive: Tasks that may still run, each with the node where it must not start.
+            failed_on: Tasks that failed before they joined, each with the hosts to avoid.
         """
 
     def readmit(self, tasks: Iterable[str]) -> None:
-        """Let these tasks, which are gone, start there again where the nodes are rid of them."""
+        """Let these lost tasks start again on nodes where their processes have ended."""
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Let none of the run's queued tasks start on these hosts."""
+        """Start none of the run's queued tasks on these hosts."""
 
     def log_of(self, task: str, attempt: int) -> str | None:
-        """Return where an attempt's log is."""
+        """Return the path of an attempt's log."""
 
 
 @dataclass(frozen=True)
 class LeaderContext:
-    """What a leader of a run works with."""
+    """Dependencies of a leader."""
 
     rules: RoundRules
     liveness: HeartbeatConfig
     secret: bytes
-    register: DecisionLog
-    make_journal: Callable[[int], StatusWriter]
-    """Makes the journal of the leader of a term; 0: of an agent that does not lead."""
-    world: LeaderScheduler
+    log: DecisionLog
+    make_status_writer: Callable[[int], StatusWriter]
+    """Makes the writer of the leader of a term; 0: of an agent that does not lead."""
+    scheduler: LeaderScheduler
     notices: SharedFiles | None = None
-    """Where it is asked for nodes to be left; None: nowhere."""
+    """Files that request nodes to leave; None if the run has none."""
     generation: int = 0
     """The run's, as this agent's task was submitted."""
-    pace: LeaderTiming = LeaderTiming()
+    timing: LeaderTiming = LeaderTiming()
 
 
 @dataclass(frozen=True)
 class LeaderCandidate:
-    """What this agent needs to lead: where to listen, and what a leader works with."""
+    """What an agent needs to become the leader."""
 
     address: str
-    office: LeaderContext
+    """Where it listens."""
+    context: LeaderContext
     is_running: Callable[[str], bool | None]
-    """Ask (blocking) Slurm whether a task is RUNNING; None where nobody knows."""
+    """Returns whether a task is RUNNING in Slurm, None if unknown; blocking."""

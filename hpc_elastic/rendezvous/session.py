@@ -74,7 +74,7 @@ class Session:
         self._heard = SessionState()
         self._me = me
         self._candidacy = candidacy
-        self._office = candidacy.office
+        self._office = candidacy.context
         self._progress = progress
         self._beat_s = self._office.liveness.heartbeat_interval_s
         self.replica: ManagerServer | None = None
@@ -286,7 +286,7 @@ class Session:
     async def _stop_leading(self) -> None:
         if self._leader is not None:
             if self.replica is not None:
-                await self._leader.depart(self._me)
+                await self._leader.record_departure(self._me)
             await self._leader.stop()
             self._leader = None  # not before: `_live` finishes what was cut short
 
@@ -353,7 +353,7 @@ class Session:
 
     async def _look(self) -> None:
         try:
-            number, entry, lease = await self._in_thread(self._office.register.look)
+            number, entry, lease = await self._in_thread(self._office.log.look)
         except OSError as e:
             self._carry_out(self._following.blind(str(e), time.monotonic()))
         else:
@@ -361,10 +361,10 @@ class Session:
             self._carry_out(self._following.looked(number, entry, lease, now))
 
     async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
-        journal = self._office.make_journal(0)
+        journal = self._office.make_status_writer(0)
         await journal.publish(entry)
         await journal.close()
-        await self._in_thread(self._office.world.cancel_pending)
+        await self._in_thread(self._office.scheduler.cancel_pending)
         self._carry_out(afterwards)
 
     async def _inquire(self, task: str) -> None:
@@ -473,13 +473,13 @@ class Session:
 
     async def _part_with(self, leader: Leader) -> None:
         """Let go of a leader that has ended because another leads."""
-        await leader.over()
+        await leader.wait_until_over()
         if self._leader is leader:
             self._leader = None
 
     async def _create(self, entry: LogEntry, *, first: bool) -> bool:
         try:
-            return await self._in_thread(self._office.register.create, entry)
+            return await self._in_thread(self._office.log.create, entry)
         except RunDirectoryError:
             if first:
                 raise  # it never worked here, and no other node will fare better

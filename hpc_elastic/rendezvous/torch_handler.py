@@ -230,12 +230,12 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             mount.refreshed_stale_s,
         ),
         secret=secret,
-        register=DecisionLog(run.rdzv, secret),
-        make_journal=partial(
+        log=DecisionLog(run.rdzv, secret),
+        make_status_writer=partial(
             StatusWriter, run, run_id, EventLog(run.path / f"events-{slurm.node_id}.jsonl", me.task)
         ),
-        world=_Step(slurm, RoundStores(interface.address)),
-        pace=LeaderTiming.of(mount),
+        scheduler=_Step(slurm, RoundStores(interface.address)),
+        timing=LeaderTiming.of(mount),
     )  # fmt: skip
     session = Session(me, LeaderCandidate(interface.address, office, lambda _: None))
     return SlurmRendezvousHandler(session, parameters.run_id, settings.join_timeout_s)

@@ -77,7 +77,7 @@ class Append:
 
 @dataclass(frozen=True)
 class ReadLog:
-    """Read the last entry and its term's lease; report `FollowerState.looked` or `blind`."""
+    """Read the last entry and its lease; report `FollowerState.log_read` or `log_unreadable`."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class QueryTasks:
 
 @dataclass(frozen=True)
 class QuerySlurm:
-    """Query whether the leader's task runs; report `FollowerState.slurm_says`."""
+    """Query whether the leader's task runs; report `FollowerState.slurm_answered`."""
 
     task: str
 

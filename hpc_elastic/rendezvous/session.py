@@ -133,7 +133,7 @@ class Session:
             left_s: Seconds that are left.
         """
         now = time.monotonic()
-        self._call(lambda: self._carry_out(self._following.notice(reason, left_s, now)))
+        self._call(lambda: self._carry_out(self._following.add_notice(reason, left_s, now)))
 
     def leave_now(self) -> None:
         """Leave because of the notice, without waiting for the round: sets `leaving`."""
@@ -355,10 +355,10 @@ class Session:
         try:
             number, entry, lease = await self._in_thread(self._office.register.look)
         except OSError as e:
-            self._carry_out(self._following.blind(str(e), time.monotonic()))
+            self._carry_out(self._following.log_unreadable(str(e), time.monotonic()))
         else:
             now = time.monotonic()
-            self._carry_out(self._following.looked(number, entry, lease, now))
+            self._carry_out(self._following.log_read(number, entry, lease, now))
 
     async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         journal = self._office.make_journal(0)
@@ -369,7 +369,7 @@ class Session:
 
     async def _inquire(self, task: str) -> None:
         runs = await self._in_thread(self._candidacy.is_running, task)
-        self._carry_out(self._following.slurm_says(task, runs, time.monotonic()))
+        self._carry_out(self._following.slurm_answered(task, runs, time.monotonic()))
 
     # ---- following ----------------------------------------------------------------------
 

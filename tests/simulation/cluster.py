@@ -428,7 +428,7 @@ class AgentProcess:
         if self.over:
             return
         self._is_noticed = True
-        self._do(self._following.notice("signal", left_s, self.host.clock()))
+        self._do(self._following.add_notice("signal", left_s, self.host.clock()))
         self._obey()
 
     def _obey(self) -> None:
@@ -538,15 +538,15 @@ class AgentProcess:
                 self.leaders[-1].lead(entry)
 
     def _looked(self, number: int, entry: LogEntry | None, lease: int | None) -> None:
-        self._do(self._following.looked(number, entry, lease, self.host.clock()))
+        self._do(self._following.log_read(number, entry, lease, self.host.clock()))
 
     def _blind(self, why: Exception) -> None:
-        self._do(self._following.blind(str(why), self.host.clock()))
+        self._do(self._following.log_unreadable(str(why), self.host.clock()))
 
     def _slurm_says(self, task: str, runs: bool | None) -> None:
         if runs is False:
             self._said_dead.add(task)
-        self._do(self._following.slurm_says(task, runs, self.host.clock()))
+        self._do(self._following.slurm_answered(task, runs, self.host.clock()))
 
     def _claim(self, wanted: Claim) -> None:
         if self._goes_by_the_lease(wanted):

@@ -175,7 +175,7 @@ class ElasticAgent(LocalElasticAgent):
         A group that trains would be stopped for this node at once, and stand still until it has
         imported what it needs: so it is joined after that.
         """
-        if self._session.leaving is None:
+        if self._session.departed is None:
             self._warm_workers.fill(paced=False)
             if self._handler.round is None:
                 self._import_beside_others()
@@ -191,7 +191,7 @@ class ElasticAgent(LocalElasticAgent):
     def _is_wanted(self) -> bool:
         """Whether this node is still to join."""
         session, notice = self._session, self._workplace.notices.current
-        return notice is None and not (session.verdict or session.leaving or session.sent_back)
+        return notice is None and not (session.verdict or session.departed or session.requeued)
 
     def _assign_worker_ranks(
         self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -327,7 +327,7 @@ class ElasticAgent(LocalElasticAgent):
                 _log.warning("the function has returned under notice, before its last step")
                 self._session.leave_now()
                 return
-        self._session.finished()
+        self._session.report_finished()
 
     def _early_exits(self) -> dict[int, ProcessFailure]:
         """Return the workers that have ended with code 0 before their function returned."""
@@ -382,7 +382,7 @@ class ElasticAgent(LocalElasticAgent):
             _log.warning("workers have ended under notice: %s", [f["message"] for f in found])
             self._session.leave_now()
             return
-        self._session.failed(earliest(found))
+        self._session.report_failures(earliest(found))
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + _NOTICE_MAY_COME_S

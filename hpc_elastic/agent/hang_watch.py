@@ -62,13 +62,13 @@ class HangReporter(Protocol):
     def stacks(self) -> int:
         """The number of the leader's query for stacks; 0 if there is none."""
 
-    def stalled(self, stalled_s: float, limit_s: float) -> None:
+    def report_stall(self, stalled_s: float, limit_s: float) -> None:
         """Report that workers have made no step for longer than the limit."""
 
     def answer_stacks(self, number: int, ranks: list[Message]) -> None:
         """Answer a query with the states of this node's workers."""
 
-    def failed(self, failures: list[Message]) -> None:
+    def report_failures(self, failures: list[Message]) -> None:
         """Report failed workers."""
 
 
@@ -160,7 +160,7 @@ class HangWatch:
             alone = self._alone
             self._start(lambda: self._judge(alone, pids, stalled_s, limit_s), now)
             return
-        self._leader.stalled(stalled_s, limit_s)
+        self._leader.report_stall(stalled_s, limit_s)
         self._postpone(now)
 
     def _start(self, work: Callable[[], None], now: float) -> None:
@@ -185,7 +185,7 @@ class HangWatch:
         note, round_ = note_of(finding, stalled_s), self._workers[0].files.round
         alone.note(note.kind, **note.fields)
         failed = [_message(f) for _, f in failures_of(finding, stalled_s, round_)]
-        self._leader.failed(failed)
+        self._leader.report_failures(failed)
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         samplers = [StackSampler(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]

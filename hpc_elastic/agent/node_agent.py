@@ -250,10 +250,10 @@ class NodeAgent:
         finally:
             self._notices.close()
             session.leave("its agent ended")
-        if session.sent_back is not None:
-            return self._go_back(session.sent_back)
-        if session.leaving is not None:
-            return _leave_job(self._task, self._events, self._why(session.leaving))
+        if session.requeued is not None:
+            return self._go_back(session.requeued)
+        if session.departed is not None:
+            return _leave_job(self._task, self._events, self._why(session.departed))
         return exit_code
 
     def _unfit(self, checks: Preflight) -> int | None:

@@ -201,10 +201,10 @@ class PreemptionReporter(Protocol):
     """The part of `rendezvous.session.Session` that is used here."""
 
     @property
-    def noticed(self) -> session.LeaveRequest | None:
+    def leave_request(self) -> session.LeaveRequest | None:
         """What was reported to the leader about this node."""
 
-    def notice(self, reason: str, left_s: float) -> None:
+    def add_notice(self, reason: str, left_s: float) -> None:
         """Put this node under notice."""
 
     def leave_now(self) -> None:
@@ -262,7 +262,7 @@ class PreemptionState:
     def _send_notice(self, notice: PreemptionNotice) -> None:
         if self._leader is not None:
             left_s = max(0.0, notice.by - time.monotonic())
-            self._leader.notice(notice.reason.value, left_s)
+            self._leader.add_notice(notice.reason.value, left_s)
 
     @staticmethod
     def _is_news(before: PreemptionNotice, now: PreemptionNotice) -> bool:
@@ -315,7 +315,7 @@ class DrainController:
 
     def _hear_of(self, workers: Sequence[WorkerStatus]) -> None:
         """Take in what the leader knows, and what the workers' scripts want."""
-        heard = self._leader.noticed
+        heard = self._leader.leave_request
         if heard is not None and heard != self._heard:
             self._heard = heard
             self._notices.add(PreemptionNotice(Reason.ASKED, heard.deadline))

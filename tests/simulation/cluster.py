@@ -589,7 +589,7 @@ class AgentProcess:
             case "stop":
                 self._stop()
             case "checkpoint_request":
-                self._heard.hear(message)
+                self._heard.handle_message(message)
                 self.touch()
             case "noticed" if message["reason"] == "asked":
                 self.env.world.after(0.001, self.process, self._obey)

@@ -351,7 +351,7 @@ class Session:
 
     async def _read_log(self) -> None:
         try:
-            number, entry, lease = await self._in_thread(self._context.register.look)
+            number, entry, lease = await self._in_thread(self._context.register.read_last)
         except OSError as e:
             self._carry_out(self._following.log_unreadable(str(e), time.monotonic()))
         else:

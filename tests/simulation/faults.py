@@ -4,59 +4,59 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from simulation.cluster import Env, Node
+from simulation.storage import Mount
+from simulation.world import Slurm
 
 _LONGEST_S = 8.0
 
 
 class Faults:
-    """Injects faults until the world is to be calm; then heals what is left of them."""
+    """Injects faults until the calm begins; then heals those that last."""
 
     def __init__(self, env: Env) -> None:
         self.count: Counter[str] = Counter()
         self._env = env
         self._healers: dict[int, Callable[[], None]] = {}
         self._num_lasting = 0
+        everywhere, slurm = [n.mount for n in env.nodes], [env.slurm]
         self._kinds: tuple[tuple[str, Callable[[Node], None]], ...] = (
-            ("process crash", self._crash),
-            ("process crash", self._crash),
-            ("node crash", self._vanish),
+            ("process crash", lambda node: node.crash(self._is_requeued())),
+            ("process crash", lambda node: node.crash(self._is_requeued())),
+            ("node crash", lambda node: node.vanish(self._is_requeued())),
             ("pause", self._pause),
             ("pause", self._pause),
             ("frozen node", self._freeze),
-            ("busy agent", self._keep_busy),
-            ("preemption", self._preempt),
+            ("busy agent", self._block_agent),
+            ("preemption", Node.preempt),
             ("partition of two", self._cut_one),
-            ("partition of one from all", self._cut_all),
-            ("partition of one from all", self._cut_all),
-            ("slow files", self._slow_files),
-            ("failing files", self._failing_files),
-            ("failing files everywhere", self._failing_everywhere),
-            ("lost replies", self._lost_replies),
-            ("hanging removals", self._hanging_removals),
-            ("Slurm hangs", self._slurm_hangs),
-            ("Slurm is down", self._slurm_down),
+            ("partition of one from all", lambda node: self._schedule_healing(self._isolate(node))),
+            ("partition of one from all", lambda node: self._schedule_healing(self._isolate(node))),
+            ("slow files", lambda node: self._impair([node.mount], "slow")),
+            ("failing files", lambda node: self._impair([node.mount], "failing")),
+            ("failing files everywhere", lambda _: self._impair(everywhere, "failing")),
+            ("lost replies", lambda _: self._impair(everywhere, "losing")),
+            ("hanging removals", lambda _: self._impair(everywhere, "hanging")),
+            ("Slurm hangs", lambda _: self._impair(slurm, "hanging")),
+            ("Slurm is down", lambda _: self._impair(slurm, "down")),
         )
 
     def plan(self) -> None:
-        """Draw when what happens."""
+        """Draw the times of all faults."""
         world, scenario = self._env.world, self._env.scenario
         if scenario.isolates:
-            world.after(scenario.calm_after_s * world.rng.random(), None, self._isolate)
+            world.after(scenario.calm_after_s * world.rng.random(), None, self._isolate_for_good)
         for _ in range(scenario.num_faults):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._inject)
-        if not scenario.is_quiet:
-            self._plan_files(self._env.storage.rng)
+        if not scenario.is_quiet:  # notice files
+            rng = self._env.storage.rng
+            for _ in range(rng.choice((0, 0, 0, 1, 2))):
+                at = scenario.calm_after_s * rng.random()
+                world.after(at, None, self._request_leave, rng)
         for _ in range(scenario.num_notices):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._give_notice)
-
-    def _plan_files(self, rng: random.Random) -> None:
-        """Draw when somebody asks by a file that a node is to be left."""
-        for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            at = self._env.scenario.calm_after_s * rng.random()
-            self._env.world.after(at, None, self._request_leave, rng)
 
     def _request_leave(self, rng: random.Random) -> None:
         nodes = [n for n in self._env.nodes if n.lives]
@@ -67,12 +67,11 @@ class Faults:
             self._env.shared.add_notice(rng.choice((node.task, node.task, node.hostname)))
 
     def heal(self) -> None:
-        """Undo all that lasts; only a node that is isolated for good stays so."""
+        """Heal all lasting faults, except for a node that is isolated for good."""
         for number in list(self._healers):
             self._healers.pop(number)()
 
-    def _isolate(self) -> None:
-        """Cut a node off from all others for ever."""
+    def _isolate_for_good(self) -> None:
         self._env.network.isolated = self._pick(self._env.nodes, "isolated for good").slot
 
     def _inject(self) -> None:
@@ -82,7 +81,7 @@ class Faults:
             fault(self._pick(nodes, kind))
 
     def _give_notice(self) -> None:
-        """Announce that one node, some, or all are taken; a time limit comes to all at once."""
+        """Announce the preemption of one node or several, or the time limit of all."""
         world, scenario = self._env.world, self._env.scenario
         nodes = [n for n in self._env.nodes if n.agent is not None]
         if not nodes:
@@ -101,7 +100,7 @@ class Faults:
             world.after(0.3 * world.rng.random(), None, node.notice, grace_s)
 
     def _pick(self, nodes: list[Node], kind: str) -> Node:
-        """Choose a node, often one that leads: its faults are the interesting ones."""
+        """Choose a node, with a preference for leaders: their faults matter most."""
         rng = self._env.world.rng
         leading = [n for n in nodes if n.agent and any(x.leads for x in n.agent.leaders)]
         node = rng.choice(leading if leading and rng.random() < 0.4 else nodes)
@@ -109,42 +108,28 @@ class Faults:
         self._env.world.log_event(node.task, "fault", kind)
         return node
 
-    def _lasts(self, heal: Callable[[], None]) -> None:
-        """Heal after a while, and when calm is called for."""
+    def _schedule_healing(self, heal: Callable[[], None]) -> None:
+        """Heal a fault after a while, or when the calm begins."""
         self._num_lasting += 1
         number = self._num_lasting
         self._healers[number] = heal
         duration = _LONGEST_S * self._env.world.rng.random()
-        self._env.world.after(duration, None, self._heal_one, number)
-
-    def _heal_one(self, number: int) -> None:
-        healer = self._healers.pop(number, None)
-        if healer is not None:
-            healer()
+        self._env.world.after(duration, None, lambda: self._healers.pop(number, lambda: None)())
 
     # ---- kinds --------------------------------------------------------------------------
 
-    def _comes_back(self) -> bool:
+    def _is_requeued(self) -> bool:
         return self._env.world.rng.random() < 0.7
-
-    def _crash(self, node: Node) -> None:
-        node.crash(self._comes_back())
-
-    def _vanish(self, node: Node) -> None:
-        node.vanish(self._comes_back())
-
-    def _preempt(self, node: Node) -> None:
-        node.preempt()
 
     def _pause(self, node: Node) -> None:
         assert node.agent is not None
         process, rng = node.agent.process, self._env.world.rng
         if not process.paused:
             process.paused = True
-            self._lasts(lambda: process.resume(rng.random() < 0.5))
+            self._schedule_healing(lambda: process.resume(rng.random() < 0.5))
 
-    def _keep_busy(self, node: Node) -> None:
-        """The agent's own thread does something else; its session goes on."""
+    def _block_agent(self, node: Node) -> None:
+        """Block the agent's main thread; its session thread continues."""
         assert node.agent is not None
         world = self._env.world
         node.agent.busy_until = world.now + _LONGEST_S * world.rng.random()
@@ -155,28 +140,22 @@ class Faults:
         if process.paused:
             return
         process.paused = True
-        mend = self._cut_off(node)
+        mend = self._isolate(node)
 
         def heal() -> None:
             mend()
             process.resume(rng.random() < 0.5)
 
-        self._lasts(heal)
-
-    def _cut(self, node: Node, other: Node) -> None:
-        network = self._env.network
-        network.cut(node, other)
-        self._lasts(lambda: network.mend(node, other))
+        self._schedule_healing(heal)
 
     def _cut_one(self, node: Node) -> None:
-        others = [n for n in self._env.nodes if n is not node]
-        self._cut(node, self._env.world.rng.choice(others))
+        network = self._env.network
+        other = self._env.world.rng.choice([n for n in self._env.nodes if n is not node])
+        network.cut(node, other)
+        self._schedule_healing(lambda: network.mend(node, other))
 
-    def _cut_all(self, node: Node) -> None:
-        self._lasts(self._cut_off(node))
-
-    def _cut_off(self, node: Node) -> Callable[[], None]:
-        """Cut a node off from all others; return what heals it."""
+    def _isolate(self, node: Node) -> Callable[[], None]:
+        """Cut a node off from all others; return the function that heals this."""
         network, others = self._env.network, [n for n in self._env.nodes if n is not node]
         for other in others:
             network.cut(node, other)
@@ -187,47 +166,12 @@ class Faults:
 
         return heal
 
-    def _slow_files(self, node: Node) -> None:
-        self._change([node], "slow")
+    def _impair(self, servers: Sequence[Mount | Slurm], how: str) -> None:
+        """Count a fault up on some mounts, or on Slurm, and down again when it is healed."""
 
-    def _failing_files(self, node: Node) -> None:
-        self._change([node], "failing")
+        def count(change: int) -> None:
+            for server in servers:
+                setattr(server, how, getattr(server, how) + change)
 
-    def _failing_everywhere(self, node: Node) -> None:
-        self._change(self._env.nodes, "failing")
-
-    def _lost_replies(self, node: Node) -> None:
-        self._change(self._env.nodes, "losing")
-
-    def _hanging_removals(self, node: Node) -> None:
-        self._change(self._env.nodes, "hanging")
-
-    def _change(self, nodes: list[Node], how: str) -> None:
-        """Let the mounts of some nodes do their work badly."""
-        mounts = [n.mount for n in nodes]
-        for mount in mounts:
-            setattr(mount, how, getattr(mount, how) + 1)
-
-        def heal() -> None:
-            for mount in mounts:
-                setattr(mount, how, getattr(mount, how) - 1)
-
-        self._lasts(heal)
-
-    def _slurm_hangs(self, node: Node) -> None:
-        slurm = self._env.slurm
-        slurm.hanging += 1
-
-        def heal() -> None:
-            slurm.hanging -= 1
-
-        self._lasts(heal)
-
-    def _slurm_down(self, node: Node) -> None:
-        slurm = self._env.slurm
-        slurm.down += 1
-
-        def heal() -> None:
-            slurm.down -= 1
-
-        self._lasts(heal)
+        count(1)
+        self._schedule_healing(lambda: count(-1))

@@ -1,8 +1,8 @@
-"""Cluster: nodes, agents and leaders in virtual time, around the real protocol.
+"""Nodes, agents and leaders in virtual time, around the real protocol.
 
-A node runs the attempts of its task. An agent is the adapter around a `FollowerState`, and a leader
-the one around a `Term`, and through it a `LeaderState`. What a node's worker and the leader send
-each other goes through the product's own `hpc_elastic.agent.worker_channel`.
+A node runs the attempts of its task. An agent is the adapter around a `FollowerState`; a leader is
+the adapter around a `Term` and its `LeaderState`. Messages between a worker and the leader pass
+through the product's own `hpc_elastic.agent.worker_channel`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ from simulation.world import CLIENT, SERVER, Connection, Host, Network, Process,
 
 @dataclass(frozen=True)
 class Components:
-    """The protocol's classes, and what its adapters must take care of: a test can plant a bug."""
+    """The classes and rules of the protocol, which a test replaces to plant a bug."""
 
     draw: Callable[[random.Random], Scenario] = draw
-    """Draws what a schedule is made of."""
     leadership: type[LeaderState] = LeaderState
     following: Callable[[Agent, HeartbeatConfig, float], FollowerState] = FollowerState
     can_save_at: Rule = can_save_at
@@ -83,7 +82,7 @@ class Components:
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
     has_succeeded: Callable[[int, WorkerStatus], bool] = has_succeeded
-    """How an agent judges a worker that has ended with an exit code."""
+    """Whether a worker with an exit code and a last status has succeeded."""
     exclusive_create: bool = True
     """Whether an entry that exists cannot be created again."""
 
@@ -93,15 +92,15 @@ SOUND = Components()
 
 
 class Env:
-    """What all nodes of one schedule share.
+    """The objects that all nodes of one schedule share.
 
     Args:
-        seed: The schedule's.
-        world: Time and chance.
+        seed: The seed of the schedule.
+        world: Clock and random generator.
         scenario: The schedule's parameters.
         components: The classes under test.
-        monitor: What must hold.
-        agent_type: Makes one attempt of a node's task.
+        monitor: Checks the invariants.
+        agent_type: Class of the agents.
         alone: The workers of each node are a group of their own.
     """
 
@@ -132,14 +131,10 @@ class Env:
         self.slurm.down += scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(scenario.num_nodes)]
         self.works: dict[int, Work] = {}
-        """Entry of a round -> its workers; none where each node is alone."""
+        """Index of a round's entry -> its workers; empty if each node is alone."""
         self._alone = alone
-        self._num_ports = 0
-
-    def new_endpoint(self, host: Node) -> Endpoint:
-        """Return an endpoint that was never used before."""
-        self._num_ports += 1
-        return Endpoint(str(host.slot), self._num_ports, host.task, host.attempt)
+        self.num_ports = 0
+        """Number of ports that leaders have used; each has a new one."""
 
     def work_of(self, entry: LogEntry, member: Agent) -> Work:
         """Return the workers of a member's round."""
@@ -150,48 +145,30 @@ class Env:
             self.works[entry.index] = Work(entry, *args)
         return self.works[entry.index]
 
-    def told_to_stop(self, number: int, reason: str) -> None:
-        """A leader breaks the round of an entry."""
-        work = self.works.get(number)
-        if work is not None:
-            self.monitor.told_to_stop(reason, number, work.steps, work.staying_members)
-
-    def confirmed(self, number: int, request: CheckpointRequest) -> None:
-        """A leader confirms a checkpoint request in the round of an entry."""
-        work = self.works.get(number)
-        if work is not None:
-            self.monitor.confirmed(number, request, work.ranks_at())
-
-    def asked_to_leave(self, agent: Agent) -> None:
-        """A leader has sent an agent a notice."""
-        self.shared.monitor.notice_received((agent.task, agent.host, "all"), self.world.now)
-
-    def clear_holds(self, tasks: Sequence[str]) -> None:
-        """A leader brings tasks back that Slurm holds."""
-        for node in self.nodes:
-            if node.task in tasks:
-                node.clear_hold()
-
     def is_named_alive(self, name: str, since: float = math.inf) -> bool:
-        """Return whether a live node that a leader can reach matches a notice.
+        """Return whether a notice names a live node that a leader can reach.
 
-        ``since``: its attempt has started by then: a notice written before concerns the last one.
+        Attempts that started after ``since`` are ignored: the notice concerns an earlier one.
         """
-        nodes = (n for n in self.nodes if name in (n.task, n.hostname, "all"))
-        heard = (n for n in nodes if n.lives and n.slot != self.network.isolated)
-        return any(n.started_at <= since for n in heard)
+        return any(
+            name in (n.task, n.hostname, "all")
+            and n.lives
+            and n.slot != self.network.isolated
+            and n.started_at <= since
+            for n in self.nodes
+        )
 
 
-_STILL_RUNNING_S = 12.0
-"""So long at most Slurm calls the task of a dead node RUNNING."""
+_LATE_DETECTION_S = 12.0
+"""Slurm reports the task of a dead node as RUNNING for this long at most."""
 _RESERVE_S = 0.2
-"""So long before the end of its grace an agent leaves, whatever its round does."""
-_TWO_MINUTES_S = 120.0
-"""Slurm's state of a task that it holds after a requeue."""
+"""An agent leaves this long before the end of its grace, whatever its round does."""
+_HOLD_S = 120.0
+"""Slurm delays a requeued task that it holds by this time."""
 
 
 class Node(Host):
-    """One task of the array, and the node that it has."""
+    """One task of the array, and its node."""
 
     def __init__(self, env: Env, slot: int) -> None:
         rng = env.world.rng
@@ -206,10 +183,10 @@ class Node(Host):
         self.mount = Mount(storage, slot, life_s=life_s, stale_s=stale_s, by_time=by_time)
         self.register = NodeRegister(env.register, self.mount)
         self.ended = False
-        """Whether the task never comes back."""
+        """Whether the task has failed or ended for good."""
         self.agent: AgentProcess | None = None
         self.hostname = f"node{slot}"
-        """Of the machine that its task runs on, as Slurm chose it."""
+        """Host that Slurm chose for the task."""
         self._boots = 0
         self._held = False
         """Whether Slurm holds its task after a requeue."""
@@ -237,7 +214,7 @@ class Node(Host):
 
     def _boot(self, number: int) -> None:
         if number != self._boots:
-            return  # it was started earlier than was planned then
+            return  # another boot came first
         world, slurm = self._env.world, self._env.slurm
         wait = slurm.postponed_until - world.now
         if wait > 0:
@@ -275,7 +252,7 @@ class Node(Host):
         self._end_process(silently=True)
         self.mount.forget()
         self.up = False
-        late = _STILL_RUNNING_S * self._env.world.rng.random()
+        late = _LATE_DETECTION_S * self._env.world.rng.random()
         requeued = 2.0 if comes_back else None
         held = comes_back and self._env.world.rng.random() < 0.5
         self._env.world.after(late, None, partial(self._requeue, requeued, held=held))
@@ -297,36 +274,36 @@ class Node(Host):
         self._env.monitor.changed()
         agent.notice(grace_s)
         in_time = max(0.0, grace_s - _RESERVE_S)
-        world.after(in_time, agent.process, self._hurry, agent, grace_s)
-        world.after(grace_s, None, self._kill, agent)
+        world.after(in_time, agent.process, self._leave_before_kill, agent, grace_s)
+        world.after(grace_s, None, self._kill_agent, agent)
 
-    def _hurry(self, agent: AgentProcess, grace_s: float) -> None:
+    def _leave_before_kill(self, agent: AgentProcess, grace_s: float) -> None:
         if not agent.over:
             self._env.monitor.leaves_too_late(agent.me, grace_s)
         agent.leave_now()
 
-    def _kill(self, agent: AgentProcess) -> None:
-        """The grace is over: what is still there is killed, and Slurm requeues it."""
+    def _kill_agent(self, agent: AgentProcess) -> None:
+        """Kill an agent that still runs after its grace; Slurm requeues the task."""
         if self.agent is agent:
             self._env.world.log_event(self.task, "is killed")
             self._end_process(silently=False)
-            self._requeue(self.away_s(), held=self._env.world.rng.random() < 0.5)
+            self._requeue(self.draw_requeue_time(), held=self._env.world.rng.random() < 0.5)
 
-    def away_s(self) -> float:
-        """Return how long its task is away if it leaves."""
+    def draw_requeue_time(self) -> float:
+        """Draw the seconds that the task spends in the queue if it leaves."""
         rng = self._env.world.rng
         is_long = self._env.scenario.is_quiet and rng.random() < 0.5
         return LONGEST_AWAY_S if is_long else 0.5 + 2.0 * rng.random()
 
     def clear_hold(self) -> None:
-        """Somebody lets the task start although Slurm holds it."""
+        """A leader lets the task start although Slurm holds it."""
         if self._held:
             self._held = False
             self._boots += 1
             self._env.world.after(2.0, None, self._boot, self._boots)
 
     def task_left(self, away_s: float | None) -> None:
-        """The agent has gone by itself, for good (None) or for a while."""
+        """The agent has exited by itself, for good (None) or for a while."""
         self._end_process(silently=False)
         self._requeue(away_s)
 
@@ -336,7 +313,7 @@ class Node(Host):
         self.agent = None
 
     def _requeue(self, away_s: float | None, *, held: bool = False) -> None:
-        """Requeue the task, so that it starts after a while; None: it has failed."""
+        """Requeue the task for this time, or let it fail if ``away_s`` is None."""
         slurm, world = self._env.slurm, self._env.world
         if away_s is None:
             self.ended = True
@@ -351,26 +328,19 @@ class Node(Host):
 
     def _queued(self, held: bool) -> None:
         self._held = held
-        starts_in_s = _TWO_MINUTES_S if held else None
+        starts_in_s = _HOLD_S if held else None
         self._env.slurm.believe(self.task, "PENDING", self.attempt + 1, starts_in_s)
 
 
-# ---- The agent's adapter in the simulation: a `FollowerState`, and the workers that it is for
-# Messages between the node's worker and the leader pass through the product's own
-# `hpc_elastic.agent.worker_channel`, as in a session.
+# ---- The agent's adapter: a `FollowerState` and its node's workers
 
 
 _TICK_S = 0.25
-"""How often an agent without a leader wakes up."""
+"""Period of an agent without a leader."""
 _LINGER_S = 1.0
 """Time for which a leader's process stays after the end, to send its last messages."""
-_LOOKS_EVERY_S = 0.1
-_HANDLED_S = 0.02
-"""A script's own handler of SIGTERM has exited after so long."""
-
-
-def _sleep_not(seconds: float) -> None:
-    """Return at once: what is written to a simulated page is seen by everybody."""
+_PAGE_POLL_S = 0.1
+_SIGTERM_HANDLER_S = 0.02
 
 
 class AgentProcess:
@@ -382,32 +352,32 @@ class AgentProcess:
         self.process = Process()
         self.me = Agent(host.task, host.attempt, host.slot, host.hostname, host.nproc)
         self.over = False
-        """Whether it has received that it is to leave, or that the run has ended."""
+        """Whether it leaves the run, or the run has ended."""
         self.work: Work | None = None
         self.rank: Rank | None = None
         """Its worker, once that has started."""
         self.leaders: list[Leader] = []
-        self._heard = SessionState()
+        self._session = SessionState()
         self._channel: WorkerChannel | None = None
-        self._will_look = False
+        self._is_poll_scheduled = False
         self.busy_until = 0.0
-        """Its own thread looks at no page before this time."""
+        """Its main thread polls no page before this time."""
         self._stopping = False
         self._has_failed = False
         self._is_noticed = False
         self._connection: Connection | None = None
         self._attempt: Attempt | None = None
-        self._said_dead: set[str] = set()
+        self._dead_tasks: set[str] = set()
         """Tasks that do not run according to Slurm."""
         self._following = env.components.following(self.me, env.scenario.liveness, host.clock())
 
     def start(self) -> None:
-        """Ask for a place in the next round."""
+        """Request a place in the next round."""
         self._do(self._following.join())
         self._tick()
 
     def end_process(self, silently: bool = False) -> None:
-        """The process ends: on its own, by a crash, or (``silently``) together with its node."""
+        """End the process, or (``silently``) its whole node."""
         self.process.alive = False
         if self.work is not None:
             self.work.leave(self, secondary_failures=not silently)
@@ -418,58 +388,53 @@ class AgentProcess:
         self.env.network.crashed(self.process, silently, lambda: lossy and rng.random() < 0.5)
 
     def leave(self, why: str) -> None:
-        """Send the leader that this node leaves."""
+        """Announce to the leader that this node leaves."""
         self._send_to_leader({"type": "leave", "why": why})
 
     # ---- notice -------------------------------------------------------------------------
 
     def notice(self, left_s: float) -> None:
-        """The node has to be left within so long; nothing is lost if its worker made no step."""
+        """Handle a notice that the node is preempted in ``left_s`` seconds."""
         if self.over:
             return
         self._is_noticed = True
         self._do(self._following.add_notice("signal", left_s, self.host.clock()))
-        self._obey()
+        self._obey_notice()
 
-    def _obey(self) -> None:
+    def _obey_notice(self) -> None:
+        """Leave at once if the worker has made no step, and so loses none."""
         if self.rank is None or (self.work is not None and self.rank.at == self.work.start):
             self.leave_now()
         elif self.env.scenario.exits_at_sigterm:
-            self.env.world.after(_HANDLED_S, self.process, self.ended, self.work, 0)
+            self.env.world.after(_SIGTERM_HANDLER_S, self.process, self.ended, self.work, 0)
 
     def leave_now(self) -> None:
-        """The time is over."""
+        """Leave without a checkpoint, because the time is over."""
         if not self.over:
             self._do(self._following.leave_now())
 
     def _tick(self) -> None:
         if not self.over:
             self._do(self._following.tick(self.host.clock()))
-            pause = (
-                _TICK_S
-                if self._connection is None
-                else self._following.liveness.heartbeat_interval_s
-            )
+            beat_s = self._following.liveness.heartbeat_interval_s
+            pause = _TICK_S if self._connection is None else beat_s
             self.env.world.after(pause, self.process, self._tick)
 
     # ---- the connection -----------------------------------------------------------------
 
     def received(self, connection: Connection, message: Any) -> None:
-        """A message of the leader, or of a former one, arrives."""
-        if isinstance(message, Attempt):
-            self._greeted(connection, message)
+        """Handle a message of the leader, or a late one of a former leader."""
+        if isinstance(message, Attempt):  # the leader's greeting
+            if not message.is_over:
+                message.is_over = True
+                self._attempt, self._connection = None, connection
+                connection.send(CLIENT, self.me)
+                self._do(self._following.connected(self.host.clock()))
         elif connection is self._connection:
             if message["type"] == "notice":
-                self.env.asked_to_leave(self.me)
+                names = (self.me.task, self.me.host, "all")
+                self.env.shared.monitor.notice_received(names, self.env.world.now)
             self._do(self._following.received(message, self.host.clock()))
-
-    def _greeted(self, connection: Connection, attempt: Attempt) -> None:
-        if attempt.is_over:
-            return
-        attempt.is_over = True
-        self._attempt, self._connection = None, connection
-        connection.send(CLIENT, self.me)
-        self._do(self._following.connected(self.host.clock()))
 
     def lost(self, connection: Connection) -> None:
         """A connection has ended."""
@@ -478,7 +443,7 @@ class AgentProcess:
             self._do(self._following.disconnected("connection reset", self.host.clock()))
 
     def not_connected(self, attempt: Attempt, why: str, refused: bool) -> None:
-        """An attempt came to nothing."""
+        """An attempt to connect has failed."""
         attempt.abandon()
         self._attempt = None
         self._do(self._following.not_connected(why, self.host.clock(), refused=refused))
@@ -489,23 +454,14 @@ class AgentProcess:
         world.after(self.env.network.delay(), None, attempt.reach)
         world.after(CONNECT_TIMEOUT_S, self.process, attempt.fail, "timed out", False)
 
-    def _hang_up(self) -> None:
-        if self._attempt is not None:
-            self._attempt.abandon()
-        if self._connection is not None:
-            self._connection.close(CLIENT)
-        self._attempt = self._connection = None
-
     def _send_to_leader(self, message: dict[str, Any]) -> None:
         if self._connection is None:
             return
         if message["type"] == "heartbeat":
-            message = {**message, "progress": self._progress()}
+            total, rank = self.env.scenario.training.total_steps, self.rank
+            progress = {"step": rank.at, "total": total} if rank is not None else {}
+            message = {**message, "progress": progress}
         self._connection.send(CLIENT, message)
-
-    def _progress(self) -> dict[str, Any]:
-        total = self.env.scenario.training.total_steps
-        return {"step": self.rank.at, "total": total} if self.rank is not None else {}
 
     # ---- effects ------------------------------------------------------------------------
 
@@ -522,13 +478,18 @@ class AgentProcess:
             case Deliver(message):
                 self._handle_message(message)
             case ReadLog():
-                self.host.register.last_with_lease(self.process, self._looked, self._blind)
+                register = self.host.register
+                register.last_with_lease(self.process, self._log_read, self._log_unreadable)
             case Connect(entry):
                 self._connect(entry)
             case Disconnect():
-                self._hang_up()
+                if self._attempt is not None:
+                    self._attempt.abandon()
+                if self._connection is not None:
+                    self._connection.close(CLIENT)
+                self._attempt = self._connection = None
             case QuerySlurm(task):
-                env.slurm.inquire(self.process, task, lambda runs: self._slurm_says(task, runs))
+                env.slurm.query_task(self.process, task, partial(self._slurm_answered, task))
             case Claim():
                 self._claim(effect)
             case PublishResult(entry):
@@ -537,36 +498,39 @@ class AgentProcess:
                 env.world.log_event(self.host.task, "leads", entry)
                 self.leaders[-1].lead(entry)
 
-    def _looked(self, number: int, entry: LogEntry | None, lease: int | None) -> None:
+    def _log_read(self, number: int, entry: LogEntry | None, lease: int | None) -> None:
         self._do(self._following.log_read(number, entry, lease, self.host.clock()))
 
-    def _blind(self, why: Exception) -> None:
+    def _log_unreadable(self, why: Exception) -> None:
         self._do(self._following.log_unreadable(str(why), self.host.clock()))
 
-    def _slurm_says(self, task: str, runs: bool | None) -> None:
+    def _slurm_answered(self, task: str, runs: bool | None) -> None:
         if runs is False:
-            self._said_dead.add(task)
+            self._dead_tasks.add(task)
         self._do(self._following.slurm_answered(task, runs, self.host.clock()))
 
     def _claim(self, wanted: Claim) -> None:
-        if self._goes_by_the_lease(wanted):
-            self.host.register.check_claim(wanted, self.env.scenario.liveness)
-        endpoint = self.env.new_endpoint(self.host)
+        before = wanted.before
+        if (
+            before is not None
+            and before.index == wanted.number - 1
+            and not before.is_vacant
+            and wanted.possibly_alive
+            and before.leader.task not in self._dead_tasks
+        ):  # only the lease suggests that the leader is dead
+            self.host.register.check_claim(before, self.env.scenario.liveness)
+        self.env.num_ports += 1
+        endpoint = Endpoint(
+            str(self.host.slot), self.env.num_ports, self.host.task, self.host.attempt
+        )
         self.leaders.append(Leader(self, endpoint))
-        number, before, possibly_alive = wanted.number, wanted.before, wanted.possibly_alive
-        entry = claim(number, before, endpoint, self.env.world.now, possibly_alive=possibly_alive)
+        now, possibly_alive = self.env.world.now, wanted.possibly_alive
+        entry = claim(wanted.number, before, endpoint, now, possibly_alive=possibly_alive)
         self.env.world.log_event(self.host.task, "claims", entry)
         self._put(entry)
 
-    def _goes_by_the_lease(self, wanted: Claim) -> bool:
-        """Return whether nothing but the leader's silence speaks for its death."""
-        number, before = wanted.number - 1, wanted.before
-        if before is None or before.index != number or before.is_vacant:
-            return False
-        return wanted.possibly_alive and before.leader.task not in self._said_dead
-
     def _put(self, entry: LogEntry) -> None:
-        self.host.register.create(self.process, entry, lambda done: self._claimed(entry, done))
+        self.host.register.create(self.process, entry, partial(self._claimed, entry))
 
     def _claimed(self, entry: LogEntry, done: bool | None) -> None:
         if done is None and self.env.world.rng.random() < 0.5:
@@ -577,7 +541,7 @@ class AgentProcess:
         if not leader.leads:
             leader.let_go()
 
-    # ---- the agent's own thread ---------------------------------------------------------
+    # ---- the agent's main thread --------------------------------------------------------
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -587,16 +551,16 @@ class AgentProcess:
             case "round":
                 self._begin_round(message)
             case "stop":
-                self._stop()
+                self._stop_workers()
             case "checkpoint_request":
-                self._heard.handle_message(message)
+                self._session.handle_message(message)
                 self.touch()
             case "noticed" if message["reason"] == "asked":
-                self.env.world.after(0.001, self.process, self._obey)
+                self.env.world.after(0.001, self.process, self._obey_notice)
                 in_time = float(message["left_s"])
                 self.env.world.after(in_time, self.process, self.leave_now)
             case "departed":
-                self._leave_the_run()
+                self._leave_run()
             case "end":
                 self.env.monitor.received_end(self.me, message["status"], self.env.register.entries)
                 self._leave_node(None)
@@ -606,32 +570,33 @@ class AgentProcess:
     def _begin_round(self, message: dict[str, Any]) -> None:
         entry = self.env.monitor.accepted(self.me, message)
         self.work, self.rank = self.env.work_of(entry, self.me), None
-        self._heard, self._channel = SessionState(), None
+        self._session, self._channel = SessionState(), None
         self._has_failed = self._stopping = False
         delay = 0.1 + 0.5 * self.env.world.rng.random()
-        self.env.world.after(delay, self.process, self._enter, self.work)
+        self.env.world.after(delay, self.process, self._start_workers, self.work)
 
-    def _enter(self, work: Work) -> None:
+    def _start_workers(self, work: Work) -> None:
         if self.work is work and not self._stopping and not self.over:
             self.rank = work.enter(self)
+            rule = self.env.components.can_save_at
+            # a page changes at once, so the channel needs no sleep
             self._channel = WorkerChannel(
-                self,
-                [self.rank.page],
-                sleep=_sleep_not,
-                can_save_at=self.env.components.can_save_at,
+                self, [self.rank.page], sleep=lambda _: None, can_save_at=rule
             )
             self.touch()
 
-    def _stop(self) -> None:
+    def _draw_stop_time(self) -> float:
+        world = self.env.world
+        return self.env.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
+
+    def _stop_workers(self) -> None:
         if self.work is None or self._stopping or self.over:
             return
         self._stopping = True
         self.work.leave(self, secondary_failures=True)
-        world = self.env.world
-        delay = self.env.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
-        world.after(delay, self.process, self._stopped)
+        self.env.world.after(self._draw_stop_time(), self.process, self._workers_stopped)
 
-    def _stopped(self) -> None:
+    def _workers_stopped(self) -> None:
         if self.over:
             return
         self.work, self.rank, self._stopping = None, None, False
@@ -639,34 +604,33 @@ class AgentProcess:
         self._do(self._following.join())
 
     def _leave_node(self, away_s: float | None) -> None:
-        """Leave: the run has ended (None), or the node goes back to the queue for a while."""
+        """Exit because the run has ended (None), or requeue the node for a while."""
         self.over = True
         delay = _LINGER_S if any(leader.leads for leader in self.leaders) else 0.2
         self.env.world.after(delay, self.process, self.host.task_left, away_s)
 
-    def _leave_the_run(self) -> None:
-        """The session is over, and with it what it led; the workers are stopped after that."""
+    def _leave_run(self) -> None:
+        """End the session and the terms of its leaders, then stop the workers."""
         self.over = True
         for leader in self.leaders:
             leader.stop()
         if self.work is not None:
             self.work.leave(self, secondary_failures=True)
-        world = self.env.world
-        delay = self.env.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
-        world.after(0.05 + delay, self.process, self.host.task_left, self.host.away_s())
+        delay, away_s = 0.05 + self._draw_stop_time(), self.host.draw_requeue_time()
+        self.env.world.after(delay, self.process, self.host.task_left, away_s)
 
     # ---- the workers --------------------------------------------------------------------
 
     def touch(self) -> None:
-        """Something has changed on the worker's page, or in what the leader asks."""
-        if not self._will_look:
-            self._will_look = True
+        """Schedule a poll, because the worker's page or the leader's request has changed."""
+        if not self._is_poll_scheduled:
+            self._is_poll_scheduled = True
             busy_s = max(0.0, self.busy_until - self.env.world.now)
-            delay = _LOOKS_EVERY_S * self.env.world.rng.random()
-            self.env.world.after(busy_s + delay, self.process, self._read_log)
+            delay = _PAGE_POLL_S * self.env.world.rng.random()
+            self.env.world.after(busy_s + delay, self.process, self._poll_page)
 
-    def _read_log(self) -> None:
-        self._will_look = False
+    def _poll_page(self) -> None:
+        self._is_poll_scheduled = False
         if self.env.world.now < self.busy_until:
             self.touch()
             return
@@ -679,24 +643,21 @@ class AgentProcess:
 
     @property
     def checkpoint_request(self) -> CheckpointRequest | None:
-        """See `hpc_elastic.rendezvous.session.Session`, as for what follows."""
-        return self._heard.checkpoint_request
+        """See `hpc_elastic.rendezvous.session.Session`, as for the three methods below."""
+        return self._session.checkpoint_request
 
-    def report_checkpoint(self, step: int, *, paused: int) -> None:
-        """The worker has announced a checkpoint."""
+    def report_checkpoint(self, step: int, *, paused: int) -> None:  # noqa: D102
         self._do(self._following.report("checkpoint", step=step, paused=paused))
 
-    def vote(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
-        """The vote on a checkpoint request."""
+    def vote(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:  # noqa: D102
         fields = {"number": number, "ok": ok, "passed": passed, "rate": rate}
         self._do(self._following.report("step_vote", **fields))
 
-    def want_checkpoint(self) -> None:
-        """The worker asks for a checkpoint of the group."""
+    def want_checkpoint(self) -> None:  # noqa: D102
         self._do(self._following.report("request_checkpoint"))
 
     def ended(self, work: Work, exit_code: int) -> None:
-        """The worker of this node has ended by itself, and not with an error."""
+        """The worker of this node has exited by itself, without an error."""
         if not self._is_at(work) or self.rank is None:
             return
         worker = self.rank.page.read()
@@ -712,7 +673,7 @@ class AgentProcess:
             self.worker_failed(work, f"exited with code {exit_code}", itself=True)
 
     def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
-        """A worker of this node has failed; the node's others are ended."""
+        """A worker of this node has failed; stop its other workers."""
         if not self._is_at(work):
             return
         self._has_failed = True
@@ -730,11 +691,8 @@ class AgentProcess:
         return at and not self._has_failed and not self.over
 
 
-# ---- One attempt of an agent to connect to a leader: greeted, refused, or unanswered
-
-
 class Attempt:
-    """One attempt of an agent to connect."""
+    """One attempt of an agent to connect to a leader: greeted, refused, or unanswered."""
 
     __slots__ = ("client", "connection", "endpoint", "is_over")
 
@@ -745,7 +703,7 @@ class Attempt:
         self.is_over = False
 
     def reach(self) -> None:
-        """The request arrives, or not, at the leader's node."""
+        """Deliver the request to the leader's node, if the network lets it through."""
         client = self.client
         node = client.env.nodes[int(self.endpoint.address)]
         if not node.up or client.env.network.is_cut(client.host, node):
@@ -757,23 +715,23 @@ class Attempt:
             listener.process.call(listener.accept, self)
 
     def refuse(self) -> None:
-        """No process listens there."""
+        """Refuse the connection, because no process listens on the port."""
         world = self.client.env.world
         world.after(0.001, self.client.process, self.fail, "connection refused", True)
 
     def fail(self, why: str, refused: bool) -> None:
-        """It has come to nothing."""
+        """Report the failure to the agent, unless the attempt is over."""
         if not self.is_over:
             self.client.not_connected(self, why, refused)
 
     def abandon(self) -> None:
-        """No agent waits for it any more."""
+        """End the attempt and its connection."""
         self.is_over = True
         if self.connection is not None:
             self.connection.close(CLIENT)
 
 
-# ---- The leader's adapter in the simulation: carries out a `Term`'s effects, and passes it events
+# ---- The leader's adapter: it passes events to a `Term`, and carries out the effects
 
 
 _RETRY_S = 0.5
@@ -792,21 +750,21 @@ class Leader:
         self.is_open = True
         self._env = agent.env
         self._early: list[Attempt] = []
-        """Agents that came before this one leads."""
+        """Attempts of agents before this process leads."""
         self._connections: dict[Agent, Connection] = {}
         self._all: list[Connection] = []
         self._creating: LogEntry | None = None
-        self._has_begun = False
+        self._has_started = False
         self._renewing = False
         self._beats = 0
-        self._num_looks = 0
-        self._is_looking = self._is_confirmed = False
-        """Whether a notice was confirmed since the last look for them began."""
+        self._num_notice_polls = 0
+        self._is_polling_notices = self._is_confirmed = False
+        """Whether a notice was confirmed since the last poll of the notices began."""
 
     # ---- its life -----------------------------------------------------------------------
 
     def lead(self, entry: LogEntry) -> None:
-        """Begin: the claim was recorded."""
+        """Start to lead, because the claim is in the log."""
         env = self._env
         self.leadership = env.components.leadership(
             entry, env.scenario.rules, env.scenario.liveness, self._now(), env.world.rng
@@ -817,20 +775,20 @@ class Leader:
         folder = env.components.folder(entry.term, NodeFiles(env.shared, mount))
         args = (env.shared, folder, mount, self.process, self.term.end_term)
         self._files = LeadersFiles(*args)
-        self._has_begun = True
+        self._has_started = True
         self._round = entry.index
         self.term.handle(self.leadership.start_leading)
         early, self._early = self._early, []
         for attempt in early:
             self._greet(attempt)
         self._tick()
-        self._watch()
-        self._show()
-        self._look_for_notices()
-        self._env.world.after(_READMIT_EVERY_S, self.process, self._readmit)
+        self._poll_log()
+        self._show_status()
+        self._poll_notices()
+        env.world.after(_READMIT_EVERY_S, self.process, self._readmit_hosts)
 
     def stop(self) -> None:
-        """Lead no more, because this node leaves."""
+        """End the term, because this node leaves."""
         if self.leads:
             self.term.handle(self.leadership.notice_confirmed, self.endpoint.task)
             self.term.end_term()
@@ -838,8 +796,8 @@ class Leader:
         self.let_go()
 
     def let_go(self) -> None:
-        """Stop listening, and let go of everybody; see `Executor`."""
-        if self.is_open and self._has_begun:
+        """Stop listening, and disconnect all agents; see `Executor`."""
+        if self.is_open and self._has_started:
             self._env.monitor.fenced += self.leadership.fenced and not self.agent.over
         self.is_open = False
         for connection in self._all:
@@ -848,8 +806,8 @@ class Leader:
 
     @property
     def leads(self) -> bool:
-        """Whether it leads still, as far as it knows."""
-        return self.is_open and self._has_begun
+        """Whether it has not detected yet that its term is over."""
+        return self.is_open and self._has_started
 
     def _now(self) -> float:
         return self.host.clock()
@@ -857,56 +815,49 @@ class Leader:
     def _tick(self) -> None:
         if self.is_open:
             self.term.handle(self.leadership.tick, self._now())
-            self._env.world.after(
-                self.leadership.liveness.heartbeat_interval_s, self.process, self._tick
-            )
+            beat_s = self.leadership.liveness.heartbeat_interval_s
+            self._env.world.after(beat_s, self.process, self._tick)
 
-    def _watch(self) -> None:
+    def _poll_log(self) -> None:
         if self.is_open:
-            self.host.register.look_for_number(self.process, self._looked, self._blind)
+            register = self.host.register
+            register.last_index(self.process, self._log_read, lambda _: self._poll_log_later())
 
-    def _looked(self, number: int) -> None:
+    def _log_read(self, number: int) -> None:
         self.term.handle(self.leadership.log_advanced, number)
-        self._env.world.after(self._env.scenario.look_s, self.process, self._watch)
+        self._poll_log_later()
 
-    def _blind(self, why: Exception) -> None:
-        self._env.world.after(self._env.scenario.look_s, self.process, self._watch)
+    def _poll_log_later(self) -> None:
+        self._env.world.after(self._env.scenario.look_s, self.process, self._poll_log)
 
     # ---- duties -------------------------------------------------------------------------
 
-    def _show(self) -> None:
+    def _show_status(self) -> None:
         if not self.term.is_over:
             self.term.show(self._env.world.now)
-            self._env.world.after(_SHOW_EVERY_S, self.process, self._show)
+            self._env.world.after(_SHOW_EVERY_S, self.process, self._show_status)
 
-    def _readmit(self) -> None:
+    def _readmit_hosts(self) -> None:
         if not self.term.is_over:
             self.term.readmit()
-            self._env.world.after(_READMIT_EVERY_S, self.process, self._readmit)
+            self._env.world.after(_READMIT_EVERY_S, self.process, self._readmit_hosts)
 
-    def _look_for_notices(self, number: int = 0) -> None:
-        if not self.term.is_over and number == self._num_looks:
-            self._num_looks += 1
-            self._is_looking, self._is_confirmed = True, False
-            self._files.claim_notices(self._claimed)
+    def _poll_notices(self, number: int = 0) -> None:
+        if not self.term.is_over and number == self._num_notice_polls:
+            self._num_notice_polls += 1
+            self._is_polling_notices, self._is_confirmed = True, False
+            self._files.claim_notices(self._notices_claimed)
 
-    def _claimed(self, notices: Mapping[str, float]) -> None:
-        self._is_looking = False
+    def _notices_claimed(self, notices: Mapping[str, float]) -> None:
+        self._is_polling_notices = False
         self.term.handle(self.leadership.notices_claimed, notices)
         pause = 0.0 if self._is_confirmed else self._env.scenario.look_s
-        self._env.world.after(pause, self.process, self._look_for_notices, self._num_looks)
-
-    def _confirm(self, name: str) -> None:
-        """Let a notice be removed, with a look that begins now or right after the present one."""
-        self._files.confirm(name)
-        self._is_confirmed = True
-        if not self._is_looking:
-            self._env.world.after(0.0, self.process, self._look_for_notices, self._num_looks)
+        self._env.world.after(pause, self.process, self._poll_notices, self._num_notice_polls)
 
     # ---- agents -------------------------------------------------------------------------
 
     def accept(self, attempt: Attempt) -> None:
-        """Somebody connects."""
+        """Greet an agent that connects, at the latest when this process leads; or refuse it."""
         if not self.is_open:
             attempt.refuse()
         elif self.leads:
@@ -921,7 +872,7 @@ class Leader:
         connection.send(SERVER, attempt)  # the greeting: it is the right leader
 
     def received(self, connection: Connection, message: Any) -> None:
-        """A message came over one of the connections."""
+        """Handle a message of an agent."""
         if not self.is_open:
             return
         if isinstance(message, Agent):
@@ -950,8 +901,8 @@ class Leader:
 
     def carry_out(self, effect: Effect) -> None:
         """See `Executor`."""
-        knows_over = self.leadership.fenced
-        self._env.shared.monitor.acts(self._term, effect, knows_over=knows_over)
+        monitor = self._env.shared.monitor
+        monitor.check_term(self._term, effect, is_fenced=self.leadership.fenced)
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, RenewLease):
@@ -982,25 +933,32 @@ class Leader:
             case Postpone(delay_s):
                 env.slurm.postponed_until = env.world.now + delay_s
             case ClearHolds(tasks):
-                env.monitor.brought_back(tasks, self.leadership.run)
-                env.clear_holds(tasks)
+                env.monitor.holds_cleared(tasks, self.leadership.run)
+                for node in env.nodes:
+                    if node.task in tasks:
+                        node.clear_hold()
             case Note("excluded", fields):
                 env.monitor.excluded(str(fields["host"]), int(str(fields["hosts_left"])))
             case Exclude(hosts, _):
                 env.slurm.excluded.update(hosts)
             case QueryTasks():
-                env.slurm.query_tasks(self.process, self._slurm_says)
-            case RemoveNotice(name):
-                self._confirm(name)
+                env.slurm.query_tasks(self.process, self._slurm_answered)
+            case RemoveNotice(name):  # at once, or right after the poll that is under way
+                self._files.confirm(name)
+                self._is_confirmed = True
+                if not self._is_polling_notices:
+                    env.world.after(0.0, self.process, self._poll_notices, self._num_notice_polls)
 
     def _send(self, send: Send) -> None:
-        kind = send.message["type"]
-        if kind == "stop" and send.agents:
-            self._env.told_to_stop(self._round, send.message["reason"])
-        elif kind == "checkpoint_request" and send.agents and send.message["request"]:
+        kind, monitor = send.message["type"], self._env.monitor
+        work = self._env.works.get(self._round) if send.agents else None
+        if work is not None and kind == "stop":
+            reason = send.message["reason"]
+            monitor.round_stopped(reason, self._round, work.steps, work.staying_members)
+        elif work is not None and kind == "checkpoint_request" and send.message["request"]:
             request = CheckpointRequest(**send.message["request"])
             if request.confirmed and not request.released:
-                self._env.confirmed(self._round, request)
+                monitor.confirmed(self._round, request, work.ranks_at())
         for agent in self._connections if send.agents is None else send.agents:
             self._send_to_agent(agent, send.message)
 
@@ -1036,11 +994,8 @@ class Leader:
             self._env.world.after(_RETRY_S, self.process, self._create)
             return
         self._creating = None
-        if outcome:
-            self.term.handle(self.leadership.appended)
-        else:
-            self.term.handle(self.leadership.refused)
+        self.term.handle(self.leadership.appended if outcome else self.leadership.refused)
 
-    def _slurm_says(self, view: dict[str, TaskState] | None) -> None:
+    def _slurm_answered(self, view: dict[str, TaskState] | None) -> None:
         if self.is_open:
             self.term.handle(self.leadership.slurm_answered, view, self._now())

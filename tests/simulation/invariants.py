@@ -235,7 +235,7 @@ class Monitor:
             ending is not None and ending.status == status, "an end that is not", agent, status
         )
 
-    def told_to_stop(
+    def round_stopped(
         self, reason: str, number: int, steps: int, staying: Callable[[], Sequence[Agent]]
     ) -> None:
         """A round is broken.
@@ -325,10 +325,10 @@ class Monitor:
         enough = num_left >= self._rules.min_nodes
         self.check(enough, "too many hosts are excluded", host, num_left)
 
-    def brought_back(self, tasks: Sequence[str], run: RunState) -> None:
+    def holds_cleared(self, tasks: Sequence[str], run: RunState) -> None:
         """A leader lets tasks start that Slurm holds."""
         states = run.participants.task_states or {}
         waiting = [t for t in tasks if t not in states or states[t].phase is not Phase.ENDED]
         lost, requeued = run.participants.lost, run.backoff.requeued
-        requeued = [t for t in waiting if requeued.get(t, -1) >= lost.get(t, 0)]
-        self.check(not requeued, "a task was brought back that was given back", requeued)
+        too_early = [t for t in waiting if requeued.get(t, -1) >= lost.get(t, 0)]
+        self.check(not too_early, "the hold of a task was cleared that was requeued", too_early)

@@ -43,7 +43,7 @@ def is_member(agent: Agent, entry: LogEntry) -> bool:
 class ReplicaMonitor(Monitor):
     """Sees to what holds for replicas."""
 
-    def told_to_stop_itself(self, agent: Agent, *, failed: bool) -> None:
+    def agent_stopped(self, agent: Agent, *, failed: bool) -> None:
         """An agent receives that it is to stop its workers, which have failed or not."""
         since = self._accepted[agent]
         left = any(
@@ -94,7 +94,7 @@ class ReplicaProcess(AgentProcess):
         if message["type"] == "stop" and self.work is not None:
             monitor = self.env.monitor
             assert isinstance(monitor, ReplicaMonitor)
-            monitor.told_to_stop_itself(self.me, failed=self._has_failed)
+            monitor.agent_stopped(self.me, failed=self._has_failed)
         super()._handle_message(message)
 
     @property

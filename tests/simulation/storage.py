@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.effects import Claim, Message
+from hpc_elastic.rendezvous.effects import Message
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, Steps
 from hpc_elastic.rendezvous.term import TermFolder, TermOverError
@@ -480,7 +480,7 @@ class NodeRegister:
         checked = self._checked(lambda seen: answer(*seen), lambda seen: seen[0])
         self._carry_out(process, self._entries.last_with_lease(), checked, fail)
 
-    def look_for_number(
+    def last_index(
         self, process: Process, answer: Callable[[int], None], fail: Callable[[Exception], None]
     ) -> None:
         """Read the last entry's number."""
@@ -505,14 +505,13 @@ class NodeRegister:
         steps = alone(partial(self._write_lease, term, beats))
         self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
 
-    def check_claim(self, claim: Claim, liveness: HeartbeatConfig) -> None:
-        """A leader is taken for dead, and nothing but its silence speaks for that."""
-        assert claim.before is not None
-        age_s = self._lease_age_s[claim.before.term]
+    def check_claim(self, before: LogEntry, liveness: HeartbeatConfig) -> None:
+        """Check a claim after this entry, whose leader is dead according to its lease alone."""
+        age_s = self._lease_age_s[before.term]
         self._register.monitor.silent += 1
         lapsed = age_s * _FASTEST_CLOCK >= liveness.lapse_s - liveness.stale_s
         what = "a leader was taken for silent that renews its lease"
-        self._register.monitor.check(lapsed, what, claim.before.term, age_s)
+        self._register.monitor.check(lapsed, what, before.term, age_s)
 
     def _carry_out(self, process: Process, *rest: Any) -> None:
         self._storage.carry_out(self.mount, process, *rest)
@@ -646,9 +645,9 @@ class SharedMonitor:
         self._is_shown_late: set[int] = set()
         self._heard: dict[str, float] = {}
 
-    def acts(self, term: int, what: object, *, knows_over: bool) -> None:
-        """A leader does something."""
-        self._check(not knows_over, "a leader acts though its term is over", term, what)
+    def check_term(self, term: int, what: object, *, is_fenced: bool) -> None:
+        """A leader acts in a term."""
+        self._check(not is_fenced, "a leader acts though its term is over", term, what)
 
     def replaced(self, status: Message, *, is_late: bool) -> None:
         """Another status can be read.

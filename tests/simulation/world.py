@@ -1,7 +1,4 @@
-"""Virtual time: a heap of events, and processes that may be paused or dead when theirs come.
-
-Beside the clock and the processes: the network, and Slurm as a run sees it.
-"""
+"""Virtual time: a heap of events, processes that may be paused or dead, the network, and Slurm."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Process:
-    """Something that runs on a node: handles its events in order, unless it is stopped or dead."""
+    """A process of a node: handles its events in order, unless it is paused or dead."""
 
     __slots__ = ("_backlog", "alive", "paused")
 
@@ -30,17 +27,17 @@ class Process:
         self._backlog: list[Call] = []
 
     def call(self, handler: Callable[..., None], *args: Any) -> None:
-        """Let the process handle an event: now, once it goes on, or never."""
+        """Let the process handle an event: now, after its pause, or (if it is dead) never."""
         if self.paused:
             self._backlog.append((handler, args))
         elif self.alive:
             handler(*args)
 
     def resume(self, timers_last: bool) -> None:
-        """Go on after a pause, with what has come meanwhile.
+        """End a pause, and handle the events that came during it.
 
         Args:
-            timers_last: Whether what the network brought is handled before timers that are due.
+            timers_last: Handle messages of the network before timers that are due.
         """
         self.paused = False
         backlog, self._backlog = self._backlog, []
@@ -70,12 +67,12 @@ class World:
     def after(
         self, delay_s: float, process: Process | None, handler: Callable[..., None], *args: Any
     ) -> None:
-        """Let something happen later, in a process or (None) by itself."""
+        """Schedule an event, in a process or (None) outside of all."""
         self._num += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._num, process, handler, args))
 
     def run(self, until: float) -> None:
-        """Let time pass."""
+        """Handle all events up to this time."""
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] <= until:
             self.now, _, process, handler, args = pop(heap)
@@ -87,7 +84,7 @@ class World:
         self.now = until
 
     def log_event(self, who: str, what: str, detail: object = "") -> None:
-        """Add a line to the trace; it is formatted only if somebody reads it."""
+        """Add a line to the trace, which is formatted only when it is shown."""
         self.trace.append((self.now, who, what, detail))
 
 
@@ -96,7 +93,7 @@ class World:
 
 CLIENT, SERVER = 0, 1
 _LOST = object()
-"""Stands in the queue for the end of the connection."""
+"""Marks the end of the connection in the queue."""
 
 
 class Host:
@@ -117,21 +114,21 @@ class End(Protocol):
         """The node that it is on."""
 
     def received(self, connection: Connection, message: Any) -> None:
-        """Take what the other side has sent."""
+        """Handle a message of the other side."""
 
     def lost(self, connection: Connection) -> None:
         """The connection has ended."""
 
 
 class Connection:
-    """One connection; each side sends in order, and may hang up."""
+    """One connection; each side sends in order, and may close it."""
 
     __slots__ = ("_closed", "_last", "_missed", "_net", "_queues", "ends", "peer")
 
     def __init__(self, net: Network, client: End, server: End) -> None:
         self.ends = (client, server)
         self.peer: Any = None
-        """Who the server knows the client to be."""
+        """Identity of the client, as the server knows it."""
         self._net = net
         self._queues: tuple[deque[Any], deque[Any]] = (deque(), deque())
         self._last = [0.0, 0.0]
@@ -139,7 +136,7 @@ class Connection:
         self._closed = [False, False]
 
     def send(self, side: int, message: Any) -> None:
-        """Send from a side; what is sent after the end is lost."""
+        """Send from a side; a message after the end is lost."""
         if self._closed[side]:
             return
         world = self._net.world
@@ -149,7 +146,7 @@ class Connection:
         world.after(at - world.now, None, self._arrive, side)
 
     def close(self, side: int, lose: bool = False) -> None:
-        """Close; the other side receives that, after or (``lose``) instead of what was sent."""
+        """Close a side; the other receives that after, or (``lose``) instead of, its messages."""
         if self._closed[side]:
             return
         if lose:
@@ -158,7 +155,7 @@ class Connection:
         self._closed[side] = True
 
     def reset(self) -> None:
-        """End the connection for both sides, as a router or a node that was started anew does."""
+        """End the connection for both sides, as a router or a rebooted node does."""
         for side in (CLIENT, SERVER):
             self.close(side, lose=True)
             self._closed[side] = False  # it still receives the end itself
@@ -166,20 +163,17 @@ class Connection:
             self._net.world.after(self._net.delay(), None, self._arrive, side)
 
     def vanish(self, side: int) -> None:
-        """The side's node is dead: it sends nothing, not even that."""
+        """The side's node is dead: the other side receives not even the end."""
         self._closed[side] = True
 
-    @property
-    def has_missed(self) -> bool:
-        """Whether something did not come through a partition."""
-        return bool(self._missed[0] or self._missed[1])
-
-    def retry(self) -> None:
-        """The partition is over: what was held up comes through."""
+    def retry(self) -> bool:
+        """Deliver the messages that a partition held up; return whether there are any."""
+        has_missed = any(self._missed)
         for side in (CLIENT, SERVER):
             for _ in range(self._missed[side]):
                 self._net.world.after(self._net.delay(), None, self._arrive, side)
             self._missed[side] = 0
+        return has_missed
 
     def _arrive(self, side: int) -> None:
         client, server = self.ends
@@ -207,18 +201,18 @@ class Network:
         self._longest_delay_s = longest_delay_s
         self.connections: list[Connection] = []
         self.isolated: int | None = None
-        """The slot of a node that never reaches another one again."""
+        """The slot of a node that is cut off for good."""
         self._cuts: dict[tuple[int, int], int] = {}
 
     def delay(self) -> float:
-        """Return how long one message takes: mostly a millisecond, at times much longer."""
+        """Draw the delay of one message: mostly a few milliseconds, at times much longer."""
         chance = self.world.rng.random()
         if chance < 0.96:
             return 0.001 + 0.004 * chance
         return self._longest_delay_s * self.world.rng.random()
 
     def is_cut(self, a: Host, b: Host) -> bool:
-        """Return whether nothing gets from one node to the other."""
+        """Return whether a partition separates two nodes."""
         if a is b:
             return False
         if self.isolated is not None and self.isolated in (a.slot, b.slot):
@@ -226,26 +220,24 @@ class Network:
         return bool(self._cuts) and bool(self._cuts.get(_pair(a, b)))
 
     def is_any_cut(self, hosts: list[Host]) -> bool:
-        """Return whether two of these do not reach each other."""
+        """Return whether a partition separates any two of these nodes."""
         if self.isolated is None and not any(self._cuts.values()):
             return False
         return any(self.is_cut(a, b) for a in hosts for b in hosts)
 
     def cut(self, a: Host, b: Host) -> None:
-        """Begin a partition between two nodes; several may overlap."""
+        """Start a partition between two nodes; several may overlap."""
         self._cuts[_pair(a, b)] = self._cuts.get(_pair(a, b), 0) + 1
 
     def mend(self, a: Host, b: Host) -> None:
-        """End a partition: what was under way comes, or the connection turns out to be dead."""
+        """End a partition: connections deliver what was under way, and some are reset."""
         self._cuts[_pair(a, b)] -= 1
         if self.is_cut(a, b):
             return
         for connection in self.connections:
             hosts = {end.host.slot for end in connection.ends}
-            if hosts == {a.slot, b.slot} and connection.has_missed:
-                connection.retry()
-                if self.world.rng.random() < 0.3:
-                    connection.reset()
+            if hosts == {a.slot, b.slot} and connection.retry() and self.world.rng.random() < 0.3:
+                connection.reset()
 
     def connect(self, client: End, server: End) -> Connection:
         """Make a connection."""
@@ -278,14 +270,14 @@ def _pair(a: Host, b: Host) -> tuple[int, int]:
     return (a.slot, b.slot) if a.slot < b.slot else (b.slot, a.slot)
 
 
-# ---- Slurm, as a run sees it: late, silent at times, and the one who starts tasks again
+# ---- Slurm, as a run sees it: late, and silent at times
 
 
 _SOONEST_ANSWER_S = 0.03
 
 
 class Slurm:
-    """What Slurm believes of each task: its state and its attempt."""
+    """Slurm's view of each task: its state and its attempt."""
 
     __slots__ = (
         "_longest_answer_s",
@@ -304,18 +296,17 @@ class Slurm:
         self._tells_attempts = tells_attempts
         self._tasks: dict[str, TaskState] = {}
         self.down = 0
-        """How many faults at present make it refuse to answer."""
+        """Number of present faults that make it refuse to answer."""
         self.hanging = 0
         self.postponed_until = 0.0
-        """No queued task starts before."""
-
+        """No queued task starts before this time."""
         self.excluded: set[str] = set()
         """Hosts on which no queued task starts."""
 
     def believe(
         self, task: str, state: str, attempt: int, starts_in_s: float | None = None
     ) -> None:
-        """A task's state has changed, and Slurm knows."""
+        """Record a task's state."""
         self._tasks[task] = TaskState(
             task, state, reason="BeginTime" if starts_in_s else "",
             restarts=attempt if self._tells_attempts else None, starts_in_s=starts_in_s,
@@ -333,21 +324,19 @@ class Slurm:
             rng = self._world.rng
             takes = max(_SOONEST_ANSWER_S, self._longest_answer_s * rng.random())
             before = takes * rng.random()
-            self._world.after(before, None, self._read, process, answer, takes - before)
 
-    def inquire(self, process: Process, task: str, answer: Callable[[bool | None], None]) -> None:
-        """Ask whether a task runs."""
+            def read() -> None:
+                self._world.after(takes - before, process, answer, dict(self._tasks))
+
+            self._world.after(before, None, read)
+
+    def query_task(
+        self, process: Process, task: str, answer: Callable[[bool | None], None]
+    ) -> None:
+        """Query whether a task runs; the answer is None if that is unknown."""
 
         def runs(view: dict[str, TaskState] | None) -> None:
             state = (view or {}).get(task)
             answer(None if state is None else state.phase in (Phase.RUNNING, Phase.COMPLETING))
 
         self.query_tasks(process, runs)
-
-    def _read(
-        self,
-        process: Process,
-        answer: Callable[[dict[str, TaskState] | None], None],
-        rest_s: float,
-    ) -> None:
-        self._world.after(rest_s, process, answer, dict(self._tasks))

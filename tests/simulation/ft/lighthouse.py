@@ -92,7 +92,7 @@ class KeeperProcess:
     def carry_out(self, effect: Effect) -> None:
         """See `rendezvous.term.Executor`."""
         assert isinstance(effect, Show)
-        self._env.shared.monitor.acts(self._term, effect, knows_over=self.fenced)
+        self._env.shared.monitor.check_term(self._term, effect, is_fenced=self.fenced)
         self._files.show(effect.status, effect.lines)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:

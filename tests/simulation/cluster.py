@@ -250,7 +250,7 @@ class Node(Host):
             return
         self._env.world.log_event(self.task, "node dies")
         self._end_process(silently=True)
-        self.mount.forget()
+        self.mount.drop_caches()
         self.up = False
         late = _LATE_DETECTION_S * self._env.world.rng.random()
         requeued = 2.0 if comes_back else None

@@ -406,7 +406,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(has_succeeded=exits_with_0),
         "before its function had returned|restarts: |no round stands",
     ),
-    "polls the path": (Components(entries=PollsThePath), "a look has missed an entry"),
+    "polls the path": (Components(entries=PollsThePath), "a read has missed an entry"),
     "trusts the count of links": (
         Components(entries=TrustsTheCountOfLinks),
         "its own entry was denied",
@@ -414,7 +414,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "trusts inode numbers": (Components(entries=TrustsInodes), "its own entry was denied"),
     "lists from memory": (
         Components(entries=ListsFromMemory, draw=_by_time),
-        "a look has missed an entry",
+        "a read has missed an entry",
     ),
     "waits for removals": (Components(entries=WaitsForRemovals), "a decision that was made waited"),
     "judges a lease by one read": (

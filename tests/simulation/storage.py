@@ -1,22 +1,20 @@
-"""The shared file system: a server, and each node's mount, with the caches of a client of NFS.
+"""The shared file system: a server, and the mount of each node with the caches of an NFS client.
 
-- A name, an absent one too, is found in memory for as long as the attributes of its folder are
-  valid, which is up to 60 s. When they are fetched anew, the names are dropped if the folder has
-  changed. So a folder that another node has renamed is used by its old name for a while.
-- Listing a folder opens it, and opening fetches its attributes; a file that is opened is read as it
-  is. Where a listing may be late (`Mount.stale_s`) it shows what was there a while ago.
-- Whether a folder has changed is seen by a count of its changes, or (NFS 3) by the time of the last
-  one, which has coarse ticks: of two changes in one tick the second is not seen, unless a listing
-  is asked for anew.
-- A count of links comes from memory, and the number of an inode may differ from call to call.
-- A reply may be lost after the operation. The client retries, and learns that the name is taken
-  already, or gone; or the call fails, done or not.
+- A client caches names, absent ones too, while the attributes of their folder are valid, at most
+  60 s. If the folder has changed when they are fetched again, it drops the names. So it uses a
+  folder that another node has renamed by its old name for a while.
+- Listing a folder opens it, and opening fetches its attributes; an opened file has its present
+  content. A late listing (`Mount.stale_s`) shows an earlier state.
+- A client detects a change of a folder by a count of its changes, or (NFS 3) by the time of the
+  last one. That has coarse ticks: of two changes in one tick the client misses the second, unless
+  it requests a new listing.
+- The count of links is cached, and the number of an inode may differ from call to call.
+- A reply may be lost after the operation. Then the client retries and finds the name taken, or
+  gone; or the call fails, done or not.
 - A removal may hang for `REMOVAL_HANGS_S`: the server recalls a delegation from a dead client.
 
-The product's own procedures (`rendezvous.log_entry`) are carried out here, one step after the
-other.
-Each step arrives at the server after a while. A step that is under way arrives whatever becomes of
-the process; the next one waits until the process goes on.
+A mount executes the product's own procedures (`rendezvous.log_entry`) step by step. A step arrives
+at the server after a while, even if the process dies; the next one waits for the process.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from simulation.world import Process, World
 
 REMOVAL_HANGS_S = 100.0
 TICK_S = 0.018
-"""A server's clock shows another time so often."""
+"""Resolution of a server's clock."""
 _ROUNDING_S = 1e-6
 Name = tuple[Any, ...]
-"""Of a file in its folder, such as ``("entry", 5)``."""
+"""Name of a file in its folder, such as ``("entry", 5)``."""
 
 
 class File:
@@ -55,7 +53,7 @@ class File:
         self.links = 0
         self.made_at = self.changed_at = now
         self.maker = maker
-        """The slot of the node that has made it."""
+        """Slot of the node that created the file."""
 
 
 class Folder:
@@ -65,37 +63,36 @@ class Folder:
 
     def __init__(self) -> None:
         self.changes = 0
-        """How often it has changed."""
         self.changed_at = 0.0
         self.entries: dict[Name, File | Folder] = {}
 
 
-class _Memory:
-    """What a client remembers of a folder."""
+class _Cache:
+    """A client's cache of a folder."""
 
     __slots__ = ("listed", "listed_until", "names", "stamp", "until")
 
     def __init__(self) -> None:
         self.stamp = -1
-        """By what it is seen whether the folder has changed."""
+        """Version of the folder, to detect a change."""
         self.until = self.listed_until = -1.0
-        """Until when the attributes are valid, and the listing."""
+        """End of the validity of the attributes, and of the listing."""
         self.names: dict[Name, File | Folder | None] = {}
         self.listed: set[Name] | None = None
-        """What a listing has shown; None: it is to be asked for."""
+        """The names in the last listing, or None if a new one is needed."""
 
 
 class _HeldUpError(Exception):
-    """The step is to be tried again after this many seconds."""
+    """The step must be retried after this many seconds."""
 
 
 class Storage:
-    """The server, and what is under way to it.
+    """The server, and the steps on their way to it.
 
     Args:
-        world: The schedule's.
-        rng: Of its own.
-        slowest_s: A step on a slow mount takes so long at most.
+        world: The clock.
+        rng: A random generator for the file system alone.
+        slowest_s: Longest duration of a step on a slow mount.
     """
 
     def __init__(self, world: World, rng: random.Random, slowest_s: float) -> None:
@@ -103,7 +100,7 @@ class Storage:
         self.rng = rng
         self.run, self.rdzv, self.notices = Folder(), Folder(), Folder()
         self.hits: Counter[str] = Counter()
-        """What has shown that a client's view is not the server's."""
+        """Kinds of differences between the views of a client and the server -> counts."""
         self._slowest_s = slowest_s
 
     def carry_out(
@@ -114,10 +111,10 @@ class Storage:
         done: Callable[[Any], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Carry a procedure out for a process, and pass it the result or the error."""
-        self._go_on(None, mount, process, steps, done, failed)
+        """Execute a procedure for a process, and pass it the result or the error."""
+        self._next_step(None, mount, process, steps, done, failed)
 
-    def _go_on(
+    def _next_step(
         self,
         result: Any,
         mount: Mount,
@@ -155,18 +152,18 @@ class Storage:
                 return
             self.hits["calls that fail though they are done"] += bool(mount.failing)
             result = result if mount.failing else done
-        self.world.after(rest_s, process, self._go_on, result, mount, process, *rest)
+        self.world.after(rest_s, process, self._next_step, result, mount, process, *rest)
 
 
 class Mount:
-    """One node's client.
+    """The client of one node.
 
     Args:
         storage: The server.
-        slot: The node's.
-        life_s: So long attributes are valid.
-        stale_s: So old a listing may be.
-        by_time: Whether a change of a folder is seen by its time alone.
+        slot: Slot of the node.
+        life_s: Validity of attributes.
+        stale_s: Largest age of a listing.
+        by_time: Whether the client detects a change of a folder by its time alone.
     """
 
     def __init__(
@@ -181,57 +178,57 @@ class Mount:
         self.slot = slot
         self.stale_s = stale_s
         self.slow = self.failing = self.losing = self.hanging = 0
-        """How many faults at present make calls slow, fail, lose replies, removals hang."""
+        """Number of present faults that slow calls down, let them fail, lose replies, hang."""
         self._storage = storage
         self._world = storage.world
         self._life_s = life_s
         self.by_time = by_time
-        self._memories: dict[Folder, _Memory] = {}
+        self._caches: dict[Folder, _Cache] = {}
         self._held_until: dict[tuple[Folder, Name], float] = {}
         self._removing: set[tuple[Folder, Name]] = set()
 
-    def forget(self) -> None:
-        """The node starts anew."""
-        self._memories.clear()
+    def drop_caches(self) -> None:
+        """Drop all caches, because the node reboots."""
+        self._caches.clear()
 
     # ---- reading ------------------------------------------------------------------------
 
     def names_in(self, folder: Folder, *, anew: bool = True) -> Collection[Name]:
-        """List a folder, which opens it; ``anew``: forget what a listing has shown before.
+        """List a folder, which opens it; ``anew`` drops the last listing.
 
         See `hpc_elastic.shared_files.names_listed`.
         """
-        memory = self._memories.get(folder)
-        if memory is None or self._world.now >= memory.listed_until:
-            memory = self._fetch(folder)
-            memory.listed = None if anew else memory.listed
-            memory.listed_until = self._world.now + self.stale_s * self._storage.rng.random()
-        listed = memory.listed
+        cache = self._caches.get(folder)
+        if cache is None or self._world.now >= cache.listed_until:
+            cache = self._fetch(folder)
+            cache.listed = None if anew else cache.listed
+            cache.listed_until = self._world.now + self.stale_s * self._storage.rng.random()
+        listed = cache.listed
         if listed is None:
-            listed = memory.listed = set(folder.entries)
+            listed = cache.listed = set(folder.entries)
         self._storage.hits["listings that are late"] += len(listed) != len(folder.entries)
         return listed
 
     def find(self, folder: Folder, name: Name) -> File | Folder | None:
-        """Search a name, in memory first; None: it is not there, or was not."""
-        memory = self._memories.get(folder)
-        if memory is None or self._world.now >= memory.until:
-            memory = self._fetch(folder)
+        """Look a name up, in the cache first; None if it does not exist, or did not."""
+        cache = self._caches.get(folder)
+        if cache is None or self._world.now >= cache.until:
+            cache = self._fetch(folder)
         there = folder.entries.get(name)
-        found = memory.names.setdefault(name, there)
+        found = cache.names.setdefault(name, there)
         if found is not there:
-            what = "absent from memory" if found is None else "found by an old name"
+            what = "absent from the cache" if found is None else "found by an old name"
             self._storage.hits[f"names that are {what}"] += 1
         return found
 
     def forget_absence(self, folder: Folder, name: Name) -> None:
         """Ask the server about a name; see `hpc_elastic.shared_files.forget_absence`."""
-        memory = self._memories.get(folder)
-        if memory is not None:
-            memory.names.pop(name, None)
+        cache = self._caches.get(folder)
+        if cache is not None:
+            cache.names.pop(name, None)
 
     def open(self, folder: Folder, name: Name) -> File:
-        """Open a file by its path; where memory leads to one that was removed, search again."""
+        """Open a file by its path; if the cached one was removed, look the name up again."""
         found = self.find(folder, name)
         if isinstance(found, File) and not found.links:
             found = folder.entries.get(name)
@@ -240,41 +237,42 @@ class Mount:
         return found
 
     def num_links(self, file: File) -> int:
-        """Return the count of a file's links, as it was when its attributes were fetched last."""
+        """Return the cached number of a file's links."""
         return 1 if self._life_s else file.links
 
     def inode(self, file: File) -> int:
-        """Return the number of a file's inode: another one now and then."""
+        """Return the number of a file's inode, which changes now and then."""
         return id(file) + (self._storage.rng.random() < 0.2)
 
     # ---- writing ------------------------------------------------------------------------
 
     def write(self, folder: Folder, name: Name, content: Any) -> File:
-        """Write a file in place; make it if it is not there."""
+        """Write a file in place; create it if it does not exist."""
         file = folder.entries.get(name)
         if not isinstance(file, File):
             file = File(content, self._world.now, self.slot)
-            self._enter(folder, name, file)
+            self._set_entry(folder, name, file)
         file.content, file.changed_at = content, self._world.now
         return file
 
     def link(self, file: File, folder: Folder, name: Name) -> None:
         """Give a file another name."""
+        exists = FileExistsError(errno.EEXIST, "it exists", name)
         if name in folder.entries:
-            raise FileExistsError(errno.EEXIST, "it exists", name)
-        self._enter(folder, name, file)
-        self._reply(FileExistsError(errno.EEXIST, "it exists", name))
+            raise exists
+        self._set_entry(folder, name, file)
+        self._reply(exists)
 
     def rename(self, source: tuple[Folder, Name], target: tuple[Folder, Name]) -> None:
-        """Move a file or a folder; the server goes by the names that it has."""
+        """Move a file or a folder, by its present name on the server."""
         folder, name = source
         if source == target:
             return
         there = folder.entries.get(name)
         if there is None or self.find(folder, name) is None:
             raise _not_there(name)
-        self._enter(*target, there)
-        self._enter(folder, name, None)
+        self._set_entry(*target, there)
+        self._set_entry(folder, name, None)
         self._reply(_not_there(name))
 
     def unlink(self, folder: Folder, name: Name) -> None:
@@ -284,16 +282,15 @@ class Mount:
         if self.hanging or (folder, name) in self._held_until:
             self._storage.hits["removals that hang"] += (folder, name) not in self._held_until
             self.hold_up(folder, name, REMOVAL_HANGS_S)
-        self._enter(folder, name, None)
+        self._set_entry(folder, name, None)
         self._reply(_not_there(name))
 
     def remove_behind(
         self, folder: Folder, name: Name, removed: Callable[[File], None] | None = None
     ) -> None:
-        """Begin to remove a file, unless that is under way; no process waits for it.
+        """Start to remove a file, unless that is under way, and do not wait.
 
-        See `hpc_elastic.shared_files.remove_behind`. ``removed`` is called with the file that was
-        removed.
+        See `hpc_elastic.shared_files.remove_behind`. Calls ``removed`` with the removed file.
         """
         if (folder, name) in self._removing:
             return
@@ -316,10 +313,10 @@ class Mount:
                 unlink()
             over(None)
         else:
-            self._storage.carry_out(self, Process(), alone(unlink), over, over)
+            self._storage.carry_out(self, Process(), single_step(unlink), over, over)
 
-    def _enter(self, folder: Folder, name: Name, what: File | Folder | None) -> None:
-        """Change a folder."""
+    def _set_entry(self, folder: Folder, name: Name, what: File | Folder | None) -> None:
+        """Replace or remove a name of a folder; its cache stays valid if no other changed it."""
         before = folder.entries.pop(name, None)
         if isinstance(before, File):
             before.links -= 1
@@ -327,29 +324,23 @@ class Mount:
             folder.entries[name] = what
         if isinstance(what, File):
             what.links += 1
-        memory = self._changed(folder)
-        if memory is not None:
-            memory.names[name] = what
-
-    def _changed(self, folder: Folder) -> _Memory | None:
-        """Count a change of this client's. If no other client made one, its cache stays valid."""
-        before = self._stamp(folder)
+        stamp = self._stamp(folder)
         folder.changes += 1
         folder.changed_at = self._world.now
-        memory = self._memories.get(folder)
-        if memory is not None:
-            memory.listed, memory.listed_until = None, self._world.now
-            if memory.stamp == before:
-                memory.stamp = self._stamp(folder)
+        cache = self._caches.get(folder)
+        if cache is not None:
+            cache.listed, cache.listed_until = None, self._world.now
+            if cache.stamp == stamp:
+                cache.stamp = self._stamp(folder)
             else:
-                memory.until = self._world.now
-        return memory
+                cache.until = self._world.now
+            cache.names[name] = what
 
     def _stamp(self, folder: Folder) -> int:
         return int(folder.changed_at / TICK_S) if self.by_time else folder.changes
 
     def hold_up(self, folder: Folder, name: Name, for_s: float) -> None:
-        """Let a step be over only so long after its first try."""
+        """Raise until this time has passed since the first attempt of a step."""
         now = self._world.now
         left_s = self._held_until.setdefault((folder, name), now + for_s) - now
         if left_s > _ROUNDING_S:
@@ -357,64 +348,60 @@ class Mount:
         del self._held_until[folder, name]
 
     def _reply(self, again: OSError) -> None:
-        """Lose the reply now and then: then the client retries, with this result."""
+        """Lose the reply now and then, so that the client retries with this result."""
         if self.losing and self._storage.rng.random() < 0.7:
-            self._storage.hits["replies lost after the deed"] += 1
+            self._storage.hits["replies lost after the operation"] += 1
             raise again
 
-    def _fetch(self, folder: Folder) -> _Memory:
+    def _fetch(self, folder: Folder) -> _Cache:
         """Fetch a folder's attributes, and drop its names if it has changed."""
-        memory = self._memories.get(folder)
-        if memory is None:
-            memory = self._memories[folder] = _Memory()
-        if memory.stamp != self._stamp(folder):
-            memory.names.clear()
-            memory.listed, memory.stamp = None, self._stamp(folder)
-        memory.until = self._world.now + self._life_s
-        return memory
+        cache = self._caches.get(folder)
+        if cache is None:
+            cache = self._caches[folder] = _Cache()
+        if cache.stamp != self._stamp(folder):
+            cache.names.clear()
+            cache.listed, cache.stamp = None, self._stamp(folder)
+        cache.until = self._world.now + self._life_s
+        return cache
 
 
 def _not_there(name: Name) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "it is not there", name)
 
 
-def alone(step: Callable[[], object]) -> Steps[None]:
+def single_step(step: Callable[[], object]) -> Steps[None]:
     """Return a procedure of one step."""
     yield step
 
 
-# ---- The run's entries and leases in virtual time, by the product's own procedures
-# What must hold of them:
+# ---- The run's entries and leases, by the product's own procedures. The invariants:
 #
-# Look       It shows every entry that was there when it began; where a listing may be late, every
-#            one that was there so long before.
+# Read       A read returns every entry that existed when it started; with late listings, every one
+#            that existed ``stale_s`` before.
 # Answer     If the answer is that an entry was created, its agent has created it; if it is that the
 #            index is taken, it has not. No answer waits for an operation that may hang.
 # Lease      No agent takes a leader for dead whose lease was renewed within
-# `HeartbeatConfig.lapse_s`, by
-#            any clock, before what was read of it last.
+#            `HeartbeatConfig.lapse_s`, by any clock, before the lease was last read.
 
 
 _FASTEST_CLOCK = 1.02
-"""A node's clock shows this much more at most of the time that has passed."""
+"""Largest ratio of a node's clock to the true time."""
 _LONGEST_ANSWER_S = 60.0
-"""Slow calls take less together, and so does a process that stands still meanwhile."""
+"""More than slow calls and a pause of the process take together."""
 _SYNCED_AFTER_S = 0.015
-"""A file is on the server's disk so long after it was written."""
+"""Time until a written file is on the server's disk."""
 _TORN = 0.2
 """If listings may be late: share of the reads of young entries that return only a part."""
-
-Seen = tuple[int, LogEntry | None, int | None]
 
 
 class Register:
     """All entries that were created.
 
     Args:
-        storage: Where they are.
-        monitor: Checks their results.
-        procedures: How they are found and created.
-        exclusive: Whether a number that is taken cannot be taken again; False: a planted bug.
+        storage: The file system.
+        monitor: Checks the entries.
+        procedures: Class of the procedures that read and create entries.
+        exclusive: Whether an index cannot be taken twice; False plants a bug.
     """
 
     def __init__(
@@ -431,42 +418,42 @@ class Register:
         self.exclusive = exclusive
         self._files: list[File] = []
 
-    def created(self, entry: LogEntry, file: File) -> None:
-        """An entry has come to be."""
+    def add_entry(self, entry: LogEntry, file: File) -> None:
+        """Add an entry that was created."""
         self.monitor.entry_created(self.entries, entry)
         at = entry.index - 1
         self.entries[at : at + 1], self._files[at : at + 1] = [entry], [file]
 
     def num_made_by(self, time: float) -> int:
-        """Return how many entries there were at some time."""
+        """Return the number of entries at some time."""
         number = len(self._files)
         while number and self._files[number - 1].made_at > time:
             number -= 1
         return number
 
     def made_at(self, entry: LogEntry) -> float:
-        """Return when an entry that is there was created."""
+        """Return the time at which an entry was created."""
         return self._files[entry.index - 1].made_at
 
 
 class NodeRegister:
-    """What one node does with the entries; see `rendezvous.log_entry.LogFiles` for the calls."""
+    """The entries as one node reads and creates them; see `rendezvous.log_entry.LogFiles`."""
 
     def __init__(self, register: Register, mount: Mount) -> None:
         self.mount = mount
         self.rdzv = register.storage.rdzv
         self.staged: File | None = None
-        """The file of the entry that this node has put last."""
+        """The file of the entry that this node put last."""
         self._register = register
         self._storage = register.storage
         self._entries = register.procedures(self)
         self._num_staged = 0
         self._staged: dict[int, tuple[Name, File]] = {}
-        """What is written under another name, and not linked yet."""
+        """Files written under another name, and not linked yet."""
         self._leases: dict[int, tuple[int | None, float]] = {}
-        """Term -> what was read of its lease, and until when that is read again."""
+        """Term -> its cached lease, and the end of its validity."""
         self._lease_age_s: dict[int, float] = {}
-        """Term -> for how long its lease had not changed when the server was asked last."""
+        """Term -> age of its lease when it was last read from the server."""
 
     # ---- for agents and leaders ---------------------------------------------------------
 
@@ -483,17 +470,23 @@ class NodeRegister:
     def last_index(
         self, process: Process, answer: Callable[[int], None], fail: Callable[[Exception], None]
     ) -> None:
-        """Read the last entry's number."""
+        """Read the index of the last entry."""
         checked = self._checked(answer, lambda number: number)
         self._carry_out(process, self._entries.last_index(), checked, fail)
 
     def create(
         self, process: Process, entry: LogEntry, answer: Callable[[bool | None], None]
     ) -> None:
-        """Create an entry; the answer is None where the file system gave none."""
+        """Create an entry; the answer is None if the file system gives none."""
 
         def done(created: bool) -> None:
-            self._check_answer(entry, created)
+            register = self._register
+            is_own = register.entries[entry.index - 1] is entry
+            what = "its own entry was denied" if is_own else "another's entry was taken for its own"
+            register.monitor.check(is_own == created, what, entry)
+            waited_s = self._storage.world.now - register.made_at(entry) if created else 0.0
+            what = "a decision that was made waited"
+            register.monitor.check(waited_s <= _LONGEST_ANSWER_S, what, entry, waited_s)
             answer(created)
 
         self._carry_out(process, self._entries.create(entry), done, lambda _: answer(None))
@@ -501,8 +494,8 @@ class NodeRegister:
     def renew_lease(
         self, process: Process, term: int, beats: int, answer: Callable[[bool], None]
     ) -> None:
-        """Renew a lease; ``answer`` is called with whether that has worked."""
-        steps = alone(partial(self._write_lease, term, beats))
+        """Renew a lease; ``answer`` receives whether that has worked."""
+        steps = single_step(partial(self.mount.write, self.rdzv, ("lease", term), beats))
         self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
 
     def check_claim(self, before: LogEntry, liveness: HeartbeatConfig) -> None:
@@ -519,25 +512,16 @@ class NodeRegister:
     def _checked(
         self, answer: Callable[[Any], None], number_of: Callable[[Any], int]
     ) -> Callable[[Any], None]:
-        """Return the callback of a read that begins now."""
+        """Return the callback of a read that starts now."""
         register = self._register
-        there = register.num_made_by(self._storage.world.now - self.mount.stale_s)
+        existing = register.num_made_by(self._storage.world.now - self.mount.stale_s)
 
-        def looked(seen: Any) -> None:
-            number, what = number_of(seen), "a look has missed an entry"
-            register.monitor.check(number >= there, what, number, there)
+        def check_answer(seen: Any) -> None:
+            number, what = number_of(seen), "a read has missed an entry"
+            register.monitor.check(number >= existing, what, number, existing)
             answer(seen)
 
-        return looked
-
-    def _check_answer(self, entry: LogEntry, created: bool) -> None:
-        register = self._register
-        its_own = register.entries[entry.index - 1] is entry
-        what = "its own entry was denied" if its_own else "another's entry was taken for its own"
-        register.monitor.check(its_own == created, what, entry)
-        waited_s = self._storage.world.now - register.made_at(entry) if created else 0.0
-        what = "a decision that was made waited"
-        register.monitor.check(waited_s <= _LONGEST_ANSWER_S, what, entry, waited_s)
+        return check_answer
 
     # ---- see `LogFiles` ----------------------------------------------------------------
 
@@ -573,13 +557,13 @@ class NodeRegister:
             self.rdzv.entries.pop(name, None)
         try:
             if name not in self.rdzv.entries:
-                self._register.created(entry, file)
+                self._register.add_entry(entry, file)
             self.mount.link(file, self.rdzv, name)
         finally:
             self.mount.remove_behind(self.rdzv, staged)
 
     def exists(self, number: int) -> bool:
-        """Return whether an entry is there, as far as memory goes."""
+        """Return whether an entry exists according to the cache."""
         return self.mount.find(self.rdzv, ("entry", number)) is not None
 
     def remove_staged(self) -> None:
@@ -603,30 +587,27 @@ class NodeRegister:
         self._leases[term] = file.content, until
         return self._leases[term][0]
 
-    def _write_lease(self, term: int, beats: int) -> None:
-        self.mount.write(self.rdzv, ("lease", term), beats)
 
-
-# ---- The files that leaders share, in virtual time: status, progress, notices, and the term folder
-# The product's own procedures (`rendezvous.term`) are carried out on a `storage`.
+# ---- The files that leaders share: status, progress, notices, and the term folder, by the
+# product's own procedures (`rendezvous.term`)
 
 
 STATUS: Name = ("status",)
-ASKED_LEFT_S = 5.0
-"""A notice leaves this much time."""
+NOTICE_LEFT_S = 5.0
+"""Time that a notice file leaves."""
 
 
 class SharedMonitor:
-    """What must hold of the files that leaders share, at every step.
+    """Checks the invariants of the files that leaders share.
 
-    Status     It never goes back to an earlier term, nor within a term to an earlier round; except
-               for at most one status of a leader that had read the folder's name and was about to
-               write when another took it, on a node that caches the folder's old name.
-    Progress   A line of an earlier term follows those of a later one only where its leader had
-               shown its status before: one append of a leader at most.
-    Notices    A notice is removed once a node that it names has received it, or no such node lives
-               that has started before the notice was written.
-    Terms      A leader that knows that its term is over does nothing more.
+    Status     It never goes back to an earlier term, nor within a term to an earlier round. One
+               status of a deposed leader is allowed: it read the folder's name before another
+               leader took the folder, and its node caches the old name.
+    Progress   At most one append of a leader, which showed its status before, follows the lines
+               of a later term.
+    Notices    A notice is removed only if a node that it names has received it, or if no such node
+               that started before the notice lives.
+    Terms      A leader that has detected the end of its term does nothing more.
     """
 
     def __init__(
@@ -635,64 +616,62 @@ class SharedMonitor:
         self.shown = 0
         self.obeyed = 0
         self.late = 0
-        """Appends to the progress that came too late."""
+        """Number of late appends to the progress."""
         self.late_statuses = 0
         self._check = check
         self._is_named_alive = is_named_alive
         self._status = (0, 0)
         self._term = 0
-        self._is_late: set[int] = set()
-        self._is_shown_late: set[int] = set()
-        self._heard: dict[str, float] = {}
+        self._late_append_terms: set[int] = set()
+        self._late_status_terms: set[int] = set()
+        self._received: dict[str, float] = {}
+        """Name in a notice -> when an agent last received one."""
 
     def check_term(self, term: int, what: object, *, is_fenced: bool) -> None:
         """A leader acts in a term."""
         self._check(not is_fenced, "a leader acts though its term is over", term, what)
 
-    def replaced(self, status: Message, *, is_late: bool) -> None:
-        """Another status can be read.
-
-        ``is_late``: the folder was found by a name that it had, but its leader has looked before.
-        """
+    def status_replaced(self, status: Message, *, is_late: bool) -> None:
+        """Check a new status; ``is_late`` if it was written by an old name of the folder."""
         at = int(status["term"]), int(status.get("round") or 0)
         if is_late and at < self._status:
-            self._check(at[0] not in self._is_shown_late, "the status went back again", at)
-            self._is_shown_late.add(at[0])
+            self._check(at[0] not in self._late_status_terms, "the status went back again", at)
+            self._late_status_terms.add(at[0])
             self.late_statuses += 1
             return
         self._check(at >= self._status, "the status went back", self._status, at)
         self._status = at
         self.shown += 1
 
-    def appended(self, lines: Sequence[Message]) -> None:
-        """Further lines of the progress can be read."""
+    def progress_appended(self, lines: Sequence[Message]) -> None:
+        """Check new lines of the progress."""
         term = max(int(line["term"]) for line in lines)
         if term < self._term:
             self.late += 1
-            self._check(term not in self._is_late, "the progress went back again", term)
-            self._is_late.add(term)
+            self._check(term not in self._late_append_terms, "the progress went back again", term)
+            self._late_append_terms.add(term)
         self._term = max(self._term, term)
 
     def notice_received(self, names: Sequence[str], now: float) -> None:
-        """An agent of this task, on this host, has received a notice."""
-        self._heard.update(dict.fromkeys(names, now))
+        """An agent with these names has received a notice."""
+        self._received.update(dict.fromkeys(names, now))
 
-    def removed(self, name: str, asked_at: float) -> None:
-        """A notice is gone that was written at this time."""
-        heard = self._heard.get(name, -1.0) >= asked_at
-        lives = self._is_named_alive(name, asked_at)
-        self._check(heard or not lives, "a notice was lost", name)
-        self.obeyed += heard
+    def notice_removed(self, name: str, written_at: float) -> None:
+        """Check the removal of a notice."""
+        received = self._received.get(name, -1.0) >= written_at
+        lives = self._is_named_alive(name, written_at)
+        self._check(received or not lives, "a notice was lost", name)
+        self.obeyed += received
 
 
 class SharedFiles:
-    """What is on the file system.
+    """The files that leaders share.
 
     Args:
-        storage: Where it is.
-        monitor: Checks it.
-        is_fenced: Whether a name leads nowhere once another leader has taken the folder, as far as
-            memory goes; False: a planted bug.
+        storage: The file system.
+        monitor: Checks the invariants.
+        is_fenced: Whether the folder's old name fails after another leader has taken the folder,
+            unless it is cached; False plants a bug.
     """
 
     def __init__(self, storage: Storage, monitor: SharedMonitor, is_fenced: bool = True) -> None:
@@ -705,35 +684,35 @@ class SharedFiles:
 
     @property
     def shown(self) -> Message | None:
-        """What status.json holds."""
+        """The content of status.json."""
         file = self.storage.run.entries.get(STATUS)
         return file.content if isinstance(file, File) else None
 
     @property
     def notices(self) -> set[str]:
-        """The names of those that are not removed."""
+        """The names of the notices that exist."""
         return {name for (name,) in (*self.storage.notices.entries, *self.folder.entries)}
 
     def add_notice(self, name: str) -> None:
         """Write a notice file."""
         world, folder = self.storage.world, self.storage.notices
         Mount(self.storage, -1).write(folder, (name,), world.now)
-        world.log_event("user", "asks to leave", name)
+        world.log_event("user", "writes a notice", name)
 
 
 class NodeFiles:
-    """The shared files, as one node sees them; see `rendezvous.term.SharedFiles`."""
+    """The shared files as one node accesses them; see `rendezvous.term.SharedFiles`."""
 
     def __init__(self, files: SharedFiles, mount: Mount) -> None:
         self.mount = mount
         self._files = files
         self._storage = files.storage
-        self._has_looked = False
-        """Whether it has listed the folder since it wrote a status."""
+        self._has_listed = False
+        """Whether it has listed the parent of the term folder since its last status."""
 
     def current_term(self) -> int:
-        """List the folder in which the term folder is."""
-        self._has_looked = True
+        """List the parent of the term folder."""
+        self._has_listed = True
         names = self.mount.names_in(self._storage.rdzv)
         return max(int(number) for kind, number, *_ in names if kind == "term")
 
@@ -758,22 +737,22 @@ class NodeFiles:
         """Stage the status in the folder, and rename it."""
         folder = self._folder(term)
         by_old_name = self._storage.rdzv.entries.get(_term(term)) is not folder
-        is_late, self._has_looked = by_old_name and self._has_looked, False
+        is_late, self._has_listed = by_old_name and self._has_listed, False
         staged = ("staged", term)
         self.mount.write(folder, staged, status)
-        self._files.monitor.replaced(status, is_late=is_late and self._files.is_fenced)
+        self._files.monitor.status_replaced(status, is_late=is_late and self._files.is_fenced)
         self.mount.rename((folder, staged), (self._storage.run, STATUS))
 
     def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
-        """Append; nothing guards it."""
-        self._files.monitor.appended(lines)
+        """Append without a fence."""
+        self._files.monitor.progress_appended(lines)
 
     def new_notices(self) -> list[str]:
         """Return the notices that no leader has claimed."""
         return sorted(name for (name,) in self.mount.names_in(self._storage.notices))
 
     def claim_notice(self, term: int, name: str) -> None:
-        """Rename it into the folder."""
+        """Rename the notice into the folder."""
         self.mount.rename((self._storage.notices, (name,)), (self._folder(term), (name,)))
 
     def forget_absence(self, name: str) -> None:
@@ -783,13 +762,13 @@ class NodeFiles:
     def claimed_notices(self, term: int) -> Mapping[str, float]:
         """List the folder."""
         names = self.mount.names_in(self._folder(term))
-        return dict.fromkeys(sorted(name for (name,) in names), ASKED_LEFT_S)
+        return dict.fromkeys(sorted(name for (name,) in names), NOTICE_LEFT_S)
 
     def remove_notice(self, term: int, name: str) -> None:
-        """Begin to remove it from the folder."""
+        """Start to remove the notice from the folder."""
         monitor = self._files.monitor
         self.mount.remove_behind(
-            self._folder(term), (name,), lambda file: monitor.removed(name, file.content)
+            self._folder(term), (name,), lambda file: monitor.notice_removed(name, file.content)
         )
 
     def _folder(self, term: int) -> Folder:
@@ -806,7 +785,15 @@ def _term(term: int) -> Name:
 
 
 class LeadersFiles:
-    """What one simulated leader does with the shared files, one procedure of a kind at a time."""
+    """The shared files as one leader uses them, with one procedure of a kind at a time.
+
+    Args:
+        files: The files.
+        folder: The procedures under test.
+        mount: The client of the leader's node.
+        process: The leader's process.
+        end_term: Called when the leader detects that its term is over.
+    """
 
     def __init__(
         self,
@@ -814,61 +801,54 @@ class LeadersFiles:
         folder: TermFolder,
         mount: Mount,
         process: Process,
-        is_over: Callable[[], None],
+        end_term: Callable[[], None],
     ) -> None:
         self._storage = files.storage
         self._folder = folder
         self._mount = mount
         self._process = process
-        self._is_over = is_over
-        """Called when it finds that another leads."""
+        self._end_term = end_term
         self._status: Message | None = None
-        """What is to be shown next; with the lines of the progress that go with it."""
+        """The next status, and the lines of progress to write with it."""
         self._lines: list[Message] = []
         self._showing = False
+        self.confirm = folder.confirm
 
     def show(self, status: Message, lines: Sequence[Message]) -> None:
-        """Write a status, or, if one is under way, the newest after that: as the journal does."""
+        """Write a status, or the newest one after a write that is under way."""
         self._status = {**status, "updated": self._storage.world.now}
         self._lines += lines
-        self._show()
+        self._write_status()
 
-    def _show(self) -> None:
+    def _write_status(self) -> None:
         if self._showing or self._status is None:
             return
         self._showing = True
         steps = self._folder.show(self._status, self._lines)
         self._status, self._lines = None, []
-        self._carry_out(steps, self._shown, self._not_shown)
+        self._carry_out(steps, self._status_written, self._status_written)
 
-    def _shown(self, _: None) -> None:
-        self._showing = False
-        self._show()
-
-    def _not_shown(self, error: Exception) -> None:
+    def _status_written(self, error: Exception | None) -> None:
         self._showing = False
         if isinstance(error, TermOverError):
             self._status = None
-            self._is_over()
+            self._end_term()
         else:
-            self._show()
+            self._write_status()
 
     def claim_notices(self, done: Callable[[Mapping[str, float]], None]) -> None:
-        """Claim notices; nothing where that fails."""
-        self._carry_out(self._folder.claim_notices(), done, lambda e: self._failed(e, done))
+        """Claim notices, and pass them to ``done``; none if that fails."""
 
-    def _failed(self, error: Exception, done: Callable[[Mapping[str, float]], None]) -> None:
-        if isinstance(error, TermOverError):
-            self._is_over()
-        else:
-            done({})
+        def failed(error: Exception) -> None:
+            if isinstance(error, TermOverError):
+                self._end_term()
+            else:
+                done({})
 
-    def confirm(self, name: str) -> None:
-        """A notice is to be removed with the next look."""
-        self._folder.confirm(name)
+        self._carry_out(self._folder.claim_notices(), done, failed)
 
     def remove_confirmed(self) -> None:
-        """Remove at once what is confirmed, as far as that works."""
+        """Try to remove the confirmed notices at once."""
         self._carry_out(self._folder.remove_confirmed(), lambda _: None, lambda _: None)
 
     def _carry_out(

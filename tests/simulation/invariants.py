@@ -270,14 +270,14 @@ class Monitor:
                 "a step was confirmed that a rank has passed", rank.agent, rank.at, step,
             )  # fmt: skip
 
-    def passed(self, number: int, agent: Agent, steps: range, pauses: bool | None) -> None:
+    def step_passed(self, number: int, agent: Agent, steps: range, pauses: bool | None) -> None:
         """A rank polls the last of ``steps``; it saves there, and pauses or not; None: neither."""
         confirmed = self._confirmed.get(number, {})
         agreed = next((confirmed[step] for step in steps if step in confirmed), None)
         what = "passes a confirmed step" if pauses is None else "saves at a step not confirmed so"
         self.check(agreed == pauses, f"a rank {what}", agent, steps[-1])
 
-    def waits(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
+    def rank_waits(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
         """A rank begins to wait at a proposed step; ``waits`` returns whether it still does."""
         if self._world.now >= self._scenario.calm_after_s or self._scenario.is_quiet:
             self._world.after(_LONGEST_WAIT_S, None, self._waited, agent, at, waits)

@@ -1,13 +1,13 @@
-"""Workload: the workers of a round, which make steps, save and fail in virtual time.
+"""The workers of a round, which make steps, save and fail in virtual time.
 
-A rank shares a page with its agent, as `hpc_elastic.worker.shared_page` describes it. Each access
-to the page is one event here, and the agent looks at it a little later, so that all orders of the
-two come up.
+A rank shares a page with its agent, see `hpc_elastic.worker.shared_page`. Each access to the page
+is one event, and the agent polls it a little later, so that all orders of the two occur.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
@@ -16,17 +16,17 @@ from simulation.invariants import Monitor, RankAt
 from simulation.scenario import Training
 from simulation.world import Host, Network, Process, World
 
-_SLOW_TO_LOOK = 0.1
-"""So often a rank reads the request some time after it has published its step."""
+_LATE_READS = 0.1
+"""Share of steps at which a rank reads the request some time after it has published its step."""
 _LATE_S = 0.05
 _WAKES_AFTER_S = 0.004
 
 
 class Doing(Enum):
-    """What a rank does."""
+    """The state of a rank."""
 
     STEPPING = "makes a step"
-    LOOKING = "has come to a step, and not looked yet"
+    POLLING = "has completed a step, and not read the request yet"
     WAITING = "waits at a proposed step"
     SAVING = "saves"
     STAYING = "stays at a checkpoint"
@@ -34,7 +34,7 @@ class Doing(Enum):
 
 
 class Page:
-    """The control page, as the agent's side uses it (`hpc_elastic.agent.worker_channel`)."""
+    """The shared page, as the agent uses it (`hpc_elastic.agent.worker_channel`)."""
 
     __slots__ = (
         "_rank", "_read", "_read_in", "agreed", "boundary", "confirmed", "passed", "paused",
@@ -52,7 +52,7 @@ class Page:
         self.paused = self.waiting = self.wanted = 0
         self._read: WorkerStatus | None = None
         self._read_in = 0
-        """The event in which it was read last: nothing is published in the course of one."""
+        """The event in which the page was read last; no page changes during an event."""
 
     def request_checkpoint(self, request: CheckpointRequest | None) -> None:
         """Replace the worker's checkpoint request."""
@@ -64,13 +64,8 @@ class Page:
         if self._rank.doing in (Doing.WAITING, Doing.STAYING):
             self._rank.wake()
 
-    def awaits_at(self, steps: range) -> CheckpointRequest | None:
-        """The request that a worker which polls the last of these steps acts on, or waits for."""
-        request = self.request
-        return request if request is not None and request.step in steps else None
-
     def pause_request(self, step: int) -> int:
-        """The number of the request to stay at a checkpoint; 0: none."""
+        """Return the number of the request to stay at a checkpoint; 0 if there is none."""
         request = self.request
         if request is None or request.number <= self.released:
             return 0
@@ -80,7 +75,7 @@ class Page:
         return request.number if is_here else 0
 
     def read(self) -> WorkerStatus:
-        """Return what the worker last published."""
+        """Return the worker's last status."""
         event = self._rank.work.world.num_events
         if self._read is None or event != self._read_in:
             self._read_in = event
@@ -99,93 +94,96 @@ class Rank:
     def __init__(self, work: Work, member: Member, first: bool) -> None:
         self.member = member
         self.at = work.start
-        """The last step that it has come to."""
+        """The last step that it has completed."""
         self.doing = Doing.STEPPING
         self.is_blocked = False
-        """Whether it cannot go on before others have made a step."""
+        """Whether it must wait for the steps of other ranks."""
         self.waits_since = 0.0
         self.page = Page(self)
         self.work = work
         self._first = first
 
-    def go_on(self) -> None:
-        """Begin the next step."""
-        self.doing = Doing.STEPPING
-        training = self.work.training
+    def start_step(self) -> None:
+        """Start the next step, or return after the last one."""
+        self.doing, work = Doing.STEPPING, self.work
+        training = work.training
         if training.total_steps is not None and self.at >= training.total_steps:
             self.doing = Doing.DONE
-            self.work.returned(self)
-            self.work.world.after(0.01, self.member.process, self.member.ended, self.work, 0)
+            work.monitor.returned(self.member.me, work.entry.index)
+            work.world.after(0.01, self.member.process, self.member.ended, work, 0)
             return
-        jitter = 0.7 + 0.6 * self.work.world.rng.random()
-        self.work.world.after(training.step_s * jitter, None, self.step)
+        jitter = 0.7 + 0.6 * work.world.rng.random()
+        work.world.after(training.step_s * jitter, None, self.complete_step)
 
-    def step(self) -> None:
-        """Complete a step, if the others let it."""
+    def complete_step(self) -> None:
+        """Complete a step, unless other ranks hold it up."""
         work = self.work
         if work.over:
             return
         if not work.is_whole:  # a collective waits for members that are cut off or paused
-            work.world.after(work.training.step_s, None, self.step)
+            work.world.after(work.training.step_s, None, self.complete_step)
             return
         if self.at - work.steps >= work.training.ranks_apart:
             self.is_blocked = True
             return
         self.at += 1
-        work.advanced()
+        for rank in work.ranks.values():
+            if rank.is_blocked:
+                rank.is_blocked = False
+                work.world.after(0.001, None, rank.complete_step)
         if not work.training.asks or self.at % work.training.poll_every:
-            self._passes(agreed=False)
+            self._pass_step(agreed=False)
             return
         self.page.passed = self.at
         if self.page.request is not None:
             self.member.touch()
-        self.doing = Doing.LOOKING
+        self.doing = Doing.POLLING
         rng = work.world.rng
-        if rng.random() < _SLOW_TO_LOOK:
+        if rng.random() < _LATE_READS:
             work.world.after(_LATE_S * rng.random(), None, self._check_page)
         else:
             self._check_page()
 
     def wake(self) -> None:
-        """The page that it waits for has changed."""
+        """Schedule a read of the page, which has changed while the rank waits."""
         world = self.work.world
         what = self._check_page if self.doing is Doing.WAITING else self._stay
         world.after(_WAKES_AFTER_S * world.rng.random(), None, what)
 
-    def want(self) -> None:
-        """Ask for a checkpoint of the whole group."""
-        self.page.wanted += 1
-        self.member.touch()
-
     def _check_page(self) -> None:
-        """See whether a checkpoint is requested at its step."""
+        """Read the page: save, wait, or go on, depending on the request."""
         page, work = self.page, self.work
-        if work.over or self.doing not in (Doing.LOOKING, Doing.WAITING):
+        if work.over or self.doing not in (Doing.POLLING, Doing.WAITING):
             return
-        request = page.awaits_at(work.polled(self))
-        if request is None:
-            work.passed(self, None)
-            self._passes(agreed=False)
+        polled = range(max(1, self.at - work.training.poll_every + 1), self.at + 1)
+        request, entry = page.request, work.entry.index
+        if request is None or request.step not in polled:
+            work.monitor.step_passed(entry, self.member.me, polled, None)
+            self._pass_step(agreed=False)
             return
         page.waiting = request.number
         if page.confirmed == request.number:
             page.agreed = self.at
-            work.passed(self, page.pauses)
-            self._passes(agreed=True)
+            work.monitor.step_passed(entry, self.member.me, polled, page.pauses)
+            self._pass_step(agreed=True)
         elif self.doing is not Doing.WAITING:
             self.doing = Doing.WAITING
-            self.waits_since = work.world.now
-            work.waits(self)
+            self.waits_since = since = work.world.now
+
+            def waits() -> bool:
+                return not work.over and self.doing is Doing.WAITING and self.waits_since == since
+
+            work.monitor.rank_waits(self.member.me, self.at, waits)
             self.member.touch()
 
-    def _passes(self, *, agreed: bool) -> None:
+    def _pass_step(self, *, agreed: bool) -> None:
         work, training = self.work, self.work.training
         if agreed or self.at % training.boundary_every == 0:
             self.doing = Doing.SAVING
             rng = work.world.rng
             work.world.after(training.save_s * rng.random(), None, self._saved)
         else:
-            self.go_on()
+            self.start_step()
 
     def _saved(self) -> None:
         work = self.work
@@ -194,7 +192,7 @@ class Rank:
         work.saved(self)
         by = work.training.announced_by
         if by == "nobody" or (by == "first" and not self._first):
-            self.go_on()
+            self.start_step()
             return
         self.page.boundary = self.at
         self.member.touch()
@@ -202,25 +200,22 @@ class Rank:
         self._stay()
 
     def _stay(self) -> None:
-        """Stay at a checkpoint for as long as the agent asks for it."""
+        """Stay at a checkpoint while the agent requests it."""
         if self.work.over or self.doing is not Doing.STAYING:
             return
         self.page.paused = self.page.pause_request(self.at)
         if self.page.paused:
             self.member.touch()
         else:
-            self.go_on()
-
-
-# ---- A round's workers: their ranks' steps, which depend on each other, checkpoints, failures
+            self.start_step()
 
 
 _EXITS = "exits with code 0"
-_OUT_OF_LUCK = ("out of luck", _EXITS, "CUDA error: uncorrectable ECC error encountered")
+_FAILURES = ("out of luck", _EXITS, "CUDA error: uncorrectable ECC error encountered")
 
 
 class Member(Protocol):
-    """An agent, as the workers of its round know it."""
+    """An agent, as its workers use it."""
 
     me: Agent
     process: Process
@@ -229,33 +224,24 @@ class Member(Protocol):
 
     @property
     def host(self) -> Host:
-        """The node that it is on."""
+        """The agent's node."""
 
     def touch(self) -> None:
-        """Something has changed on a worker's page: the agent will look at it soon."""
+        """Schedule a poll of the worker's page, which has changed."""
 
     def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
-        """A worker of the node has failed, by ``itself`` or of a lost peer."""
+        """A worker of the node has failed, by ``itself`` or because of a lost peer."""
 
     def ended(self, work: Work, exit_code: int) -> None:
-        """The node's worker has ended by itself, and not with an error."""
+        """The node's worker has exited by itself, without an error."""
 
 
 class Work:
     """The workers of all members of one round; no simulated node sees it whole."""
 
     __slots__ = (
-        "_monitor",
-        "_network",
-        "_saved",
-        "complete_since",
-        "entry",
-        "members",
-        "over",
-        "ranks",
-        "start",
-        "training",
-        "world",
+        "_network", "_saved", "entry", "has_started", "members", "monitor", "over", "ranks",
+        "start", "training", "world",
     )  # fmt: skip
 
     def __init__(
@@ -266,12 +252,13 @@ class Work:
         self.members: dict[Agent, Member] = {}
         self.ranks: dict[Agent, Rank] = {}
         self.over = False
-        """Whether some worker has ended: no further step will be complete."""
-        self.complete_since: float | None = None
+        """Whether a worker has ended, so that no further step completes."""
+        self.has_started = False
+        """Whether the workers of all members have started."""
         self.world = world
         self.training = training
+        self.monitor = monitor
         self._network = network
-        self._monitor = monitor
         self._saved: dict[int, int] = {}
 
     @property
@@ -282,15 +269,15 @@ class Work:
     @property
     def is_whole(self) -> bool:
         """Whether all members are at work, alive, and reach each other."""
-        if self.over or self.complete_since is None:
+        if self.over or not self.has_started:
             return False
         hosts = [m.host for m in self.members.values()]
         alive = all(m.process.alive and not m.process.paused for m in self.members.values())
         return alive and not self._network.is_any_cut(hosts)
 
     def ranks_at(self) -> list[RankAt]:
-        """Return where all ranks stand, and what is requested of them."""
-        waiting = (Doing.LOOKING, Doing.WAITING)
+        """Return the position and the request of each rank."""
+        waiting = (Doing.POLLING, Doing.WAITING)
         return [
             RankAt(r.member.me, r.page.passed or 0, r.doing in waiting, r.page.request)
             for r in self.ranks.values()
@@ -300,90 +287,58 @@ class Work:
         """Return the members that live, and have not left the run."""
         return [m.me for m in self.members.values() if m.process.alive and not m.over]
 
-    # ---- what agents do -----------------------------------------------------------------
-
     def enter(self, member: Member) -> Rank:
-        """A member's workers have started."""
+        """Add the worker of a member, which has started."""
         self.members[member.me] = member
         first = self.entry.members[0] == member.me
         rank = self.ranks[member.me] = Rank(self, member, first)
         if len(self.members) == len(self.entry.members) and not self.over:
-            self.complete_since = self.world.now
+            self.has_started = True
             for each in self.ranks.values():
-                each.go_on()
+                each.start_step()
         rng = self.world.rng
         if rng.random() < self.training.failure_rate:
-            self.world.after(6 * rng.random(), member.process, self._fail, member)
+            self.world.after(6 * rng.random(), member.process, self._fail_worker, member)
         if first:
-            self._want_later(rank)
+            self._schedule_request(rank)
         return rank
 
     def leave(self, member: Member, secondary_failures: bool) -> None:
-        """A member's workers end; those of others lose a peer, and may fail of it."""
+        """Stop a member's workers; those of others lose a peer, and may fail because of that."""
         was_over, self.over = self.over, True
         if not secondary_failures or was_over:
             return
         for other in self.members.values():
             if other is not member and self.world.rng.random() < 0.5:
-                self.world.after(0.05 + 0.3 * self.world.rng.random(), other.process,
-                                 self._is_victim, other)  # fmt: skip
+                delay = 0.05 + 0.3 * self.world.rng.random()
+                fail = partial(other.worker_failed, itself=False)
+                self.world.after(delay, other.process, fail, self, "Connection reset by peer")
 
-    def _is_victim(self, member: Member) -> None:
-        member.worker_failed(self, "Connection reset by peer", itself=False)
-
-    def _fail(self, member: Member) -> None:
+    def _fail_worker(self, member: Member) -> None:
         if self.over or self.world.now >= self.training.fails_until_s:
             return
-        what = self.world.rng.choice(_OUT_OF_LUCK)
+        what = self.world.rng.choice(_FAILURES)
         if what == _EXITS:
             member.ended(self, 0)
         else:
             member.worker_failed(self, what, itself=True)
 
-    def _want_later(self, rank: Rank) -> None:
+    def _schedule_request(self, rank: Rank) -> None:
+        """Let a rank request a checkpoint of the group again and again."""
         if self.training.wants_every_s is not None:
             pause = self.training.wants_every_s * (0.5 + self.world.rng.random())
-            self.world.after(pause, None, self._want, rank)
+            self.world.after(pause, None, self._request_checkpoint, rank)
 
-    def _want(self, rank: Rank) -> None:
+    def _request_checkpoint(self, rank: Rank) -> None:
         if self.over:
             return
         if self.training.asks and rank.doing is not Doing.DONE and rank.at > self.start:
-            rank.want()
-        self._want_later(rank)
-
-    # ---- what ranks do ------------------------------------------------------------------
-
-    def advanced(self) -> None:
-        """A rank has made a step: others may go on."""
-        for rank in self.ranks.values():
-            if rank.is_blocked:
-                rank.is_blocked = False
-                self.world.after(0.001, None, rank.step)
-
-    def waits(self, rank: Rank) -> None:
-        """A rank has begun to wait at a proposed step."""
-        since = rank.waits_since
-
-        def waits() -> bool:
-            return not self.over and rank.doing is Doing.WAITING and rank.waits_since == since
-
-        self._monitor.waits(rank.member.me, rank.at, waits)
-
-    def passed(self, rank: Rank, pauses: bool | None) -> None:
-        """A rank has polled a step: whether it stays at a checkpoint there; None: it continues."""
-        self._monitor.passed(self.entry.index, rank.member.me, self.polled(rank), pauses)
-
-    def polled(self, rank: Rank) -> range:
-        """The steps that a rank has made since it polled before."""
-        return range(max(1, rank.at - self.training.poll_every + 1), rank.at + 1)
-
-    def returned(self, rank: Rank) -> None:
-        """The function of a rank has returned."""
-        self._monitor.returned(rank.member.me, self.entry.index)
+            rank.page.wanted += 1
+            rank.member.touch()
+        self._schedule_request(rank)
 
     def saved(self, rank: Rank) -> None:
-        """A rank has saved its part of the checkpoint of the step that it is at."""
+        """A rank has saved its part of the checkpoint of its step."""
         num = self._saved[rank.at] = self._saved.get(rank.at, 0) + 1
         if num == len(self.entry.members):
-            self._monitor.checkpoint = max(self._monitor.checkpoint, rank.at)
+            self.monitor.checkpoint = max(self.monitor.checkpoint, rank.at)

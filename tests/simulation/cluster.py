@@ -220,7 +220,7 @@ class Node(Host):
         if wait > 0:
             world.after(wait, None, self._boot, number)
             return
-        self._env.monitor.changed()
+        self._env.monitor.nodes_changed()
         self._boots += 1
         self._held = False
         self.attempt += 1
@@ -271,7 +271,7 @@ class Node(Host):
         if agent is None or agent.over or agent.process.paused:
             return
         world.log_event(self.task, "is noticed", grace_s)
-        self._env.monitor.changed()
+        self._env.monitor.nodes_changed()
         agent.notice(grace_s)
         in_time = max(0.0, grace_s - _RESERVE_S)
         world.after(in_time, agent.process, self._leave_before_kill, agent, grace_s)

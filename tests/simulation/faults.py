@@ -63,7 +63,7 @@ class Faults:
         if nodes:
             node = rng.choice(nodes)
             self.count["notice file"] += 1
-            self._env.monitor.changed()
+            self._env.monitor.nodes_changed()
             self._env.shared.add_notice(rng.choice((node.task, node.task, node.hostname)))
 
     def heal(self) -> None:

@@ -1,26 +1,24 @@
-"""What must hold at every step of every schedule.
+"""The invariants of every schedule.
 
-Entries    Each number is created once, and the numbers follow each other. Within a term all
-           entries are its leader's; a term begins with a claim, which changes nothing but the
-           leader. So one leader at most closes rounds in a term; a fenced one changes nothing.
+Entries    Each index is created once, and the indices follow each other. Within a term all
+           entries are its leader's; a term starts with a claim, which changes nothing but the
+           leader. So at most one leader closes rounds in a term; a fenced one changes nothing.
 Rounds     Between min and max members, each task once. Only the leader that created a round's
            entry announces it, once. An agent that accepts a place in it is a member,
            with the ranks that follow from their order, and no rank is taken twice. An agent accepts
            no round before its workers of the last one have ended, and never an older one.
-The end    Once it is in the log no entry follows, and no agent is sent another end. It is a
+The end    No entry follows the end of the run, and no agent receives another end. It is a
            success only if the function of every rank of the last round has returned.
-Restarts   Never more than ``max_restarts``, and never more than workers have failed on their own.
+Restarts   Never more than ``max_restarts``, nor than workers that failed on their own.
 Change     A round that is broken at a checkpoint has made no step beyond it.
-Agreement  When a step is confirmed, every rank is before it, or has not gone on from it. Each saves
-           there, and no rank saves as agreed at a step that was not confirmed. In the calm no rank
-           waits at a proposed step for longer than `_LONGEST_WAIT_S`.
-Departure  Where nothing else goes wrong, a node that is to be left with enough grace leaves at a
-           checkpoint, and the others form another round within
-           `Scenario.forms_again_s`.
-Blame      The hosts that are not excluded are never fewer than min nodes of those that the
-           run has; nothing is brought back that the run itself has given back, and that waits.
-Files      What nodes read of entries and leases: see `storage`. Those that leaders share: see
-           `storage.SharedMonitor`.
+Agreement  When a step is confirmed, no rank has passed it. Each rank saves there, and none saves as
+           agreed at a step that was not confirmed. In the calm no rank waits at a proposed step
+           for longer than `_LONGEST_WAIT_S`.
+Departure  In a quiet schedule, a node with enough grace leaves at a checkpoint, and the others form
+           another round within `Scenario.forms_again_s`.
+Blame      At least min nodes of the run's hosts are not excluded. No leader clears the hold of a
+           waiting task that the run itself has requeued.
+Files      Entries and leases: see `storage`. Files that leaders share: `storage.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
 
@@ -42,27 +40,27 @@ from simulation.world import World
 
 _AT_BOUNDARY = re.compile(r"at the checkpoint of step (\d+)")
 _LONGEST_WAIT_S = VOTE_WITHIN_S + 3.0
-"""With the leader's tick, and the answer's way."""
+"""Includes the leader's tick and the delay of the answer."""
 
 
 @dataclass(frozen=True)
 class RankAt:
-    """Where a rank stands, and what is requested of it."""
+    """The position of a rank, and the request on its page."""
 
     agent: Agent
     at: int
     """The last step that it has polled."""
     may_wait: bool
-    """Whether it has come to that step, and not gone on from it."""
+    """Whether it has not passed that step yet."""
     request: CheckpointRequest | None
 
 
 class InvariantError(AssertionError):
-    """Something happened that must never happen."""
+    """An invariant does not hold."""
 
 
 class Monitor:
-    """Sees everything, and raises `InvariantError` at once."""
+    """Checks the invariants, and raises `InvariantError` at once."""
 
     def __init__(self, scenario: Scenario, world: World) -> None:
         self.num_checks = 0
@@ -75,28 +73,29 @@ class Monitor:
         self.fenced = 0
         self.silent = 0
         self.is_published = False
-        """Whether the end was carried out."""
+        """Whether the result was published."""
         self.growths = 0
         self.agreements = 0
         self.departures = 0
         self._scenario = scenario
         self._rules = scenario.rules
+        self._min_members = scenario.rules.min_nodes
         self._world = world
         self._num_changes = 0
         self._departed: set[int] = set()
         self._confirmed: dict[int, dict[int, bool]] = {}
-        """Entry of a round -> the steps that were confirmed in it; whether the ranks stay there."""
+        """Entry of a round -> its confirmed steps -> whether the ranks stay there."""
         self._by_number: dict[int, LogEntry] = {}
         self._announced: set[int] = set()
         self._taken: dict[int, set[int]] = {}
         self._accepted: dict[Agent, int] = {}
         self._at_work: dict[Agent, int] = {}
         self._returned: dict[Agent, int] = {}
-        """Agents whose worker's function has returned, and the entry of the round of that."""
+        """Agent whose worker's function has returned -> the entry of that round."""
         self._round_entry = 0
 
     def check(self, holds: bool, what: str, *facts: object) -> None:
-        """Raise unless it holds."""
+        """Raise `InvariantError` with these facts unless an invariant holds."""
         self.num_checks += 1
         if not holds:
             raise InvariantError(f"{what}: {', '.join(map(str, facts))}")
@@ -104,7 +103,7 @@ class Monitor:
     # ---- entries ------------------------------------------------------------------------
 
     def entry_created(self, entries: Sequence[LogEntry], entry: LogEntry) -> None:
-        """Check an entry that comes to be after (or, if that is broken, among) these."""
+        """Check an entry that is created after (or, with a planted bug, among) these."""
         number = entry.index
         self.check(number not in self._by_number, "an entry was created twice", number)
         self.check(number == len(entries) + 1, "an entry's number was left out", number)
@@ -117,11 +116,8 @@ class Monitor:
         self.check(before.ending is None, "an entry follows the end", before, entry)
         self.check(entry.term >= before.term, "a term went backwards", before, entry)
         if entry.term == before.term:
-            self._decision(before, entry)
-        else:
-            self._claim(before, entry)
-
-    def _claim(self, before: LogEntry, entry: LogEntry) -> None:
+            self._check_decision(before, entry)
+            return
         self.elections += 1
         self.check(entry.term == before.term + 1, "a term was left out", before, entry)
         state = replace(
@@ -130,7 +126,7 @@ class Monitor:
         )  # fmt: skip
         self.check(entry == state, "a claim changed the run's state", before, entry)
 
-    def _decision(self, before: LogEntry, entry: LogEntry) -> None:
+    def _check_decision(self, before: LogEntry, entry: LogEntry) -> None:
         self.check(
             entry.leader == before.leader, "a fenced leader changed something", before, entry
         )
@@ -140,9 +136,13 @@ class Monitor:
             f"restarts: {self.own_failures} workers failed", before.restarts, entry.restarts,
         )  # fmt: skip
         if entry.round == before.round:
-            self._members(before, entry)
+            self._check_members(before, entry)
         else:
-            self._round(entry)
+            self.rounds += 1
+            tasks = {m.task for m in entry.members}
+            self.check(len(tasks) == len(entry.members), "a task twice in a round", entry)
+            is_size = self._min_members <= len(tasks) <= self._rules.max_nodes
+            self.check(is_size, "a round's size", entry)
             self._round_entry = entry.index
         if entry.ending is not None and entry.ending.status == "succeeded":
             early = [a for a in entry.members if not self._has_returned(a, entry)]
@@ -155,28 +155,25 @@ class Monitor:
         """The function of an agent's worker has returned, in the round of an entry."""
         self._returned[agent] = number
 
-    def _members(self, before: LogEntry, entry: LogEntry) -> None:
+    def _check_members(self, before: LogEntry, entry: LogEntry) -> None:
         self.check(entry.members == before.members, "members without a round", entry)
 
-    def _round(self, entry: LogEntry) -> None:
-        self.rounds += 1
-        size, tasks = len(entry.members), {m.task for m in entry.members}
-        self.check(len(tasks) == size, "a task twice in a round", entry)
-        self.check(self._rules.min_nodes <= size <= self._rules.max_nodes, "a round's size", entry)
-
-    # ---- what leaders and agents do -----------------------------------------------------
+    # ---- leaders and agents -------------------------------------------------------------
 
     def announced(self, leader: Endpoint, announce: Announce) -> None:
-        """A leader carries out that a round has closed."""
+        """A leader announces a round."""
         number = announce.entry.index
-        entry = self._own(leader, number, "announced")
+        entry = self._by_number.get(number)
+        self.check(entry is not None, "announced what was not recorded", leader, number)
+        assert entry is not None
+        self.check(entry.leader == leader, "announced another leader's entry", leader, entry)
         self.check(number not in self._announced, "a round was announced twice", number)
         self._announced.add(number)
         same = announce.entry == entry
         self.check(same, "announced another round than recorded", announce.entry, entry)
 
     def published(self, entry: LogEntry) -> None:
-        """Somebody carries out that the run has ended: its leader, or who has seen the entry."""
+        """A leader, or an agent that has read the entry, publishes the result of the run."""
         recorded = self._by_number.get(entry.index)
         self.check(
             entry is recorded and entry.ending is not None,
@@ -184,45 +181,33 @@ class Monitor:
         )  # fmt: skip
         self.is_published = True
 
-    def _own(self, leader: Endpoint, number: int, done: str) -> LogEntry:
-        entry = self._by_number.get(number)
-        self.check(entry is not None, f"{done} what was not recorded", leader, number)
-        assert entry is not None
-        self.check(entry.leader == leader, f"{done} another leader's entry", leader, entry)
-        return entry
-
-    def accepted(self, agent: Agent, told: dict[str, Any]) -> LogEntry:
+    def accepted(self, agent: Agent, place: dict[str, Any]) -> LogEntry:
         """An agent receives its place in a round; return the round's entry."""
-        number, rank = told["index"], told["group_rank"]
+        number = place["index"]
         entry = self._by_number.get(number)
-        self.check(entry is not None, "a place in a round that was not recorded", agent, told)
+        self.check(entry is not None, "a place in a round that was not recorded", agent, place)
         assert entry is not None
         last = self._accepted.get(agent, 0)
         self.check(number > last, "an older round was accepted", agent, last, number)
         at_work = self._at_work.get(agent)
         self.check(at_work is None, "an agent is in two rounds", agent, at_work, number)
         self._accepted[agent] = self._at_work[agent] = number
-        self._ranks(agent, told, entry)
-        self._take_place(number, agent, rank)
+        self.check(agent in entry.members, "a place for an agent that is no member", agent, entry)
+        self._check_ranks(agent, place, entry)
         return entry
 
-    def _take_place(self, number: int, agent: Agent, rank: int) -> None:
-        taken = self._taken.setdefault(number, set())
+    def _check_ranks(self, agent: Agent, place: dict[str, Any], entry: LogEntry) -> None:
+        members, rank = entry.members, place["group_rank"]
+        is_own = 0 <= rank < len(members) and members[rank] == agent
+        self.check(is_own, "another's rank", agent, place)
+        sizes = (len(members), sum(m.nproc for m in members[:rank]), sum(m.nproc for m in members))
+        agree = (*sizes, entry.round) == (
+            place["group_size"], place["first_rank"], place["world_size"], place["number"]
+        )  # fmt: skip
+        self.check(agree, "members disagree on their round", agent, place, entry)
+        taken = self._taken.setdefault(entry.index, set())
         self.check(rank not in taken, "a rank was given twice", agent, rank)
         taken.add(rank)
-
-    def _ranks(self, agent: Agent, told: dict[str, Any], entry: LogEntry) -> None:
-        members, rank = entry.members, told["group_rank"]
-        self.check(agent in members, "a place for an agent that is no member", agent, entry)
-        self.check(
-            0 <= rank < len(members) and members[rank] == agent, "another's rank", agent, told
-        )
-        first = sum(m.nproc for m in members[:rank])
-        world = sum(m.nproc for m in members)
-        agree = (told["group_size"], told["first_rank"], told["world_size"], told["number"]) == (
-            len(members), first, world, entry.round
-        )  # fmt: skip
-        self.check(agree, "members disagree on their round", agent, told, entry)
 
     def stopped(self, agent: Agent) -> None:
         """An agent's workers have ended."""
@@ -247,8 +232,12 @@ class Monitor:
             staying: Returns the members that live, and have not left.
         """
         at = _AT_BOUNDARY.search(reason)
-        if " leaves (" in reason:
-            self._departs(number, staying)
+        if " leaves (" in reason and number not in self._departed:
+            self._departed.add(number)
+            self.departures += 1
+            if self._scenario.is_quiet:
+                args = (number, staying, self.rounds, self._num_changes)
+                self._world.after(self._scenario.forms_again_s, None, self._check_new_round, *args)
         if at is not None:
             self.growths += 1
             self.check(steps <= int(at[1]), "a step was lost to a change", reason, steps)
@@ -271,39 +260,37 @@ class Monitor:
             )  # fmt: skip
 
     def step_passed(self, number: int, agent: Agent, steps: range, pauses: bool | None) -> None:
-        """A rank polls the last of ``steps``; it saves there, and pauses or not; None: neither."""
+        """A rank polls the last of ``steps``; it saves and pauses there, or only saves, or neither.
+
+        Args:
+            number: The entry of the rank's round.
+            agent: The rank's agent.
+            steps: The steps since its last poll.
+            pauses: Whether it pauses after it has saved; None if it does not save.
+        """
         confirmed = self._confirmed.get(number, {})
         agreed = next((confirmed[step] for step in steps if step in confirmed), None)
         what = "passes a confirmed step" if pauses is None else "saves at a step not confirmed so"
         self.check(agreed == pauses, f"a rank {what}", agent, steps[-1])
 
     def rank_waits(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
-        """A rank begins to wait at a proposed step; ``waits`` returns whether it still does."""
-        if self._world.now >= self._scenario.calm_after_s or self._scenario.is_quiet:
-            self._world.after(_LONGEST_WAIT_S, None, self._waited, agent, at, waits)
+        """A rank starts to wait at a proposed step; ``waits`` returns whether it still does."""
 
-    def _waited(self, agent: Agent, at: int, waits: Callable[[], bool]) -> None:
-        self.check(not waits(), "a rank waits at a proposed step for ever", agent, at)
+        def check() -> None:
+            self.check(not waits(), "a rank waits at a proposed step for ever", agent, at)
+
+        if self._world.now >= self._scenario.calm_after_s or self._scenario.is_quiet:
+            self._world.after(_LONGEST_WAIT_S, None, check)
 
     # ---- departures ---------------------------------------------------------------------
 
-    def _departs(self, number: int, staying: Callable[[], Sequence[Agent]]) -> None:
-        """A round is broken so that some of its members can leave; all are informed."""
-        if number in self._departed:
-            return
-        self._departed.add(number)
-        self.departures += 1
-        if self._scenario.is_quiet:
-            args = (number, staying, self.rounds, self._num_changes)
-            self._world.after(self._scenario.forms_again_s, None, self._formed_again, *args)
-
-    def _formed_again(
+    def _check_new_round(
         self, number: int, staying: Callable[[], Sequence[Agent]], rounds: int, num_changes: int
     ) -> None:
-        """Those who stay have another round by now.
+        """Check that the members that stay have another round.
 
-        Unless a node was noticed after the break, which may not find the new leader in time, or
-        a task came back, which is waited for.
+        Not if another node has received a notice since then, because it may not find the new
+        leader in time, nor if a task has started, because the leader waits for it.
         """
         if self._num_changes > num_changes:
             return
@@ -311,12 +298,12 @@ class Monitor:
         again = not stay or self.rounds > rounds
         self.check(again, "who was released is waited for", number, stay)
 
-    def changed(self) -> None:
-        """A node is to be left, or a task starts."""
+    def nodes_changed(self) -> None:
+        """A node receives a notice, or a task starts."""
         self._num_changes += 1
 
     def leaves_too_late(self, agent: Agent, grace_s: float) -> None:
-        """An agent has to leave because its time is over, not because its round was stopped."""
+        """An agent leaves because its grace is over, not because its round was stopped."""
         enough = self._scenario.is_quiet and grace_s >= self._scenario.enough_grace_s
         self.check(not enough, "an announced departure loses steps", agent, grace_s)
 

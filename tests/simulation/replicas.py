@@ -1,15 +1,15 @@
 """Schedules of a run whose nodes are replicas (``ft=true``): each trains by itself.
 
-The quorum of the replicas has a simulator of its own; here a node's workers depend on no others,
+The quorum of the replicas has a simulator of its own. Here a node's workers depend on no others,
 and no other node stops them. The invariants that differ:
 
-Entries    Members change without a round where they depart; a round may have fewer than min nodes.
-Rounds     Each member that is placed is a group of its own.
+Entries    A departure changes the members without a round; a round may have fewer than min nodes.
+Rounds     Each member is a group of its own.
 The end    It is a success only if the functions of all members have returned.
-Survival   An agent is made to stop its workers only if they have failed, or if an entry has been
-           made, since they were placed, that does not name it as a member.
-Progress   In the calm all that live and reach each other become members, with their workers, and
-           stay it; or one that is cut off for good leads, alone.
+Survival   A leader stops the workers of an agent only if they have failed, or if an entry after
+           their placement does not name it as a member.
+Progress   In the calm all live nodes that reach each other become and remain members, with their
+           workers; or a node that is cut off for good leads, alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from simulation.invariants import Monitor
 from simulation.mutants import DutiesGoOn, exits_with_0
 from simulation.scenario import Scenario
 from simulation.simulator import Simulator
+from simulation.world import World
 
 _Standing = tuple[tuple[Agent, int], ...]
-"""Who is at work, and by which entry."""
+"""The agents at work, and the entries that placed them."""
 
 
 def is_member(agent: Agent, entry: LogEntry) -> bool:
@@ -41,51 +42,43 @@ def is_member(agent: Agent, entry: LogEntry) -> bool:
 
 
 class ReplicaMonitor(Monitor):
-    """Sees to what holds for replicas."""
+    """Checks the invariants of replicas."""
+
+    def __init__(self, scenario: Scenario, world: World) -> None:
+        super().__init__(scenario, world)
+        self._min_members = 1
 
     def agent_stopped(self, agent: Agent, *, failed: bool) -> None:
-        """An agent receives that it is to stop its workers, which have failed or not."""
+        """An agent receives a stop for its workers, which have failed or not."""
         since = self._accepted[agent]
-        left = any(
-            not is_member(agent, entry)
-            for number, entry in self._by_number.items()
-            if number > since
-        )
+        entries = self._by_number.items()
+        left = any(not is_member(agent, entry) for number, entry in entries if number > since)
         self.check(failed or left, "a survivor is stopped", agent, since)
 
     def _has_returned(self, agent: Agent, entry: LogEntry) -> bool:
-        """Each by the entry that has placed it; who is lost, or is to start again, need not have.
+        """Return whether an agent has returned in the round of the entry that placed it.
 
-        A member that has gone stays in the entry until the next round.
+        A member that is lost, or that starts again, need not have; it stays in the entry until
+        the next round.
         """
         placed_by = self._at_work.get(agent)
         needed = placed_by is not None and is_member(agent, entry)
         return not needed or self._returned.get(agent) == placed_by
 
-    def _members(self, before: LogEntry, entry: LogEntry) -> None:
+    def _check_members(self, before: LogEntry, entry: LogEntry) -> None:
         fewer = set(entry.members) <= set(before.members)
         self.check(fewer, "members without a round", before, entry)
 
-    def _round(self, entry: LogEntry) -> None:
-        self.rounds += 1
-        size, tasks = len(entry.members), {m.task for m in entry.members}
-        self.check(len(tasks) == size, "a task twice in a round", entry)
-        self.check(1 <= size <= self._rules.max_nodes, "a round's size", entry)
-
-    def _ranks(self, agent: Agent, told: dict[str, Any], entry: LogEntry) -> None:
-        self.check(agent in entry.members, "a place for an agent that is no member", agent)
-        alone = (told["group_size"], told["first_rank"], told["world_size"])
-        self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
-
-    def _take_place(self, number: int, agent: Agent, rank: int) -> None:
-        """Every replica has rank 0; that none is placed twice by an entry is seen already."""
+    def _check_ranks(self, agent: Agent, place: dict[str, Any], entry: LogEntry) -> None:
+        alone = (place["group_size"], place["first_rank"], place["world_size"])
+        self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, place)
 
 
 class ReplicaProcess(AgentProcess):
     """One attempt of a task, whose workers are a replica."""
 
     def notice(self, left_s: float) -> None:
-        """The node has to be left: the quorum lets it go soon."""
+        """Handle a notice: the quorum lets the node leave soon."""
         super().notice(left_s)
         soon = min(1.0, 0.3 * left_s) * self.env.world.rng.random()
         self.env.world.after(soon, self.process, self.leave_now)
@@ -107,22 +100,19 @@ class ReplicaSimulator(Simulator):
     """The world of one schedule of a run with ``ft=true``."""
 
     agent_type = ReplicaProcess
+    monitor_type = ReplicaMonitor
     alone = True
     _standing_members: _Standing = ()
 
     def draw(self) -> Scenario:
-        """Draw the parameters of any schedule, without what is asked of the workers together."""
+        """Draw the parameters of a schedule, without requests to all workers together."""
         scenario = super().draw()
         training = replace(scenario.training, asks=False, wants_every_s=None, announced_by="nobody")
         rules = replace(scenario.rules, ft=True, scale_up="immediate")
         return replace(scenario, training=training, rules=rules)
 
-    def make_monitor(self) -> ReplicaMonitor:
-        """Make what sees to the invariants."""
-        return ReplicaMonitor(self.scenario, self.world)
-
     def _stands(self) -> bool:
-        """Return whether all who can be members are at work, and have been for long enough."""
+        """Return whether all possible members have been at work for long enough."""
         isolated = self.env.network.isolated
         last = self.env.register.entries[-1] if self.env.register.entries else None
         alone = last is not None and last.leader.address == str(isolated)
@@ -151,7 +141,7 @@ REPLICAS = Components(following=partial(FollowerState, stays=True))
 
 
 def _with_rules(rules: type[ReplicaState]) -> Components:
-    """Return the parts with a leader that goes by these rules."""
+    """Return the components with a leader that follows these rules."""
 
     class Leader(LeaderState):
         replica_rules = rules
@@ -160,7 +150,7 @@ def _with_rules(rules: type[ReplicaState]) -> Components:
 
 
 class _CountsByTheLastRound(ReplicaState):
-    """Goes by the last round's entry for everybody's reports."""
+    """Compares the reports of all members with the entry of the last round."""
 
     _last = 0
 

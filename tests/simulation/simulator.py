@@ -1,8 +1,8 @@
-"""One random schedule: a run of a few nodes in virtual time, with all that can go wrong.
+"""One random schedule: a run of a few nodes in virtual time, with faults.
 
-The protocol's own classes run here (`rendezvous.follower_state`, `rendezvous.leader_state`, and
-through it `rendezvous.round_state`), under adapters of the simulation. All chance comes from one
-seed, so a schedule that fails fails again.
+The protocol's own classes (`rendezvous.follower_state`, `rendezvous.leader_state`, and through it
+`rendezvous.round_state`) run under adapters of the simulation. All random numbers come from one
+seed, so a failure is reproducible.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from simulation.scenario import Scenario
 from simulation.workload import Work
 from simulation.world import World
 
-_LOOK_EVERY_S = 1.0
-"""How often it is checked, in the calm, whether a round stands."""
+_CHECK_EVERY_S = 1.0
+"""Period of the checks, in the calm, whether a round stands."""
 
 
 @dataclass
 class Outcome(Tally):
-    """What became of one schedule, or of many."""
+    """The counts of one schedule, or of many."""
 
     rounds: int = 0
     elections: int = 0
@@ -36,25 +36,26 @@ class Outcome(Tally):
     """Rounds broken so that nodes could leave."""
     endings: int = 0
     shown: int = 0
-    """How often a leader replaced the status."""
+    """Statuses that leaders have written."""
     notices: int = 0
     """Notice files that were obeyed."""
     silent: int = 0
     """Leaders that were taken for dead by their lease alone."""
     late_appends: int = 0
-    """Appends to the progress by a leader that was stopped in between."""
+    """Appends to the progress by deposed leaders."""
     late_statuses: int = 0
-    """Statuses of such a leader, by a name that the folder had before."""
+    """Statuses of deposed leaders, by an old name of the folder."""
     storage: Counter[str] = field(default_factory=Counter)
-    """How often the shared file system has shown a node what is not so."""
+    """Differences between the views of a node and of the server, by kind."""
     stood_after: Counter[int] = field(default_factory=Counter)
-    """Whole seconds from calm until a round began to stand -> in how many schedules."""
+    """Whole seconds from calm until a round stood -> number of schedules."""
 
 
 class Simulator:
     """The world of one schedule."""
 
     agent_type = AgentProcess
+    monitor_type = Monitor
     alone = False
     """Whether the workers of each node are a group of their own."""
 
@@ -65,7 +66,7 @@ class Simulator:
         self.components = components
         self.world = World(seed, whole_trace)
         self.scenario = self.draw()
-        self.monitor = self.make_monitor()
+        self.monitor = self.monitor_type(self.scenario, self.world)
         self.env = Env(
             seed, self.world, self.scenario, components, self.monitor,
             agent_type=self.agent_type, alone=self.alone,
@@ -79,53 +80,48 @@ class Simulator:
         """Draw the schedule's parameters."""
         return self.components.draw(self.world.rng)
 
-    def make_monitor(self) -> Monitor:
-        """Make what sees to the invariants."""
-        return Monitor(self.scenario, self.world)
-
     # ---- the schedule -------------------------------------------------------------------
 
     def run(self) -> None:
         """Run the schedule.
 
         Raises:
-            InvariantError: something happened that must never happen.
+            InvariantError: an invariant does not hold.
         """
-        self._start_nodes()
-        self.faults.plan()
-        self.world.run(self.scenario.calm_after_s)
-        self._calm()
-        end = self.world.now + self.scenario.bound_s
-        while not self._is_well():
-            if self.world.now > end:
-                raise InvariantError(self._complaint())
-            self.world.run(self.world.now + _LOOK_EVERY_S)
-
-    def _start_nodes(self) -> None:
         rng = self.world.rng
         late_from = len(self.env.nodes) - self.scenario.late
         for node in self.env.nodes:
             latest = self.scenario.calm_after_s if node.slot >= late_from else 1.5
             self.env.slurm.believe(node.task, "PENDING", 0)
             self.world.after(latest * rng.random(), None, node.boot)
-
-    def _calm(self) -> None:
+        self.faults.plan()
+        self.world.run(self.scenario.calm_after_s)
         self.world.log_event("world", "is calm from now on")
         self.faults.heal()
+        end = self.world.now + self.scenario.bound_s
+        while not self._has_progressed():
+            if self.world.now > end:
+                raise InvariantError(self._complaint())
+            self.world.run(self.world.now + _CHECK_EVERY_S)
 
     # ---- progress -----------------------------------------------------------------------
 
-    def _is_well(self) -> bool:
-        """Return whether all that must come to pass in the calm has come to pass."""
-        if self.env.register.entries and self.env.register.entries[-1].ending is not None:
-            heard = not any(n.lives for n in self.env.nodes)
-            return heard and (self.monitor.is_published or all(n.ended for n in self.env.nodes))
-        return not self._is_enough() or (self._stands() and self._is_told_of())
+    def _has_progressed(self) -> bool:
+        """Return whether the run has reached the state that the calm must lead to."""
+        nodes, entries = self.env.nodes, self.env.register.entries
+        if entries and entries[-1].ending is not None:
+            is_published = self.monitor.is_published or all(n.ended for n in nodes)
+            return is_published and not any(n.lives for n in nodes)
+        reachable = [n for n in nodes if n.slot != self.env.network.isolated and not n.ended]
+        is_enough = len(reachable) >= self.scenario.rules.min_nodes
+        return not is_enough or (self._stands() and self._is_status_current())
 
     def _stands(self) -> bool:
-        """Return whether the last round has stood for long enough, whole."""
+        """Return whether the last round has been whole, and the only one, for long enough."""
         work = next((w for w in reversed(self.env.works.values()) if w.is_whole), None)
-        if work is None or work is not self._standing or self._is_any_left_behind(work):
+        agents = [n.agent for n in self.env.nodes if n.agent is not None and not n.agent.over]
+        is_alone = all(a.work is None or a.work is work for a in agents)
+        if work is None or work is not self._standing or not is_alone:
             self._standing, self._stands_since = work, self.world.now
             return False
         assert self._stands_since is not None
@@ -134,24 +130,13 @@ class Simulator:
         self._stood_after[int(self._stands_since - self.scenario.calm_after_s)] += 1
         return True
 
-    def _is_told_of(self) -> bool:
-        """Return whether the status is the last leader's, and no node has an open notice."""
-        shown, last = self.env.shared.shown, self.env.register.entries[-1]
-        isolated = last.leader.address == str(self.env.network.isolated)
-        told = shown is not None and shown["term"] == last.term
-        return told and (isolated or not any(map(self.env.is_named_alive, self.env.shared.notices)))
-
-    def _is_any_left_behind(self, standing: Work) -> bool:
-        """Return whether an agent still has workers in another round than the one that stands."""
-        agents = [n.agent for n in self.env.nodes if n.agent is not None and not n.agent.over]
-        return any(a.work is not None and a.work is not standing for a in agents)
-
-    def _is_enough(self) -> bool:
-        """Return whether at least min nodes that reach each other live, or will again."""
-        reachable = [
-            n for n in self.env.nodes if n.slot != self.env.network.isolated and not n.ended
-        ]
-        return len(reachable) >= self.scenario.rules.min_nodes
+    def _is_status_current(self) -> bool:
+        """Return whether the status is the last leader's, and no live node has an open notice."""
+        shared, last = self.env.shared, self.env.register.entries[-1]
+        if shared.shown is None or shared.shown["term"] != last.term:
+            return False
+        is_isolated = last.leader.address == str(self.env.network.isolated)
+        return is_isolated or not any(map(self.env.is_named_alive, shared.notices))
 
     def _complaint(self) -> str:
         entries = self.env.register.entries

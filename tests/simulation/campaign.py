@@ -1,11 +1,11 @@
-"""Campaigns: how one schedule is played, and many on several processes."""
+"""Campaigns: run one schedule, or many on several processes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -15,20 +15,20 @@ from simulation.world import World
 
 @dataclass
 class Tally:
-    """What became of one schedule, or of many."""
+    """The counts of one schedule, or of many."""
 
     schedules: int = 0
     cpu_s: float = 0.0
-    """Processor time that they took; 0 for a single one."""
+    """Processor time of many schedules; 0 for a single one."""
     virtual_s: float = 0.0
     events: int = 0
     checks: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
-    """Seed -> what did not hold, with the last lines of the trace."""
+    """Seed -> the failed invariant, with the last lines of the trace."""
 
     def add(self, other: Tally) -> None:
-        """Count another outcome of the same kind in."""
+        """Add the counts of another outcome of the same kind."""
         for name, value in vars(other).items():
             if isinstance(value, dict):
                 getattr(self, name).update(value)
@@ -41,32 +41,33 @@ T_co = TypeVar("T_co", bound=Tally, covariant=True)
 
 
 class Schedule(Protocol, Generic[T_co]):
-    """One random schedule, all of whose chance comes from its seed."""
+    """One random schedule, which its seed determines."""
 
     seed: int
     world: World
 
     @property
     def scenario(self) -> object:
-        """Its parameters, for people."""
+        """The parameters, shown with a failure."""
 
     def run(self) -> None:
-        """Run it; raises if something happened that must never happen."""
+        """Run the schedule; raise if an invariant does not hold."""
 
     def outcome(self) -> T_co:
-        """Return what was counted so far."""
+        """Return the counts so far."""
 
 
 def play(schedule: Schedule[T]) -> T:
-    """Run one schedule; what did not hold is in the outcome's ``failures``."""
+    """Run one schedule; a failure is in the outcome's ``failures``."""
+    what = ""
     try:
         schedule.run()
     except Exception as e:  # the protocol's own errors are findings too
-        outcome = schedule.outcome()
         what = f"seed {schedule.seed}: {type(e).__name__}: {e}"
+    outcome = schedule.outcome()
+    if what:
         outcome.failures[schedule.seed] = f"{what}\n{schedule.scenario}\n{format_trace(schedule)}"
-        return outcome
-    return schedule.outcome()
+    return outcome
 
 
 def format_trace(schedule: Schedule[T]) -> str:
@@ -80,13 +81,13 @@ def format_trace(schedule: Schedule[T]) -> str:
 
 
 Make = Callable[[int], Schedule[T]]
-"""Returns the schedule of a seed; to be sent to other processes, it must be picklable."""
+"""Returns the schedule of a seed; must be picklable for several processes."""
 
 _CHUNK = 500
 
 
 def run_many(make: Make[T], first_seed: int, schedules: int) -> T:
-    """Run schedules, at least one, one after the other in this process."""
+    """Run at least one schedule in this process."""
     started = time.process_time()
     total = play(make(first_seed))
     for seed in range(first_seed + 1, first_seed + schedules):
@@ -110,19 +111,20 @@ def run_in_parallel(
     processes: int,
     progress: Callable[[T], None] | None = None,
 ) -> T:
-    """Run schedules, at least one, on several processes.
+    """Run at least one schedule on several processes.
 
     Args:
-        make: Makes each of them.
+        make: Returns the schedule of a seed.
         first_seed: The first schedule's seed; the others follow it.
-        schedules: How many to run.
-        processes: How many processes to use.
+        schedules: Number of schedules.
+        processes: Number of processes.
         progress: Called with the total after each chunk.
     """
     total: T | None = None
+    starts = range(0, schedules, _CHUNK)
+    chunks = ((first_seed + start, min(_CHUNK, schedules - start)) for start in starts)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        run_chunk = partial(_run_chunk, make)
-        for outcome in pool.imap_unordered(run_chunk, _chunks(first_seed, schedules)):
+        for outcome in pool.imap_unordered(partial(_run_chunk, make), chunks):
             if total is None:
                 total = outcome
             else:
@@ -137,8 +139,3 @@ def run_in_parallel(
 
 def _run_chunk(make: Make[T], chunk: tuple[int, int]) -> T:
     return run_many(make, *chunk)
-
-
-def _chunks(first_seed: int, schedules: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, schedules, _CHUNK):
-        yield first_seed + start, min(_CHUNK, schedules - start)

@@ -1,4 +1,4 @@
-"""What one random schedule is made of: the settings, the training, and how bad the world is."""
+"""The parameters of a random schedule: settings, training, and faults."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from hpc_elastic.rendezvous.log_entry import RoundRules
 from hpc_elastic.rendezvous.task_recovery import AWAY_S
 
 CONNECT_TIMEOUT_S = 1.5
-"""An agent gives up on a leader that does not greet it."""
+"""Timeout of an agent for the leader's greeting."""
 SLURM_TIMEOUT_S = 10.0
-"""A question to Slurm is given up."""
+"""Timeout of a query to Slurm."""
 CALM_STOP_S = 1.5
-"""Workers are stopped after this long at most once all is calm."""
+"""Longest time to stop workers in the calm."""
 SLOWEST_FILES_S = 15.0
-"""A slow file system answers after this long at most."""
+"""Longest answer time of a slow file system."""
 LONGEST_AWAY_S = 8.0
-"""A task that was requeued starts again after this long at most."""
+"""Longest time from the requeue of a task to its start."""
 _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
 _GIVEN_BACK = 4
-"""How often in a row all nodes go back to the queue since they did not meet, each for longer."""
+"""Largest number of consecutive requeues of all nodes, each longer than the one before."""
 _GIVEN_BACK_S = 1.5 * AWAY_S
-"""The longest that they stay away for the first time (`RequeueBackoff.time_away`)."""
+"""Longest duration of the first of them (`RequeueBackoff.time_away`)."""
 _QUIET = 0.1
 """Share of quiet schedules."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the workers of a schedule do."""
+    """The parameters of a schedule's workers."""
 
     step_s: float
     ranks_apart: int
@@ -41,19 +41,19 @@ class Training:
     asks: bool
     """Whether the script polls whether all ranks are to save."""
     poll_every: int
-    """It polls at the multiples of this step."""
+    """Steps between two polls."""
     save_s: float
-    """A checkpoint takes so long at most."""
+    """Longest duration of a checkpoint."""
     wants_every_s: float | None
-    """The first rank asks for a checkpoint about so often."""
+    """Mean time between the first rank's requests for a checkpoint; None if it makes none."""
     boundary_every: int
     announced_by: Literal["all", "first", "nobody"]
     total_steps: int | None
-    """A round that makes this many steps finishes the run; None: it never ends."""
+    """Steps of a round that finish the run; None if it does not end."""
     failure_rate: float
-    """Chance that a given member's worker fails in a given round."""
+    """Probability that the worker of a member fails in a round."""
     fails_until_s: float
-    """From here on no worker fails on its own."""
+    """Time after which no worker fails on its own."""
 
 
 @dataclass(frozen=True)
@@ -65,45 +65,45 @@ class Scenario:
     liveness: HeartbeatConfig
     training: Training
     calm_after_s: float
-    """From here on nothing fails any more, and what did fail is healed."""
+    """Time after which no fault is injected, and all are healed."""
     num_faults: int
     num_notices: int
     graces_s: tuple[float, ...]
-    """Between the notice that a node is taken and its end."""
+    """Possible times between a preemption notice and the end of the node."""
     is_quiet: bool
-    """Whether nothing goes wrong: then an announced departure must lose nothing."""
+    """Whether there are no faults, so that an announced departure must lose no step."""
     isolates: bool
-    """Whether one node is cut off from all others at some time, for ever."""
+    """Whether one node is cut off from all others for good at some time."""
     late: int
     """Number of nodes that start late."""
     longest_stop_s: float
-    """Workers are stopped after this long at most; in the calm, after `CALM_STOP_S`."""
+    """Longest time to stop workers before the calm."""
     longest_delay_s: float
-    """A message is under way for this long at most; nearly all take a few milliseconds."""
+    """Longest delay of a message; nearly all take a few milliseconds."""
     longest_answer_s: float
-    """Slurm answers after this long at most, if it does."""
+    """Longest answer time of Slurm."""
     is_slurm_silent: bool
     """Whether Slurm never answers."""
     tells_attempts: bool
     """Whether Slurm reports how often a task was requeued."""
     look_s: float
-    """A leader looks so often for a later one, and for notices."""
+    """Period of a leader's polls for a later leader and for notices."""
     show_s: float
-    """It shows numbers that have changed, and nothing else, so often."""
+    """Period of a status in which only numbers have changed."""
     attributes_s: float
-    """What a node remembers of names on the shared file system is valid for so long at most.
+    """Longest validity of cached names on the shared file system.
 
-    Where listings are late it remembers none: a folder's old name, and a listing that does not show
-    the new one, would let a leader go on that is deposed.
+    Nodes with late listings cache no names: a folder's old name together with a listing without the
+    new one would let a deposed leader continue.
     """
     sees_ticks: bool
-    """Whether a change of a folder is seen by its time alone, which has coarse ticks."""
+    """Whether a client detects a change of a folder by its time alone, which has coarse ticks."""
     lose_at_break: bool
-    """Whether a connection that is reset loses what was under way."""
+    """Whether a connection that is reset loses the messages under way."""
 
     @property
     def stale_s(self) -> float:
-        """A listing may not show, and a file not hold, what is younger than this."""
+        """Largest age of a listing, and of a file's content."""
         return self.liveness.stale_s
 
     @property
@@ -112,19 +112,18 @@ class Scenario:
         return not self.training.asks and self.training.announced_by == "nobody"
 
     def longest_stop_at(self, now: float) -> float:
-        """Return how long it may take to stop workers.
+        """Return the longest time to stop workers.
 
-        Where that is longer than the others wait, a group may never be whole.
+        If that exceeds the wait of the other nodes, a group may never be whole.
         """
         return self.longest_stop_s if now < self.calm_after_s else CALM_STOP_S
 
     @property
     def enough_grace_s(self) -> float:
-        """With so much grace, all save and let the node go, where nothing else goes wrong.
+        """Grace within which, without other faults, all ranks save and the node can leave.
 
-        Others are waited for; a checkpoint that was agreed on before is made first, and the ranks
-        that it is done report that; then come a few proposals, the steps to the last one, and its
-        checkpoint.
+        The leader gathers further notices; the ranks complete a checkpoint that was agreed on
+        before; then come a few proposals, the steps to the last one, and its checkpoint.
         """
         training, agreeing = self.training, 2.5
         steps = (2 * training.ranks_apart + 12) * training.step_s
@@ -133,36 +132,30 @@ class Scenario:
 
     @property
     def forms_again_s(self) -> float:
-        """How long it takes until those who stay have another round, where nothing goes wrong.
+        """Time within which, without faults, the members that stay have another round.
 
-        Workers are stopped, another leader is elected, tasks that start meanwhile join.
+        Agents stop workers and elect another leader, and tasks that start meanwhile join.
         """
         return 4.5 + (self.rules.last_call_s if self.is_slurm_silent else 0.0)
 
     @property
     def confirm_s(self) -> float:
-        """How long a round must stand to count: a dead member would have been noticed."""
+        """Time that a round must stand to count: enough to detect a dead member."""
         return self.liveness.heartbeat_timeout_s + 2 * self.liveness.heartbeat_interval_s + 1.0
 
     @property
     def bound_s(self) -> float:
         """Seconds after calm within which a round must stand.
 
-        The sum of what may follow one after the other: the last slow answer; elections: the
-        first may be won by a node that no other reaches, the second by one whose process is
-        just ending; the new leader's wait for members that do not find it, and its yielding; tasks
-        that Slurm calls RUNNING and that do not come; Slurm's own silence; the workers' end;
-        newcomers: each may break the round once before it counts as standing; and the time
-        that too few nodes wait, and then spend in the queue.
+        The sum of consecutive delays: the last slow answer; elections (a node that no other reaches
+        may win the first, one whose process is ending the second); the new leader's wait for
+        members that do not find it, and its yielding; tasks that Slurm reports as RUNNING and that
+        do not join; Slurm's timeout; the stop of workers; new nodes, as each may break the round
+        once before it stands; and the time that too few nodes wait, and then are queued.
         """
         lost = self.liveness.heartbeat_timeout_s
-        election = (
-            lost
-            + max(lost, self.liveness.lapse_s)
-            + _LONGEST_LOOK_S
-            + _STAGGER_S
-            + CONNECT_TIMEOUT_S
-        )
+        silence = lost + max(lost, self.liveness.lapse_s)
+        election = silence + _LONGEST_LOOK_S + _STAGGER_S + CONNECT_TIMEOUT_S
         forming = 4 * lost + 2 * self.rules.straggler_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
         holding = _STRAGGLE_S + self.rules.scale_up_timeout_s + self.enough_grace_s
@@ -218,7 +211,7 @@ def _stormy(rng: random.Random) -> Scenario:
 
 
 def draw_quiet(rng: random.Random) -> Scenario:
-    """Draw a schedule in which nodes come and are taken, and nothing goes wrong."""
+    """Draw a schedule with late and preempted nodes, and without faults."""
     num_nodes = rng.choice((2, 3, 4))
     rules = replace(
         _draw_rules(rng, num_nodes, 1),
@@ -243,7 +236,7 @@ def draw_quiet(rng: random.Random) -> Scenario:
 
 
 def fresh(scenario: Scenario) -> Scenario:
-    """Return the same where what is read anew is not stale."""
+    """Return the same scenario without stale reads."""
     return replace(scenario, liveness=replace(scenario.liveness, stale_s=0.0))
 
 

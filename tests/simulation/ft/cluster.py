@@ -1,12 +1,13 @@
-"""Replica groups in virtual time: a node, its server, the life of its worker, and process groups.
+"""Replica groups in virtual time: a node, its server, its workers, and process groups.
 
-A worker goes through its steps as the Manager does, over the real `ft.manager_client.QuorumSteps`.
+A worker makes its steps as the Manager does, with the real `ft.manager_client.QuorumSteps`.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -42,18 +43,18 @@ from simulation.world import CLIENT, Connection, Host, Network, Process, World
 
 @dataclass(frozen=True)
 class Components:
-    """The protocol's classes, and what its adapters must take care of: a test can plant a bug."""
+    """The classes and rules of the protocol, which a test replaces to plant a bug."""
 
     keeper: type[LighthouseState] = LighthouseState
     steps: type[QuorumSteps] = QuorumSteps
     gate: type[Gate] = Gate
-    """Through which passes what a keeper's leader does."""
+    """Passes the effects of a keeper's leader."""
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
     terms_rise: bool = True
     """Whether each keeper has a higher term than the one before."""
-    says_here: bool = True
-    """Whether groups send a new keeper the quorum that they are in."""
+    reports_status: bool = True
+    """Whether groups report their quorum to a new keeper."""
 
 
 SOUND = Components()
@@ -61,34 +62,34 @@ SOUND = Components()
 
 
 class Keeper(Protocol):
-    """A keeper of the quorum, as groups connect to it (`simulation.ft.lighthouse`)."""
+    """A keeper of the quorum, as groups use it (`simulation.ft.lighthouse`)."""
 
     def accept(self, server: Server) -> Connection:
-        """Let a group connect."""
+        """Connect a group."""
 
 
 class Keepers(Protocol):
-    """The keeper of the moment, and the elections of the next ones."""
+    """The present keeper, and the elections of the next ones."""
 
     def reachable_from(self, group: Group) -> Keeper | None:
-        """Return the keeper, if there is one and nothing is in the way."""
+        """Return the keeper, or None if there is none or a partition separates it."""
 
     def host_died(self, group: Group, silently: bool) -> None:
-        """A node is dead; the keeper may have been on it."""
+        """A node is dead, and so is a keeper on it."""
 
-    def silent(self, group: Group, server: Server | None = None) -> None:
-        """A group was out of reach for as long as a keeper waits."""
+    def timed_out(self, group: Group, server: Server | None = None) -> None:
+        """A group was out of reach for the keeper's timeout."""
 
 
 class Env:
-    """What all groups of one schedule share.
+    """The objects that all groups of one schedule share.
 
     Args:
-        seed: The schedule's.
-        world: Time and chance.
+        seed: The seed of the schedule.
+        world: Clock and random generator.
         scenario: The schedule's parameters.
         components: The classes under test.
-        monitor: What must hold.
+        monitor: Checks the invariants.
     """
 
     keepers: Keepers
@@ -121,19 +122,19 @@ class Env:
         return next(g for g in self.groups if g.name == name)
 
     def is_named_alive(self, name: str, since: float = math.inf) -> bool:
-        """Return whether the node lives that a notice names; ``since`` is not used."""
+        """Return whether a notice names a live node; ``since`` is not used."""
         del since
         return any(g.name == name and g.up and not g.is_over for g in self.groups)
 
 
 @dataclass(frozen=True)
-class AskedToLeave:
-    """A leader sends a node's agent a notice."""
+class NoticeSent:
+    """The notice of a leader to a node's agent."""
 
 
 @dataclass(frozen=True)
-class Noticed:
-    """The agent confirms it."""
+class NoticeConfirmed:
+    """The agent's answer."""
 
 
 _LOCAL_S = 0.0003
@@ -142,7 +143,7 @@ _STOPPED_S = 0.6
 
 
 class Server:
-    """One life of a group's server: outlives workers, and keepers."""
+    """The server of a group for one boot of its node: it outlives workers and keepers."""
 
     def __init__(self, group: Group) -> None:
         self.process = Process()
@@ -156,21 +157,21 @@ class Server:
         self._world = group.env.world
         self._place: Any = None
         self._is_aborted = False
-        self._ask: QuorumRequest | None = None
+        self._request: QuorumRequest | None = None
         self._workers_number = 0
-        self._num_asks = 0
+        self._num_requests = 0
         self._lost: str | None = None
         self._is_done = False
 
     @property
     def host(self) -> Host:
-        """The node that it is on."""
+        """The group's node."""
         return self._group
 
     # ---- the keeper -----------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Look for a keeper, until there is one."""
+        """Connect to a keeper, as soon as there is one, and repeat all open messages."""
         keeper = self._group.env.keepers.reachable_from(self._group)
         if keeper is None:
             self._world.after(_RECONNECT_S, self.process, self.connect)
@@ -178,29 +179,19 @@ class Server:
         self.connection = keeper.accept(self)
         self.up_since = self._world.now
         place = self._place
-        if place is not None and self._group.env.components.says_here:
-            self._send(
-                ReplicaStatus(
-                    place.quorum_id,
-                    place.replica_rank,
-                    place.replica_world_size,
-                    0,
-                    self._is_aborted,
-                )
-            )
+        if place is not None and self._group.env.components.reports_status:
+            rank, size = place.replica_rank, place.replica_world_size
+            self._send(ReplicaStatus(place.quorum_id, rank, size, 0, self._is_aborted))
         else:
             self._send(ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
-        self._tell_again()
-
-    def _tell_again(self) -> None:
         if self._lost is not None:
             self._send(WorkersLost(self._lost))
         if self.notice_at is not None:
             self._send(LeaveNotice(self.notice_at - self._world.now))
         if self._is_done:
             self._send(Shutdown())
-        if self._ask is not None:
-            self._send(self._ask)
+        if self._request is not None:
+            self._send(self._request)
 
     def lost(self, connection: Connection) -> None:
         """The connection has ended."""
@@ -209,49 +200,46 @@ class Server:
             self._world.after(_RECONNECT_S, self.process, self.connect)
 
     def received(self, connection: Connection, message: Any) -> None:
-        """A message of the keeper arrives."""
+        """Handle a message of the keeper."""
+        group = self._group
         if connection is not self.connection:
             return
-        if isinstance(message, AskedToLeave):
-            self._asked_to_leave()
+        if isinstance(message, NoticeSent):
+            group.env.shared.monitor.notice_received((group.name,), self._world.now)
+            connection.send(CLIENT, NoticeConfirmed())
+            if self.notice_at is None:
+                group.give_notice(30 * group.env.scenario.step_s + group.env.scenario.bound_s)
         elif isinstance(message, QuorumResults):
-            self._placed(message)
+            self._enter_quorum(message)
         elif isinstance(message, QuorumAborted):
-            self._break(message)
+            self._abort_quorum(message, self._to_worker)
         else:
             if isinstance(message, LeaveGranted):
-                self._ask, self.has_left = None, True
-                self._group.leave_granted()
+                self._request, self.has_left = None, True
+                self._world.after(0.05, None, group.leave)
             elif isinstance(message, CheckpointBeforeLeave):
-                self._ask = None
+                self._request = None
             self._to_worker(message)
 
-    def _asked_to_leave(self) -> None:
-        env = self._group.env
-        env.shared.monitor.notice_received((self._group.name,), self._world.now)
-        if self.connection is not None:
-            self.connection.send(CLIENT, Noticed())
-        if self.notice_at is None:
-            self._group.announce()
-
-    def _placed(self, placements: QuorumResults) -> None:
-        (place,) = placements.ranks
+    def _enter_quorum(self, results: QuorumResults) -> None:
+        (place,) = results.ranks
         if self._place is not None and place.quorum_id == self._place.quorum_id:
-            return  # it has requested again before the answer came
-        if self._ask is None:
+            return  # the server repeated its request before the answer came
+        if self._request is None:
             self._send(QuorumAborted(place.quorum_id, "given up"))
             return
-        if placements.number != self._ask.number:
-            return  # the keeper breaks that quorum when the later request arrives
-        self._ask = None
+        if results.number != self._request.number:
+            return  # the keeper aborts that quorum when the later request arrives
+        self._request = None
         self._place, self._is_aborted = place, False
         self._to_worker(QuorumResults((place,), self._workers_number))
 
-    def _break(self, aborted: QuorumAborted) -> None:
+    def _abort_quorum(self, aborted: QuorumAborted, forward: Callable[[Message], None]) -> None:
+        """Forward the abort of the present quorum once."""
         place = self._place
         if place is not None and aborted.quorum_id == place.quorum_id and not self._is_aborted:
             self._is_aborted = True
-            self._to_worker(aborted)
+            forward(aborted)
 
     def _send(self, message: Message) -> None:
         if self.connection is not None:
@@ -260,54 +248,48 @@ class Server:
     # ---- the worker -----------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Another worker is started."""
-        self._place, self._ask, self._lost = None, None, None
+        """Reset the state of the last worker, because another starts."""
+        self._place, self._request, self._lost = None, None, None
         self._is_aborted = self._is_done = False
 
     def worker_sent(self, worker: Worker, message: Message) -> None:
-        """A message of the worker arrives."""
+        """Handle a message of the worker."""
         if worker is not self._group.worker or not worker.process.alive:
             return
         match message:
             case QuorumRequest():
-                self._num_asks += 1
+                self._num_requests += 1
                 self._workers_number = message.number
-                self._ask, self._lost = replace(message, number=self._num_asks), None
-                self._send(self._ask)
+                self._request, self._lost = replace(message, number=self._num_requests), None
+                self._send(self._request)
             case CancelRequest():
-                self._ask = None
+                self._request = None
                 self._send(message)
             case QuorumAborted():
-                self._report(message)
+                self._abort_quorum(message, self._send)
             case SwitchVote():
                 self._send(message)
             case Shutdown():
                 self._is_done = True
                 self._send(message)
 
-    def _report(self, aborted: QuorumAborted) -> None:
-        place = self._place
-        if place is not None and place.quorum_id == aborted.quorum_id and not self._is_aborted:
-            self._is_aborted = True
-            self._send(aborted)
-
-    def lose(self, why: str) -> None:
+    def worker_lost(self, why: str) -> None:
         """The worker is dead or stopped."""
         if self._is_done or self.has_left:
             return
         self._lost = why
         self._send(WorkersLost(why))
         if self._place is not None:
-            self._break(QuorumAborted(self._place.quorum_id, why))
+            self._abort_quorum(QuorumAborted(self._place.quorum_id, why), self._to_worker)
 
-    def goes_on(self) -> None:
-        """The worker was stopped, and is not any more."""
-        if self._ask is not None and self._lost is not None:
+    def worker_resumed(self) -> None:
+        """The worker continues after it was stopped."""
+        if self._request is not None and self._lost is not None:
             self._lost = None
-            self._send(self._ask)
+            self._send(self._request)
 
     def give_notice(self, left_s: float) -> None:
-        """The node is to be left."""
+        """Announce that the group leaves within this time."""
         self.notice_at = self._world.now + left_s
         self._send(LeaveNotice(left_s))
 
@@ -318,7 +300,7 @@ class Server:
 
 
 class Group(Host):
-    """A node of the array, and what runs there."""
+    """A node of the array, its server and its worker."""
 
     def __init__(self, env: Env, slot: int) -> None:
         super().__init__(slot)
@@ -327,19 +309,19 @@ class Group(Host):
         self.server: Server | None = None
         self.worker: Worker | None = None
         self.is_over = False
-        """It does not come back."""
+        """Whether its node was left for good."""
         self.step_s = env.scenario.step_s * env.world.rng.choice((1.0, 1.0, 1.0, 3.0))
         self.num_boots = 0
         self._lives = 0
 
     @property
     def up_since(self) -> float:
-        """Since when it has been connected to a keeper."""
+        """When it connected to the present keeper; infinity if it is not connected."""
         return math.inf if self.server is None else self.server.up_since
 
     @property
     def takes_part(self) -> bool:
-        """Whether its worker lives, and is not stopped, or done."""
+        """Whether its worker lives and is neither stopped nor done."""
         worker, server = self.worker, self.server
         if worker is None or server is None or server.has_left or self.is_over:
             return False
@@ -347,7 +329,7 @@ class Group(Host):
 
     @property
     def is_done(self) -> bool:
-        """Whether its worker ends, or has ended, in peace."""
+        """Whether its worker ends, or has ended, without a failure."""
         return self.worker is not None and self.worker.process.alive and self.worker.ends_next
 
     # ---- a node ---------------------------------------------------------------------------
@@ -362,7 +344,7 @@ class Group(Host):
         self.start_worker()
 
     def start_worker(self) -> None:
-        """Start a worker; it imports for a while."""
+        """Start a worker, unless one lives; its first step starts after its imports."""
         if self.server is None or not self.server.process.alive or self.server.has_left:
             return
         if self.worker is not None and self.worker.process.alive:
@@ -374,13 +356,13 @@ class Group(Host):
         self.env.world.after(0.2 + self.env.world.rng.random(), worker.process, worker.begin_step)
 
     def kill_worker(self) -> None:
-        """The worker dies; the server sees it."""
+        """Kill the worker; the server detects that."""
         worker, server = self.worker, self.server
         if worker is None or server is None or not worker.process.alive:
             return
         worker.process.alive = False
-        worker.died()
-        self.env.world.after(0.005, server.process, server.lose, "its worker is dead")
+        worker.leave_meeting()
+        self.env.world.after(0.005, server.process, server.worker_lost, "its worker is dead")
 
     def crash(self, silently: bool) -> None:
         """The node dies."""
@@ -391,49 +373,44 @@ class Group(Host):
         if worker is not None and worker.process.alive:
             worker.process.alive = False
             if not silently:
-                worker.died()
+                worker.leave_meeting()
         server.process.alive = False
         self.env.network.crashed(server.process, silently, lambda: False)
         self.env.keepers.host_died(self, silently)
         if silently:
-            self.env.world.after(5.0, None, self.env.keepers.silent, self, server)
+            self.env.world.after(5.0, None, self.env.keepers.timed_out, self, server)
 
     def pause_worker(self, stopped: bool) -> None:
-        """The worker is stopped, or holds the interpreter's lock, which others cannot detect."""
+        """Stop the worker, or let it hold the interpreter's lock, which others cannot detect."""
         worker, server = self.worker, self.server
         if worker is None or server is None or not worker.process.alive:
             return
         worker.process.paused = True
         if stopped:
-            self.env.world.after(_STOPPED_S, server.process, self._see_stopped, worker)
+            self.env.world.after(_STOPPED_S, server.process, self._detect_stop, worker)
 
-    def _see_stopped(self, worker: Worker) -> None:
+    def _detect_stop(self, worker: Worker) -> None:
         if worker is self.worker and worker.process.alive and worker.process.paused:
             assert self.server is not None
-            self.server.lose("its worker is stopped")
+            self.server.worker_lost("its worker is stopped")
 
     def resume_worker(self) -> None:
-        """The worker goes on."""
+        """Let the worker continue."""
         worker, server = self.worker, self.server
         if worker is None or server is None or not worker.process.paused:
             return
         worker.process.resume(timers_last=self.env.world.rng.random() < 0.5)
-        self.env.world.after(0.1, server.process, server.goes_on)
+        self.env.world.after(0.1, server.process, server.worker_resumed)
 
     # ---- its end --------------------------------------------------------------------------
 
-    def announce(self) -> None:
-        """Its node is to be left, in good time."""
+    def give_notice(self, left_s: float) -> None:
+        """Announce that the node is left within this time, at the latest at its end."""
         assert self.server is not None
-        left_s = 30 * self.env.scenario.step_s + self.env.scenario.bound_s
         self.server.give_notice(left_s)
         self.env.world.after(left_s, None, self.leave)
 
     def leave_granted(self) -> None:
-        """The keeper has let the group go."""
-        self.env.world.after(0.05, None, self.leave)
-
-    def dismissed(self) -> None:
         """The keeper has granted the leave, and its message has not arrived yet."""
         others = [
             g.worker.state for g in self.env.groups
@@ -445,16 +422,9 @@ class Group(Host):
             self.env.monitor.leave_granted(worker.name, worker.state, saved, others)
 
     def leave(self) -> None:
-        """Its node is left, for good."""
+        """Leave the node for good."""
         self.is_over = True
         self.crash(silently=False)
-
-    def from_worker(self, worker: Worker, message: Message) -> None:
-        """The worker writes to its socket."""
-        self.env.world.log_event(worker.name, "says", message)
-        server = self.server
-        if server is not None:
-            self.env.world.after(_LOCAL_S, server.process, server.worker_sent, worker, message)
 
 
 # ---- A training process: its steps and its link (`ft.manager_client`), as the Manager has them
@@ -464,11 +434,11 @@ _BETWEEN_S = 0.0005
 
 
 class Doing(Enum):
-    """Where in a step a worker is."""
+    """The state of a worker in a step."""
 
     SETTLING = "waits at the end of the step before a proposed call"
     WAITING = "waits at a proposed call"
-    ASKING = "asks"
+    REQUESTING = "requests a quorum"
     CONFIGURING = "configures"
     HEALING = "heals"
     COMPUTING = "computes"
@@ -478,7 +448,7 @@ class Doing(Enum):
 
 
 class Worker:
-    """One life of a group's worker."""
+    """One worker of a group, until it dies."""
 
     def __init__(self, group: Group, number: int) -> None:
         self.name = f"{group.name}.{number}"
@@ -489,9 +459,9 @@ class Worker:
         self.waits_since = math.inf
         self.commits = 0
         self.saves = group.env.seed % 4 != 0
-        """Its script asks after each step whether to save."""
+        """Whether its script polls after each step whether to save."""
         self.saved: State | None = None
-        """As the last that may."""
+        """The state that it saved as the last member that could."""
         self.place: QuorumResult | None = None
         self.fails_next = False
         self.ends_next = False
@@ -501,21 +471,17 @@ class Worker:
         self._meeting: Meeting | None = None
         self._is_failed = False
         self._failures = 0
-        self._asks = 0
+        self._num_requests = 0
         self._healed: State | None = None
         self._snapshot = self.state
         self._contributors: tuple[str, ...] = ()
         self._fetching: set[str] = set()
-        """Who fetches this worker's state."""
-
-    def is_reachable(self, since: float) -> bool:
-        """Whether its group has had a keeper all the time."""
-        return self._group.up_since <= since
+        """The peers that fetch this worker's state."""
 
     # ---- a step ---------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin a step: `Manager.start_quorum`."""
+        """Start a step: `Manager.start_quorum`."""
         self.steps.start_step(self._world.now)
         if self.steps.is_undecided and not self._is_failed:
             self._wait(Doing.WAITING)
@@ -527,9 +493,10 @@ class Worker:
         since = self.waits_since
 
         def waits() -> bool:
-            return self.process.alive and self.waits_since == since and self.is_reachable(since)
+            is_connected = self._group.up_since <= since
+            return self.process.alive and self.waits_since == since and is_connected
 
-        self._env.monitor.waits(self.name, waits)
+        self._env.monitor.worker_waits(self.name, waits)
 
     def _decide(self) -> None:
         steps = self.steps
@@ -541,53 +508,44 @@ class Worker:
             self._compute()
 
     def _request_quorum(self) -> None:
-        self.doing = Doing.ASKING
-        self._asks += 1
+        self.doing = Doing.REQUESTING
+        self._num_requests += 1
         state, steps = self.state, self.steps
         scenario = self._env.scenario
         is_wild = scenario.kind is Kind.ALL
         is_calm = self._world.now >= scenario.calm_after_s
         may_shrink = is_wild and not is_calm and scenario.rules.min_replicas == 1
         shrink_only = may_shrink and self._world.rng.random() < 0.05
-        self._send(
-            QuorumRequest(
-                steps.quorum_step,
-                state.step,
-                state.state_version,
-                steps.quorum_id,
-                self._failures,
-                1,
-                shrink_only,
-                self.name,
-                (self.name,),
-                number=self._asks,
-                is_saved=steps.is_saved,
-            )
-        )
+        request = QuorumRequest(
+            steps.quorum_step, state.step, state.state_version, steps.quorum_id, self._failures,
+            1, shrink_only, self.name, (self.name,),
+            number=self._num_requests, is_saved=steps.is_saved,
+        )  # fmt: skip
+        self._send(request)
         if is_wild and self._world.rng.random() < 0.2:
-            give_up_s = 4.0 * self._world.rng.random()
-            self._world.after(give_up_s, self.process, self._give_up, self._asks)
+            timeout_s = 4.0 * self._world.rng.random()
+            self._world.after(timeout_s, self.process, self._retry_request, self._num_requests)
 
-    def _give_up(self, asks: int) -> None:
-        if self.doing is Doing.ASKING and asks == self._asks:
+    def _retry_request(self, number: int) -> None:
+        if self.doing is Doing.REQUESTING and number == self._num_requests:
             self._send(CancelRequest())
             self._request_quorum()
 
-    def _placed(self, results: QuorumResults) -> None:
+    def _enter_quorum(self, results: QuorumResults) -> None:
         (place,) = results.ranks
-        if self.doing is not Doing.ASKING or results.number != self._asks:
+        if self.doing is not Doing.REQUESTING or results.number != self._num_requests:
             self._send(QuorumAborted(place.quorum_id, "a worker had given up waiting for it"))
             return
         self.steps.enter_quorum(place.quorum_id)
         self.place, self.doing = place, Doing.CONFIGURING
         self._snapshot, self._healed = self.state, None
-        self._leave_meeting()
+        self.leave_meeting()
         self._meeting = self._env.meeting(place)
         self._fetching = {f"{place.quorum_id} {rank}" for rank in place.first_source_of}
         self._meeting.join(place.replica_rank, self)
 
     def configured(self, quorum_id: int) -> None:
-        """All members have met."""
+        """All members have joined the process group."""
         if quorum_id != self.steps.quorum_id or self.doing is not Doing.CONFIGURING:
             return
         assert self.place is not None and self._meeting is not None
@@ -610,16 +568,16 @@ class Worker:
             return
         self._env.monitor.heals += 1
         self._healed = source.served(f"{quorum_id} {self.place.replica_rank}")
-        if self._everyone:
+        if self._all_contribute:
             self._apply_healed()
         self._compute()
 
     def served(self, who: str) -> State:
-        """A peer has fetched the state."""
+        """A peer has fetched the state; return it."""
         state = self._snapshot
         self._fetching.discard(who)
         if self.doing is Doing.SERVING and not self._fetching:
-            self._world.after(_BETWEEN_S, self.process, self._go_on)
+            self._world.after(_BETWEEN_S, self.process, self._commit_served)
         return state
 
     def _compute(self) -> None:
@@ -631,10 +589,8 @@ class Worker:
 
     def _computed(self, quorum_id: int, call: int) -> None:
         steps = self.steps
-        if (quorum_id, call) != (
-            steps.quorum_id,
-            steps.quorum_step,
-        ) or self.doing is not Doing.COMPUTING:
+        is_current = (quorum_id, call) == (steps.quorum_id, steps.quorum_step)
+        if not is_current or self.doing is not Doing.COMPUTING:
             return
         assert self.place is not None and self._meeting is not None
         self.doing = Doing.REDUCING
@@ -642,21 +598,21 @@ class Worker:
             self.fails_next = False
             self.failed(quorum_id, call, steps.abort_reason or "an error of its own")
             return
-        place, all_give = self.place, call > 0 or self._everyone
+        place, all_give = self.place, call > 0 or self._all_contribute
         divisor = place.replica_world_size if all_give else place.cohort_size
         gives = all_give or not place.heals
         self._meeting.reduce(place.replica_rank, call, self.state if gives else None, divisor)
 
     @property
-    def _everyone(self) -> bool:
-        """Whether all contribute, because who heals has done so before the forward pass."""
+    def _all_contribute(self) -> bool:
+        """Whether all members contribute, because they heal before the forward pass."""
         assert self.place is not None
         return self._env.scenario.is_sync or self.place.max_step == 0
 
     # ---- its end --------------------------------------------------------------------------
 
     def reduced(self, quorum_id: int, call: int, contributors: tuple[str, ...]) -> None:
-        """The mean is there."""
+        """The collective has completed."""
         if not self._is_at(quorum_id, call):
             return
         self._apply_healed()
@@ -666,7 +622,7 @@ class Worker:
         else:
             self._commit()
 
-    def _go_on(self) -> None:
+    def _commit_served(self) -> None:
         if self.doing is Doing.SERVING:
             self._commit()
 
@@ -674,17 +630,17 @@ class Worker:
         num, state = len(self._contributors), self.state
         token = quorum.next_version(state.state_version, self.steps.quorum_id, num)
         self.state = State(state.step + 1, token, hash((state.history, self._contributors)))
-        self._env.monitor.has(self.name, self.state)
+        self._env.monitor.state_reached(self.name, self.state)
         self._env.monitor.commits += 1
         self.commits += 1
         self._is_failed, self._failures = False, 0
-        self._next()
+        self._end_step()
 
-    def _next(self) -> None:
+    def _end_step(self) -> None:
         if self.ends_next:
             self.doing = Doing.OVER
             self._send(Shutdown())
-            self._world.after(0.05, self.process, self._leave_meeting)
+            self._world.after(0.05, self.process, self.leave_meeting)
             return
         if self.saves and self.steps.is_next_undecided:
             self._wait(Doing.SETTLING)
@@ -692,7 +648,7 @@ class Worker:
             self._settle()
 
     def _settle(self) -> None:
-        """The end of a step: the Manager's answer to `should_checkpoint`."""
+        """Answer `should_checkpoint` as the Manager does, and end the step."""
         self.waits_since = math.inf
         if self.saves:
             self.steps.settle_step(self.steps.quorum_step + 1)
@@ -701,7 +657,7 @@ class Worker:
         self._world.after(_BETWEEN_S, self.process, self.begin_step)
 
     def failed(self, quorum_id: int, call: int, why: str) -> None:
-        """Something of this quorum failed: the step, if it has begun; else it asks again."""
+        """Fail the step, because its quorum failed; before its start, request another quorum."""
         if quorum_id != self.steps.quorum_id:
             return
         if self.doing in (Doing.CONFIGURING, Doing.HEALING):
@@ -712,7 +668,7 @@ class Worker:
             self._apply_healed()
             self._is_failed, self._failures = True, self._failures + 1
             self._env.monitor.step_failed(self.name, why)
-            self._next()
+            self._end_step()
 
     def _is_at(self, quorum_id: int, call: int) -> bool:
         here = (self.steps.quorum_id, self.steps.quorum_step)
@@ -721,56 +677,48 @@ class Worker:
     def _report(self, why: str) -> None:
         if self.steps.mark_aborted(self.steps.quorum_id, why):
             self._send(QuorumAborted(self.steps.quorum_id, why))
-        self._leave_meeting()
+        self.leave_meeting()
 
-    def _save(self) -> None:
-        """There is no quorum for the step: it fails, and its end is for saving."""
+    def _fail_to_save(self) -> None:
+        """Fail the step, which has no quorum, so that the script saves at its end."""
         self.steps.require_save()
         self.doing, self._is_failed = Doing.OVER, True
-        self._world.after(self._group.step_s, self.process, self._next)
+        self._world.after(self._group.step_s, self.process, self._end_step)
 
     def _apply_healed(self) -> None:
         if self._healed is None:
             return
         assert self.place is not None
-        same = (self._healed.step, self._healed.state_version) == (
-            self.place.max_step,
-            self.place.state_version,
-        )
+        healed, announced = self._healed, (self.place.max_step, self.place.state_version)
+        same = (healed.step, healed.state_version) == announced
         self._env.monitor.check(same, "healed to another state than announced", self.name)
-        self.state, self._healed = self._healed, None
-        self._env.monitor.has(self.name, self.state)
+        self.state, self._healed = healed, None
+        self._env.monitor.state_reached(self.name, self.state)
 
-    def _leave_meeting(self) -> None:
+    def leave_meeting(self) -> None:
+        """Close the connections of the process group."""
         if self._meeting is not None and self.place is not None:
-            rank = self._rank_in(self._meeting)
+            rank = next((r for r, w in self._meeting.members.items() if w is self), None)
             if rank is not None:
                 self._meeting.leave(rank)
-
-    def _rank_in(self, meeting: Meeting) -> int | None:
-        return next((r for r, w in meeting.members.items() if w is self), None)
-
-    def died(self) -> None:
-        """It has ended: its connections are closed."""
-        self._leave_meeting()
 
     # ---- the link -------------------------------------------------------------------------
 
     def message_received(self, message: Message) -> None:
-        """Its reading thread gets a message."""
+        """Handle a message of the server."""
         steps = self.steps
         match message:
             case QuorumResults():
-                self._placed(message)
+                self._enter_quorum(message)
             case LeaveGranted():
                 self.doing = Doing.OVER
-                self._leave_meeting()
+                self.leave_meeting()
             case CheckpointBeforeLeave():
-                if self.doing is Doing.ASKING:
-                    self._save()
+                if self.doing is Doing.REQUESTING:
+                    self._fail_to_save()
             case QuorumAborted():
                 if steps.on_abort(message):
-                    self._aborted(message)
+                    self._on_abort(message)
             case ProposeSwitch():
                 reply = steps.on_proposal(message, self._world.now)
                 if reply is not None:
@@ -782,62 +730,57 @@ class Worker:
         if self.doing is Doing.SETTLING and not steps.is_next_undecided:
             self._settle()
 
-    def _aborted(self, aborted: QuorumAborted) -> None:
-        self._leave_meeting()
+    def _on_abort(self, aborted: QuorumAborted) -> None:
+        self.leave_meeting()
         if self.doing is Doing.SERVING:
             self._commit()
         elif self.doing in (Doing.CONFIGURING, Doing.HEALING, Doing.REDUCING):
             self.failed(aborted.quorum_id, self.steps.quorum_step, aborted.reason)
 
     def _send(self, message: Message) -> None:
-        self._group.from_worker(self, message)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it ends, or has ended, in peace."""
-        return self.ends_next
+        self._world.log_event(self.name, "sends", message)
+        server = self._group.server
+        if server is not None:
+            self._world.after(_LOCAL_S, server.process, server.worker_sent, self, message)
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is in a quorum that stands, as far as it knows."""
+        """Whether it is in a quorum, and has received no abort of it."""
         return self.steps.quorum_id != NO_QUORUM and self.steps.abort_reason is None
 
 
-# ---- The process group of one quorum: collectives that need all members, connections that break
-
-
-_LOOK_S = 0.002
+_DETECT_S = 0.002
 
 Given = tuple["Worker", "State | None", int]
 
 
 class Meeting:
-    """Members meet, by rank, and reduce at one call after the other.
+    """The process group of one quorum, whose collectives need all members.
 
-    Only neighbours on the ring see that a member closes its connections: the others wait on.
+    Only neighbours on the ring detect that a member closes its connections.
     """
 
     def __init__(self, placement: QuorumResult, world: World, monitor: Monitor) -> None:
         self.quorum_id = placement.quorum_id
         self.size = placement.replica_world_size
         self.members: dict[int, Worker] = {}
-        self.gone: set[int] = set()
+        self.closed: set[int] = set()
         self._world = world
         self._monitor = monitor
         self._given: dict[int, Given] = {}
         self._call = 0
 
     def join(self, rank: int, worker: Worker) -> None:
-        """A member wants to be configured; all are, once the last one comes."""
+        """Add a member; the last one completes the configuration of all."""
         self.members[rank] = worker
-        if len(self.members) == self.size and not self.gone:
+        if len(self.members) == self.size and not self.closed:
             for member in self.members.values():
                 self._world.after(self._delay(), member.process, member.configured, self.quorum_id)
         elif self._is_cut_off(rank):
             self._fail(rank)
 
     def reduce(self, rank: int, call: int, state: State | None, divisor: int) -> None:
-        """A member comes to a collective, with a gradient of its state or (None) with zero."""
+        """Add a member's gradient of a state, or (None) zero, to a collective."""
         worker = self.members[rank]
         if not self._given:
             self._call = call
@@ -850,11 +793,11 @@ class Meeting:
 
     def leave(self, rank: int) -> None:
         """A member closes its connections, or dies."""
-        if rank in self.gone:
+        if rank in self.closed:
             return
-        self.gone.add(rank)
+        self.closed.add(rank)
         for neighbour in ((rank - 1) % self.size, (rank + 1) % self.size):
-            if neighbour in self.members and neighbour not in self.gone:
+            if neighbour in self.members and neighbour not in self.closed:
                 self._fail(neighbour)
 
     def _complete(self, call: int) -> None:
@@ -866,7 +809,7 @@ class Meeting:
             self._world.after(self._delay(), worker.process, self._deliver, rank, call, names)
 
     def _deliver(self, rank: int, call: int, names: tuple[str, ...]) -> None:
-        """The last bytes come, unless who sends them has closed its connection before."""
+        """Deliver the result, unless a neighbour has closed its connection before."""
         worker = self.members[rank]
         if self._is_cut_off(rank) and self._world.rng.random() < 0.5:
             worker.failed(self.quorum_id, call, "a peer has closed the connection")
@@ -874,19 +817,19 @@ class Meeting:
             worker.reduced(self.quorum_id, call, names)
 
     def _is_cut_off(self, rank: int) -> bool:
-        return not self.gone.isdisjoint(((rank - 1) % self.size, (rank + 1) % self.size))
+        return not self.closed.isdisjoint(((rank - 1) % self.size, (rank + 1) % self.size))
 
     def _fail(self, rank: int) -> None:
         worker = self.members[rank]
         if rank in self._given or len(self.members) < self.size:
-            self._world.after(_LOOK_S, worker.process, self._cut, rank)
+            self._world.after(_DETECT_S, worker.process, self._disconnect, rank)
 
-    def _cut(self, rank: int) -> None:
+    def _disconnect(self, rank: int) -> None:
         worker = self.members[rank]
         if rank in self._given:
             worker.failed(self.quorum_id, self._call, "a peer has closed the connection")
         elif len(self.members) < self.size:
-            worker.failed(self.quorum_id, 0, "a peer did not come")
+            worker.failed(self.quorum_id, 0, "a peer did not join")
 
     def _delay(self) -> float:
         chance = self._world.rng.random()

@@ -71,13 +71,11 @@ class Faults:
     # ---- kinds ----------------------------------------------------------------------------
 
     def _notice(self, group: Group) -> None:
-        assert group.server is not None
         scenario = self._env.scenario
         left_s = 30 * scenario.step_s + scenario.bound_s
         if scenario.kind is Kind.ALL and self._rng.random() < 0.5:
             left_s = 3 * self._rng.random()
-        group.server.give_notice(left_s)
-        self._env.world.after(left_s, None, group.leave)
+        group.give_notice(left_s)
 
     def _kill_worker(self, group: Group) -> None:
         group.kill_worker()
@@ -121,7 +119,7 @@ class Faults:
             return
         keeper, server = self._keepers.keeper, group.server
         if keeper is not None and keeper.host is host:
-            keeper.silent(group.name)
+            keeper.timed_out(group.name)
         if server is not None and server.connection is not None:
             server.lost(server.connection)
 

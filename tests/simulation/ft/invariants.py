@@ -158,7 +158,7 @@ class Monitor:
 
     # ---- workers --------------------------------------------------------------------------
 
-    def has(self, who: str, state: State) -> None:
+    def state_reached(self, who: str, state: State) -> None:
         """A worker has a state, because it committed a step or healed."""
         known = self._histories.setdefault((state.step, state.state_version), state.history)
         self.check(known == state.history, "two histories with one token", who, state.step)
@@ -185,7 +185,7 @@ class Monitor:
             unnoticed = not held and state.step > 0 and state != saved
             self.check(not unnoticed, "the last state leaves unnoticed", who)
 
-    def waits(self, who: str, waits: Callable[[], bool]) -> None:
+    def worker_waits(self, who: str, waits: Callable[[], bool]) -> None:
         """A worker begins to wait at a proposed call; ``waits`` returns whether it still does."""
         bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
         self._world.after(bound_s, None, self._waited, who, waits)

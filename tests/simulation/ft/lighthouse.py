@@ -1,6 +1,6 @@
-"""The adapter around `ft.lighthouse_state`, and who keeps the quorum after it.
+"""Keepers of the quorum: the adapter around `ft.lighthouse_state`, and its successors.
 
-A keeper's leader shows the status and passes notices on, as `simulation.cluster.Leader` does.
+A keeper's leader writes the status and forwards notices, as `simulation.cluster.Leader` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.effects import Effect, Show
 from hpc_elastic.rendezvous.leader_state import LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.term import TermFolder
-from simulation.ft.cluster import AskedToLeave, Env, Group, Noticed, Server
+from simulation.ft.cluster import Env, Group, NoticeConfirmed, NoticeSent, Server
 from simulation.storage import LeadersFiles, Mount, NodeFiles
 from simulation.world import SERVER, Connection, Host, Process
 
@@ -46,17 +46,18 @@ class KeeperProcess:
         folder = TermFolder(term, NodeFiles(env.shared, mount))
         args = (env.shared, folder, mount, self.process, self._gate.end_term)
         self._files = LeadersFiles(*args)
-        self._asked = LeaveRequests()
+        self._leave_requests = LeaveRequests()
         self._agents: dict[str, Agent] = {}
         rules = env.scenario.rules
         self.keeper = env.components.keeper(term, lost_members=lost, rules=rules)
         self._connections: dict[str, Connection] = {}
         self._members: tuple[str, ...] = ()
-        self._dismissed: set[str] = set()
+        self._absent: set[str] = set()
+        """Groups that lost their connection or worker, or may leave, since the last quorum."""
         self._formed = NO_QUORUM
         self._tick()
-        self._attend()
-        self._look_for_notices()
+        self._show_status()
+        self._claim_notices()
 
     def _tick(self) -> None:
         if not self._gate.is_over:
@@ -65,29 +66,29 @@ class KeeperProcess:
 
     # ---- its leader -----------------------------------------------------------------------
 
-    def _attend(self) -> None:
-        """See whether another leads; show the status."""
+    def _show_status(self) -> None:
+        """Write the status, unless another keeper leads."""
         if self._keepers.term > self._term:
             self._gate.end_term()
         if not self._gate.is_over:
             status = {"term": self._term, "round": self._num_formed}
             self._gate.do([Show(status, (status,))])
-            self._env.world.after(_DUTIES_EVERY_S, self.process, self._attend)
+            self._env.world.after(_DUTIES_EVERY_S, self.process, self._show_status)
 
-    def _look_for_notices(self) -> None:
+    def _claim_notices(self) -> None:
         if not self._gate.is_over:
-            self._files.claim_notices(self._claimed)
+            self._files.claim_notices(self._notices_claimed)
 
-    def _claimed(self, notices: Mapping[str, float]) -> None:
+    def _notices_claimed(self, notices: Mapping[str, float]) -> None:
         if self._gate.is_over:
             return
-        heard = [self._agents[name] for name in self._connections]
-        tell, confirmed, in_vain = self._asked.match_agents(notices, heard)
-        for agent, _ in tell:
-            self._connections[agent.task].send(SERVER, AskedToLeave())
-        for name in (*confirmed, *in_vain):
+        connected = [self._agents[name] for name in self._connections]
+        sends, confirmed, unmatched = self._leave_requests.match_agents(notices, connected)
+        for agent, _ in sends:
+            self._connections[agent.task].send(SERVER, NoticeSent())
+        for name in (*confirmed, *unmatched):
             self._files.confirm(name)
-        self._env.world.after(_DUTIES_EVERY_S, self.process, self._look_for_notices)
+        self._env.world.after(_DUTIES_EVERY_S, self.process, self._claim_notices)
 
     def carry_out(self, effect: Effect) -> None:
         """See `rendezvous.term.Executor`."""
@@ -96,15 +97,15 @@ class KeeperProcess:
         self._files.show(effect.status, effect.lines)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
-        """Nothing ends here."""
+        """Do nothing: a quorum has no result."""
 
     def let_go(self) -> None:
-        """Another keeper has all the groups already."""
+        """Do nothing: all groups are connected to another keeper."""
 
     # ---- groups ---------------------------------------------------------------------------
 
     def accept(self, server: Server) -> Connection:
-        """A group connects."""
+        """Connect a group."""
         connection = self._env.network.connect(server, self)
         name = server.host.name  # type: ignore[attr-defined]
         connection.peer = name
@@ -117,35 +118,35 @@ class KeeperProcess:
         return connection
 
     def received(self, connection: Connection, message: Any) -> None:
-        """A message of a group arrives."""
-        if self._connections.get(connection.peer) is connection:
-            if isinstance(message, Noticed):
-                heard = [self._agents[name] for name in self._connections]
-                for name in self._asked.confirmed(self._agents[connection.peer], heard):
-                    self._files.confirm(name)
-                return
-            if isinstance(
-                message, WorkersLost
-            ):  # it may go on again, but its word for that comes later
-                self._dismissed.add(connection.peer)
-            self._send(self.keeper.on_message(connection.peer, message, self._env.world.now))
+        """Handle a message of a group."""
+        if self._connections.get(connection.peer) is not connection:
+            return
+        if isinstance(message, NoticeConfirmed):
+            connected = [self._agents[name] for name in self._connections]
+            agent = self._agents[connection.peer]
+            for name in self._leave_requests.confirmed(agent, connected):
+                self._files.confirm(name)
+            return
+        if isinstance(message, WorkersLost):  # even if the worker resumes before the quorum forms
+            self._absent.add(connection.peer)
+        self._send(self.keeper.on_message(connection.peer, message, self._env.world.now))
 
     def lost(self, connection: Connection, why: str = "its connection is gone") -> None:
         """A connection has ended."""
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
-            self._dismissed.add(connection.peer)
+            self._absent.add(connection.peer)
             self._send(self.keeper.on_disconnect(connection.peer, why, self._env.world.now))
 
-    def silent(self, name: str, server: Server | None = None) -> None:
-        """A group has timed out."""
+    def timed_out(self, name: str, server: Server | None = None) -> None:
+        """The connection of a group has timed out."""
         connection = self._connections.get(name)
         if connection is not None and server in (None, connection.ends[0]):
             connection.close(SERVER)
             self.lost(connection, "it is silent")
 
-    def known_lost(self, name: str) -> None:
-        """The run knows that a group's node is dead."""
+    def node_lost(self, name: str) -> None:
+        """The run has detected that a group's node is dead."""
         if name not in self._connections:
             self._send(self.keeper.on_disconnect(name, "its node is dead", self._env.world.now))
 
@@ -157,9 +158,9 @@ class KeeperProcess:
         }
         for send in sends:
             if isinstance(send.message, LeaveGranted):
-                self._dismissed.add(send.replica)
-                self._env.group(send.replica).dismissed()
-        self._check(placed)
+                self._absent.add(send.replica)
+                self._env.group(send.replica).leave_granted()
+        self._check_quorum(placed)
         for send in sends:
             self._env.world.log_event("keeper", f"to {send.replica}", send.message)
             self._env.monitor.switches += isinstance(send.message, ProposeSwitch)
@@ -167,31 +168,33 @@ class KeeperProcess:
             if connection is not None:
                 connection.send(SERVER, send.message)
 
-    def _check(self, placed: dict[str, Any]) -> None:
+    def _check_quorum(self, placed: dict[str, Any]) -> None:
         if not placed:
             return
         first = next(iter(placed.values()))
         if len(placed) < first.replica_world_size or first.quorum_id == self._formed:
-            return  # sent again
+            return  # results that the keeper sends again
         self._formed = first.quorum_id
         self._num_formed += 1
         monitor = self._env.monitor
-        live = [g.name for g in self._env.groups if self._could_ask(g) and g.name not in placed]
+        groups = self._env.groups
+        live = [g.name for g in groups if self._could_request(g) and g.name not in placed]
         monitor.formed(first.quorum_id, list(placed), live)
         monitor.placed(placed)
         self._members = tuple(placed)
-        self._dismissed.clear()
+        self._absent.clear()
 
-    def _could_ask(self, group: Group) -> bool:
-        worker = group.worker
-        name, members = group.name, self._members
-        if name not in members or name in self._dismissed or name not in self._connections:
+    def _could_request(self, group: Group) -> bool:
+        worker, name = group.worker, group.name
+        if name not in self._members or name in self._absent or name not in self._connections:
             return False
-        return group.takes_part and worker is not None and worker.is_settled and not worker.is_done
+        if worker is None or worker.ends_next:
+            return False
+        return group.takes_part and worker.is_settled
 
 
 class Coordinator:
-    """The keeper of the moment, and the elections."""
+    """The present keeper, and the elections of the next ones."""
 
     def __init__(self, env: Env) -> None:
         self.keeper: KeeperProcess | None = None
@@ -201,7 +204,7 @@ class Coordinator:
         self._deposed: list[KeeperProcess] = []
 
     def elect(self, lost: tuple[str, ...] = ()) -> None:
-        """Another keeper begins, on a node that lives; later, if there is none."""
+        """Start another keeper on a live node; retry later if there is none."""
         if self.keeper is not None:
             return
         host: Host = self._lighthouse
@@ -217,7 +220,7 @@ class Coordinator:
         self.keeper = KeeperProcess(self._env, self, host, self.term, dead)
 
     def kill(self, lost: tuple[str, ...] = ()) -> None:
-        """The keeper dies."""
+        """Kill the keeper; another is elected."""
         keeper, self.keeper = self.keeper, None
         if keeper is None:
             return
@@ -227,47 +230,47 @@ class Coordinator:
         self._env.world.after(0.1 + 2 * self._env.world.rng.random(), None, self.elect, lost)
 
     def depose(self, for_s: float) -> None:
-        """The keeper's process stands still until another was elected, and goes on then."""
+        """Pause the keeper's process for a time in which another is elected."""
         keeper, self.keeper = self.keeper, None
         if keeper is None:
             return
-        self._env.world.log_event("keeper", "stands still", for_s)
+        self._env.world.log_event("keeper", "is paused", for_s)
         keeper.process.paused = True
         self._deposed.append(keeper)
         self._env.network.crashed(keeper.process, False, lambda: False)
-        self._env.world.after(for_s, None, self._go_on, keeper)
+        self._env.world.after(for_s, None, self._resume, keeper)
         self._env.world.after(0.1 + 2 * self._env.storage.rng.random(), None, self.elect)
 
-    def _go_on(self, keeper: KeeperProcess) -> None:
+    def _resume(self, keeper: KeeperProcess) -> None:
         if keeper.process.alive and keeper.process.paused:
-            self._env.world.log_event("keeper", "goes on, deposed")
+            self._env.world.log_event("keeper", "is resumed, deposed")
             keeper.process.resume(timers_last=self._env.storage.rng.random() < 0.5)
 
     def resume_all(self) -> None:
-        """Whatever stands still goes on."""
+        """Resume all deposed keepers."""
         for keeper in self._deposed:
-            self._go_on(keeper)
+            self._resume(keeper)
 
     def host_died(self, group: Group, silently: bool) -> None:
-        """A node is dead; the keeper may have been on it."""
+        """A node is dead, and so is a keeper on it."""
         for deposed in self._deposed:
             deposed.process.alive = deposed.process.alive and deposed.host is not group
         if self.keeper is not None and self.keeper.host is group:
             self.kill((group.name,))
         elif not silently and self._env.scenario.is_run:
-            self._env.world.after(1.0, None, self._known_lost, group)
+            self._env.world.after(1.0, None, self._report_lost_node, group)
 
-    def _known_lost(self, group: Group) -> None:
+    def _report_lost_node(self, group: Group) -> None:
         if self.keeper is not None and not group.up:
-            self.keeper.known_lost(group.name)
+            self.keeper.node_lost(group.name)
 
-    def silent(self, group: Group, server: Server | None = None) -> None:
-        """A group was out of reach for as long as a keeper waits."""
+    def timed_out(self, group: Group, server: Server | None = None) -> None:
+        """A group was out of reach for the keeper's timeout."""
         if self.keeper is not None:
-            self.keeper.silent(group.name, server)
+            self.keeper.timed_out(group.name, server)
 
     def reachable_from(self, group: Group) -> KeeperProcess | None:
-        """Return the keeper, if there is one and nothing is in the way."""
+        """Return the keeper, or None if there is none or a partition separates it."""
         keeper = self.keeper
         if keeper is None or self._env.network.is_cut(group, keeper.host):
             return None

@@ -215,7 +215,10 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(terms_rise=False),
         "a quorum id came again|the status went back",
     ),
-    "groups do not report their quorum": (Components(says_here=False), "costs a step|not all make"),
+    "groups do not report their quorum": (
+        Components(reports_status=False),
+        "costs a step|not all make",
+    ),
     "duties go on": (Components(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
     "waits for no group": (Components(WaitsForNoGroup), "a minority"),

@@ -1,22 +1,16 @@
 """A deterministic simulator of the quorum, for tests and `benchmarks/simulate.py --ft`.
 
-invariants   the parameters of one random schedule, and what must hold in it
+invariants   the parameters of one random schedule, and its invariants
 cluster      replica groups: a node, its server, its worker; process groups; the classes under test
 lighthouse   the adapter around `ft.lighthouse_state`, and the election of the next one
-faults       what goes wrong
+faults       the faults of a schedule
 simulator    one schedule; `mutants`: the same with planted bugs
 
-World, network, files, and how schedules are played, one or many, are those of `simulation`.
+World, network, files and campaigns are those of `simulation`.
 """
 
 from simulation.ft.cluster import SOUND, Components
 from simulation.ft.mutants import MUTANTS
 from simulation.ft.simulator import Outcome, Simulator
 
-__all__ = [
-    "MUTANTS",
-    "SOUND",
-    "Components",
-    "Outcome",
-    "Simulator",
-]
+__all__ = ["MUTANTS", "SOUND", "Components", "Outcome", "Simulator"]

@@ -1,4 +1,4 @@
-"""What goes wrong in a schedule, and when it is mended."""
+"""The faults of a schedule of the quorum, and their healing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SILENCE_S = 5.0
 
 
 class Faults:
-    """Plans the faults of one schedule, and heals them."""
+    """Injects the faults of one schedule, and heals them."""
 
     def __init__(self, env: Env, keepers: Coordinator) -> None:
         self.count: Counter[str] = Counter()
@@ -24,8 +24,13 @@ class Faults:
         self._cuts: list[tuple[Group, Host]] = []
 
     def plan(self) -> None:
-        """Draw what will go wrong until all is calm."""
-        self._plan_files(self._env.storage.rng)
+        """Draw the times of all faults."""
+        calm, after = self._env.scenario.calm_after_s, self._env.world.after
+        files = self._env.storage.rng
+        for _ in range(files.choice((0, 0, 0, 1, 2))):
+            after(0.5 + (calm - 0.5) * files.random(), None, self._request_leave, files)
+        if self._env.scenario.kind is Kind.ALL and files.random() < 0.3:
+            after(0.5 + (calm - 0.5) * files.random(), None, self._depose_keeper, files)
         kinds = {
             Kind.QUIET: ("notice",),
             Kind.KEEPER: ("kill keeper", "notice"),
@@ -34,18 +39,9 @@ class Faults:
                 "stop", "hold the lock", "reset", "cut", "own failure", "bye",
             ),
         }[self._env.scenario.kind]  # fmt: skip
-        calm = self._env.scenario.calm_after_s
         for _ in range(self._rng.randint(1, 6 if len(kinds) > 1 else 2)):
             at = 0.5 + (calm - 0.5) * self._rng.random()
-            self._env.world.after(at, None, self._strike, self._rng.choice(kinds))
-
-    def _plan_files(self, rng: random.Random) -> None:
-        """Draw when notice files are written, and when keepers are deposed."""
-        calm = self._env.scenario.calm_after_s
-        for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            self._env.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._request_leave, rng)
-        if self._env.scenario.kind is Kind.ALL and rng.random() < 0.3:
-            self._env.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._depose, rng)
+            after(at, None, self._inject, self._rng.choice(kinds))
 
     def _request_leave(self, rng: random.Random) -> None:
         up = [g for g in self._env.groups if g.up and not g.is_over]
@@ -53,11 +49,11 @@ class Faults:
             self.count["notice file"] += 1
             self._env.shared.add_notice(rng.choice(up).name)
 
-    def _depose(self, rng: random.Random) -> None:
+    def _depose_keeper(self, rng: random.Random) -> None:
         self.count["depose keeper"] += 1
         self._keepers.depose(0.3 + 6.0 * rng.random())
 
-    def _strike(self, kind: str) -> None:
+    def _inject(self, kind: str) -> None:
         group = self._rng.choice(self._env.groups)
         if kind == "kill keeper":
             self._keepers.kill()
@@ -87,9 +83,9 @@ class Faults:
 
     def _lose_node(self, group: Group) -> None:
         group.crash(silently=True)
-        self._env.world.after(0.5 + 8 * self._rng.random(), None, self._return, group)
+        self._env.world.after(0.5 + 8 * self._rng.random(), None, self._reboot, group)
 
-    def _return(self, group: Group) -> None:
+    def _reboot(self, group: Group) -> None:
         self._env.network.came_back(group)
         group.boot()
 
@@ -111,10 +107,10 @@ class Faults:
             return
         self._env.network.cut(group, keeper.host)
         self._cuts.append((group, keeper.host))
-        self._env.world.after(_SILENCE_S, None, self._is_silent, group, keeper.host)
+        self._env.world.after(_SILENCE_S, None, self._time_out, group, keeper.host)
         self._env.world.after(8 * self._rng.random(), None, self._mend, group, keeper.host)
 
-    def _is_silent(self, group: Group, host: Host) -> None:
+    def _time_out(self, group: Group, host: Host) -> None:
         if not self._env.network.is_cut(group, host):
             return
         keeper, server = self._keepers.keeper, group.server
@@ -137,13 +133,13 @@ class Faults:
             group.worker.ends_next = True
 
     def heal(self) -> None:
-        """All is well from now on."""
+        """Heal all faults."""
         for group, host in list(self._cuts):
             self._mend(group, host)
         for group in self._env.groups:
             group.resume_worker()
             if not group.up and not group.is_over:
-                self._return(group)
+                self._reboot(group)
             group.start_worker()
         self._keepers.resume_all()
         self._keepers.elect()

@@ -1,9 +1,9 @@
-"""What a random schedule of the quorum is made of, and what must hold in it."""
+"""The parameters and the invariants of a random schedule of the quorum."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,12 +15,12 @@ from simulation.world import World
 
 
 class Kind(Enum):
-    """What may go wrong in a schedule.
+    """The faults of a schedule.
 
     Attributes:
-        QUIET: Nothing: replicas join and leave as announced, and some are slow.
+        QUIET: None: replicas join and leave as announced, and some are slow.
         KEEPER: As QUIET, and the keeper dies.
-        ALL: Everything.
+        ALL: All kinds.
     """
 
     QUIET = "quiet"
@@ -34,12 +34,12 @@ class Scenario:
 
     Attributes:
         num_groups: Replica groups, 2 to 5.
-        num_late: Of those, how many start in the middle.
-        step_s: What a step takes, about; the slowest replica may need three times as much.
-        heal_s: What it takes to fetch a state.
-        is_sync: States are fetched before the forward pass, not beside it.
+        num_late: Number of groups that start late.
+        step_s: Mean duration of a step; the slowest replica may need three times as much.
+        heal_s: Mean time to fetch a state.
+        is_sync: Members fetch states before the forward pass, not during it.
         is_run: The keeper lives on the node of a group, and dies with it.
-        calm_after_s: When nothing goes wrong any more.
+        calm_after_s: Time after which no fault is injected, and all are healed.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class Scenario:
 
     @property
     def bound_s(self) -> float:
-        """Within this time of calm all replicas are in one quorum and have made steps."""
+        """Time of calm within which all replicas are in one quorum and have made steps."""
         waits = 12.0 + 8 * self.longest_delay_s + 4 * self.heal_s
         return waits + 20 * 3 * self.step_s + self.rules.reconnect_timeout_s
 
@@ -88,29 +88,29 @@ def draw(rng: random.Random) -> Scenario:
 
 @dataclass(frozen=True)
 class State:
-    """Parameters: what they went through, as one number."""
+    """The parameters of a model, with a hash of their history."""
 
     step: int
     state_version: str
     history: int
 
 
-# ---- What must hold at every step of every schedule
-# Ids         Quorum ids rise for ever, over all keepers.
+# ---- The invariants
+# Ids         Quorum ids always rise, over all keepers.
 # Lineage     States with equal step and token have the same history.
-# Mean        Those that contribute to one collective have the same state, and each divides by their
+# Mean        The contributors to a collective have the same state, and each divides by their
 #             number; all are at the same call.
 # Announced   Without other faults, a group that joins or leaves as announced costs no other a
 #             step; nor does a keeper's death.
-# Last        Where nothing else goes wrong, who leaves with the newest state could save it.
-# Minority    No quorum is formed beside as many live members of the last one that are left out.
+# Last        Without other faults, a group that leaves with the newest state could save it.
+# Minority    A quorum has more members than it leaves out live members of the last one.
 # Switch      No group waits at a proposed call for long, unless there is no keeper.
-# Files       Those that leaders share: see `simulation.storage`.
+# Files       Files that leaders share: see `simulation.storage`.
 # Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
 
 
 class Monitor:
-    """Sees everything, and raises `InvariantError` at once."""
+    """Checks the invariants, and raises `InvariantError` at once."""
 
     def __init__(self, scenario: Scenario, world: World) -> None:
         self.num_checks = 0
@@ -127,7 +127,7 @@ class Monitor:
         self._histories: dict[tuple[int, str], int] = {}
 
     def check(self, holds: bool, what: str, *facts: object) -> None:
-        """Raise unless it holds."""
+        """Raise `InvariantError` with these facts unless an invariant holds."""
         self.num_checks += 1
         if not holds:
             raise InvariantError(f"{what}: {', '.join(map(str, facts))}")
@@ -135,16 +135,15 @@ class Monitor:
     # ---- the keeper -----------------------------------------------------------------------
 
     def formed(self, quorum_id: int, members: Collection[str], live: Collection[str]) -> None:
-        """A keeper has formed a quorum; ``live`` members of the last one could have asked."""
+        """A keeper has formed a quorum without these ``live`` members of the last one."""
         self.quorums += 1
         self.check(quorum_id > self._last_id, "a quorum id came again", quorum_id, self._last_id)
         self._last_id = quorum_id
         self.dropped += bool(live)
         self.check(len(members) > len(live), "a minority formed a quorum", members, live)
 
-    def placed(self, told: dict[str, QuorumResult]) -> None:
-        """All members of a new quorum have received their places."""
-        places = list(told.values())
+    def placed(self, places: Sequence[QuorumResult]) -> None:
+        """A keeper has sent their places to all members of a new quorum."""
         size = len(places)
         self.check([p.replica_rank for p in places] == [*range(size)], "ranks", places)
         cohort = [p for p in places if not p.heals]
@@ -159,12 +158,18 @@ class Monitor:
     # ---- workers --------------------------------------------------------------------------
 
     def state_reached(self, who: str, state: State) -> None:
-        """A worker has a state, because it committed a step or healed."""
+        """A worker has committed a step or healed."""
         known = self._histories.setdefault((state.step, state.state_version), state.history)
         self.check(known == state.history, "two histories with one token", who, state.step)
 
     def reduced(self, call: int, given: list[tuple[str, State]], divisors: set[int]) -> None:
-        """All members have come to one collective; the count of each divisor."""
+        """All members have joined a collective.
+
+        Args:
+            call: Its number.
+            given: The contributors, and their states.
+            divisors: The divisors of all members.
+        """
         states = {state for _, state in given}
         self.check(len(states) == 1, "different states were averaged", call, given)
         self.check(divisors == {len(given)}, "the mean counts others", call, divisors, given)
@@ -178,7 +183,14 @@ class Monitor:
     def leave_granted(
         self, who: str, state: State, saved: State | None, others: Collection[State]
     ) -> None:
-        """A group is let go, whose script has saved this state as the last that may; None: none."""
+        """A keeper lets a group leave.
+
+        Args:
+            who: The group's worker.
+            state: The worker's state.
+            saved: The last state that its script has saved, if any.
+            others: The states of the other groups.
+        """
         self.leaves_granted += 1
         if self._scenario.kind is not Kind.ALL:
             held = any(other.step >= state.step for other in others)
@@ -186,9 +198,10 @@ class Monitor:
             self.check(not unnoticed, "the last state leaves unnoticed", who)
 
     def worker_waits(self, who: str, waits: Callable[[], bool]) -> None:
-        """A worker begins to wait at a proposed call; ``waits`` returns whether it still does."""
-        bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
-        self._world.after(bound_s, None, self._waited, who, waits)
+        """A worker starts to wait at a proposed call; ``waits`` returns whether it still does."""
 
-    def _waited(self, who: str, waits: Callable[[], bool]) -> None:
-        self.check(not waits(), "a worker waits at a proposed call for ever", who)
+        def check() -> None:
+            self.check(not waits(), "a worker waits at a proposed call for ever", who)
+
+        bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
+        self._world.after(bound_s, None, check)

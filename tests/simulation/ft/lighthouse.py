@@ -180,7 +180,7 @@ class KeeperProcess:
         groups = self._env.groups
         live = [g.name for g in groups if self._could_request(g) and g.name not in placed]
         monitor.formed(first.quorum_id, list(placed), live)
-        monitor.placed(placed)
+        monitor.placed([*placed.values()])
         self._members = tuple(placed)
         self._absent.clear()
 

@@ -1,8 +1,8 @@
-"""One random schedule: a few replica groups in virtual time, and all that can go wrong.
+"""One random schedule: a few replica groups in virtual time, with faults.
 
 The protocol's own classes run here: `ft.lighthouse_state`, `ft.manager_client` and, through them,
-`ft.quorum`. The servers of the groups, the process groups and the Manager are models of theirs. All
-chance comes from one seed, so what fails fails again.
+`ft.quorum`. Models replace the servers of the groups, the process groups and the Manager. All
+random numbers come from one seed, so a failure is reproducible.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from simulation.ft.lighthouse import Coordinator
 from simulation.invariants import InvariantError
 from simulation.world import World
 
-_LOOK_EVERY_S = 0.5
+_CHECK_EVERY_S = 0.5
 _COMMITS = 2
 
 
 @dataclass
 class Outcome(Tally):
-    """What became of one schedule, or of many."""
+    """The counts of one schedule, or of many."""
 
     quorums: int = 0
     commits: int = 0
@@ -33,9 +33,9 @@ class Outcome(Tally):
     proposals: int = 0
     leaves_granted: int = 0
     dropped: int = 0
-    """Quorums that left live members behind."""
+    """Quorums that left live members out."""
     shown: int = 0
-    """How often a keeper's leader replaced the status."""
+    """Statuses that keepers' leaders have written."""
     notices: int = 0
     """Notice files that were obeyed."""
     keepers: int = 0
@@ -62,7 +62,7 @@ class Simulator:
         """Run the schedule.
 
         Raises:
-            InvariantError: something happened that must never happen.
+            InvariantError: an invariant does not hold.
         """
         scenario, rng = self.scenario, self.world.rng
         for group in self.env.groups:
@@ -74,23 +74,20 @@ class Simulator:
         self.world.run(scenario.calm_after_s)
         self.world.log_event("world", "is calm from now on")
         self.faults.heal()
-        self._wait_for_progress()
-
-    def _wait_for_progress(self) -> None:
         begun = {g.name: g.worker.commits if g.worker else 0 for g in self.env.groups}
         lives = {g.name: g.worker for g in self.env.groups}
         end = self.world.now + self.scenario.bound_s
-        while not self._is_well(begun, lives):
+        while not self._has_progressed(begun, lives):
             if self.world.now > end:
                 raise InvariantError(self._complaint())
-            self.world.run(self.world.now + _LOOK_EVERY_S)
+            self.world.run(self.world.now + _CHECK_EVERY_S)
 
-    def _live(self) -> list[Group]:
+    def _live_groups(self) -> list[Group]:
         return [g for g in self.env.groups if not g.is_over and not g.is_done]
 
-    def _is_well(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
-        """Return whether all that live are in one quorum and have made steps there."""
-        live = self._live()
+    def _has_progressed(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
+        """Return whether all live groups are in one quorum and have made steps there."""
+        live = self._live_groups()
         if any(map(self.env.is_named_alive, self.env.shared.notices)):
             return False
         if any(g.server is not None and g.server.notice_at is not None for g in live):
@@ -112,7 +109,7 @@ class Simulator:
     def _complaint(self) -> str:
         at = [
             (g.name, w.doing.value, w.steps.quorum_id & 0xFFFFF, w.steps.quorum_step, w.commits)
-            for g in self._live()
+            for g in self._live_groups()
             if (w := g.worker) is not None and w.doing is not Doing.OVER
         ]
         notices = self.env.shared.notices

@@ -1,7 +1,9 @@
 """Planted bugs: each breaks one rule of the protocol, and the simulator must find it.
 
-A simulator that finds nothing proves nothing, unless it is known to find what there is.
+They show that the simulator detects the violation of each rule.
 """
+
+# ruff: noqa: D102  (the methods override documented ones)
 
 from __future__ import annotations
 
@@ -44,26 +46,26 @@ from simulation.storage import NodeRegister
 
 
 class DutiesGoOn(Term):
-    """Lets go of everybody when another leads, and goes on with its duties."""
+    """Disconnects all agents when another leads, but continues its duties."""
 
     @property
-    def is_over(self) -> bool:  # noqa: D102
+    def is_over(self) -> bool:
         return False
 
 
 class RemovesOnceSent(LeaderState):
-    """Takes a notice for obeyed when it was sent, though nothing may have arrived."""
+    """Removes a notice when it was sent, although it may not have arrived."""
 
-    def notices_claimed(self, claimed: Mapping[str, float]) -> list[Effect]:  # noqa: D102
+    def notices_claimed(self, claimed: Mapping[str, float]) -> list[Effect]:
         effects = super().notices_claimed(claimed)
-        told = any(isinstance(e, Send) for e in effects)
-        return [*effects, *map(RemoveNotice, claimed)] if told else effects
+        is_sent = any(isinstance(e, Send) for e in effects)
+        return [*effects, *map(RemoveNotice, claimed)] if is_sent else effects
 
 
 class InheritsNoNotices(TermFolder):
-    """Passes on only the notices that it has claimed itself."""
+    """Forwards only the notices that it has claimed itself."""
 
-    def claim_notices(self) -> Steps[Mapping[str, float]]:  # noqa: D102
+    def claim_notices(self) -> Steps[Mapping[str, float]]:
         yield from self.enter()
         names = yield self._files.new_notices
         claimed = yield from super().claim_notices()
@@ -72,36 +74,36 @@ class InheritsNoNotices(TermFolder):
 
 
 class SkipsTheTermCheck(LeaderState):
-    """Takes the next number when its own is taken, instead of stepping down."""
+    """Uses the next index when its own is taken, instead of stepping down."""
 
-    def refused(self) -> list[Effect]:  # noqa: D102
+    def refused(self) -> list[Effect]:
         assert self._pending is not None
         self._pending = replace(self._pending, index=self._pending.index + 1)
         return [Append(self._pending)]
 
 
 class DecidesWithoutEntry(LeaderState):
-    """Carries a decision out before it is recorded."""
+    """Carries a decision out before it is in the log."""
 
     def _do(self, effects: list[Effect]) -> list[Effect]:
         done = super()._do(effects)
         decides = any(type(e) is Append for e in done)
         return [*done, *super().appended()] if decides else done
 
-    def appended(self) -> list[Effect]:  # noqa: D102
+    def appended(self) -> list[Effect]:
         return []
 
 
 class AlwaysRenewsItsLease(LeaderState):
     """Keeps renewing its lease though no agent reaches it."""
 
-    def tick(self, now: float) -> list[Effect]:  # noqa: D102
+    def tick(self, now: float) -> list[Effect]:
         effects = super().tick(now)
         return effects if self.fenced else [*effects, RenewLease()]
 
 
 def _with_change(change: type[GroupChange]) -> type[LeaderState]:
-    """Return a leader whose rounds change by these rules."""
+    """Return a leader whose rounds follow these rules of change."""
 
     class Rules(RoundState):
         def __init__(self, *args: Any) -> None:
@@ -120,7 +122,7 @@ class _NeverForgets(CheckpointBarrier):
 
 
 class BreaksAtOldBoundaries(GroupChange):
-    """Does not forget, with a new round, where the last one's members stood."""
+    """Keeps the checkpoints of the last round's members in a new round."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -128,9 +130,9 @@ class BreaksAtOldBoundaries(GroupChange):
 
 
 class ForgetsToPause(GroupChange):
-    """Lets all ranks save at a step, but does not ask them to stay there."""
+    """Lets all ranks save at a step, but does not request them to stay there."""
 
-    def announced(self, agent: Agent, step: int, paused: int, now: float) -> None:  # noqa: D102
+    def announced(self, agent: Agent, step: int, paused: int, now: float) -> None:
         paused = self._pause.number if self._pause is not None else 0
         super().announced(agent, step, paused, now)
 
@@ -147,7 +149,7 @@ class _ReleasesSilently(RoundState):
 
 
 class ReleasesWithoutEntry(LeaderState):
-    """Lets members go without a decision that a new leader could read."""
+    """Releases members without an entry that a new leader could read."""
 
     round_rules = _ReleasesSilently
 
@@ -184,7 +186,7 @@ class _Strict(FailurePolicy):
 
 
 class ExcludesEverybody(LeaderState):
-    """Keeps the run away from every host that has had a strike."""
+    """Excludes every host that has had a failure."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -196,7 +198,7 @@ def _ok_when_undecided(request: CheckpointRequest, worker: WorkerStatus) -> bool
 
 
 class StaysUnderNotice(FollowerState):
-    """Asks for another place when its round is stopped, though its node is to be left."""
+    """Requests another place when its round is stopped, although its node is preempted."""
 
     def _on_round_stopped(self) -> list[Effect]:
         self._in_round = False
@@ -204,44 +206,46 @@ class StaysUnderNotice(FollowerState):
 
 
 class JoinsTooEarly(FollowerState):
-    """Asks for the next round before the workers of the last one have ended."""
+    """Requests the next round before the workers of the last one have ended."""
 
-    def received(  # noqa: D102
-        self, message: dict[str, Any], now: float
-    ) -> list[Effect]:
+    def received(self, message: dict[str, Any], now: float) -> list[Effect]:
         effects = super().received(message, now)
         return [*effects, *self.join()] if message["type"] == "stop" else effects
 
 
 class TakesAnyAnswer(FollowerState):
-    """Takes a place that was given for an earlier request of its own."""
+    """Accepts a place that answers an earlier request of its own."""
 
-    def received(  # noqa: D102
-        self, message: dict[str, Any], now: float
-    ) -> list[Effect]:
+    def received(self, message: dict[str, Any], now: float) -> list[Effect]:
         if message["type"] == "round":
             message = {**message, "request": self._num_requests}
         return super().received(message, now)
 
 
 class ClaimsAfterTheEnd(FollowerState):
-    """Does not see in the entries that the run has ended."""
+    """Ignores the end of the run in the log."""
 
-    def log_read(  # noqa: D102
+    def log_read(
         self, number: int, entry: LogEntry | None, lease: int | None, now: float
     ) -> list[Effect]:
         seen = replace(entry, ending=None) if entry is not None else None
         return super().log_read(number, seen, lease, now)
 
 
-class PollsThePath(LogSteps):
-    """Looks for the entry that follows the last one that it knows, by its path."""
+class _NodeSteps(LogSteps):
+    """Has access to the simulated files of its node."""
 
     def __init__(self, files: NodeRegister) -> None:
         super().__init__(files)
-        self._node, self._known = files, 0
+        self._node = files
 
-    def last_index(self) -> Steps[int]:  # noqa: D102
+
+class PollsThePath(_NodeSteps):
+    """Looks for the entry after the last known one by its path."""
+
+    _known = 0
+
+    def last_index(self) -> Steps[int]:
         known = self._known
         while (yield partial(self._node.exists, known + 1)):
             known += 1
@@ -249,15 +253,10 @@ class PollsThePath(LogSteps):
         return self._known
 
 
-class _EntriesOfNode(LogSteps):
-    """Has knowledge that only the simulated files have."""
-
-    def __init__(self, files: NodeRegister) -> None:
-        super().__init__(files)
-        self._node = files
+class _ChecksItsFile(_NodeSteps):
+    """Checks after a failed link by its own file whether the link was created."""
 
     def _is_its_own(self, number: int) -> bool:
-        """Return, after a link that failed, whether it was made all the same."""
         raise NotImplementedError
 
     def create(self, entry: LogEntry) -> Steps[bool]:
@@ -270,50 +269,42 @@ class _EntriesOfNode(LogSteps):
         return True
 
 
-class TrustsTheCountOfLinks(_EntriesOfNode):
-    """Goes by ``st_nlink`` of its own file, which comes from memory."""
+class TrustsTheCountOfLinks(_ChecksItsFile):
+    """Trusts ``st_nlink`` of its own file, which a client caches."""
 
     def _is_its_own(self, number: int) -> bool:
         staged = self._node.staged
         return staged is not None and self._node.mount.num_links(staged) == 2
 
 
-class TrustsInodes(_EntriesOfNode):
-    """Goes by the inode numbers of its own file and of the entry's."""
+class TrustsInodes(_ChecksItsFile):
+    """Compares the inode numbers of its own file and of the entry's."""
 
     def _is_its_own(self, number: int) -> bool:
         mount, staged = self._node.mount, self._node.staged
-        there = mount.open(self._node.rdzv, ("entry", number))
-        return staged is not None and mount.inode(staged) == mount.inode(there)
+        found = mount.open(self._node.rdzv, ("entry", number))
+        return staged is not None and mount.inode(staged) == mount.inode(found)
 
 
-class WaitsForRemovals(LogSteps):
+class WaitsForRemovals(_NodeSteps):
     """Removes its own file before it returns that the entry was created."""
 
-    def __init__(self, files: NodeRegister) -> None:
-        super().__init__(files)
-        self._node = files
-
-    def create(self, entry: LogEntry) -> Steps[bool]:  # noqa: D102
+    def create(self, entry: LogEntry) -> Steps[bool]:
         created = yield from super().create(entry)
         with contextlib.suppress(OSError):
             yield self._node.remove_staged
         return created
 
 
-class ListsFromMemory(LogSteps):
-    """Believes what a listing has shown before, where the folder's time is the same."""
+class ListsFromCache(_NodeSteps):
+    """Trusts an earlier listing if the folder's time is the same."""
 
-    def __init__(self, files: NodeRegister) -> None:
-        super().__init__(files)
-        self._node = files
-
-    def last_index(self) -> Steps[int]:  # noqa: D102
+    def last_index(self) -> Steps[int]:
         return max((yield partial(self._node.indices, anew=False)), default=0)
 
 
 class TakesLeasesForFresh(FollowerState):
-    """Does not wait longer where what is read anew may be old."""
+    """Ignores that a fresh read may be stale."""
 
     def __init__(self, me: Agent, liveness: HeartbeatConfig, now: float, **kwargs: Any) -> None:
         super().__init__(me, replace(liveness, stale_s=0.0), now, **kwargs)
@@ -324,7 +315,7 @@ def _by_time(rng: random.Random) -> Scenario:
 
 
 class TakesUnreadForSilent(FollowerState):
-    """Takes the first read of a lease for silence since the leader was out of reach."""
+    """Dates the first read of a lease back to the loss of the connection."""
 
     def _may_claim(self, number: int, entry: LogEntry | None, now: float) -> bool:
         self._watch.lease_since = self._watch.since
@@ -332,11 +323,11 @@ class TakesUnreadForSilent(FollowerState):
 
 
 class EntersOnce(TermFolder):
-    """Lists the folder before its first status only, and goes by the name from then on."""
+    """Lists the folder before its first status only, and uses its name after that."""
 
     _has_entered = False
 
-    def enter(self) -> Steps[None]:  # noqa: D102
+    def enter(self) -> Steps[None]:
         if not self._has_entered:
             yield from super().enter()
             self._has_entered = True
@@ -348,59 +339,49 @@ def _same_rank_twice(announce: Announce) -> Iterator[tuple[Agent, RoundInfo]]:
 
 
 def exits_with_0(exit_code: int, _: WorkerStatus) -> bool:
-    """Take a worker's exit code for its success, whether its function has returned or not."""
+    """Return whether the exit code is 0, whether the function has returned or not."""
     return exit_code == 0
 
 
 MUTANTS: Mapping[str, tuple[Components, str]] = {
     "create is not exclusive": (Components(exclusive_create=False), "created twice"),
     "no term check": (
-        Components(leadership=SkipsTheTermCheck),
-        "a fenced leader|a term went|follows the end",
+        Components(leadership=SkipsTheTermCheck), "a fenced leader|a term went|follows the end",
     ),
     "announces what is not recorded": (Components(leadership=DecidesWithoutEntry), "not recorded"),
     "ranks given twice": (Components(places=_same_rank_twice), "another's rank"),
     "joins too early": (Components(following=JoinsTooEarly), "an agent is in two rounds"),
     "takes an answer to an earlier question": (
-        Components(following=TakesAnyAnswer),
-        "no round stands",
+        Components(following=TakesAnyAnswer), "no round stands",
     ),
     "always renews its lease": (
-        Components(leadership=AlwaysRenewsItsLease),
-        "no round stands|a notice was lost",
+        Components(leadership=AlwaysRenewsItsLease), "no round stands|a notice was lost",
     ),
     "breaks at old boundaries": (
-        Components(leadership=_with_change(BreaksAtOldBoundaries)),
-        "lost to a change",
+        Components(leadership=_with_change(BreaksAtOldBoundaries)), "lost to a change",
     ),
     "confirms too early": (
-        Components(leadership=_with_change(ConfirmsTooEarly)),
-        "rank has passed|not confirmed",
+        Components(leadership=_with_change(ConfirmsTooEarly)), "rank has passed|not confirmed",
     ),
     "proposes too soon": (
-        Components(leadership=_with_change(ProposesTooSoon)),
-        "passes a confirmed step",
+        Components(leadership=_with_change(ProposesTooSoon)), "passes a confirmed step",
     ),
     "ok when undecided": (Components(can_save_at=_ok_when_undecided), "that a rank has passed"),
     "forgets to pause": (
-        Components(leadership=_with_change(ForgetsToPause)),
-        "lost to a change",
+        Components(leadership=_with_change(ForgetsToPause)), "lost to a change",
     ),
     "releases without an entry": (
-        Components(leadership=ReleasesWithoutEntry, draw=draw_quiet),
-        "who was released",
+        Components(leadership=ReleasesWithoutEntry, draw=draw_quiet), "who was released",
     ),
     "stays under notice": (
-        Components(following=StaysUnderNotice, draw=draw_quiet),
-        "departure loses steps|released",
+        Components(following=StaysUnderNotice, draw=draw_quiet), "departure loses steps|released",
     ),
     "excludes everybody": (Components(leadership=ExcludesEverybody), "too many hosts"),
     "duties go on": (Components(term=DutiesGoOn), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
     "removes a notice once sent": (Components(leadership=RemovesOnceSent), "a notice was lost"),
     "inherits no notices": (
-        Components(folder=InheritsNoNotices),
-        "a round stands, with the notices",
+        Components(folder=InheritsNoNotices), "a round stands, with the notices",
     ),
     "takes exit code 0 for success": (
         Components(has_succeeded=exits_with_0),
@@ -408,24 +389,20 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     ),
     "polls the path": (Components(entries=PollsThePath), "a read has missed an entry"),
     "trusts the count of links": (
-        Components(entries=TrustsTheCountOfLinks),
-        "its own entry was denied",
+        Components(entries=TrustsTheCountOfLinks), "its own entry was denied",
     ),
     "trusts inode numbers": (Components(entries=TrustsInodes), "its own entry was denied"),
-    "lists from memory": (
-        Components(entries=ListsFromMemory, draw=_by_time),
-        "a read has missed an entry",
+    "lists from the cache": (
+        Components(entries=ListsFromCache, draw=_by_time), "a read has missed an entry",
     ),
     "waits for removals": (Components(entries=WaitsForRemovals), "a decision that was made waited"),
     "judges a lease by one read": (
-        Components(following=TakesUnreadForSilent),
-        "silent that renews its lease",
+        Components(following=TakesUnreadForSilent), "silent that renews its lease",
     ),
     "takes leases for fresh": (
-        Components(following=TakesLeasesForFresh),
-        "silent that renews its lease",
+        Components(following=TakesLeasesForFresh), "silent that renews its lease",
     ),
     "enters the term folder once": (Components(folder=EntersOnce), "the status went back"),
     "claims after the end": (Components(following=ClaimsAfterTheEnd), "an entry follows the end"),
-}
+}  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""

@@ -1,5 +1,7 @@
 """Planted bugs: each breaks one rule of the quorum, and the simulator must find it."""
 
+# ruff: noqa: D102  (the methods override documented ones)
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +30,15 @@ from simulation.ft.cluster import Components
 
 
 class StaysOpen(Gate):
-    """Lets a keeper's leader go on with its duties though its term is over."""
+    """Lets a keeper's leader continue its duties although its term is over."""
 
     @property
-    def is_over(self) -> bool:  # noqa: D102
+    def is_over(self) -> bool:
         return False
 
 
 class WaitsForNoGroup(LighthouseState):
-    """Forms a quorum of those that have requested one, whatever others live."""
+    """Forms a quorum of the replicas that have requested one, without waiting for others."""
 
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
         sends = super()._on_request(replica, request, now)
@@ -47,7 +49,7 @@ class WaitsForNoGroup(LighthouseState):
 
 
 class InformsNoGroup(LighthouseState):
-    """Notices that a member is lost, and keeps it to itself."""
+    """Detects that a member is lost, and sends no abort."""
 
     def _on_workers_lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
         super()._on_workers_lost(replica, lost, now)
@@ -55,7 +57,7 @@ class InformsNoGroup(LighthouseState):
 
 
 class IgnoresFailures(LighthouseState):
-    """Lets the others wait for a member whose step failed."""
+    """Does not abort a quorum when the step of a member fails."""
 
     def _abort_quorum(self, reason: str, reporter: str = "") -> list[ReplicaMessage]:
         sends = super()._abort_quorum(reason, reporter)
@@ -75,7 +77,7 @@ class ConfirmsTooEarly(LighthouseState):
 
 
 class LetsGoAtOnce(LighthouseState):
-    """Does not wait, before it lets a member go, until the others have come to the call."""
+    """Lets a member leave before the others have reached the call."""
 
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
         if replica in self._leavers and self._registry.is_member(replica):
@@ -85,7 +87,7 @@ class LetsGoAtOnce(LighthouseState):
 
 
 class ForgetsTheLast(LighthouseState):
-    """Neither confirms that the newest state leaves, nor detects that it does."""
+    """Ignores that a leaving member has the newest state."""
 
     def _is_state_unsaved(self, departing: list[str]) -> bool:
         return False
@@ -102,7 +104,7 @@ class ForgetsTheLast(LighthouseState):
 
 
 class LetsTheLastGo(LighthouseState):
-    """Lets go who has to save first."""
+    """Lets a member leave that must save first."""
 
     def _advance(self, now: float) -> list[ReplicaMessage]:
         return [
@@ -114,7 +116,7 @@ class LetsTheLastGo(LighthouseState):
 
 
 class TakesBackAtOnce(LighthouseState):
-    """Does not know, with a new keeper, that a call may have been confirmed to some."""
+    """Ignores, as a new keeper, that some members may have a confirmed call."""
 
     def _on_status(self, replica: str, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         sends = super()._on_status(replica, status, now)
@@ -125,14 +127,14 @@ class TakesBackAtOnce(LighthouseState):
 
 
 class GreetsNoGroup(LighthouseState):
-    """Lets a newcomer go ahead before members of the last quorum have come back."""
+    """Admits new replicas before members of the last quorum have reconnected."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "rules": replace(kwargs["rules"], startup_wait_s=0.0)})
 
 
 class BlamesTheDead(LighthouseState):
-    """Takes a dead leader for a member, though it had left before."""
+    """Counts a dead leader as a member, although it had left before."""
 
     def _adopt(self, status: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         sends = super()._adopt(status, now)
@@ -144,7 +146,7 @@ class BlamesTheDead(LighthouseState):
 def _any_token(
     quorum_id: int, members: Sequence[str], requests: Mapping[str, QuorumRequest]
 ) -> dict[str, QuorumResults]:
-    """Equal steps count as equal states."""
+    """Treat equal steps as equal states."""
     alike = {m: replace(a, state_version="?") for m, a in requests.items()}
     placed = quorum.assign_results(quorum_id, members, alike)
     return {
@@ -156,7 +158,7 @@ def _any_token(
 
 
 class CountsSteps(LighthouseState):
-    """Takes members at the same step for equal, whatever their histories are."""
+    """Treats members at the same step as equal, whatever their histories are."""
 
     _assign_results = staticmethod(_any_token)
 
@@ -164,7 +166,7 @@ class CountsSteps(LighthouseState):
 def _all_count(
     quorum_id: int, members: Sequence[str], requests: Mapping[str, QuorumRequest]
 ) -> dict[str, QuorumResults]:
-    """All members count in the mean, those that heal as well."""
+    """Count all members in the mean, those that heal as well."""
     placed = quorum.assign_results(quorum_id, members, requests)
     return {
         m: replace(p, ranks=tuple(replace(r, cohort_size=r.replica_world_size) for r in p.ranks))
@@ -181,7 +183,7 @@ class CountsAll(LighthouseState):
 class AgreesToAll(QuorumSteps):
     """Votes ok on a call that it has begun."""
 
-    def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:  # noqa: D102
+    def on_proposal(self, proposal: ProposeSwitch, now: float) -> SwitchVote | None:
         at = super().on_proposal(proposal, now)
         return replace(at, ok=True) if at is not None else None
 
@@ -190,10 +192,10 @@ class RunsPast(QuorumSteps):
     """Does not wait at a proposed call."""
 
     @property
-    def is_undecided(self) -> bool:  # noqa: D102
+    def is_undecided(self) -> bool:
         return False
 
-    def settle_step(self, quorum_step: int) -> None:  # noqa: D102
+    def settle_step(self, quorum_step: int) -> None:
         pass
 
 
@@ -212,12 +214,10 @@ class AdoptsAnything(LighthouseState):
 
 MUTANTS: Mapping[str, tuple[Components, str]] = {
     "terms do not rise": (
-        Components(terms_rise=False),
-        "a quorum id came again|the status went back",
+        Components(terms_rise=False), "a quorum id came again|the status went back",
     ),
     "groups do not report their quorum": (
-        Components(reports_status=False),
-        "costs a step|not all make",
+        Components(reports_status=False), "costs a step|not all make",
     ),
     "duties go on": (Components(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
@@ -229,8 +229,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "forgets the last": (Components(ForgetsTheLast), "leaves unnoticed"),
     "lets the last go": (Components(LetsTheLastGo), "leaves unnoticed"),
     "takes back at once": (
-        Components(TakesBackAtOnce),
-        "costs a step|not all make steps|a minority",
+        Components(TakesBackAtOnce), "costs a step|not all make steps|a minority",
     ),
     "greets no group": (Components(GreetsNoGroup), "costs a step"),
     "blames the dead": (Components(BlamesTheDead), "costs a step|not all make steps"),
@@ -239,5 +238,5 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "agrees to all": (Components(steps=AgreesToAll), "costs a step|not all make steps"),
     "runs past": (Components(steps=RunsPast), "costs a step|not all make steps"),
     "adopts anything": (Components(AdoptsAnything), "minority|came again|not all make"),
-}
+}  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""

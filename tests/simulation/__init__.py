@@ -1,17 +1,17 @@
 """A deterministic simulator of the rendezvous, for tests and `benchmarks/simulate.py`.
 
-world       virtual time, chance, processes that are paused or dead; the network; Slurm, late
+world       virtual time, the random generator, processes that are paused or dead; network; Slurm
 scenario    the parameters of one random schedule, and the bound within which a round must stand
-invariants  what must hold, whatever goes wrong
+invariants  the invariants
 storage     the shared file system, and each node's caches of it; slow, stale, failing; on it, by
             the product's own procedures, the log, the leases, and the files that leaders share
 workload    the workers of a round, with their pages
 cluster     nodes, agents and leaders around the real protocol, and the classes under test
-faults      what goes wrong
-simulator   one schedule; `campaign`: how one is played, and many
-mutants     the same with planted bugs
+faults      the faults of a schedule
+simulator   one schedule; `campaign`: many schedules on several processes
+mutants     planted bugs
 replicas    schedules of a run whose nodes are replicas
-sweep       several runs over one small Slurm
+sweep       several runs on one small Slurm cluster
 ft          the quorum of replicas
 """
 
@@ -21,14 +21,6 @@ from simulation.mutants import MUTANTS
 from simulation.simulator import Outcome, Simulator
 
 __all__ = [
-    "MUTANTS",
-    "SOUND",
-    "Components",
-    "Outcome",
-    "Simulator",
-    "find",
-    "format_trace",
-    "play",
-    "run_in_parallel",
-    "run_many",
-]
+    "MUTANTS", "SOUND", "Components", "Outcome", "Simulator",
+    "find", "format_trace", "play", "run_in_parallel", "run_many",
+]  # fmt: skip

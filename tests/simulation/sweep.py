@@ -1,16 +1,15 @@
-"""Several runs of one sweep over a small Slurm, in virtual seconds: who holds nodes, who waits.
+"""Several runs of one sweep on a small Slurm cluster, in virtual seconds.
 
-The other simulation has one run and all faults. This one has several runs and few faults, and shows
-what no single run can: nodes that are held without a step, and nodes that are idle while a run
-waits. The leaders are real (`rendezvous.leader_state`), and so are the order of the queue
-(`launcher.plan`) and the decisions among the runs (`slurm.sweep_queue`). A run has one leader for
-as long as one of its agents lives.
+The other simulation has one run and all faults. This one has several runs and few faults, and
+measures how long nodes are held without a step, or are idle while a run waits. The leaders
+(`rendezvous.leader_state`), the order of the queue (`launcher.plan`) and the decisions among the
+runs (`slurm.sweep_queue`) are real. A run has one leader while at least one of its agents lives.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.effects import (
@@ -33,8 +32,8 @@ from hpc_elastic.slurm.job_state import TaskState
 _START_S = 4.0
 """From the start of a task until its agent joins."""
 _LEAVE_S = 1.0
-_GIVE_BACK_S = 10.0
-"""A task that gives its node back is away for this long at least."""
+_REQUEUE_S = 10.0
+"""Shortest time that a requeued task spends in the queue."""
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Task:
     attempt: int = 0
     node: str = ""
     since: float = 0.0
-    """Since when it has its node."""
+    """When it received its node."""
     not_before: float = 0.0
     joined: bool = False
     trains_since: float | None = None
@@ -71,12 +70,13 @@ class Task:
 
 @dataclass
 class Run:
-    """One run, and what it still has to do."""
+    """One run."""
 
     number: int
     min_nodes: int
     max_nodes: int
     work_s: float
+    """Remaining time of its training."""
     tasks: list[Task] = field(default_factory=list)
     entry: LogEntry | None = None
     leadership: LeaderState | None = None
@@ -85,30 +85,30 @@ class Run:
 
 @dataclass
 class Figures:
-    """What came to pass; seconds."""
+    """The measurements; seconds."""
 
     held_s: float = 0.0
     """The longest time for which a task held a node without a step."""
     idle_s: float = 0.0
-    """The longest time for which idle nodes could have served the minimum of a run that waited."""
+    """The longest time for which idle nodes would have sufficed for a waiting run."""
     took_s: float = 0.0
-    """Until all runs were done."""
+    """Time until all runs were done."""
     starts: int = 0
-    """How many tasks were started."""
+    """Number of task starts."""
 
 
 class SweepSimulation:
     """A sweep on a few nodes.
 
     Args:
-        nodes: Each run's min and max nodes.
-        num_nodes: Nodes of the cluster.
-        seed: Of everything that chance decides.
-        takes_turns: Whether runs look at each other (`turns`).
+        nodes: Min and max nodes of each run.
+        num_nodes: Number of nodes of the cluster.
+        seed: Seed of the random generator.
+        takes_turns: Whether runs release nodes for each other (`slurm.sweep_queue`).
         order: Tasks as (run, slot), in the order of the queue.
-        work_s: For how long each run trains.
-        foreign: Other users' jobs: from when to when one takes how many nodes.
-        lost: Nodes that die, and when.
+        work_s: Training time of each run.
+        foreign: Other users' jobs: start, end, and number of nodes.
+        lost: Nodes that die: time and name.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class SweepSimulation:
         self._idle_since: dict[int, float] = {}
 
     def run(self, until_s: float = 7200.0) -> Figures:
-        """Run until all runs are done, or time is over."""
+        """Simulate until all runs are done, or the time is over."""
         while self.now < until_s and not all(run.done for run in self._runs):
-            self._world()
-            self._schedule()
+            self._change_nodes()
+            self._start_tasks()
             for run in self._runs:
-                self._live(run)
+                self._advance_run(run)
             self._measure()
             self.now += 1.0
         self.figures.took_s = self.now
@@ -150,14 +150,14 @@ class SweepSimulation:
 
     # ---- the cluster --------------------------------------------------------------------
 
-    def _world(self) -> None:
-        """Let other jobs come and go, and nodes die."""
+    def _change_nodes(self) -> None:
+        """Start and end other users' jobs, and let nodes die."""
         for begin, end, num in self._foreign:
             if end == self.now:
                 taken = [n for n, state in self._nodes.items() if state == "foreign"][:num]
                 self._nodes |= dict.fromkeys(taken, "idle")
             if begin == self.now:
-                self._nodes |= dict.fromkeys(self._idle()[:num], "foreign")
+                self._nodes |= dict.fromkeys(self._idle_nodes()[:num], "foreign")
         for at, node in self._lost:
             if at == self.now:
                 self._nodes[node] = "down"
@@ -165,28 +165,24 @@ class SweepSimulation:
                     if task.node == node:
                         self._end_task(task, 120.0)
 
-    def _idle(self) -> list[str]:
+    def _idle_nodes(self) -> list[str]:
         return [name for name, state in self._nodes.items() if state == "idle"]
 
-    def _schedule(self) -> None:
+    def _start_tasks(self) -> None:
         for task in self._queue:
-            idle = self._idle()
+            idle = self._idle_nodes()
             if idle and not (task.over or task.node) and task.not_before <= self.now:
-                task.node, task.since, task.joined, task.trains_since = (
-                    idle[0],
-                    self.now,
-                    False,
-                    None,
-                )
+                task.node, task.since = idle[0], self.now
+                task.joined, task.trains_since = False, None
                 self._nodes[task.node] = "allocated"
                 self.figures.starts += 1
 
     def _end_task(self, task: Task, away_s: float) -> None:
-        """End an attempt of a task: it comes back after some time."""
+        """End an attempt of a task, and requeue it for this time."""
         run, agent = self._runs[task.run], task.agent
         if task.trains_since is None:
-            self._held(task)
-        self._free(task.node)
+            self._measure_held_node(task)
+        self._free_node(task.node)
         joined = task.joined
         task.node, task.joined, task.trains_since = "", False, None
         task.attempt += 1
@@ -196,21 +192,21 @@ class SweepSimulation:
         if not any(t.joined for t in run.tasks):
             run.leadership = None
 
-    def _free(self, node: str) -> None:
+    def _free_node(self, node: str) -> None:
         if self._nodes[node] == "allocated":
             self._nodes[node] = "idle"
 
-    def _held(self, task: Task) -> None:
+    def _measure_held_node(self, task: Task) -> None:
         self.figures.held_s = max(self.figures.held_s, self.now - task.since)
 
     # ---- a run --------------------------------------------------------------------------
 
-    def _live(self, run: Run) -> None:
+    def _advance_run(self, run: Run) -> None:
         if run.done:
             return
         for task in run.tasks:
             if task.node and not task.joined and self.now - task.since >= _START_S:
-                self._join(run, task)
+                self._add_agent(run, task)
         leadership = run.leadership
         if leadership is None:
             return
@@ -221,9 +217,11 @@ class SweepSimulation:
         if run.leadership is leadership:
             self._do(run, leadership.tick(self.now))
         if run.leadership is leadership and leadership.run.phase is RoundPhase.RUNNING:
-            self._train(run, leadership)
+            run.work_s -= 1.0
+            if run.work_s <= 0.0:
+                self._end_run(run)
 
-    def _join(self, run: Run, task: Task) -> None:
+    def _add_agent(self, run: Run, task: Task) -> None:
         task.joined = True
         agent = task.agent
         if run.leadership is None:
@@ -240,16 +238,13 @@ class SweepSimulation:
         effects += run.leadership.received(agent, {"type": "join", "request": 1}, self.now)
         self._do(run, effects)
 
-    def _train(self, run: Run, leadership: LeaderState) -> None:
-        run.work_s -= 1.0
-        if run.work_s > 0.0:
-            return
+    def _end_run(self, run: Run) -> None:
         run.done = True
         if self._takes_turns:
-            self._let_start(run, ends=True)
+            self._let_others_start(run, ends=True)
         for task in run.tasks:
             if task.node:
-                self._free(task.node)
+                self._free_node(task.node)
             task.node, task.over = "", True
 
     def _do(self, run: Run, effects: Sequence[Effect]) -> None:
@@ -262,7 +257,10 @@ class SweepSimulation:
                     run.entry = entry
                     self._do(run, leadership.appended())
                 case Announce(_, requests):
-                    self._begin_round(run, requests)
+                    for task in run.tasks:
+                        if task.joined and task.agent in requests and task.trains_since is None:
+                            self._measure_held_node(task)
+                            task.trains_since = self.now
                 case Send(agents, {"type": "stop"}):
                     for agent in agents or ():
                         again = {"type": "join", "request": 2}
@@ -270,7 +268,7 @@ class SweepSimulation:
                 case Send(agents, {"type": "requeue", "delay_s": delay_s}):
                     names = {agent.task for agent in agents or ()}
                     for task in [t for t in run.tasks if t.name in names]:
-                        self._end_task(task, max(_GIVE_BACK_S, float(delay_s)))
+                        self._end_task(task, max(_REQUEUE_S, float(delay_s)))
                 case Postpone(delay_s):
                     for task in run.tasks:
                         task.not_before = self.now + delay_s
@@ -281,50 +279,39 @@ class SweepSimulation:
                     why = sweep_queue.waits_in_vain(self._queued(), run.number, self._all_nodes())
                     self._do(run, leadership.sweep_answered(why, self.now))
                 case LetOthersStart(lost):
-                    self._let_start(run, lost=lost)
+                    self._let_others_start(run, lost=lost)
                 case ClearHolds(tasks):
-                    self._release(tasks)
+                    self._clear_holds(tasks)
 
-    def _begin_round(self, run: Run, told: Collection[Agent]) -> None:
-        for task in run.tasks:
-            if task.joined and task.agent in told and task.trains_since is None:
-                self._held(task)
-                task.trains_since = self.now
+    def _let_others_start(self, run: Run, *, ends: bool = False, lost: Iterable[str] = ()) -> None:
+        queued, nodes, lost = self._queued(), self._all_nodes(), set(lost)
+        self._clear_holds(sweep_queue.let_start(queued, run.number, nodes, ends=ends, lost=lost))
 
-    def _let_start(self, run: Run, *, ends: bool = False, lost: Iterable[str] = ()) -> None:
-        queued, nodes = self._queued(), self._all_nodes()
-        self._release(sweep_queue.let_start(queued, run.number, nodes, ends=ends, lost=set(lost)))
-
-    def _release(self, names: Iterable[str]) -> None:
+    def _clear_holds(self, names: Iterable[str]) -> None:
         for task in self._queue:
             if task.name in names:
                 task.not_before = self.now + 2.0
 
-    # ---- what is seen of it -------------------------------------------------------------
+    # ---- views of Slurm, and measurements -----------------------------------------------
 
     def _queued(self) -> list[sweep_queue.QueuedRun]:
+        views = [(run, {t.name: t.state(self.now) for t in run.tasks}) for run in self._runs]
         return [
-            sweep_queue.QueuedRun(
-                str(run.number),
-                run.min_nodes,
-                {t.name: t.state(self.now) for t in run.tasks},
-                has_started=run.entry is not None,
-            )
-            for run in self._runs
+            sweep_queue.QueuedRun(str(r.number), r.min_nodes, view, has_started=r.entry is not None)
+            for r, view in views
         ]
 
     def _all_nodes(self) -> sweep_queue.NodeSupply:
-        words = {"foreign": "allocated"}
-        states = {name: words.get(state, state) for name, state in self._nodes.items()}
+        states = {n: "allocated" if s == "foreign" else s for n, s in self._nodes.items()}
         return sweep_queue.NodeSupply(states, are_whole=True)
 
     def _measure(self) -> None:
         for task in self._queue:
             if task.node and task.trains_since is None:
-                self._held(task)
+                self._measure_held_node(task)
         for run in self._runs:
             lacks = run.min_nodes - sum(bool(task.node) for task in run.tasks)
-            if run.done or not 0 < lacks <= len(self._idle()):
+            if run.done or not 0 < lacks <= len(self._idle_nodes()):
                 self._idle_since.pop(run.number, None)
                 continue
             since = self._idle_since.setdefault(run.number, self.now)

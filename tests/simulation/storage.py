@@ -112,47 +112,36 @@ class Storage:
         failed: Callable[[Exception], None],
     ) -> None:
         """Execute a procedure for a process, and pass it the result or the error."""
-        self._next_step(None, mount, process, steps, done, failed)
 
-    def _next_step(
-        self,
-        result: Any,
-        mount: Mount,
-        process: Process,
-        steps: Steps[Any],
-        done: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        try:
-            step = steps.throw(result) if isinstance(result, OSError) else steps.send(result)
-        except StopIteration as over:
-            done(over.value)
-        except (OSError, TermOverError) as e:
-            failed(e)
-        else:
-            chance = self.rng.random()
-            slow = self._slowest_s * chance * chance
-            latency = slow if mount.slow else 0.001 + 0.01 * chance
-            before = latency * self.rng.random()
-            args = (step, latency - before, mount, process, steps, done, failed)
-            self.world.after(before, None, self._arrive, *args)
-
-    def _arrive(
-        self, step: Callable[[], Any], rest_s: float, mount: Mount, process: Process, *rest: Any
-    ) -> None:
-        result: Any = OSError(errno.EIO, os.strerror(errno.EIO))
-        if not mount.failing or self.rng.random() < 0.3:
+        def execute_next(result: Any) -> None:
             try:
-                done = step()
-            except OSError as e:
-                done = e
-            except _HeldUpError as e:
-                again = (step, rest_s, mount, process, *rest)
-                self.world.after(e.args[0], None, self._arrive, *again)
-                return
-            self.hits["calls that fail though they are done"] += bool(mount.failing)
-            result = result if mount.failing else done
-        self.world.after(rest_s, process, self._next_step, result, mount, process, *rest)
+                step = steps.throw(result) if isinstance(result, OSError) else steps.send(result)
+            except StopIteration as over:
+                done(over.value)
+            except (OSError, TermOverError) as e:
+                failed(e)
+            else:
+                chance = self.rng.random()
+                slow = self._slowest_s * chance * chance
+                latency = slow if mount.slow else 0.001 + 0.01 * chance
+                before = latency * self.rng.random()
+                self.world.after(before, None, arrive, step, latency - before)
+
+        def arrive(step: Callable[[], Any], rest_s: float) -> None:
+            result: Any = OSError(errno.EIO, os.strerror(errno.EIO))
+            if not mount.failing or self.rng.random() < 0.3:
+                try:
+                    output = step()
+                except OSError as e:
+                    output = e
+                except _HeldUpError as e:
+                    self.world.after(e.args[0], None, arrive, step, rest_s)
+                    return
+                self.hits["calls that fail though they are done"] += bool(mount.failing)
+                result = result if mount.failing else output
+            self.world.after(rest_s, process, execute_next, result)
+
+        execute_next(None)
 
 
 class Mount:

@@ -280,15 +280,9 @@ class Slurm:
     """Slurm's view of each task: its state and its attempt."""
 
     __slots__ = (
-        "_longest_answer_s",
-        "_tasks",
-        "_tells_attempts",
-        "_world",
-        "down",
-        "excluded",
-        "hanging",
+        "_longest_answer_s", "_tasks", "_tells_attempts", "_world", "down", "excluded", "hanging",
         "postponed_until",
-    )
+    )  # fmt: skip
 
     def __init__(self, world: World, longest_answer_s: float, tells_attempts: bool) -> None:
         self._world = world

@@ -127,7 +127,7 @@ class Env:
         )
         shared_monitor = SharedMonitor(monitor.check, self.is_named_alive)
         self.shared = SharedFiles(self.storage, shared_monitor, components.fenced_files)
-        self.slurm = Slurm(world, scenario.longest_answer_s, scenario.tells_attempts)
+        self.slurm = Slurm(world, scenario.longest_answer_s, scenario.reports_attempts)
         self.slurm.down += scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(scenario.num_nodes)]
         self.works: dict[int, Work] = {}
@@ -164,7 +164,7 @@ _LATE_DETECTION_S = 12.0
 _RESERVE_S = 0.2
 """An agent leaves this long before the end of its grace, whatever its round does."""
 _HOLD_S = 120.0
-"""Slurm delays a requeued task that it holds by this time."""
+"""Slurm reports that a requeued task that it holds starts in this time."""
 
 
 class Node(Host):
@@ -179,7 +179,7 @@ class Node(Host):
         self.nproc = rng.choice((1, 1, 2))
         storage, stale_s = env.storage, env.scenario.stale_s
         life_s = 0.0 if stale_s else env.scenario.attributes_s * storage.rng.random()
-        by_time = env.scenario.sees_ticks and not stale_s
+        by_time = env.scenario.detects_by_time and not stale_s
         self.mount = Mount(storage, slot, life_s=life_s, stale_s=stale_s, by_time=by_time)
         self.register = NodeRegister(env.register, self.mount)
         self.ended = False
@@ -199,7 +199,7 @@ class Node(Host):
         return self._offset + self._rate * self._env.world.now
 
     def listener(self, port: int) -> Leader | None:
-        """Return what listens on a port."""
+        """Return the leader that listens on a port."""
         leaders = self.agent.leaders if self.agent is not None else []
         return next((x for x in leaders if x.is_open and x.endpoint.port == port), None)
 
@@ -228,7 +228,7 @@ class Node(Host):
             self.hostname = f"node{self.slot}-{self.attempt}"
         self.up = True
         self._env.network.came_back(self)
-        self._env.slurm.believe(self.task, "RUNNING", self.attempt)
+        self._env.slurm.set_state(self.task, "RUNNING", self.attempt)
         world.after(0.1 + world.rng.random(), None, self._start)
 
     def _start(self) -> None:
@@ -237,15 +237,15 @@ class Node(Host):
         self.agent = self._env.agent_type(self._env, self)
         self.agent.start()
 
-    def crash(self, comes_back: bool) -> None:
-        """The agent's process ends: its task has failed, or is requeued."""
+    def crash(self, is_requeued: bool) -> None:
+        """Kill the agent's process: its task fails, or is requeued."""
         if self.agent is not None:
             self._env.world.log_event(self.task, "process crashes")
             self._end_process(silently=False)
-            self._requeue(LONGEST_AWAY_S * self._env.world.rng.random() if comes_back else None)
+            self._requeue(LONGEST_AWAY_S * self._env.world.rng.random() if is_requeued else None)
 
-    def vanish(self, comes_back: bool) -> None:
-        """The node dies; Slurm detects that late."""
+    def vanish(self, is_requeued: bool) -> None:
+        """Kill the node; Slurm detects that late."""
         if self.agent is None:
             return
         self._env.world.log_event(self.task, "node dies")
@@ -253,20 +253,20 @@ class Node(Host):
         self.mount.drop_caches()
         self.up = False
         late = _LATE_DETECTION_S * self._env.world.rng.random()
-        requeued = 2.0 if comes_back else None
-        held = comes_back and self._env.world.rng.random() < 0.5
-        self._env.world.after(late, None, partial(self._requeue, requeued, held=held))
+        away_s = 2.0 if is_requeued else None
+        held = is_requeued and self._env.world.rng.random() < 0.5
+        self._env.world.after(late, None, partial(self._requeue, away_s, held=held))
 
     def preempt(self) -> None:
-        """Slurm takes the node without grace: the agent can only announce that it leaves."""
+        """Preempt the node without grace: its agent can only announce that it leaves."""
         if self.agent is not None and not self.agent.process.paused:
             self._env.world.log_event(self.task, "is preempted")
             self.agent.over = True
-            self.agent.leave("preempted")
+            self.agent.announce_leave("preempted")
             self.task_left(2.0)
 
     def notice(self, grace_s: float) -> None:
-        """Slurm announces that it will take the node."""
+        """Announce the preemption of the node after this grace."""
         agent, world = self.agent, self._env.world
         if agent is None or agent.over or agent.process.paused:
             return
@@ -317,19 +317,19 @@ class Node(Host):
         slurm, world = self._env.slurm, self._env.world
         if away_s is None:
             self.ended = True
-            slurm.believe(self.task, "FAILED", self.attempt)
+            slurm.set_state(self.task, "FAILED", self.attempt)
             return
-        slurm.believe(self.task, "COMPLETING", self.attempt)
+        slurm.set_state(self.task, "COMPLETING", self.attempt)
         departs_in_s = world.rng.random()
         if held:
             away_s = LONGEST_AWAY_S
-        world.after(departs_in_s, None, self._queued, held)
-        world.after(departs_in_s + 0.5 + away_s, None, self._boot, self._boots)
 
-    def _queued(self, held: bool) -> None:
-        self._held = held
-        starts_in_s = _HOLD_S if held else None
-        self._env.slurm.believe(self.task, "PENDING", self.attempt + 1, starts_in_s)
+        def enter_queue() -> None:
+            self._held = held
+            slurm.set_state(self.task, "PENDING", self.attempt + 1, _HOLD_S if held else None)
+
+        world.after(departs_in_s, None, enter_queue)
+        world.after(departs_in_s + 0.5 + away_s, None, self._boot, self._boots)
 
 
 # ---- The agent's adapter: a `FollowerState` and its node's workers
@@ -384,10 +384,10 @@ class AgentProcess:
             self.env.monitor.stopped(self.me)
             self.work = self.rank = None
         rng = self.env.world.rng
-        lossy = self.env.scenario.lose_at_break and not self.over
+        lossy = self.env.scenario.loses_at_reset and not self.over
         self.env.network.crashed(self.process, silently, lambda: lossy and rng.random() < 0.5)
 
-    def leave(self, why: str) -> None:
+    def announce_leave(self, why: str) -> None:
         """Announce to the leader that this node leaves."""
         self._send_to_leader({"type": "leave", "why": why})
 
@@ -828,7 +828,7 @@ class Leader:
         self._poll_log_later()
 
     def _poll_log_later(self) -> None:
-        self._env.world.after(self._env.scenario.look_s, self.process, self._poll_log)
+        self._env.world.after(self._env.scenario.poll_s, self.process, self._poll_log)
 
     # ---- duties -------------------------------------------------------------------------
 
@@ -851,7 +851,7 @@ class Leader:
     def _notices_claimed(self, notices: Mapping[str, float]) -> None:
         self._is_polling_notices = False
         self.term.handle(self.leadership.notices_claimed, notices)
-        pause = 0.0 if self._is_confirmed else self._env.scenario.look_s
+        pause = 0.0 if self._is_confirmed else self._env.scenario.poll_s
         self._env.world.after(pause, self.process, self._poll_notices, self._num_notice_polls)
 
     # ---- agents -------------------------------------------------------------------------

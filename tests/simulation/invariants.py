@@ -296,7 +296,7 @@ class Monitor:
             return
         stay = staying()
         again = not stay or self.rounds > rounds
-        self.check(again, "who was released is waited for", number, stay)
+        self.check(again, "released members hold up the next round", number, stay)
 
     def nodes_changed(self) -> None:
         """A node receives a notice, or a task starts."""

@@ -45,7 +45,7 @@ from simulation.scenario import Scenario, draw, draw_quiet, fresh
 from simulation.storage import NodeRegister
 
 
-class DutiesGoOn(Term):
+class ContinuesDuties(Term):
     """Disconnects all agents when another leads, but continues its duties."""
 
     @property
@@ -95,7 +95,7 @@ class DecidesWithoutEntry(LeaderState):
 
 
 class AlwaysRenewsItsLease(LeaderState):
-    """Keeps renewing its lease though no agent reaches it."""
+    """Keeps renewing its lease although no agent reaches it."""
 
     def tick(self, now: float) -> list[Effect]:
         effects = super().tick(now)
@@ -311,7 +311,7 @@ class TakesLeasesForFresh(FollowerState):
 
 
 def _by_time(rng: random.Random) -> Scenario:
-    return replace(fresh(draw(rng)), sees_ticks=True)
+    return replace(fresh(draw(rng)), detects_by_time=True)
 
 
 class TakesUnreadForSilent(FollowerState):
@@ -371,13 +371,13 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(leadership=_with_change(ForgetsToPause)), "lost to a change",
     ),
     "releases without an entry": (
-        Components(leadership=ReleasesWithoutEntry, draw=draw_quiet), "who was released",
+        Components(leadership=ReleasesWithoutEntry, draw=draw_quiet), "released members hold up",
     ),
     "stays under notice": (
         Components(following=StaysUnderNotice, draw=draw_quiet), "departure loses steps|released",
     ),
     "excludes everybody": (Components(leadership=ExcludesEverybody), "too many hosts"),
-    "duties go on": (Components(term=DutiesGoOn), "acts though its term is over"),
+    "continues its duties": (Components(term=ContinuesDuties), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
     "removes a notice once sent": (Components(leadership=RemovesOnceSent), "a notice was lost"),
     "inherits no notices": (

@@ -27,7 +27,7 @@ from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
 from hpc_elastic.rendezvous.round_state import RankAssignment
 from simulation.cluster import AgentProcess, Components
 from simulation.invariants import Monitor
-from simulation.mutants import DutiesGoOn, exits_with_0
+from simulation.mutants import ContinuesDuties, exits_with_0
 from simulation.scenario import Scenario
 from simulation.simulator import Simulator
 from simulation.world import World
@@ -107,7 +107,9 @@ class ReplicaSimulator(Simulator):
     def draw(self) -> Scenario:
         """Draw the parameters of a schedule, without requests to all workers together."""
         scenario = super().draw()
-        training = replace(scenario.training, asks=False, wants_every_s=None, announced_by="nobody")
+        training = replace(
+            scenario.training, polls=False, request_every_s=None, announced_by="none"
+        )
         rules = replace(scenario.rules, ft=True, scale_up="immediate")
         return replace(scenario, training=training, rules=rules)
 
@@ -163,8 +165,8 @@ class _CountsByTheLastRound(ReplicaState):
         return effects
 
 
-class _StopsThoseWhoAreHere(ReplicaState):
-    """Takes an agent that is here under the next leader for a newcomer that has to start anew."""
+class _StopsPresentMembers(ReplicaState):
+    """Treats an agent that reattaches to the next leader as a new one that must restart."""
 
     def reattached(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
         self.run.ranks = RankAssignment()
@@ -193,8 +195,8 @@ REPLICA_MUTANTS = {
     "counts by the last round": (
         _with_rules(_CountsByTheLastRound), "no round stands|not all agents receive",
     ),
-    "stops those who are here": (
-        _with_rules(_StopsThoseWhoAreHere), "a survivor is stopped|no round",
+    "stops the present members": (
+        _with_rules(_StopsPresentMembers), "a survivor is stopped|no round",
     ),
     "departs without an entry": (
         _with_rules(_DepartsWithoutEntry),
@@ -204,7 +206,9 @@ REPLICA_MUTANTS = {
         replace(REPLICAS, has_succeeded=exits_with_0),
         "before its function had returned|no round stands",
     ),
-    "duties go on": (replace(REPLICAS, term=DutiesGoOn), "acts though its term is over"),
+    "continues its duties": (
+        replace(REPLICAS, term=ContinuesDuties), "acts though its term is over",
+    ),
     "renames are not fenced": (
         replace(REPLICAS, fenced_files=False), "the status went back|a notice was lost",
     ),

@@ -21,7 +21,7 @@ SLOWEST_FILES_S = 15.0
 """Longest answer time of a slow file system."""
 LONGEST_AWAY_S = 8.0
 """Longest time from the requeue of a task to its start."""
-_LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 2.0, 1.0, 10.0
+_LONGEST_POLL_S, _STAGGER_S, _STRAGGLE_S = 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
 _GIVEN_BACK = 4
 """Largest number of consecutive requeues of all nodes, each longer than the one before."""
@@ -38,16 +38,16 @@ class Training:
     step_s: float
     ranks_apart: int
     """Most steps that a rank may be ahead of another."""
-    asks: bool
+    polls: bool
     """Whether the script polls whether all ranks are to save."""
     poll_every: int
     """Steps between two polls."""
     save_s: float
     """Longest duration of a checkpoint."""
-    wants_every_s: float | None
+    request_every_s: float | None
     """Mean time between the first rank's requests for a checkpoint; None if it makes none."""
     boundary_every: int
-    announced_by: Literal["all", "first", "nobody"]
+    announced_by: Literal["all", "first", "none"]
     total_steps: int | None
     """Steps of a round that finish the run; None if it does not end."""
     failure_rate: float
@@ -84,9 +84,9 @@ class Scenario:
     """Longest answer time of Slurm."""
     is_slurm_silent: bool
     """Whether Slurm never answers."""
-    tells_attempts: bool
+    reports_attempts: bool
     """Whether Slurm reports how often a task was requeued."""
-    look_s: float
+    poll_s: float
     """Period of a leader's polls for a later leader and for notices."""
     show_s: float
     """Period of a status in which only numbers have changed."""
@@ -96,9 +96,9 @@ class Scenario:
     Nodes with late listings cache no names: a folder's old name together with a listing without the
     new one would let a deposed leader continue.
     """
-    sees_ticks: bool
+    detects_by_time: bool
     """Whether a client detects a change of a folder by its time alone, which has coarse ticks."""
-    lose_at_break: bool
+    loses_at_reset: bool
     """Whether a connection that is reset loses the messages under way."""
 
     @property
@@ -109,7 +109,7 @@ class Scenario:
     @property
     def exits_at_sigterm(self) -> bool:
         """Whether the script has a handler of its own that exits without a message."""
-        return not self.training.asks and self.training.announced_by == "nobody"
+        return not self.training.polls and self.training.announced_by == "none"
 
     def longest_stop_at(self, now: float) -> float:
         """Return the longest time to stop workers.
@@ -155,7 +155,7 @@ class Scenario:
         """
         lost = self.liveness.heartbeat_timeout_s
         silence = lost + max(lost, self.liveness.lapse_s)
-        election = silence + _LONGEST_LOOK_S + _STAGGER_S + CONNECT_TIMEOUT_S
+        election = silence + _LONGEST_POLL_S + _STAGGER_S + CONNECT_TIMEOUT_S
         forming = 4 * lost + 2 * self.rules.straggler_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
         holding = _STRAGGLE_S + self.rules.scale_up_timeout_s + self.enough_grace_s
@@ -201,12 +201,12 @@ def _stormy(rng: random.Random) -> Scenario:
         longest_delay_s=rng.choice((0.3, 0.3, 1.5)),
         longest_answer_s=rng.choice((0.1, 0.1, 0.1, 4.0)),
         is_slurm_silent=False,
-        tells_attempts=rng.random() < 0.8,
-        look_s=rng.choice((1.0, 4.0)),
+        reports_attempts=rng.random() < 0.8,
+        poll_s=rng.choice((1.0, 4.0)),
         show_s=rng.choice((0.0, 6.0)),
         attributes_s=rng.choice((0.0, 3.0, 30.0, 60.0)),
-        sees_ticks=rng.random() < 0.4,
-        lose_at_break=rng.random() < 0.5,
+        detects_by_time=rng.random() < 0.4,
+        loses_at_reset=rng.random() < 0.5,
     )
 
 
@@ -220,7 +220,7 @@ def draw_quiet(rng: random.Random) -> Scenario:
         straggler_timeout_s=8.0,
     )
     training = replace(
-        _draw_training(rng, 0.0), step_s=rng.choice((0.2, 0.4)), asks=True,
+        _draw_training(rng, 0.0), step_s=rng.choice((0.2, 0.4)), polls=True,
         announced_by=rng.choice(("all", "all", "all", "first")), total_steps=None,
         failure_rate=0.0,
     )  # fmt: skip
@@ -229,7 +229,7 @@ def draw_quiet(rng: random.Random) -> Scenario:
         calm_after_s=rng.uniform(10.0, 24.0), num_faults=0, num_notices=rng.choice((1, 2, 3)),
         is_quiet=True, isolates=False, longest_stop_s=0.5,
         longest_delay_s=0.1, longest_answer_s=0.1, is_slurm_silent=rng.random() < 0.3,
-        tells_attempts=True,
+        reports_attempts=True,
     )  # fmt: skip
     enough = scenario.enough_grace_s
     return replace(fresh(scenario), graces_s=(2.0, enough, enough, 2 * enough))
@@ -258,12 +258,12 @@ def _draw_training(rng: random.Random, calm_after_s: float) -> Training:
     return Training(
         step_s=rng.choice((0.4, 1.0)),
         ranks_apart=rng.choice((1, 1, 2, 5)),
-        asks=rng.random() < 0.7,
+        polls=rng.random() < 0.7,
         poll_every=rng.choice((1, 1, 1, 3)),
         save_s=rng.choice((0.05, 0.5, 2.0)),
-        wants_every_s=rng.choice((None, None, 3.0, 8.0)),
+        request_every_s=rng.choice((None, None, 3.0, 8.0)),
         boundary_every=rng.choice((1, 2, 3, 100)),
-        announced_by=rng.choice(("all", "all", "first", "nobody")),
+        announced_by=rng.choice(("all", "all", "first", "none")),
         total_steps=rng.choice((None, None, None, 4, 20)),
         failure_rate=rng.choice((0.0, 0.0, 0.05, 0.3)),
         fails_until_s=calm_after_s,

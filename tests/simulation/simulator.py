@@ -92,7 +92,7 @@ class Simulator:
         late_from = len(self.env.nodes) - self.scenario.late
         for node in self.env.nodes:
             latest = self.scenario.calm_after_s if node.slot >= late_from else 1.5
-            self.env.slurm.believe(node.task, "PENDING", 0)
+            self.env.slurm.set_state(node.task, "PENDING", 0)
             self.world.after(latest * rng.random(), None, node.boot)
         self.faults.plan()
         self.world.run(self.scenario.calm_after_s)

@@ -137,7 +137,7 @@ class Storage:
                 except _HeldUpError as e:
                     self.world.after(e.args[0], None, arrive, step, rest_s)
                     return
-                self.hits["calls that fail though they are done"] += bool(mount.failing)
+                self.hits["calls that fail after the operation"] += bool(mount.failing)
                 result = result if mount.failing else output
             self.world.after(rest_s, process, execute_next, result)
 
@@ -560,7 +560,7 @@ class NodeRegister:
         self.mount.unlink(self.rdzv, ("staged", self._num_staged, self.mount.slot))
 
     def lease(self, term: int) -> int | None:
-        """Open a lease; what is read of it may be old."""
+        """Open a lease; its content may be stale."""
         register, now = self._register, self._storage.world.now
         beats, until = self._leases.get(term, (None, -1.0))
         if now < until:

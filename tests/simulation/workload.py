@@ -131,7 +131,7 @@ class Rank:
             if rank.is_blocked:
                 rank.is_blocked = False
                 work.world.after(0.001, None, rank.complete_step)
-        if not work.training.asks or self.at % work.training.poll_every:
+        if not work.training.polls or self.at % work.training.poll_every:
             self._pass_step(agreed=False)
             return
         self.page.passed = self.at
@@ -191,7 +191,7 @@ class Rank:
             return
         work.saved(self)
         by = work.training.announced_by
-        if by == "nobody" or (by == "first" and not self._first):
+        if by == "none" or (by == "first" and not self._first):
             self.start_step()
             return
         self.page.boundary = self.at
@@ -325,14 +325,14 @@ class Work:
 
     def _schedule_request(self, rank: Rank) -> None:
         """Let a rank request a checkpoint of the group again and again."""
-        if self.training.wants_every_s is not None:
-            pause = self.training.wants_every_s * (0.5 + self.world.rng.random())
+        if self.training.request_every_s is not None:
+            pause = self.training.request_every_s * (0.5 + self.world.rng.random())
             self.world.after(pause, None, self._request_checkpoint, rank)
 
     def _request_checkpoint(self, rank: Rank) -> None:
         if self.over:
             return
-        if self.training.asks and rank.doing is not Doing.DONE and rank.at > self.start:
+        if self.training.polls and rank.doing is not Doing.DONE and rank.at > self.start:
             rank.page.wanted += 1
             rank.member.touch()
         self._schedule_request(rank)

@@ -280,14 +280,14 @@ class Slurm:
     """Slurm's view of each task: its state and its attempt."""
 
     __slots__ = (
-        "_longest_answer_s", "_tasks", "_tells_attempts", "_world", "down", "excluded", "hanging",
+        "_longest_answer_s", "_reports_attempts", "_tasks", "_world", "down", "excluded", "hanging",
         "postponed_until",
     )  # fmt: skip
 
-    def __init__(self, world: World, longest_answer_s: float, tells_attempts: bool) -> None:
+    def __init__(self, world: World, longest_answer_s: float, reports_attempts: bool) -> None:
         self._world = world
         self._longest_answer_s = longest_answer_s
-        self._tells_attempts = tells_attempts
+        self._reports_attempts = reports_attempts
         self._tasks: dict[str, TaskState] = {}
         self.down = 0
         """Number of present faults that make it refuse to answer."""
@@ -297,13 +297,13 @@ class Slurm:
         self.excluded: set[str] = set()
         """Hosts on which no queued task starts."""
 
-    def believe(
+    def set_state(
         self, task: str, state: str, attempt: int, starts_in_s: float | None = None
     ) -> None:
         """Record a task's state."""
         self._tasks[task] = TaskState(
             task, state, reason="BeginTime" if starts_in_s else "",
-            restarts=attempt if self._tells_attempts else None, starts_in_s=starts_in_s,
+            restarts=attempt if self._reports_attempts else None, starts_in_s=starts_in_s,
         )  # fmt: skip
 
     def query_tasks(

@@ -50,7 +50,7 @@ def test_planted_bug_is_found(name):
 
 def test_failure_can_be_replayed():
     """A failure names its seed, and that seed fails again in the same way."""
-    components, _ = MUTANTS["lets go at once"]
+    components, _ = MUTANTS["grants a leave at once"]
     first = find(partial(Simulator, components=components), 0, MUTANT_SCHEDULES)
     assert first is not None
     seed = int(re.match(r"seed (\d+):", first)[1])

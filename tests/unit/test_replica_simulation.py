@@ -33,7 +33,7 @@ def test_schedules_of_replicas_contain_what_is_to_be_tested(total):
 
 @pytest.mark.parametrize("seed", [73, 3301, 5562])
 def test_a_schedule_of_replicas_that_once_failed_holds(seed):
-    """A restart at the very end; a failure told twice; a task that comes back at the very end."""
+    """A restart at the very end; a failure reported twice; a task that starts at the very end."""
     assert find(partial(ReplicaSimulator, components=REPLICAS), seed, 1) is None
 
 

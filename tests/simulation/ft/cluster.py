@@ -564,7 +564,7 @@ class Worker:
         source = self._meeting.members[rank]
         is_there = source.process.alive and not source.process.paused
         if not is_there or source.steps.quorum_id != quorum_id:
-            self.failed(quorum_id, 0, "its source is gone")
+            self.failed(quorum_id, 0, "its source is lost")
             return
         self._env.monitor.heals += 1
         self._healed = source.served(f"{quorum_id} {self.place.replica_rank}")
@@ -572,10 +572,10 @@ class Worker:
             self._apply_healed()
         self._compute()
 
-    def served(self, who: str) -> State:
+    def served(self, peer: str) -> State:
         """A peer has fetched the state; return it."""
         state = self._snapshot
-        self._fetching.discard(who)
+        self._fetching.discard(peer)
         if self.doing is Doing.SERVING and not self._fetching:
             self._world.after(_BETWEEN_S, self.process, self._commit_served)
         return state

@@ -157,10 +157,10 @@ class Monitor:
 
     # ---- workers --------------------------------------------------------------------------
 
-    def state_reached(self, who: str, state: State) -> None:
+    def state_reached(self, worker: str, state: State) -> None:
         """A worker has committed a step or healed."""
         known = self._histories.setdefault((state.step, state.state_version), state.history)
-        self.check(known == state.history, "two histories with one token", who, state.step)
+        self.check(known == state.history, "two histories with one token", worker, state.step)
 
     def reduced(self, call: int, given: list[tuple[str, State]], divisors: set[int]) -> None:
         """All members have joined a collective.
@@ -174,19 +174,19 @@ class Monitor:
         self.check(len(states) == 1, "different states were averaged", call, given)
         self.check(divisors == {len(given)}, "the mean counts others", call, divisors, given)
 
-    def step_failed(self, who: str, why: str) -> None:
+    def step_failed(self, worker: str, why: str) -> None:
         """A worker's step was not committed."""
         self.failed_steps += 1
         quiet = self._scenario.kind is not Kind.ALL
-        self.check(not quiet, "an announced change costs a step", who, why)
+        self.check(not quiet, "an announced change costs a step", worker, why)
 
     def leave_granted(
-        self, who: str, state: State, saved: State | None, others: Collection[State]
+        self, worker: str, state: State, saved: State | None, others: Collection[State]
     ) -> None:
         """A keeper lets a group leave.
 
         Args:
-            who: The group's worker.
+            worker: The group's worker.
             state: The worker's state.
             saved: The last state that its script has saved, if any.
             others: The states of the other groups.
@@ -195,13 +195,13 @@ class Monitor:
         if self._scenario.kind is not Kind.ALL:
             held = any(other.step >= state.step for other in others)
             unnoticed = not held and state.step > 0 and state != saved
-            self.check(not unnoticed, "the last state leaves unnoticed", who)
+            self.check(not unnoticed, "the last state leaves unnoticed", worker)
 
-    def worker_waits(self, who: str, waits: Callable[[], bool]) -> None:
+    def worker_waits(self, worker: str, waits: Callable[[], bool]) -> None:
         """A worker starts to wait at a proposed call; ``waits`` returns whether it still does."""
 
         def check() -> None:
-            self.check(not waits(), "a worker waits at a proposed call for ever", who)
+            self.check(not waits(), "a worker waits at a proposed call for ever", worker)
 
         bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
         self._world.after(bound_s, None, check)

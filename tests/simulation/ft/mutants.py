@@ -76,7 +76,7 @@ class ConfirmsTooEarly(LighthouseState):
         return super()._on_switch_vote(replica, vote, now)
 
 
-class LetsGoAtOnce(LighthouseState):
+class GrantsLeaveAtOnce(LighthouseState):
     """Lets a member leave before the others have reached the call."""
 
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
@@ -219,13 +219,13 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "groups do not report their quorum": (
         Components(reports_status=False), "costs a step|not all make",
     ),
-    "duties go on": (Components(gate=StaysOpen), "acts though its term is over"),
+    "continues its duties": (Components(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
     "waits for no group": (Components(WaitsForNoGroup), "a minority"),
     "informs no group": (Components(InformsNoGroup), "not all make steps|for ever"),
     "ignores failures": (Components(IgnoresFailures), "not all make steps"),
     "confirms too early": (Components(ConfirmsTooEarly), "costs a step|not all make steps"),
-    "lets go at once": (Components(LetsGoAtOnce), "costs a step|leaves unnoticed"),
+    "grants a leave at once": (Components(GrantsLeaveAtOnce), "costs a step|leaves unnoticed"),
     "forgets the last": (Components(ForgetsTheLast), "leaves unnoticed"),
     "lets the last go": (Components(LetsTheLastGo), "leaves unnoticed"),
     "takes back at once": (

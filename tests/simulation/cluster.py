@@ -982,7 +982,7 @@ class Leader:
             case Postpone(delay_s):
                 env.slurm.postponed_until = env.world.now + delay_s
             case ClearHolds(tasks):
-                env.monitor.brought_back(tasks, self.leadership.run)
+                env.monitor.restarted(tasks, self.leadership.run)
                 env.clear_holds(tasks)
             case Note("excluded", fields):
                 env.monitor.excluded(str(fields["host"]), int(str(fields["hosts_left"])))

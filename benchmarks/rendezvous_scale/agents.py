@@ -89,7 +89,7 @@ class LightAgent:
                 case ReadLog():
                     entry, lease = self.group.entry, self.group.lease()
                     now = time.monotonic()
-                    self._carry_out(self.following.looked(entry.index, entry, lease, now))
+                    self._carry_out(self.following.log_read(entry.index, entry, lease, now))
                 case Connect(entry):
                     self._task = asyncio.create_task(self._follow(entry))
                 case Disconnect():

@@ -167,13 +167,13 @@ class ElasticAgent(LocalElasticAgent):
         imported what it needs: so it is joined after that.
         """
         session = self._session
-        if session.leaving is None:
+        if session.departed is None:
             self._warm_workers.fill(paced=False)
             deadline = time.monotonic() + _IMPORT_S
             while (
                 self._handler.round is None
                 and self._workplace.notices.current is None
-                and not (session.verdict or session.leaving or session.sent_back)
+                and not (session.verdict or session.departed or session.requeued)
                 and is_training(self._workplace.run.status)
                 and time.monotonic() <= deadline
                 and not self._warm_workers.await_imports(_LOOK_UP_S)
@@ -320,7 +320,7 @@ class ElasticAgent(LocalElasticAgent):
                 _log.warning("the function has returned under notice, before its last step")
                 self._session.leave_now()
                 return
-        self._session.finished()
+        self._session.report_finished()
 
     def _ended_by_themselves(self) -> dict[int, worker_failures.EndedWorker]:
         """Return the workers that have ended, not by this agent, and not as they should."""
@@ -374,7 +374,7 @@ class ElasticAgent(LocalElasticAgent):
             _log.warning("workers have ended under notice: %s", [f["message"] for f in found])
             self._session.leave_now()
             return
-        self._session.failed(worker_failures.earliest(found))
+        self._session.report_failures(worker_failures.earliest(found))
 
     def _await_notice(self) -> None:
         deadline = time.monotonic() + _NOTICE_MAY_COME_S

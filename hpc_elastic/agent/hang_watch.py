@@ -125,7 +125,7 @@ class HangWatch:
             stalled_s, limit_s = due[0].stalled_s(now), due[0].limit_s or 0.0
             _log.warning("no step for %.0f s (limit %.0f s)", stalled_s, limit_s)
             if self._alone is None:
-                self._leader.stalled(stalled_s, limit_s)
+                self._leader.report_stall(stalled_s, limit_s)
             else:
                 work = partial(self._judge, *self._alone, pids, stalled_s, limit_s)
         else:
@@ -153,7 +153,7 @@ class HangWatch:
             note, round_ = hang_note(finding, stalled_s), self._workers[0].files.round
             write(note.kind, **note.fields)
             failed = [_message(f) for f in hang_failures(finding, stalled_s, round_)]
-            self._leader.failed(failed)
+            self._leader.report_failures(failed)
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
         """Sample all workers, each on a thread of its own, until done or for `WITHIN_S`."""

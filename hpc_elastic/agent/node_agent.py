@@ -226,11 +226,11 @@ class NodeAgent:
         finally:
             self._notices.close()
             session.leave("its agent ended")
-        if session.sent_back is not None:
-            return self._go_back(session.sent_back)
-        if session.leaving is not None:  # a notice from the leader may have come outside a round
+        if session.requeued is not None:
+            return self._go_back(session.requeued)
+        if session.departed is not None:  # a notice from the leader may have come outside a round
             notice = self._notices.current
-            reason = Reason(session.leaving.reason) if notice is None else notice.reason
+            reason = Reason(session.departed.reason) if notice is None else notice.reason
             return _leave_job(self._task, self._events, reason)
         return 0 if session.verdict is not None and session.verdict.status == "succeeded" else 1
 

@@ -197,7 +197,7 @@ class PreemptionState:
     def _send_notice(self) -> None:
         notice = self.current
         if notice is not None and self._leader is not None:
-            self._leader.notice(notice.reason.value, max(0.0, notice.by - time.monotonic()))
+            self._leader.add_notice(notice.reason.value, max(0.0, notice.by - time.monotonic()))
 
 
 class DrainController:
@@ -230,7 +230,7 @@ class DrainController:
     def poll(self, now: float) -> None:
         """Pass a notice to the workers, and leave once waiting is pointless."""
         workers = [page.read() for page in self._pages]
-        heard = self._leader.noticed
+        heard = self._leader.leave_request
         if heard is not None and heard != self._heard:
             self._heard = heard
             self._notices.add(PreemptionNotice(Reason.ASKED, heard.deadline))

@@ -1,7 +1,7 @@
-"""The run's entries on the shared file system: ``rdzv/entry.<n>.json``, and the leaders' leases.
+"""The run's log on the shared file system: ``rdzv/entry.<n>.json``, and the leaders' leases.
 
-What is done with them is decided in `log_entry`; here it is done to files. Everything may block for
-as long as the file system likes; callers use threads.
+`log_entry` holds the procedures (`LogSteps`); this module carries them out on files. Every call may
+block as long as the file system does; callers use threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_WRITABLE = (errno.EACCES, errno.EROFS)
 
 @dataclass(frozen=True)
 class DecisionLog:
-    """The entries of one run."""
+    """The log entries and leases of one run; implements `LogFiles`."""
 
     path: Path
     secret: bytes
@@ -39,25 +39,34 @@ class DecisionLog:
         """See `LogSteps.last`."""
         return carried_out(LogSteps(self).last())
 
-    def look(self) -> tuple[int, LogEntry | None, int | None]:
+    def read_last(self) -> tuple[int, LogEntry | None, int | None]:
         """See `LogSteps.last_with_lease`."""
         return carried_out(LogSteps(self).last_with_lease())
 
     def create(self, entry: LogEntry) -> bool:
-        """Create an entry; False if its index is taken.
+        """Create an entry; return False if its index is taken.
 
         Raises:
-            RunDirectoryError: the file system has no hard links, or may not be written to.
-            OSError: it failed for now; the entry may be tried again.
+            RunDirectoryError: The file system has no hard links, or is not writable.
+            OSError: A temporary error; the caller may try the entry again.
         """
         try:
             return carried_out(LogSteps(self).create(entry))
         except OSError as e:
-            raise _explained(e, self.path) from e
+            if e.errno in _NO_HARD_LINKS:
+                raise RunDirectoryError(
+                    f"{self.path}: the file system has no hard links ({e.strerror}), by which the "
+                    "nodes of a run agree: put hydra.sweep.dir on one that has, such as NFS, "
+                    "Lustre or GPFS"
+                ) from e
+            if e.errno in _NOT_WRITABLE:
+                what = f"not writable on this node ({e.strerror})"
+                raise RunDirectoryError(f"{self.path}: {what}") from e
+            raise
 
     def make_lease(self, term: int) -> Lease:
         """Return the lease of a term, for its leader."""
-        return Lease(self._lease_file(term), self.secret, term)
+        return Lease(self.path / f"lease.{term}", self.secret, term)
 
     # ---- see `LogFiles` ------------------------------------------------------------------
 
@@ -70,7 +79,7 @@ class DecisionLog:
         try:
             text = entry_path(self.path, index).read_text()
         except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
-            return None  # damaged: its index is taken all the same
+            return None  # a damaged entry still takes its index
         entry = decode_signed(text, self.secret)
         return entry if entry is not None and entry.index == index else None
 
@@ -78,14 +87,17 @@ class DecisionLog:
         """Write an entry under another name, and link it to its own."""
         staged = self.path / f".entry.{secrets.token_hex(8)}"
         try:
-            _write(staged, entry.encode_signed(self.secret))
+            with staged.open("x") as f:
+                f.write(entry.encode_signed(self.secret))
+                f.flush()
+                os.fsync(f.fileno())
             os.link(staged, entry_path(self.path, entry.index))
         finally:
             remove_behind(staged)
 
     def lease(self, term: int) -> int | None:
-        """Open a lease anew; return what the leader of its term wrote last."""
-        file = self._lease_file(term)
+        """Open a lease anew; return the value that the leader of its term wrote last."""
+        file = self.path / f"lease.{term}"
         try:
             refresh(file)
             text, _, mac = file.read_text().rpartition("|")
@@ -95,9 +107,6 @@ class DecisionLog:
             return None
         of_term, _, beats = text.partition("|")
         return int(beats) if int(of_term) == term else None
-
-    def _lease_file(self, term: int) -> Path:
-        return self.path / f"lease.{term}"
 
 
 class Lease:
@@ -113,10 +122,10 @@ class Lease:
         self._lock = threading.Lock()
 
     def renew(self) -> None:
-        """Show that the leader lives.
+        """Raise the counter of the lease.
 
         Raises:
-            OSError: the file system does not answer.
+            OSError: The file system does not answer.
         """
         self._beats += 1
         text = f"{self._term}|{self._beats:012d}"
@@ -127,40 +136,21 @@ class Lease:
                     self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 os.pwrite(self._fd, content, 0)
                 os.fdatasync(self._fd)
-            except OSError:  # such as ESTALE: the server was restarted
-                self._release()
+            except OSError:  # such as ESTALE, after a restart of the file server
+                self._close_file()
                 raise
             if self._is_over:
-                self._release()
+                self._close_file()
 
     def close(self) -> None:
-        """Release the file; where a renewal hangs, once that is over."""
+        """Close the file; if a renewal hangs, it closes the file when it ends."""
         self._is_over = True
         if self._lock.acquire(blocking=False):
-            self._release()
+            self._close_file()
             self._lock.release()
 
-    def _release(self) -> None:
+    def _close_file(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("x") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _explained(error: OSError, folder: Path) -> OSError:
-    """Return the error that says what to do, where it will not go away by itself."""
-    if error.errno in _NO_HARD_LINKS:
-        return RunDirectoryError(
-            f"{folder}: the file system has no hard links ({error.strerror}), by which the nodes "
-            "of a run agree: put hydra.sweep.dir on one that has, such as NFS, Lustre or GPFS"
-        )
-    if error.errno in _NOT_WRITABLE:
-        return RunDirectoryError(f"{folder}: not writable on this node ({error.strerror})")
-    return error

@@ -77,7 +77,7 @@ class Append:
 
 @dataclass(frozen=True)
 class ReadLog:
-    """Read the last entry and its term's lease; report `FollowerState.looked` or `blind`."""
+    """Read the last entry and its lease; report `FollowerState.log_read` or `log_unreadable`."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 from hpc_elastic._util import ThroughputMeter, counted
 from hpc_elastic.rendezvous.leader_state import LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.round_state import Participants, RoundPhase, RunState
 from hpc_elastic.slurm.job_state import Phase as SlurmPhase
-from hpc_elastic.slurm.job_state import TaskState
+
+Message = dict[str, Any]
 
 _PHASES = {
     RoundPhase.FORMING: "waiting",
@@ -18,18 +18,23 @@ _PHASES = {
     RoundPhase.DISBANDED: "requeued",
 }
 NUMBERS = frozenset(["step", "loss", "samples", "blocked_s"])
-"""What changes with every step."""
+"""The fields of a status that change with every step."""
 
 
-def status_of(leadership: LeaderState) -> dict[str, Any]:
-    """Return the content of status.json, but for its time."""
+def status_of(leadership: LeaderState) -> Message:
+    """Return the content of status.json without its time."""
     run = leadership.run
     formed = run.phase in (RoundPhase.RUNNING, RoundPhase.ENDED)
     members = run.ranks.members if formed else ()
     ending = run.entry.ending
-    phase = ending.status if ending is not None else _PHASES[run.phase]
+    reports = [leadership.progress[m] for m in members if m in leadership.progress]
+
+    def reported(name: str) -> list[Any]:
+        return [r[name] for r in reports if r.get(name) is not None]
+
     return {
-        "phase": phase, "term": leadership.at.term, "round": run.entry.round,
+        "phase": ending.status if ending is not None else _PHASES[run.phase],
+        "term": leadership.at.term, "round": run.entry.round,
         "nodes": len(members), "world_size": sum(m.nproc for m in members),
         "members": [
             {"task": m.task, "host": m.host, "group_rank": rank, "nproc": m.nproc}
@@ -37,44 +42,29 @@ def status_of(leadership: LeaderState) -> dict[str, Any]:
         ],
         "joined": len(run.participants.joined), "restarts": run.policy.restarts,
         "max_restarts": run.rules.max_restarts, "checkpoint": run.policy.progress,
-        **_progress(leadership, members),
+        "step": max(reported("step"), default=None), "total_steps": run.estimator.total,
+        "loss": next(iter(reported("loss")), None),
+        "samples": max(reported("samples"), default=None),
+        "blocked_s": max(reported("blocked_s"), default=0.0),
         "stragglers": leadership.stragglers.current if members else [],
     }  # fmt: skip
 
 
-def _progress(leadership: LeaderState, members: tuple[Agent, ...]) -> dict[str, Any]:
-    reports = [leadership.progress[m] for m in members if m in leadership.progress]
-    steps = [r["step"] for r in reports if r.get("step") is not None]
-    losses = [r["loss"] for r in reports if r.get("loss") is not None]
-    samples = [r["samples"] for r in reports if r.get("samples") is not None]
-    return {
-        "step": max(steps, default=None),
-        "total_steps": leadership.run.estimator.total,
-        "loss": losses[0] if losses else None,
-        "samples": max(samples, default=None),
-        "blocked_s": max((r.get("blocked_s") or 0.0 for r in reports), default=0.0),
-    }
-
-
-# ---- Which looks at the group are worth a line of progress.jsonl, and at what pace it trains
-# A line is written when the group has changed, after one of how far it was before; and else every
-# `SHORTEST_S`, in a run that has lasted for longer than `DENSE_S` every 2000th part of its age.
-# So a run of a day has about 6,000 lines, and one of a year 18,000 (some 4 MB), besides those of
-# its changes, which the event log has as well. Nothing that was written is ever changed: whoever
-# leads next goes on below.
+# ---- The lines of progress.jsonl, and the throughput of the group
+# A change of the group is written at once, after a line with the last status before the change.
+# Otherwise a line is written every `SHORTEST_S`; in a run older than `DENSE_S`, every 2000th part
+# of its age. So a run of a day has about 6,000 lines and one of a year 18,000 (4 MB), besides the
+# changes, which the event log has as well. Lines never change: the next leader appends to them.
 
 
 SHORTEST_S = 5.0
 DENSE_S = 10_000.0
-"""So long after its start a run has a line every `SHORTEST_S`."""
+"""Age up to which a run has a line every `SHORTEST_S`."""
 
-_PACE_S = 30.0
-"""The pace is taken over so long."""
+_RATE_WINDOW_S = 30.0
 _KEPT = ("step", "total_steps", "samples", "loss", "nodes", "world_size", "blocked_s", "phase",
          "round", "term", "checkpoint")  # fmt: skip
 _GROUP = ("phase", "round", "term", "nodes", "world_size")
-
-Message = dict[str, Any]
 
 
 def spacing_s(age_s: float) -> float:
@@ -83,52 +73,50 @@ def spacing_s(age_s: float) -> float:
 
 
 def line_of(status: Mapping[str, Any]) -> Message:
-    """Return what is kept of a status, but for its time."""
+    """Return the fields of a status that a line of progress.jsonl has besides its time."""
     return {name: status.get(name) for name in (*_KEPT, "steps_per_s", "samples_per_s")}
 
 
 class ProgressLog:
-    """The progress of a run, as one leader writes it down."""
+    """Selects the lines of progress.jsonl for one leader."""
 
     def __init__(self) -> None:
-        self._steps, self._samples = ThroughputMeter(_PACE_S), ThroughputMeter(_PACE_S)
+        self._steps = self._samples = ThroughputMeter(_RATE_WINDOW_S)
         self._group: list[Any] | None = None
-        self._last: Message | None = None
-        """The last look, which was not worth a line."""
+        self._unwritten: Message | None = None
+        """The line of the last status, if it was not due."""
         self._written = 0.0
 
-    def look(self, status: Mapping[str, Any], now: float, started: float) -> list[Message]:
-        """Take note of the group as it is now.
+    def add_status(self, status: Mapping[str, Any], now: float, started: float) -> list[Message]:
+        """Record a status and return the lines to write; none if none is due.
 
         Args:
-            status: What status.json shows.
-            now: Unix seconds. Leaders have clocks of their own: whoever reads sorts the lines.
+            status: The content of status.json.
+            now: Unix seconds on the leader's clock; readers sort the lines of several leaders.
             started: When the run was first led.
-
-        Returns:
-            The lines to write, none if none is due.
         """
         group = [status.get(name) for name in _GROUP]
         changed = group != self._group
         if changed:
-            self._steps, self._samples = ThroughputMeter(_PACE_S), ThroughputMeter(_PACE_S)
+            self._steps = ThroughputMeter(_RATE_WINDOW_S)
+            self._samples = ThroughputMeter(_RATE_WINDOW_S)
         self._steps.record_count(status.get("step"), now)
         self._samples.record_count(status.get("samples"), now)
         line = {"time": round(now, 3), **line_of({**status, **self.rates})}
-        before, self._last = self._last, line
+        before, self._unwritten = self._unwritten, line
         if not changed and abs(now - self._written) < spacing_s(now - started):
             return []
-        self._group, self._written, self._last = group, now, None
+        self._group, self._written, self._unwritten = group, now, None
         return [before, line] if changed and before is not None else [line]
 
     @property
     def rates(self) -> Message:
-        """Steps and samples a second, None where they are not known."""
+        """Steps and samples per second; None if unknown."""
         rates = {"steps_per_s": self._steps.rate, "samples_per_s": self._samples.rate}
         return {name: None if rate is None else round(rate, 4) for name, rate in rates.items()}
 
 
-# ---- Says in words what a group that has not formed is waiting for (pure)
+# ---- The text that names the missing nodes of a round (pure)
 
 
 _MAX_NAMED = 20
@@ -138,8 +126,8 @@ def waiting_for(run: RunState, log_of: Callable[[str, int], str | None]) -> str:
     """Return which nodes have joined and which are missing, with Slurm's states and their logs.
 
     Args:
-        run: The leader's, while a round forms.
-        log_of: (task, attempt) -> where that attempt's log is; None if unknown.
+        run: The leader's run, while a round forms.
+        log_of: Maps (task, attempt) to the path of that attempt's log; None if unknown.
     """
     least = run.rules.min_nodes
     have = "has" if least == 1 else "have"
@@ -158,19 +146,15 @@ def _describe(
     state = (participants.task_states or {}).get(task)
     member = next((a for a in participants.pending_rejoin if a.task == task), None)
     if member is not None:
-        what = f"{task} on {member.host}, which was told to stop its workers and to join again"
+        what = f"{task} on {member.host}, which must stop its workers and join again"
         attempt = member.attempt
     elif state is None:
         return task
     else:
-        what, attempt = f"{task} ({_slurms_word(state)})", state.restarts or 0
+        where = f" on {state.node}" if state.node else ""
+        why = f", {state.reason}" if state.reason else ""
+        what, attempt = f"{task} ({state.state}{where}{why})", state.restarts or 0
         if state.phase is not SlurmPhase.RUNNING:
             return what
     log = log_of(task, attempt)
     return f"{what}, log {log}" if log else what
-
-
-def _slurms_word(state: TaskState) -> str:
-    where = f" on {state.node}" if state.node else ""
-    why = f", {state.reason}" if state.reason else ""
-    return f"{state.state}{where}{why}"

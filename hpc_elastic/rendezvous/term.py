@@ -128,7 +128,7 @@ class Term(Gate):
     def show(self, now: float) -> None:
         """Show the run's status, if that is due; ``now`` in Unix seconds."""
         status = status_of(self._leadership)
-        self._lines += self._series.look(status, now, self._leadership.at.started)
+        self._lines += self._series.add_status(status, now, self._leadership.at.started)
         rest = {name: value for name, value in status.items() if name not in NUMBERS}
         shown, before = self._shown
         if rest == before and abs(now - shown) < self._show_s:

@@ -34,7 +34,7 @@ def obey(session: Session) -> None:
     for line in sys.stdin:
         if line.strip() == "fail":
             where = {"task": "7_0", "host": "n", "rank": 0, "local_rank": 0}
-            session.failed([{**where, "age_s": 0.0, "message": "boom"}])
+            session.report_failures([{**where, "age_s": 0.0, "message": "boom"}])
         else:
             say(fence=ask_fence())
     os._exit(0)

@@ -84,9 +84,9 @@ def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train
     workers = train(*agents)
     leaving = g.leader if leads else g.followers[0]
     others = [s for s in agents if s is not leaving]
-    leaving.notice("signal", 8.0)
-    eventually(lambda: leaving.leaving and all(s.stop_requested for s in others))
-    assert leaving.leaving == Departed("signal") and leaving.stop_requested
+    leaving.add_notice("signal", 8.0)
+    eventually(lambda: leaving.departed and all(s.stop_requested for s in others))
+    assert leaving.departed == Departed("signal") and leaving.stop_requested
     assert leaving.join(1.0) == Departed("signal")
     (saved,) = {tuple(w.saved) for w in workers}
     assert len(saved) == 1
@@ -105,8 +105,8 @@ def test_everybody_leaves_at_one_step(group, train):
     agents = training(g, 2)
     workers = train(*agents)
     for s in agents:
-        s.notice("time_limit", 60.0)
-    eventually(lambda: all(s.leaving for s in agents))
+        s.add_notice("time_limit", 60.0)
+    eventually(lambda: all(s.departed for s in agents))
     assert len({tuple(w.saved) for w in workers}) == 1 and len(workers[0].saved) == 1
 
 
@@ -140,11 +140,11 @@ def test_a_node_whose_time_is_over_leaves_though_nothing_was_saved(group):
     """Its workers never asked."""
     g = group(max_nodes=2, scale_up="checkpoint")
     leaving, other = training(g, 2)
-    leaving.notice("signal", 5.0)
+    leaving.add_notice("signal", 5.0)
     eventually(lambda: g.events("preemption_notice"))
-    assert leaving.leaving is None
+    assert leaving.departed is None
     leaving.leave_now()
-    eventually(lambda: leaving.leaving and other.stop_requested)
+    eventually(lambda: leaving.departed and other.stop_requested)
     assert g.join(other)[0].world_size == 1
 
 
@@ -153,9 +153,9 @@ def test_a_node_that_loses_its_leader_leaves_if_it_is_under_notice(group):
     g = group(max_nodes=2, scale_up="checkpoint")
     training(g, 2)
     (leaving,) = g.followers
-    leaving.notice("signal", 60.0)
+    leaving.add_notice("signal", 60.0)
     kill(g.leader)
-    eventually(lambda: leaving.leaving)
+    eventually(lambda: leaving.departed)
 
 
 def test_a_node_that_waits_leaves_at_once(group):
@@ -164,7 +164,7 @@ def test_a_node_that_waits_leaves_at_once(group):
     lone = g.agent(0)
     waiting = g.threads.submit(lone.join, PATIENCE_S)
     eventually(lambda: g.events("joined"))
-    lone.notice("asked", 600.0)
+    lone.add_notice("asked", 600.0)
     assert waiting.result(PATIENCE_S) == Departed("asked")
 
 
@@ -180,13 +180,13 @@ def test_a_notice_file_asks_a_node_to_leave(group, name):
     staged, file = (g.run.notices / n for n in (f".{name}", name))
     staged.write_text("30\n")
     staged.rename(file)
-    eventually(lambda: agents[1].noticed and not file.exists())
+    eventually(lambda: agents[1].leave_request and not file.exists())
     eventually(lambda: not list(g.run.rdzv.glob("term.*/notice.*")))
-    assert agents[1].noticed.reason == "asked" and agents[1].noticed.left_s == 30.0
+    assert agents[1].leave_request.reason == "asked" and agents[1].leave_request.left_s == 30.0
     if name == "all":
-        eventually(lambda: agents[0].noticed)
+        eventually(lambda: agents[0].leave_request)
     else:
-        assert agents[0].noticed is None
+        assert agents[0].leave_request is None
 
 
 def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once(
@@ -206,7 +206,7 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
     leader = g.leader
     file = g.run.notices / f"7_{g.sessions.index(leader)}"
     file.touch()
-    eventually(lambda: leader.noticed)
+    eventually(lambda: leader.leave_request)
     leader.leave("asked")
     assert not file.exists() and not list(g.run.rdzv.glob("term.*/*"))
 

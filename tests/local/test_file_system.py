@@ -256,7 +256,7 @@ def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monk
     agents = [g.agent(slot) for slot in range(2)]
     assert {r.world_size for r in g.join(*agents)} == {2}
     for s in agents:
-        s.finished()
+        s.report_finished()
     assert failed.wait(PATIENCE_S)
     assert not any(s.verdict for s in agents)
     (g.run.path / "elsewhere").rename(g.run.path / "events")

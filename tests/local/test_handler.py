@@ -104,7 +104,7 @@ def test_a_run_that_has_succeeded_is_left_gracefully(run):
     g = run(max_nodes=1)
     a, late = handlers(g, 2)
     rendezvous(g, a)
-    a.session.finished()
+    a.session.report_finished()
     eventually(a.is_closed)
     with pytest.raises(RendezvousGracefulExitError, match="succeeded"):
         late.next_rendezvous()

@@ -155,7 +155,7 @@ def test_what_was_heard_on_the_wire_is_of_no_use(group, taps):
     assert g.join(follower)[0].number == 2
     with listener_of(g) as leader:
         assert refuses(leader, words)
-    follower.finished()
+    follower.report_finished()
     eventually(lambda: follower.verdict)
     assert [e["number"] for e in g.events("round")] == [1, 2]
 

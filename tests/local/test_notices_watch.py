@@ -38,7 +38,7 @@ WATCHED = textwrap.dedent(
 
     class Leader:
         told = []
-        def notice(self, reason, left_s):
+        def add_notice(self, reason, left_s):
             self.told.append([reason, left_s])
 
     scheduler = TimeLimitSource(lambda: ExitAction.EXIT, lambda: None)
@@ -144,11 +144,11 @@ class Leader:
     """A session that has heard something, and notes what it is told."""
 
     def __init__(self) -> None:
-        self.noticed: session.LeaveRequest | None = None
+        self.leave_request: session.LeaveRequest | None = None
         self.told: list[tuple[str, float]] = []
         self.left = 0
 
-    def notice(self, reason: str, left_s: float) -> None:
+    def add_notice(self, reason: str, left_s: float) -> None:
         """Note it."""
         self.told.append((reason, left_s))
 
@@ -182,7 +182,7 @@ def test_the_leaders_word_is_a_notice(node):
     """Somebody has put a file there."""
     leader, notices, page, drain = node
     page.poll_checkpoint(1)
-    leader.noticed = session.LeaveRequest("asked", 50.0, 1e9)
+    leader.leave_request = session.LeaveRequest("asked", 50.0, 1e9)
     drain.poll(0.0)
     assert notices.current == PreemptionNotice(Reason.ASKED, 1e9)
 

@@ -56,8 +56,8 @@ def test_the_run_ends_for_all_when_all_are_done(group):
     g = group(max_nodes=2)
     a, b = g.agent(0), g.agent(1)
     g.join(a, b)
-    a.finished()
-    b.finished()
+    a.report_finished()
+    b.report_finished()
     eventually(lambda: a.verdict and b.verdict)
     assert a.verdict == RunOutcome("succeeded", None)
     assert json.loads(g.run.result.read_text())["status"] == "succeeded"
@@ -153,7 +153,7 @@ def test_a_failure_report_reaches_the_result(group):
         (round_,) = g.join(a)
         assert round_.restarts == restarts
         where = {"task": "7_0", "host": "n", "rank": 0, "local_rank": 0}
-        a.failed([{**where, "age_s": 0.0, "message": "boom"}])
+        a.report_failures([{**where, "age_s": 0.0, "message": "boom"}])
         eventually(lambda: a.stop_requested)
     (verdict,) = g.join(a)
     assert verdict.status == "failed" and "boom" in verdict.failure
@@ -200,7 +200,7 @@ def test_a_time_out_says_what_it_waited_for(group):
     a = g.agent(0)
     with pytest.raises(TimeoutError):
         a.join(0.1)
-    eventually(lambda: "7_6 (" in a._heard.news)
+    eventually(lambda: "7_6 (" in a._state.news)
     with pytest.raises(TimeoutError) as e:
         a.join(0.1)
     assert "1 of at least 3 nodes have joined" in str(e.value)
@@ -254,7 +254,7 @@ def test_a_leader_stays_until_the_others_have_heard_the_verdict(group):
     g.join(*agents)
     leader = next(s for s in agents if s._leader is not None)
     for s in agents:
-        s.finished()
+        s.report_finished()
     eventually(lambda: leader.verdict)
     since = time.monotonic()
     leader.leave("its agent ended")

@@ -428,7 +428,7 @@ class AgentProcess:
         if self.over:
             return
         self._is_noticed = True
-        self._do(self._following.notice("signal", left_s, self.host.clock()))
+        self._do(self._following.add_notice("signal", left_s, self.host.clock()))
         self._obey()
 
     def _obey(self) -> None:
@@ -538,10 +538,10 @@ class AgentProcess:
                 self.leaders[-1].lead(entry)
 
     def _looked(self, number: int, entry: LogEntry | None, lease: int | None) -> None:
-        self._do(self._following.looked(number, entry, lease, self.host.clock()))
+        self._do(self._following.log_read(number, entry, lease, self.host.clock()))
 
     def _blind(self, why: Exception) -> None:
-        self._do(self._following.blind(str(why), self.host.clock()))
+        self._do(self._following.log_unreadable(str(why), self.host.clock()))
 
     def _slurm_says(self, task: str, runs: bool | None) -> None:
         if runs is False:
@@ -589,7 +589,7 @@ class AgentProcess:
             case "stop":
                 self._stop()
             case "checkpoint_request":
-                self._heard.hear(message)
+                self._heard.handle_message(message)
                 self.touch()
             case "noticed" if message["reason"] == "asked":
                 self.env.world.after(0.001, self.process, self._obey)

@@ -198,7 +198,7 @@ def _ok_when_undecided(request: CheckpointRequest, worker: WorkerStatus) -> bool
 class StaysUnderNotice(FollowerState):
     """Asks for another place when its round is stopped, though its node is to be left."""
 
-    def _stopped(self) -> list[Effect]:
+    def _on_round_stopped(self) -> list[Effect]:
         self._in_round = False
         return []
 
@@ -220,18 +220,18 @@ class TakesAnyAnswer(FollowerState):
         self, message: dict[str, Any], now: float
     ) -> list[Effect]:
         if message["type"] == "round":
-            message = {**message, "request": self._asks}
+            message = {**message, "request": self._num_requests}
         return super().received(message, now)
 
 
 class ClaimsAfterTheEnd(FollowerState):
     """Does not see in the entries that the run has ended."""
 
-    def looked(  # noqa: D102
+    def log_read(  # noqa: D102
         self, number: int, entry: LogEntry | None, lease: int | None, now: float
     ) -> list[Effect]:
         seen = replace(entry, ending=None) if entry is not None else None
-        return super().looked(number, seen, lease, now)
+        return super().log_read(number, seen, lease, now)
 
 
 class PollsThePath(LogSteps):

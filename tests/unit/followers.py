@@ -37,7 +37,7 @@ def following(me: Agent = B, now: float = 0.0, entry: LogEntry = ENTRY) -> Follo
     """An agent that follows the leader of an entry, and has a place in its round."""
     f = agent(me, now)
     assert f.tick(now) == [ReadLog()]
-    assert f.looked(entry.index, entry, 1, now) == [Connect(entry)]
+    assert f.log_read(entry.index, entry, 1, now) == [Connect(entry)]
     placed = {"type": "round", "request": asked(f.connected(now)), "index": entry.index}
     assert f.received(placed, now) == [Deliver(placed)]
     return f
@@ -98,7 +98,7 @@ class Search:
             match effect:
                 case ReadLog():
                     lease = int(self.now / self.beats) if self.beats else self.lease
-                    queue += self.f.looked(self.number, self.entry, lease, self.now)
+                    queue += self.f.log_read(self.number, self.entry, lease, self.now)
                 case Connect():
                     queue += self.f.not_connected("no", self.now, refused=self.refused)
                 case QuerySlurm(task):

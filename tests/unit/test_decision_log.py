@@ -1,4 +1,4 @@
-"""The entries on the file system: one creator a number, and only signed ones count."""
+"""The log on the file system: one agent creates each index, and only signed entries count."""
 
 import errno
 import os
@@ -22,8 +22,8 @@ FIRST = LogEntry(1, 1, LEADER, started=5.0)
 
 
 @pytest.fixture
-def register(tmp_path) -> DecisionLog:
-    """The empty register of a run."""
+def log(tmp_path) -> DecisionLog:
+    """The empty log of a run."""
     return DecisionLog(tmp_path, SECRET)
 
 
@@ -32,16 +32,16 @@ def entry(number: int, port: int = 4000) -> LogEntry:
     return LogEntry(number, 1, replace(LEADER, port=port), started=5.0)
 
 
-def files(register: DecisionLog) -> list[str]:
-    """What lies in the register's folder, once what is removed behind is gone."""
+def files(log: DecisionLog) -> list[str]:
+    """The names in the log's folder, once background removals are done."""
     for thread in threading.enumerate():
         if thread.name.startswith("removal of "):
             thread.join(10)
-    return sorted(p.name for p in register.path.iterdir())
+    return sorted(p.name for p in log.path.iterdir())
 
 
 def failing(monkeypatch, call: str, number: int, *, after: bool = False) -> None:
-    """Let a call of the operating system fail; ``after``: when it has done its work."""
+    """Let a system call fail; ``after``: once it has done its work."""
     real = getattr(os, call)
 
     def fail(*arguments: object) -> None:
@@ -55,26 +55,26 @@ def failing(monkeypatch, call: str, number: int, *, after: bool = False) -> None
 # ---- exclusive creation -------------------------------------------------------------------
 
 
-def test_an_empty_register_has_no_entry(register):
-    """Number 0 stands for none."""
-    assert register.last() == (0, None) and register.last_index() == 0
+def test_an_empty_log_has_no_entry(log):
+    """Index 0 stands for none."""
+    assert log.last() == (0, None) and log.last_index() == 0
 
 
-def test_the_highest_number_counts(register):
+def test_the_highest_index_counts(log):
     """The tenth entry comes after the ninth."""
     for number in range(1, 12):
-        assert register.create(entry(number))
-    assert register.last() == (11, entry(11))
+        assert log.create(entry(number))
+    assert log.last() == (11, entry(11))
 
 
-def test_a_number_is_taken_once(register):
-    """What stands there stays."""
-    assert register.create(entry(1, 4000))
-    assert not register.create(entry(1, 4001))
-    assert register.last() == (1, entry(1, 4000))
+def test_an_index_is_taken_once(log):
+    """The first entry stays."""
+    assert log.create(entry(1, 4000))
+    assert not log.create(entry(1, 4001))
+    assert log.last() == (1, entry(1, 4000))
 
 
-def test_one_of_many_racing_threads_wins_each_number(register):
+def test_one_of_many_racing_threads_wins_each_index(log):
     """link(2) has one winner, and the entry is whole for all others."""
     start = threading.Barrier(16)
 
@@ -82,15 +82,15 @@ def test_one_of_many_racing_threads_wins_each_number(register):
         start.wait(10)
         won = []
         for number in range(1, 21):
-            if register.create(entry(number, port)):
+            if log.create(entry(number, port)):
                 won.append(number)
-            assert register.last()[1] is not None, "an entry is seen whole, or not at all"
+            assert log.last()[1] is not None, "an entry is seen whole, or not at all"
         return won
 
     with ThreadPoolExecutor(16) as pool:
         won = [number for numbers in pool.map(race, range(4000, 4016)) for number in numbers]
     assert sorted(won) == list(range(1, 21))
-    assert len(files(register)) == 20
+    assert len(files(log)) == 20
 
 
 _RACER = """
@@ -98,17 +98,17 @@ import sys
 from pathlib import Path
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-register, port = DecisionLog(Path(sys.argv[1]), b"s"), int(sys.argv[2])
+log, port = DecisionLog(Path(sys.argv[1]), b"s"), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
 leader = Endpoint("10.0.0.1", port, "7_0", 0)
-print(*(n for n in range(1, 101) if register.create(LogEntry(n, 1, leader))))
+print(*(n for n in range(1, 101) if log.create(LogEntry(n, 1, leader))))
 """
 
 
-def test_one_of_several_processes_wins_each_number(register):
-    """Nothing of what makes it exclusive lives in a process."""
-    command = [sys.executable, "-c", _RACER, str(register.path)]
+def test_one_of_several_processes_wins_each_index(log):
+    """The exclusion is the file system's, not the process's."""
+    command = [sys.executable, "-c", _RACER, str(log.path)]
     racers = [
         subprocess.Popen(
             [*command, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -130,26 +130,26 @@ def test_one_of_several_processes_wins_each_number(register):
     assert won == list(range(1, 101))
 
 
-def test_a_link_that_came_true_though_its_answer_was_lost(register, monkeypatch):
-    """open(2), O_EXCL: the number of links of one's own file tells."""
+def test_a_link_that_was_made_though_its_reply_was_lost(log, monkeypatch):
+    """The entry that is there names its leader."""
     failing(monkeypatch, "link", errno.EIO, after=True)
-    assert register.create(FIRST)
-    assert register.last() == (1, FIRST) and files(register) == ["entry.1.json"]
+    assert log.create(FIRST)
+    assert log.last() == (1, FIRST) and files(log) == ["entry.1.json"]
 
 
-def test_a_link_that_was_made_twice_by_the_client_came_true(register, monkeypatch):
-    """A client of NFS that repeats a lost call is told that the file exists: its own."""
+def test_a_link_that_the_client_repeated_was_made(log, monkeypatch):
+    """An NFS client that repeats a lost call gets EEXIST for its own file."""
     failing(monkeypatch, "link", errno.EEXIST, after=True)
-    assert register.create(FIRST)
+    assert log.create(FIRST)
 
 
-def test_an_entry_of_a_try_before_is_ones_own(register):
-    """A try whose outcome nobody could tell may be repeated."""
-    assert register.create(FIRST) and register.create(FIRST)
+def test_an_entry_of_an_earlier_try_is_its_own(log):
+    """A try with an unknown outcome may be repeated."""
+    assert log.create(FIRST) and log.create(FIRST)
 
 
-def test_no_decision_waits_for_a_removal_that_hangs(register, monkeypatch):
-    """A server of NFS waits 100 s for a dead client's delegation before it removes a name."""
+def test_no_decision_waits_for_a_removal_that_hangs(log, monkeypatch):
+    """An NFS server waits 100 s for a dead client's delegation before it removes a name."""
     goes_on, unlink = threading.Event(), Path.unlink
 
     def hang(path, missing_ok=False):
@@ -158,11 +158,11 @@ def test_no_decision_waits_for_a_removal_that_hangs(register, monkeypatch):
 
     monkeypatch.setattr(Path, "unlink", hang)
     try:
-        assert register.create(FIRST) and register.last() == (1, FIRST)
-        assert len(list(register.path.iterdir())) == 2, "its other name is there still"
+        assert log.create(FIRST) and log.last() == (1, FIRST)
+        assert len(list(log.path.iterdir())) == 2, "its other name is still there"
     finally:
         goes_on.set()
-    assert files(register) == ["entry.1.json"]
+    assert files(log) == ["entry.1.json"]
 
 
 # ---- failures -----------------------------------------------------------------------------
@@ -171,38 +171,38 @@ def test_no_decision_waits_for_a_removal_that_hangs(register, monkeypatch):
 @pytest.mark.parametrize(
     "number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV]
 )
-def test_a_file_system_without_hard_links_is_named(register, monkeypatch, number):
+def test_a_file_system_without_hard_links_is_named(log, monkeypatch, number):
     """The error says what the file system lacks, and what to do."""
     failing(monkeypatch, "link", number)
     with pytest.raises(RunDirectoryError, match=r"hard links.*hydra\.sweep\.dir") as e:
-        register.create(FIRST)
-    assert str(register.path) in str(e.value) and files(register) == []
+        log.create(FIRST)
+    assert str(log.path) in str(e.value) and files(log) == []
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_folder_that_may_not_be_written_is_named(register, monkeypatch, number):
-    """It will not become writable by trying again."""
+def test_a_folder_that_may_not_be_written_is_named(log, monkeypatch, number):
+    """A retry would not help."""
     failing(monkeypatch, "link", number)
     with pytest.raises(RunDirectoryError, match="not writable on this node") as e:
-        register.create(FIRST)
-    assert str(register.path) in str(e.value)
+        log.create(FIRST)
+    assert str(log.path) in str(e.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["link", "fsync"])
-def test_a_file_system_that_fails_for_now_may_be_tried_again(register, monkeypatch, call, number):
-    """The error is the file system's own, nothing is left behind, and the next try succeeds."""
+def test_a_file_system_that_fails_for_now_may_be_tried_again(log, monkeypatch, call, number):
+    """The original error is raised, no file stays, and the next try succeeds."""
     with monkeypatch.context() as failed:
         failing(failed, call, number)
         with pytest.raises(OSError, match=os.strerror(number)) as e:
-            register.create(FIRST)
+            log.create(FIRST)
     assert not isinstance(e.value, RunDirectoryError) and e.value.errno == number
-    assert files(register) == []
-    assert register.create(FIRST)
+    assert files(log) == []
+    assert log.create(FIRST)
 
 
 def test_a_missing_folder_is_an_error_of_the_file_system(tmp_path):
-    """To read nothing from it would be to claim the first term again."""
+    """An empty result would let an agent claim the first term again."""
     gone = DecisionLog(tmp_path / "gone", SECRET)
     with pytest.raises(OSError, match="gone"):
         gone.last()
@@ -229,72 +229,71 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "forged", "renamed", "binary"])
-def test_a_damaged_entry_counts_and_the_one_before_is_read(register, how):
-    """Its number is taken; what it said is unknown."""
-    register.create(FIRST)
-    register.create(entry(2))
-    damage(register.path / "entry.2.json", how)
-    assert register.last() == (2, FIRST)
-    assert not register.create(entry(2))
+def test_a_damaged_entry_counts_and_the_one_before_is_read(log, how):
+    """Its index is taken; its decision is unknown."""
+    log.create(FIRST)
+    log.create(entry(2))
+    damage(log.path / "entry.2.json", how)
+    assert log.last() == (2, FIRST)
+    assert not log.create(entry(2))
 
 
-def test_where_no_entry_verifies_the_numbers_still_count(register):
-    """The next claim comes after them."""
-    (register.path / "entry.3.json").write_text("garbage")
-    (register.path / "entry.2.json").write_text("garbage")
-    (register.path / "entry.1.json").write_text("garbage")
-    assert register.last() == (3, None)
+def test_if_no_entry_verifies_the_indices_still_count(log):
+    """The next claim follows them."""
+    for index in (1, 2, 3):
+        (log.path / f"entry.{index}.json").write_text("garbage")
+    assert log.last() == (3, None)
 
 
 # ---- leases -------------------------------------------------------------------------------
 
 
-def test_a_lease_shows_each_renewal(register):
-    """Readers see another number, and need no clock but their own."""
-    assert register.lease(1) is None
-    lease = register.make_lease(1)
+def test_a_lease_shows_each_renewal(log):
+    """Readers see another value, and need only their own clock."""
+    assert log.lease(1) is None
+    lease = log.make_lease(1)
     for beats in (1, 2):
         lease.renew()
-        assert register.lease(1) == beats
+        assert log.lease(1) == beats
 
 
-def test_each_term_has_a_lease_of_its_own(register):
-    """A fenced leader that renews its lease on does not speak for the present one."""
-    first, second = register.make_lease(1), register.make_lease(2)
+def test_each_term_has_a_lease_of_its_own(log):
+    """A fenced leader that keeps renewing its lease does not renew the present one."""
+    first, second = log.make_lease(1), log.make_lease(2)
     first.renew()
-    assert register.lease(2) is None
+    assert log.lease(2) is None
     second.renew()
     first.renew()
-    assert (register.lease(1), register.lease(2)) == (2, 1)
+    assert (log.lease(1), log.lease(2)) == (2, 1)
 
 
-def test_a_lease_that_does_not_verify_is_none(register):
-    """Of another run, of another term, cut short, or garbage."""
-    lease = register.path / "lease.2"
-    DecisionLog(register.path, b"other").make_lease(2).renew()
-    assert register.lease(2) is None
-    register.make_lease(1).renew()
-    lease.write_text((register.path / "lease.1").read_text())
-    assert register.lease(2) is None
+def test_a_lease_that_does_not_verify_is_none(log):
+    """It is of another run, of another term, cut short, or garbage."""
+    lease = log.path / "lease.2"
+    DecisionLog(log.path, b"other").make_lease(2).renew()
+    assert log.lease(2) is None
+    log.make_lease(1).renew()
+    lease.write_text((log.path / "lease.1").read_text())
+    assert log.lease(2) is None
     for garbage in (b"", b"2|7|", b"\xff\xfe", b"2|7", b"||"):
         lease.write_bytes(garbage)
-        assert register.lease(2) is None
+        assert log.lease(2) is None
 
 
-def test_a_lease_whose_file_went_stale_is_opened_anew(register):
-    """As after a restart of the file server: one renewal fails, the next one does not."""
-    lease = register.make_lease(1)
+def test_a_lease_whose_file_went_stale_is_opened_anew(log):
+    """After a restart of the file server one renewal fails, and the next one succeeds."""
+    lease = log.make_lease(1)
     lease.renew()
     os.close(lease._fd)
     with pytest.raises(OSError, match="Bad file"):
         lease.renew()
     lease.renew()
-    assert register.lease(1) == 3
+    assert log.lease(1) == 3
 
 
-def test_a_lease_is_closed_behind_a_renewal_that_hangs(register, monkeypatch):
-    """Its descriptor may be another file's by then."""
-    lease, goes_on, closed = register.make_lease(1), threading.Event(), []
+def test_a_lease_is_closed_behind_a_renewal_that_hangs(log, monkeypatch):
+    """An earlier close could hit the descriptor of another file."""
+    lease, goes_on, closed = log.make_lease(1), threading.Event(), []
     monkeypatch.setattr(os, "fdatasync", lambda fd: closed or goes_on.wait(10))
     thread = threading.Thread(target=lease.renew)
     thread.start()
@@ -309,7 +308,7 @@ def test_a_lease_is_closed_behind_a_renewal_that_hangs(register, monkeypatch):
         os.fstat(fd)
 
 
-def test_a_lease_is_no_entry(register):
-    """It takes no number."""
-    register.make_lease(9).renew()
-    assert register.last() == (0, None)
+def test_a_lease_is_no_entry(log):
+    """It takes no index."""
+    log.make_lease(9).renew()
+    assert log.last() == (0, None)

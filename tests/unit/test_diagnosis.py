@@ -43,7 +43,7 @@ def test_a_member_that_does_not_come_back_is_named_with_its_host():
     m.join(A, 1.1)
     assert waiting_for(m.run, log_of) == (
         "2 of at least 1 node has joined; missing: 7_1 on node2, "
-        "which was told to stop its workers and to join again, log logs/7_1.0"
+        "which must stop its workers and join again, log logs/7_1.0"
     )
 
 

@@ -36,25 +36,25 @@ def test_the_first_agent_of_a_run_claims_the_first_entry():
     """There is nobody to look for."""
     f = agent()
     assert f.tick(0.0) == [ReadLog()]
-    assert f.looked(0, None, None, 0.1) == [Claim(1, None, possibly_alive=True)]
+    assert f.log_read(0, None, None, 0.1) == [Claim(1, None, possibly_alive=True)]
     assert f.tick(0.2) == [], "one thing at a time"
     mine = LogEntry(1, 1, replace(LEADER, task=B.task))
     assert f.claimed(mine, 0.3) == [Lead(mine), ReadLog()]
-    assert f.looked(1, mine, None, 0.4) == [Connect(mine)]
+    assert f.log_read(1, mine, None, 0.4) == [Connect(mine)]
 
 
 def test_who_was_too_late_follows_the_winner():
     """It looks again, and finds the winner's entry; in its own time, for a cache may be stale."""
     f = agent()
     f.tick(0.0)
-    f.looked(0, None, None, 0.0)
+    f.log_read(0, None, None, 0.0)
     effects, now = f.claimed(None, 0.1), 0.1
     while not effects:
         now += 0.05
         effects = f.tick(now)
     assert effects == [ReadLog()] and now <= 1.2
     winners = replace(ENTRY, index=1)
-    assert f.looked(1, winners, None, now) == [Connect(winners)]
+    assert f.log_read(1, winners, None, now) == [Connect(winners)]
 
 
 def test_follows_the_leader_that_the_last_entry_names():
@@ -66,11 +66,11 @@ def test_looks_again_while_it_has_no_leader():
     """Ever more seldom; those who are first in line as often as a leader beats."""
     for me, longest_s in ((MANY.members[0], 0.5), (MANY.members[-1], 2.0)):
         f, looks, now = agent(me), [], 0.0
-        f.looked(5, MANY, 1, 0.0)
+        f.log_read(5, MANY, 1, 0.0)
         while now < 20.0:
             if f.tick(now):
                 looks.append(now)
-                f.blind("EIO", now)
+                f.log_unreadable("EIO", now)
             now += 0.05
         pauses = [b - a for a, b in pairwise(looks)]
         assert pauses[0] < 0.3 and longest_s - 0.1 < max(pauses) < longest_s + 0.1
@@ -80,11 +80,11 @@ def test_a_file_system_that_does_not_answer_claims_nothing():
     """And the agent's thread knows what it waits for."""
     f = agent()
     f.tick(0.0)
-    (news,) = told(f.blind("Stale file handle", 0.1), "news")
+    (news,) = told(f.log_unreadable("Stale file handle", 0.1), "news")
     assert "Stale file handle" in news["text"]
     for now in range(1, 100):
         assert not of(f.tick(float(now)), Claim)
-        f.blind("Stale file handle", now + 0.5)
+        f.log_unreadable("Stale file handle", now + 0.5)
 
 
 def test_one_question_to_the_file_system_at_a_time():
@@ -98,19 +98,19 @@ def test_an_attempt_to_connect_is_not_repeated_while_it_lasts():
     """It ends by itself."""
     f = agent()
     f.tick(0.0)
-    f.looked(5, ENTRY, None, 0.0)
+    f.log_read(5, ENTRY, None, 0.0)
     assert f.tick(0.5) == [ReadLog()]
-    assert f.looked(5, ENTRY, None, 0.5) == []
+    assert f.log_read(5, ENTRY, None, 0.5) == []
 
 
 def test_an_attempt_to_reach_a_leader_that_was_replaced_is_given_up():
     """Its successor is connected to at once."""
     f = agent()
     f.tick(0.0)
-    f.looked(5, ENTRY, None, 0.0)
+    f.log_read(5, ENTRY, None, 0.0)
     f.tick(0.5)
     newer = replace(ENTRY, index=6, term=3, leader=Endpoint("10.0.0.2", 1, B.task, 0))
-    assert f.looked(6, newer, None, 0.5) == [Disconnect(), Connect(newer)]
+    assert f.log_read(6, newer, None, 0.5) == [Disconnect(), Connect(newer)]
 
 
 def test_a_run_that_has_ended_is_over():
@@ -118,10 +118,10 @@ def test_a_run_that_has_ended_is_over():
     f = agent()
     f.tick(0.0)
     ended = replace(ENTRY, ending=RunEnding("succeeded"))
-    publish, tell = f.looked(5, ended, None, 0.1)
+    publish, tell = f.log_read(5, ended, None, 0.1)
     assert publish == PublishResult(ended)
     assert tell.message == {"type": "end", "status": "succeeded", "failure": None}
-    assert f.tick(9.0) == [] and f.looked(9, ENTRY, None, 9.0) == []
+    assert f.tick(9.0) == [] and f.log_read(9, ENTRY, None, 9.0) == []
 
 
 # ---- following ----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_request_outlives_its_leader():
     f = following()
     f.disconnected("its connection closed", 1.0)
     assert f.join() == []
-    f.looked(5, ENTRY, 1, 1.1)
+    f.log_read(5, ENTRY, 1, 1.1)
     assert asked(f.connected(1.2))
 
 
@@ -236,7 +236,7 @@ def test_a_leader_that_another_has_replaced_is_left():
         "it has been silent for longer than a beat and a half"
     )
     newer = replace(ENTRY, index=6, term=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
-    effects = f.looked(6, newer, 1, 1.4)
+    effects = f.log_read(6, newer, 1, 1.4)
     assert of(effects, Disconnect) and told(effects, "stop")
 
 
@@ -246,7 +246,7 @@ def test_a_leader_that_another_has_replaced_is_left():
 def test_outside_a_round_a_node_under_notice_leaves_at_once():
     """It has nothing to lose, and would only be waited for."""
     f = agent()
-    noticed, leaving = f.notice("signal", 5.0, 1.0)
+    noticed, leaving = f.add_notice("signal", 5.0, 1.0)
     assert noticed == Deliver({"type": "noticed", "reason": "signal", "left_s": 5.0})
     assert leaving == Deliver({"type": "departed", "reason": "signal"})
     assert f.tick(2.0) == []
@@ -257,7 +257,7 @@ def test_a_node_that_waits_for_a_place_tells_the_leader_that_it_leaves():
     f = following()
     f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
     f.join()
-    effects = f.notice("signal", 5.0, 1.5)
+    effects = f.add_notice("signal", 5.0, 1.5)
     assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
     assert told(effects, "departed") == [{"type": "departed", "reason": "signal"}]
 
@@ -265,7 +265,7 @@ def test_a_node_that_waits_for_a_place_tells_the_leader_that_it_leaves():
 def test_in_a_round_it_tells_the_leader_and_goes_on():
     """All ranks are to save before it leaves."""
     f = following()
-    effects = f.notice("signal", 5.0, 1.0)
+    effects = f.add_notice("signal", 5.0, 1.0)
     assert of(effects, SendToLeader) == [
         SendToLeader({"type": "notice", "reason": "signal", "left_s": 5.0})
     ]
@@ -276,7 +276,7 @@ def test_in_a_round_it_tells_the_leader_and_goes_on():
 def test_when_its_round_is_over_it_leaves_instead_of_joining_again(ends):
     """However it ended; and it says so before its workers are dead."""
     f = following()
-    f.notice("signal", 5.0, 1.0)
+    f.add_notice("signal", 5.0, 1.0)
     if ends == "stop":
         effects = f.received({"type": "stop", "reason": "at the checkpoint of step 3"}, 2.0)
         assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
@@ -290,15 +290,15 @@ def test_a_round_that_was_stopped_holds_no_node_under_notice():
     """Its workers are being stopped, and it has not asked for another place yet."""
     f = following()
     f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
-    assert told(f.notice("signal", 5.0, 1.5), "departed")
+    assert told(f.add_notice("signal", 5.0, 1.5), "departed")
 
 
 def test_the_nearest_deadline_counts_and_the_first_reason():
     """Later notices that leave more time say nothing new."""
     f = following()
-    f.notice("time_limit", 100.0, 1.0)
-    assert f.notice("asked", 200.0, 2.0) == []
-    (say,) = of(f.notice("signal", 5.0, 3.0), SendToLeader)
+    f.add_notice("time_limit", 100.0, 1.0)
+    assert f.add_notice("asked", 200.0, 2.0) == []
+    (say,) = of(f.add_notice("signal", 5.0, 3.0), SendToLeader)
     assert say.message == {"type": "notice", "reason": "time_limit", "left_s": 5.0}
 
 
@@ -316,12 +316,12 @@ def test_the_leader_may_ask_a_node_to_leave():
 def test_its_time_being_over_it_leaves_whatever_its_round_does():
     """The save was not agreed on in time."""
     f = following()
-    f.notice("signal", 5.0, 1.0)
+    f.add_notice("signal", 5.0, 1.0)
     effects = f.leave_now()
     assert told(effects, "departed") and [e.message["type"] for e in of(effects, SendToLeader)] == [
         "leave"
     ]
-    assert f.leave_now() == [] and f.notice("signal", 1.0, 6.0) == []
+    assert f.leave_now() == [] and f.add_notice("signal", 1.0, 6.0) == []
 
 
 def test_proposals_reach_the_workers_of_a_round_only():

@@ -74,7 +74,7 @@ def test_a_leader_that_was_followed_is_missed_since_it_was_heard():
     now = 9.0
     while not of(f.tick(now), Disconnect):
         now += 0.25
-    f.looked(5, ENTRY, 1, now)
+    f.log_read(5, ENTRY, 1, now)
     search = Search(f, now)
     search.lease = 1
     when = search.until_claim(60.0)
@@ -100,9 +100,9 @@ def test_an_entry_that_may_be_read_in_part_is_not_passed_over():
 def test_a_claim_follows_the_damaged_entry():
     """With the newest one that verifies as what is known."""
     f = agent(B)
-    f.looked(6, ENTRY, None, 0.0)
-    f.looked(6, ENTRY, None, 3.5)
-    assert f.looked(6, ENTRY, None, 3.6) == [Claim(7, ENTRY, possibly_alive=True)]
+    f.log_read(6, ENTRY, None, 0.0)
+    f.log_read(6, ENTRY, None, 3.5)
+    assert f.log_read(6, ENTRY, None, 3.6) == [Claim(7, ENTRY, possibly_alive=True)]
 
 
 def test_another_leader_begins_the_wait_anew():
@@ -123,10 +123,10 @@ def test_members_claim_one_after_the_other_in_rank_order():
         search = Search(agent(me), entry=entry)
         f = search.f
         f.tick(0.0)
-        f.looked(5, entry, None, 0.0)
+        f.log_read(5, entry, None, 0.0)
         f.not_connected("refused", 0.0, refused=True)
         now = 0.0
-        while not of(f.looked(5, entry, None, now), Claim):
+        while not of(f.log_read(5, entry, None, now), Claim):
             f.not_connected("refused", now, refused=True)
             now = round(now + 0.01, 3)
         return now
@@ -144,7 +144,7 @@ def test_a_leader_whose_port_refuses_has_ended():
         f.not_connected("refused", now, refused=True)
         now += 0.1
         assert now < 10.0
-        effects = f.looked(5, ENTRY, None, now)
+        effects = f.log_read(5, ENTRY, None, now)
     assert of(effects, Claim) == [Claim(6, ENTRY, possibly_alive=False)]
 
 
@@ -160,15 +160,15 @@ def test_an_attempt_to_connect_ends_with_the_claim():
     """Its answer would come from a leader that is no more."""
     f = agent(D)
     f.tick(0.0)
-    f.looked(5, ENTRY, 1, 0.0)
+    f.log_read(5, ENTRY, 1, 0.0)
     f.not_connected("no route", 0.1, refused=UNREACHABLE)
-    f.looked(5, ENTRY, 1, 1.0)
+    f.log_read(5, ENTRY, 1, 1.0)
     now, effects = 1.0, []
     while not of(effects, Claim):
         now += 0.1
         assert now < 10.0
         looks = of(f.tick(now), ReadLog)
-        effects = f.looked(5, ENTRY, 1, now) if looks else []
+        effects = f.log_read(5, ENTRY, 1, now) if looks else []
     assert effects == [Disconnect(), Claim(6, ENTRY, possibly_alive=True)]
     assert f.not_connected("no route", now, refused=UNREACHABLE) == []
 
@@ -200,7 +200,7 @@ def test_slurms_word_that_the_leader_does_not_run_is_enough():
     """No lease of a task that is gone is waited for."""
     f = agent(B)
     f.tick(0.0)
-    f.looked(5, ENTRY, 1, 0.0)
+    f.log_read(5, ENTRY, 1, 0.0)
     assert QuerySlurm("7_0") in f.not_connected("no route", 0.1, refused=UNREACHABLE)
     search = Search(f, 0.2)
     search.beats = 0.5
@@ -223,12 +223,12 @@ def test_slurms_word_does_not_outlive_a_contact():
     """The leader has answered since."""
     f = agent(B)
     f.tick(0.0)
-    f.looked(5, ENTRY, 1, 0.0)
+    f.log_read(5, ENTRY, 1, 0.0)
     f.not_connected("no route", 0.1, refused=UNREACHABLE)
     f.slurm_answered("7_0", False, 0.2)
     f.connected(0.3)
     f.disconnected("its connection closed", 1.0)
-    assert not of(f.looked(5, ENTRY, 1, 1.0), Claim)
+    assert not of(f.log_read(5, ENTRY, 1, 1.0), Claim)
     search = Search(f, 1.0)
     search.beats = 0.5
     assert search.until_claim(20.0) is None
@@ -258,19 +258,19 @@ def test_an_agent_that_slept_through_refusals_confirms_them_anew():
     """The leader may have come back meanwhile."""
     f = agent(B)
     f.tick(0.0)
-    f.looked(5, ENTRY, 1, 0.0)
+    f.log_read(5, ENTRY, 1, 0.0)
     f.not_connected("refused", 0.0, refused=REFUSED)
     f.tick(600.0)
-    assert not of(f.looked(5, ENTRY, 2, 600.0), Claim)
+    assert not of(f.log_read(5, ENTRY, 2, 600.0), Claim)
 
 
 def test_a_look_that_took_long_proves_nothing_of_that_time():
     """The lease may have been read when it began: two looks have to be so far apart."""
     watch = LeaderFailureDetector(term=2, since=0.0, followed=True)
-    watch.saw_lease(7, 3.0, 3.1)
-    watch.saw_lease(7, 3.2, 60.0)
+    watch.record_lease(7, 3.0, 3.1)
+    watch.record_lease(7, 3.2, 60.0)
     assert not watch.is_dead(LIVENESS, 60.0, damaged=False)
-    watch.saw_lease(7, 60.1, 60.2)
+    watch.record_lease(7, 60.1, 60.2)
     assert watch.is_dead(LIVENESS, 60.2, damaged=False)
 
 
@@ -281,18 +281,18 @@ def test_a_lease_that_can_not_be_read_has_not_lapsed():
     while now < 60.0:
         now = round(now + 0.1, 1)
         looks = of(f.tick(now), ReadLog)
-        effects = f.blind("input/output error", now) if looks else []
+        effects = f.log_unreadable("input/output error", now) if looks else []
         assert not of(effects, Claim)
-    assert f.looked(5, ENTRY, 1, now) == [Connect(ENTRY)]
+    assert f.log_read(5, ENTRY, 1, now) == [Connect(ENTRY)]
 
 
 def test_a_lease_on_files_that_may_be_old_lapses_later():
     """Where a file that is read anew may be 60 s old, its lease may be renewed all the while."""
     old = HeartbeatConfig.of(0.5, 3.0, 4, 60.0)
     watch = LeaderFailureDetector(term=2, since=0.0, followed=True)
-    watch.saw_lease(7, 3.0, 3.1)
-    watch.saw_lease(7, 65.0, 65.1)
+    watch.record_lease(7, 3.0, 3.1)
+    watch.record_lease(7, 65.0, 65.1)
     assert not watch.is_dead(old, 65.1, damaged=False)
-    watch.saw_lease(7, 65.7, 65.8)
+    watch.record_lease(7, 65.7, 65.8)
     assert watch.is_dead(old, 65.8, damaged=False)
     assert old.election_s > old.lapse_s

@@ -35,7 +35,7 @@ from hpc_elastic.worker import checkpoint_trigger
 def connected(f: FollowerState, entry: LogEntry, now: float) -> list:
     """Let an agent find the leader of an entry; return what it does then."""
     f.tick(now)
-    assert Connect(entry) in f.looked(entry.index, entry, 1, now)
+    assert Connect(entry) in f.log_read(entry.index, entry, 1, now)
     return f.connected(now)
 
 
@@ -54,7 +54,7 @@ def test_the_leaders_death_does_not_stop_the_workers():
     effects = f.disconnected("reset", 1.0)
     assert told(effects, "stop") == [] and ReadLog() in effects
     newer = claim(6, ENTRY, LEADER, 1000.0)
-    f.looked(ENTRY.index, ENTRY, 1, 1.0)
+    f.log_read(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
     assert connected(f, newer, 2.0) == [SendToLeader({"type": "reattach", "index": 5, "number": 2})]
 
@@ -64,7 +64,7 @@ def test_what_became_of_the_workers_meanwhile_is_told_again():
     f = placed()
     f.report("finished")
     f.disconnected("reset", 1.0)
-    f.looked(ENTRY.index, ENTRY, 1, 1.0)
+    f.log_read(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
     effects = connected(f, claim(6, ENTRY, LEADER, 1000.0), 2.0)
     assert [e.message["type"] for e in effects] == ["reattach", "finished"]

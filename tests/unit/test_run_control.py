@@ -104,7 +104,7 @@ def test_the_first_agent_of_a_resumed_run_leads_without_waiting():
     f.join()
     f.tick(0.0)
     again = resume_entry(6, ENTRY, 1)
-    assert of(f.looked(6, again, None, 0.1), Claim) == [Claim(7, again, possibly_alive=True)]
+    assert of(f.log_read(6, again, None, 0.1), Claim) == [Claim(7, again, possibly_alive=True)]
 
 
 @pytest.mark.parametrize("ending", [None, RunEnding("failed")])
@@ -112,7 +112,7 @@ def test_an_agent_from_before_ends_and_publishes_nothing(ending):
     """It was paused when its run was resumed: it neither joins, nor leads, nor writes a result."""
     f = agent()
     f.tick(0.0)
-    effects = f.looked(9, replace(ENTRY, index=9, generation=1, ending=ending), 1, 0.1)
+    effects = f.log_read(9, replace(ENTRY, index=9, generation=1, ending=ending), 1, 0.1)
     assert [m["status"] for m in told(effects, "end")] == ["superseded"]
     assert not of(effects, Claim, PublishResult)
     assert f.tick(9.0) == []

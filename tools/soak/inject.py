@@ -127,7 +127,9 @@ class RunMonitor:
         number, members = last.number, last.members
         stops = [e for e in events.of("round_stopped", after=last.time) if e["round"] == number]
         num_usable = self._num_nodes - len(read_json(self.run.excluded) or {})
-        if stops or len(members) < num_usable:
+        # A run of one node writes no event that its round ends: its leader leaves with the node.
+        leaves = any(member.notice is not None for member in members)
+        if stops or leaves or len(members) < num_usable:
             return False
         if not all(number in member.first_steps for member in members):
             return False

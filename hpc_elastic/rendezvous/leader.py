@@ -124,11 +124,12 @@ class Leader:
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._term.handle(self._state.start_leading)
         self._listener.serve(self._accept)
-        duties = [self._tick(), self._watch_log(), self._write_status(), self._readmit()]
+        duties = [self._tick(), self._watch_log(), self._write_status()]
+        duties.append(self._repeat(_READMIT_S, self._term.readmit))
         if self._folder is not None:
             duties.append(self._watch_notices(self._folder))
         if self._context.rules.ft:
-            duties.append(self._tick_quorum())
+            duties.append(self._repeat(_QUORUM_TICK_S, self._tick_quorum))
         for duty in duties:
             self._start(duty, self._duties)
 
@@ -191,17 +192,17 @@ class Leader:
     def _start(
         self, duty: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]
     ) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._run_duty(duty))
+        async def run() -> None:
+            try:
+                await duty
+            except Exception:
+                self._fail()
+
+        task = asyncio.create_task(run())
         among.add(task)
         task.add_done_callback(among.discard)
         task.add_done_callback(lambda _: duty.close())  # cancelled before its first step
         return task
-
-    async def _run_duty(self, duty: Coroutine[Any, Any, None]) -> None:
-        try:
-            await duty
-        except Exception:
-            self._fail()
 
     @contextlib.contextmanager
     def _fail_on_error(self) -> Iterator[None]:
@@ -400,10 +401,13 @@ class Leader:
             self._term.handle(self._state.tick, time.monotonic())
             await asyncio.sleep(self._context.liveness.heartbeat_interval_s)
 
-    async def _tick_quorum(self) -> None:
+    def _tick_quorum(self) -> None:
+        self._term.handle(self._state.tick_quorum, time.monotonic())
+
+    async def _repeat(self, interval_s: float, act: Callable[[], None]) -> None:
         while True:
-            await asyncio.sleep(_QUORUM_TICK_S)
-            self._term.handle(self._state.tick_quorum, time.monotonic())
+            await asyncio.sleep(interval_s)
+            act()
 
     async def _watch_log(self) -> None:
         """Step down once the log shows another leader."""
@@ -435,11 +439,6 @@ class Leader:
         except TermOverError as e:
             _log.warning("term %d is over: %s", self._claim.term, e)
             self._term.end_term()
-
-    async def _readmit(self) -> None:
-        while True:
-            await asyncio.sleep(_READMIT_S)
-            self._term.readmit()
 
     async def _write_status(self) -> None:
         while True:

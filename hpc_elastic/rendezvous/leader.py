@@ -288,7 +288,7 @@ class Leader:
                 assert agent is not None
                 self._let_go(agent, "silent, or connected anew")
             case Note(kind, fields):
-                self._journal.note(kind, **fields)
+                self._journal.append_event(kind, **fields)
             case Append():
                 self._start(self._append(effect), self._duties)
             case Announce():
@@ -304,7 +304,7 @@ class Leader:
             case RenewLease():
                 self._renew_lease()
             case Show(status, lines):
-                self._journal.show(status, lines)
+                self._journal.write_status(status, lines)
             case RemoveNotice(name, in_vain):
                 if in_vain:
                     _log.warning("the notice %s names no task or host of the run", name)
@@ -320,7 +320,7 @@ class Leader:
                     self._readmitting = self._let_slurm(world.readmit, tasks)
             case ClearHolds(tasks, possibly_alive, failed_on):
                 avoids = sorted({*possibly_alive.values()})
-                self._journal.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
+                self._journal.append_event("tasks_restarted", tasks=list(tasks), avoids=avoids)
                 self._let_slurm(world.clear_holds, tasks, possibly_alive, failed_on)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
@@ -362,7 +362,7 @@ class Leader:
 
     async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         self._term.show(time.time())  # before the result, whose readers take it for the last
-        await self._journal.publish(entry)
+        await self._journal.publish_result(entry)
         self._term.do(afterwards)
         await self._if_it_leads(self._office.world.cancel_pending)
 

@@ -120,8 +120,8 @@ def test_an_agent_from_before_ends_and_publishes_nothing(ending):
 
 async def _publish(run, entry):
     journal = StatusWriter(run, "r", None, 0)
-    journal.note = lambda *_, **__: None
-    await journal.publish(entry)
+    journal.append_event = lambda *_, **__: None
+    await journal.publish_result(entry)
     await journal.close()
 
 

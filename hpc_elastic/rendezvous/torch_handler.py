@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -283,31 +283,8 @@ class _Step:
         """Return the tasks of the step, one for each node."""
         return self._tasks
 
-    def cancel_pending(self) -> None:
-        """Do nothing: no task of a step is queued."""
+    def _do_nothing(self, *_: object, **__: object) -> None:
+        """No task of a step is queued, and srun and torchrun write the logs."""
 
-    def postpone_pending(self, delay_s: float) -> None:
-        """Do nothing: no task of a step is queued."""
-
-    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
-        """Do nothing: a step has no sweep."""
-
-    def let_others_start(self, lost: Iterable[str]) -> None:
-        """Do nothing: a step has no sweep."""
-
-    def clear_holds(
-        self,
-        tasks: Iterable[str],
-        possibly_alive: Mapping[str, str],
-        failed_on: Mapping[str, Sequence[str]],
-    ) -> None:
-        """Do nothing: no task of a step is queued."""
-
-    def readmit(self, tasks: Iterable[str]) -> None:
-        """Do nothing: no task of a step is queued."""
-
-    def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Do nothing: no task of a step is queued."""
-
-    def log_of(self, task: str, attempt: int) -> None:
-        """Return None: srun and torchrun write the logs."""
+    cancel_pending = postpone_pending = waits_in_vain = let_others_start = _do_nothing
+    clear_holds = readmit = exclude = log_of = _do_nothing

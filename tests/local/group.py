@@ -72,14 +72,10 @@ class Group:
         """Record the call."""
         self.cancelled.set()
 
-    def postpone_pending(self, delay_s: float) -> None:
-        """No task is queued."""
+    def _do_nothing(self, *_: object) -> None:
+        """No other task is queued, and there is no sweep."""
 
-    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
-        """There is no sweep."""
-
-    def let_others_start(self, lost: Iterable[str]) -> None:
-        """There are no other runs."""
+    postpone_pending = waits_in_vain = let_others_start = readmit = _do_nothing
 
     def clear_holds(
         self,
@@ -89,9 +85,6 @@ class Group:
     ) -> None:
         """Record the call."""
         self.brought_back += tasks
-
-    def readmit(self, tasks: Iterable[str]) -> None:
-        """No task avoids a node."""
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
         """Record the call."""

@@ -293,7 +293,7 @@ class Leader:
                 assert agent is not None
                 self._disconnect(agent, "it timed out, or has connected again")
             case Note(kind, fields):
-                self._status_writer.note(kind, **fields)
+                self._status_writer.append_event(kind, **fields)
             case Append():
                 self._start(self._append(effect), self._duties)
             case Announce():
@@ -311,7 +311,7 @@ class Leader:
                     self._is_renewing = True
                     self._start(self._renew_lease(), self._duties)
             case Show(status, lines):
-                self._status_writer.show(status, lines)
+                self._status_writer.write_status(status, lines)
             case RemoveNotice(name, matches_no_agent):
                 if matches_no_agent:
                     _log.warning("the notice %s names no task or host of the run", name)
@@ -327,7 +327,7 @@ class Leader:
                     self._readmitting = self._start_slurm_call(scheduler.readmit, tasks)
             case ClearHolds(tasks, possibly_alive, failed_on):
                 avoids = sorted({*possibly_alive.values()})
-                self._status_writer.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
+                self._status_writer.append_event("tasks_restarted", tasks=list(tasks), avoids=avoids)
                 restart = scheduler.clear_holds
                 self._start_slurm_call(restart, tasks, possibly_alive, failed_on)
 
@@ -372,7 +372,7 @@ class Leader:
 
     async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         self._term.show(time.time())  # before the result, so that readers take it for the last
-        await self._status_writer.publish(entry)
+        await self._status_writer.publish_result(entry)
         self._term.do(afterwards)
         await self._call_if_leading(self._context.scheduler.cancel_pending)
 

@@ -327,8 +327,8 @@ class Leader:
                     self._readmitting = self._start_slurm_call(scheduler.readmit, tasks)
             case ClearHolds(tasks, possibly_alive, failed_on):
                 avoids = sorted({*possibly_alive.values()})
-                self._status_writer.append_event("tasks_restarted", tasks=list(tasks), avoids=avoids)
-                restart = scheduler.clear_holds
+                write, restart = self._status_writer.append_event, scheduler.clear_holds
+                write("tasks_restarted", tasks=list(tasks), avoids=avoids)
                 self._start_slurm_call(restart, tasks, possibly_alive, failed_on)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:

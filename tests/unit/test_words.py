@@ -12,7 +12,7 @@ import hpc_elastic
 
 ROOT = Path(hpc_elastic.__file__).parents[1]
 CODE = ("hpc_elastic", "hydra_plugins", "tools", "examples", "tests/simulation")
-PAGES = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"))
 
 VERBS_WITHOUT_OBJECT = frozenset(
     (

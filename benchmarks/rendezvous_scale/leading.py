@@ -53,7 +53,7 @@ class IdleScheduler:
     def _do_nothing(self, *_: object) -> None:
         """Nothing is queued, and there are no other runs."""
 
-    cancel_pending = postpone_pending = waits_in_vain = let_others_start = _do_nothing
+    cancel_pending = postpone_pending = why_blocked = let_others_start = _do_nothing
     clear_holds = readmit = exclude = log_of = _do_nothing
 
 

@@ -172,7 +172,7 @@ class Leader:
             self._start(self._remove_confirmed(self._folder), self._clean_up)
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
 
-    def let_go(self) -> None:
+    def disconnect_all(self) -> None:
         """See `Executor`: the agents find the next leader."""
         self._listener.close()
         for connection in self._connections:
@@ -381,7 +381,7 @@ class Leader:
         self._term.handle(self._state.slurm_answered, view, time.monotonic())
 
     async def _query_sweep(self, lost: Mapping[str, int]) -> None:
-        why = await self._in_thread(self._context.scheduler.waits_in_vain, lost)
+        why = await self._in_thread(self._context.scheduler.why_blocked, lost)
         self._term.handle(self._state.sweep_answered, why, time.monotonic())
 
     async def _renew_lease(self) -> None:
@@ -507,7 +507,7 @@ class LeaderScheduler(Protocol):
     def postpone_pending(self, delay_s: float) -> None:
         """Start none of the run's queued tasks for this time."""
 
-    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+    def why_blocked(self, lost: Mapping[str, int]) -> str | None:
         """Return why the run cannot get its min nodes at present; None if it may get them."""
 
     def let_others_start(self, lost: Iterable[str]) -> None:

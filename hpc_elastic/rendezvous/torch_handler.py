@@ -286,5 +286,5 @@ class _Step:
     def _do_nothing(self, *_: object, **__: object) -> None:
         """No task of a step is queued, and srun and torchrun write the logs."""
 
-    cancel_pending = postpone_pending = waits_in_vain = let_others_start = _do_nothing
+    cancel_pending = postpone_pending = why_blocked = let_others_start = _do_nothing
     clear_holds = readmit = exclude = log_of = _do_nothing

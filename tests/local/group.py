@@ -75,7 +75,7 @@ class Group:
     def _do_nothing(self, *_: object) -> None:
         """No other task is queued, and there is no sweep."""
 
-    postpone_pending = waits_in_vain = let_others_start = readmit = _do_nothing
+    postpone_pending = why_blocked = let_others_start = readmit = _do_nothing
 
     def clear_holds(
         self,

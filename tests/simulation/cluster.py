@@ -575,7 +575,7 @@ class AgentProcess:
         leader = self.leaders[-1]
         self._do(self._following.claimed(entry if done else None, self.host.clock()))
         if not leader.leads:
-            leader.let_go()
+            leader.disconnect_all()
 
     # ---- the agent's own thread ---------------------------------------------------------
 
@@ -835,9 +835,9 @@ class Leader:
             self.term.handle(self.leadership.notice_confirmed, self.endpoint.task)
             self.term.end_term()
             self._files.remove_confirmed()
-        self.let_go()
+        self.disconnect_all()
 
-    def let_go(self) -> None:
+    def disconnect_all(self) -> None:
         """Stop listening, and let go of everybody; see `Executor`."""
         if self.is_open and self._has_begun:
             self._env.monitor.fenced += self.leadership.fenced and not self.agent.over

@@ -98,7 +98,7 @@ class KeeperProcess:
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """Nothing ends here."""
 
-    def let_go(self) -> None:
+    def disconnect_all(self) -> None:
         """Another keeper has all the groups already."""
 
     # ---- groups ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@
     |- DamagedStateError                 a state was received in place only in part, for good
     |- QuorumAbortedError                a member was lost, or has reported an error
     |- CheckpointBeforeLeaveError        this replica leaves once it has saved its state
-    |- GroupServerGoneError (ConnectionError)    the server of the replica group has ended
+    |- ManagerServerLostError (ConnectionError)    the server of the replica group has ended
     |- HealError                         a peer's state could not be fetched
     |  `- HealTimeoutError (TimeoutError)
     `- ProcessGroupError (RuntimeError)  a collective between replicas failed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,41 +35,26 @@ def liveness(size: int) -> HeartbeatConfig:
     return HeartbeatConfig.of(defaults.heartbeat_interval_s, defaults.heartbeat_timeout_s, size)
 
 
-class World:
-    """Slurm calls every task RUNNING; nothing else is asked for."""
+class IdleScheduler:
+    """A scheduler that reports every task as RUNNING, and has nothing queued."""
 
     def __init__(self, size: int) -> None:
         tasks = [member(slot).task for slot in range(size)]
         self._view = {task: TaskState(task, "RUNNING", node="node") for task in tasks}
 
     def make_store(self) -> tuple[str, int]:
-        """No store: nobody starts workers."""
+        """Return an address: no worker is started that would use it."""
         return ADDRESS, 1
 
     def view(self) -> dict[str, TaskState]:
-        """Slurm's word."""
+        """Return the states of all tasks."""
         return self._view
 
-    def cancel_pending(self) -> None:
-        """Nothing is queued."""
+    def _do_nothing(self, *_: object) -> None:
+        """Nothing is queued, and there are no other runs."""
 
-    def postpone_pending(self, delay_s: float) -> None:
-        """Nothing is queued."""
-
-    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
-        """There is no sweep."""
-
-    def let_others_start(self, lost: Iterable[str]) -> None:
-        """There are no other runs."""
-
-    def clear_holds(self, tasks: Iterable[str]) -> None:
-        """Slurm holds nothing."""
-
-    def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Nothing is queued."""
-
-    def log_of(self, task: str, attempt: int) -> None:
-        """There are no logs."""
+    cancel_pending = postpone_pending = why_blocked = let_others_start = _do_nothing
+    clear_holds = readmit = exclude = log_of = _do_nothing
 
 
 def lead(pipe: Connection, size: int, folder: Path) -> None:
@@ -83,10 +67,10 @@ def lead(pipe: Connection, size: int, folder: Path) -> None:
 
 
 async def _lead(pipe: Connection, size: int, folder: Path) -> None:
-    office = _office(size, folder)
+    context = _context(size, folder)
     listener = Listener(ADDRESS)
-    entry = _claim(office.log, listener.port)
-    leader = Leader(office, entry, listener)
+    entry = _claim(context.log, listener.port)
+    leader = Leader(context, entry, listener)
     leader.lead()
     over = asyncio.Event()
     asyncio.get_running_loop().add_reader(pipe.fileno(), _tell_cpu, pipe, over)
@@ -104,26 +88,26 @@ def _tell_cpu(pipe: Connection, over: asyncio.Event) -> None:
         over.set()
 
 
-def _office(size: int, folder: Path) -> LeaderContext:
+def _context(size: int, folder: Path) -> LeaderContext:
     run = RunDir(folder)
     events = EventLog(run.events(member(0).task), member(0).task)
     for needed in (run.first_term, events.path.parent):
         needed.mkdir(parents=True, exist_ok=True)
     settings = RendezvousSettings()
     rules = RoundRules(size, size, 3, settings.straggler_timeout_s, settings.last_call_s)
-    register = DecisionLog(run.rdzv, SECRET)
+    log = DecisionLog(run.rdzv, SECRET)
     return LeaderContext(
         rules,
         liveness(size),
         SECRET,
-        register,
+        log,
         partial(StatusWriter, run, "scale", events),
-        World(size),
+        IdleScheduler(size),
     )
 
 
-def _claim(register: DecisionLog, port: int) -> LogEntry:
+def _claim(log: DecisionLog, port: int) -> LogEntry:
     here = Endpoint(ADDRESS, port, member(0).task, 0)
     entry = claim(1, None, here, time.time())
-    assert register.create(entry)
+    assert log.create(entry)
     return entry

@@ -424,10 +424,10 @@ class RunScheduler:
             self._scheduler.cancel_pending()
         self.let_others_start((), ends=True)
 
-    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+    def why_blocked(self, lost: Mapping[str, int]) -> str | None:
         """Return why other runs of the sweep keep this one from its nodes; None if they do not."""
         with _logged("the other runs of the sweep cannot be listed"):
-            return None if self._sweep is None else self._sweep.waits_in_vain(lost)
+            return None if self._sweep is None else self._sweep.why_blocked(lost)
         return None
 
     def let_others_start(self, lost: Iterable[str], *, ends: bool = False) -> None:

@@ -60,7 +60,7 @@ def kill_strays(keep: Collection[int] = ()) -> int:
             "killed %d processes that workers had left behind: %s", len(killed), sorted(names)
         )
     deadline, alive = time.monotonic() + _WAIT_S, killed
-    while alive := [p for p in alive if not _is_gone(p)]:
+    while alive := [p for p in alive if not _has_exited(p)]:
         if time.monotonic() > deadline:
             _log.error("processes that cannot be killed: %s", [p.pid for p in alive])
             break
@@ -114,7 +114,7 @@ def _find_strays(keep: Collection[int]) -> list[psutil.Process]:
     return found
 
 
-def _is_gone(process: psutil.Process) -> bool:
+def _has_exited(process: psutil.Process) -> bool:
     with contextlib.suppress(ChildProcessError):  # psutil does not wait for one just adopted
         os.waitpid(process.pid, os.WNOHANG)
     try:

@@ -97,7 +97,7 @@ def told_exit_code(files: WorkerFiles) -> int | None:
 
     Its process may live on for a while: threads are waited for, and exit handlers run.
     """
-    code = _told_by_worker(files.error).get("exit_code")
+    code = _worker_report(files.error).get("exit_code")
     return code if isinstance(code, int) else None
 
 
@@ -115,7 +115,7 @@ def describe(
         place: Where it ran.
         progress: What it has last published; None if unknown.
     """
-    told = _told_by_worker(files.error)
+    told = _worker_report(files.error)
     died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None
     how = f"ended by {died_of}" if died_of else _how_it_exited(failure.exitcode, told, progress)
     return {
@@ -149,7 +149,7 @@ def _how_it_exited(code: int, told: Mapping[str, Any], progress: WorkerStatus | 
     return f"exited with code {code}{at} {when}{handled}"
 
 
-def _told_by_worker(error_file: Path) -> dict[str, Any]:
+def _worker_report(error_file: Path) -> dict[str, Any]:
     """Return what the worker itself wrote of its failure; nothing if it had no chance to."""
     try:
         told = json.loads(error_file.read_text())["hpc_elastic"]

@@ -229,7 +229,7 @@ def prune_command(
     if keep_last == 0 and not (yes or dry_run):
         what = "removes every checkpoint: the run could not be resumed"
         raise click.UsageError(f"--keep-last 0 {what}. Add --yes to confirm")
-    if keep_last == 0 and _goes_on(run):
+    if keep_last == 0 and _has_tasks(run):
         remedy = "keep at least one, or cancel the run first"
         raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
     files.load()
@@ -238,7 +238,7 @@ def prune_command(
         last = fencing.last_index(files.rdzv)
     except OSError as e:
         raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
-    last_index = last if _goes_on(run) else None
+    last_index = last if _has_tasks(run) else None
     cleaning = store.plan(folder, keep_last=keep_last, last_index=last_index)
     left = [] if dry_run else store.remove(cleaning)
     freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
@@ -281,7 +281,7 @@ def _only_directory(run: RunDir) -> Path:
     return found[0]
 
 
-def _goes_on(run: Path) -> bool:
+def _has_tasks(run: Path) -> bool:
     """Whether the run may have a task; True if the scheduler does not answer."""
     from hpc_elastic.slurm.scheduler import Scheduler
 

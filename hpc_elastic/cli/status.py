@@ -21,7 +21,7 @@ from rich.text import Text
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, RunTask, read_details
-from hpc_elastic.launcher.run_view import CANCELLED, LOST, GoneTimer, RunEnd, RunView
+from hpc_elastic.launcher.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
 from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
@@ -160,7 +160,7 @@ class EndCheck:
     """Detects the end of a run that is watched: without a result, when no task is left for long."""
 
     def __init__(self) -> None:
-        self._gone = GoneTimer(_GONE_S)
+        self._gone = AbsenceTimer(_GONE_S)
 
     def __call__(self, view: RunView) -> RunEnd | None:
         """Return how the run ended; None if it goes on, or its result may be on its way."""

@@ -155,7 +155,7 @@ class Manager:
 
         Raises:
             ConfigError: There is no lighthouse, or the group's place is unknown.
-            GroupServerGoneError: The group's server does not answer.
+            ManagerServerLostError: The group's server does not answer.
 
         The environment takes precedence for TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC,
         TORCHFT_CONNECT_TIMEOUT_SEC and TORCHFT_QUORUM_RETRIES.
@@ -260,7 +260,7 @@ class Manager:
             TimeoutError: There was no quorum in time; it names what was waited for.
             LeftQuorumError: This group has left, as announced. In a run nothing is raised: the
                 worker waits to be stopped.
-            GroupServerGoneError: The group's server has ended; start the worker again.
+            ManagerServerLostError: The group's server has ended; start the worker again.
         """
         if not self._step.is_started:
             raise RuntimeError("call start_quorum before wait_quorum")

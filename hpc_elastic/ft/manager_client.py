@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 QuorumAnswer = messages.QuorumResult | messages.LeaveGranted | messages.CheckpointBeforeLeave
 
 
-class GroupServerGoneError(HpcElasticError, ConnectionError):
+class ManagerServerLostError(HpcElasticError, ConnectionError):
     """The server of this replica group cannot be reached, or has ended: start the worker again."""
 
 
@@ -80,7 +80,7 @@ class ManagerClient:
             timeout_s: For the server's first answer, in seconds.
 
         Raises:
-            GroupServerGoneError: The server does not answer.
+            ManagerServerLostError: The server does not answer.
         """
         self.replica_id = ""
         self._path = path
@@ -100,7 +100,7 @@ class ManagerClient:
             self._socket.connect(str(path))
         except OSError as e:
             self._socket.close()
-            raise GroupServerGoneError(
+            raise ManagerServerLostError(
                 f"the server of this replica group cannot be reached at {path}: {e}. Is its "
                 "process alive, and on this node?"
             ) from e
@@ -113,7 +113,7 @@ class ManagerClient:
             with self._changed:
                 self._changed.wait_for(lambda: self.replica_id or self._closed_reason, timeout_s)
             if not self.replica_id:
-                raise self._gone_error(self._closed_reason or "it does not answer")
+                raise self._lost_error(self._closed_reason or "it does not answer")
         except BaseException:
             self.close()
             raise
@@ -167,7 +167,7 @@ class ManagerClient:
         Raises:
             TimeoutError: There was no quorum in time; the message names what is waited for. Try
                 again, or give up.
-            GroupServerGoneError: The server has ended.
+            ManagerServerLostError: The server has ended.
         """
         with self._changed:
             self._answer = None
@@ -182,7 +182,7 @@ class ManagerClient:
             if self._answer is not None:
                 return self._answer
         if self._closed_reason is not None:
-            raise self._gone_error(self._closed_reason)
+            raise self._lost_error(self._closed_reason)
         self._send(messages.CancelRequest())
         raise TimeoutError(f"no quorum within {timeout_s:g} s: {self._waits_for}")
 
@@ -190,7 +190,7 @@ class ManagerClient:
         """Vote whether this worker can commit its step; return whether the whole group does.
 
         Raises:
-            GroupServerGoneError: The server has ended.
+            ManagerServerLostError: The server has ended.
         """
         with self._changed:
             quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
@@ -210,7 +210,7 @@ class ManagerClient:
                 return decision.commit
             if self._closed_reason is not None:
                 break
-        raise self._gone_error(self._closed_reason or "it does not answer")
+        raise self._lost_error(self._closed_reason or "it does not answer")
 
     def report_abort(self, quorum_id: int, reason: str) -> None:
         """Report that this quorum cannot go on; may be repeated, and costs one message.
@@ -220,7 +220,7 @@ class ManagerClient:
         with self._changed:
             is_news = self.steps.mark_aborted(quorum_id, reason)
         if is_news:
-            with contextlib.suppress(GroupServerGoneError):
+            with contextlib.suppress(ManagerServerLostError):
                 self._send(messages.QuorumAborted(quorum_id, reason))
 
     def close(self) -> None:
@@ -242,10 +242,10 @@ class ManagerClient:
             with self._sending:
                 self._socket.sendall(messages.to_line(message))
         except OSError as e:
-            raise self._gone_error(self._closed_reason or str(e)) from e
+            raise self._lost_error(self._closed_reason or str(e)) from e
 
-    def _gone_error(self, reason: str) -> GroupServerGoneError:
-        return GroupServerGoneError(
+    def _lost_error(self, reason: str) -> ManagerServerLostError:
+        return ManagerServerLostError(
             f"the server of this replica group ({self._path}) is gone: {reason}. Start the worker "
             "again"
         )

@@ -196,7 +196,7 @@ class QuorumClient:
                 step.
             TimeoutError: No quorum came; it names what is waited for.
             LeftQuorumError: This replica has left, as announced.
-            GroupServerGoneError: The group's server has ended; start the worker again.
+            ManagerServerLostError: The group's server has ended; start the worker again.
         """
         client = self._client
         deadline = time.monotonic() + timeout_s

@@ -379,7 +379,7 @@ def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 @dataclass
-class GoneTimer:
+class AbsenceTimer:
     """Measures how long no task of a run is left: without a result it has ended after a while.
 
     Attributes:
@@ -429,7 +429,7 @@ class EndDetector:
         self._warn = warn
         self._is_silent = False
         self._query_at = 0.0
-        self._gone = GoneTimer()
+        self._gone = AbsenceTimer()
         self._view: RunView | None = None
 
     def poll(self) -> RunView | None:

@@ -166,11 +166,11 @@ def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepar
     found = provenance(requests[0].entry)
     remove_rendered([request.dir for request in requests], sweep / SUBMISSION)
 
-    def prepare_anew() -> Prepared:
+    def prepare_again() -> Prepared:
         plan = lay_out(requests, sweep / SUBMISSION)
         return write(plan, name, provenance=found, preemptions=query_backend(plan))
 
-    return with_free_numbers(prepare_anew)
+    return with_free_numbers(prepare_again)
 
 
 def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
@@ -349,23 +349,23 @@ def next_array(submission: Path) -> int:
     return max((array.number for array in Submission(submission).arrays()), default=-1) + 1
 
 
-def with_free_numbers(prepare_anew: Callable[[], T]) -> T:
+def with_free_numbers(prepare_again: Callable[[], T]) -> T:
     """Plan and prepare a submission, again if another one takes its array numbers meanwhile.
 
     Several runs of one sweep may be resumed at the same moment.
 
     Args:
-        prepare_anew: Makes the plan, and writes its files.
+        prepare_again: Makes the plan, and writes its files.
 
     Raises:
         ArrayTakenError: The numbers were taken at every try.
     """
     for _ in range(_NUM_TRIES - 1):
         try:
-            return prepare_anew()
+            return prepare_again()
         except ArrayTakenError:
             continue
-    return prepare_anew()
+    return prepare_again()
 
 
 def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> tuple[Path, ...]:

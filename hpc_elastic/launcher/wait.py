@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from hpc_elastic._util import duration, sigterm_as_interrupt
 from hpc_elastic.errors import SlurmError
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import GoneTimer, count_states, members_of, number, phase_of
+from hpc_elastic.launcher.run_view import AbsenceTimer, count_states, members_of, number, phase_of
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import STATUS_SELDOM_S
 from hpc_elastic.run.events import Event, EventReader
@@ -251,7 +251,7 @@ class _WatchedRun:
     row: Row = field(default_factory=dict)
     status: Mapping[str, Any] | None = None
     states: Sequence[TaskState] | None = None
-    gone: GoneTimer = field(default_factory=GoneTimer)
+    gone: AbsenceTimer = field(default_factory=AbsenceTimer)
     last_seen: dict[str, str] = field(default_factory=dict)
     warned_failed: bool = False
     warned_reasons: frozenset[str] = frozenset()

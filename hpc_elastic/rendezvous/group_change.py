@@ -54,14 +54,6 @@ its boundaries only on the rank that writes the checkpoints."""
 _MAX_NAMED = 5
 
 
-@dataclass(frozen=True)
-class PreemptedMember:
-    """A member that is to leave by some time."""
-
-    reason: str
-    by: float
-
-
 class ChangeDecision(NamedTuple):
     """What a round does now."""
 
@@ -142,7 +134,8 @@ class GroupChange:
         self.members: tuple[Agent, ...] = ()
         self.barrier = CheckpointBarrier()
         self.agreement = self.agreements(AHEAD_S)
-        self.preempted: dict[Agent, PreemptedMember] = {}
+        self.preempted: dict[Agent, str] = {}
+        """Members that are to leave soon, each with the reason."""
         self._first_deadline = math.inf
         """Of the preempted members."""
         self._gather_until = math.inf
@@ -190,9 +183,8 @@ class GroupChange:
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
         """A member is to leave within ``left_s``."""
-        by = now + left_s
-        self.preempted[agent] = PreemptedMember(reason, by)
-        self._first_deadline = min(self._first_deadline, by)
+        self.preempted[agent] = reason
+        self._first_deadline = min(self._first_deadline, now + left_s)
         self._gather_until = min(self._gather_until, now + GATHER_S)
         self.agreement.hurry()
         return [preemption_note(agent, reason, left_s)]
@@ -218,11 +210,6 @@ class GroupChange:
         return self._send_agreed(agreement.vote(agent, vote, now))
 
     # ---- rules --------------------------------------------------------------------------
-
-    @property
-    def ahead(self) -> int:
-        """The step that is proposed or confirmed; 0 if none is."""
-        return 0 if self.agreement.state is AgreementState.IDLE else self.agreement.step
 
     @property
     def is_quiet(self) -> bool:
@@ -251,7 +238,8 @@ class GroupChange:
             return ChangeDecision(effects, admits)
         reason = self._reason(waiting, admits=admits)
         step = self.barrier.reached(self.members, now)
-        if step is not None and step >= self.ahead:
+        is_agreed = self.agreement.state is not AgreementState.IDLE
+        if step is not None and (not is_agreed or step >= self.agreement.step):
             reason = f"{reason}, at the checkpoint of step {step}"
             return ChangeDecision(effects, admits, reason, step)
         if admits and self._is_waiting_pointless(waiting, now):
@@ -292,9 +280,9 @@ class GroupChange:
         """Return the nodes that join and leave, as text."""
         parts = []
         if admits:
-            parts.append(_names(waiting.joined) + " joins")
+            parts.append(f"{_names(waiting.joined)} joins")
         if self.preempted:
-            reason = next(iter(self.preempted.values())).reason
+            reason = next(iter(self.preempted.values()))
             parts.append(f"{_names(self.preempted)} leaves ({reason})")
         return ", ".join(parts)
 

@@ -124,11 +124,12 @@ class Leader:
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._term.handle(self._state.start_leading)
         self._listener.serve(self._accept)
-        duties = [self._tick(), self._watch_log(), self._write_status(), self._readmit()]
+        duties = [self._tick(), self._watch_log(), self._write_status()]
+        duties.append(self._repeat(_READMIT_S, self._term.readmit))
         if self._folder is not None:
             duties.append(self._watch_notices(self._folder))
         if self._context.rules.ft:
-            duties.append(self._tick_quorum())
+            duties.append(self._repeat(_QUORUM_TICK_S, self._tick_quorum))
         for duty in duties:
             self._start(duty, self._duties)
 
@@ -171,7 +172,7 @@ class Leader:
             self._start(self._remove_confirmed(self._folder), self._clean_up)
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
 
-    def let_go(self) -> None:
+    def disconnect_all(self) -> None:
         """See `Executor`: the agents find the next leader."""
         self._listener.close()
         for connection in self._connections:
@@ -191,17 +192,17 @@ class Leader:
     def _start(
         self, duty: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]
     ) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._run_duty(duty))
+        async def run() -> None:
+            try:
+                await duty
+            except Exception:
+                self._fail()
+
+        task = asyncio.create_task(run())
         among.add(task)
         task.add_done_callback(among.discard)
         task.add_done_callback(lambda _: duty.close())  # cancelled before its first step
         return task
-
-    async def _run_duty(self, duty: Coroutine[Any, Any, None]) -> None:
-        try:
-            await duty
-        except Exception:
-            self._fail()
 
     @contextlib.contextmanager
     def _fail_on_error(self) -> Iterator[None]:
@@ -292,7 +293,7 @@ class Leader:
                 assert agent is not None
                 self._disconnect(agent, "it timed out, or has connected again")
             case Note(kind, fields):
-                self._status_writer.note(kind, **fields)
+                self._status_writer.append_event(kind, **fields)
             case Append():
                 self._start(self._append(effect), self._duties)
             case Announce():
@@ -310,7 +311,7 @@ class Leader:
                     self._is_renewing = True
                     self._start(self._renew_lease(), self._duties)
             case Show(status, lines):
-                self._status_writer.show(status, lines)
+                self._status_writer.write_status(status, lines)
             case RemoveNotice(name, matches_no_agent):
                 if matches_no_agent:
                     _log.warning("the notice %s names no task or host of the run", name)
@@ -326,8 +327,8 @@ class Leader:
                     self._readmitting = self._start_slurm_call(scheduler.readmit, tasks)
             case ClearHolds(tasks, possibly_alive, failed_on):
                 avoids = sorted({*possibly_alive.values()})
-                self._status_writer.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
-                restart = scheduler.clear_holds
+                write, restart = self._status_writer.append_event, scheduler.clear_holds
+                write("tasks_restarted", tasks=list(tasks), avoids=avoids)
                 self._start_slurm_call(restart, tasks, possibly_alive, failed_on)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
@@ -371,7 +372,7 @@ class Leader:
 
     async def _publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         self._term.show(time.time())  # before the result, so that readers take it for the last
-        await self._status_writer.publish(entry)
+        await self._status_writer.publish_result(entry)
         self._term.do(afterwards)
         await self._call_if_leading(self._context.scheduler.cancel_pending)
 
@@ -380,7 +381,7 @@ class Leader:
         self._term.handle(self._state.slurm_answered, view, time.monotonic())
 
     async def _query_sweep(self, lost: Mapping[str, int]) -> None:
-        why = await self._in_thread(self._context.scheduler.waits_in_vain, lost)
+        why = await self._in_thread(self._context.scheduler.why_blocked, lost)
         self._term.handle(self._state.sweep_answered, why, time.monotonic())
 
     async def _renew_lease(self) -> None:
@@ -400,10 +401,13 @@ class Leader:
             self._term.handle(self._state.tick, time.monotonic())
             await asyncio.sleep(self._context.liveness.heartbeat_interval_s)
 
-    async def _tick_quorum(self) -> None:
+    def _tick_quorum(self) -> None:
+        self._term.handle(self._state.tick_quorum, time.monotonic())
+
+    async def _repeat(self, interval_s: float, act: Callable[[], None]) -> None:
         while True:
-            await asyncio.sleep(_QUORUM_TICK_S)
-            self._term.handle(self._state.tick_quorum, time.monotonic())
+            await asyncio.sleep(interval_s)
+            act()
 
     async def _watch_log(self) -> None:
         """Step down once the log shows another leader."""
@@ -435,11 +439,6 @@ class Leader:
         except TermOverError as e:
             _log.warning("term %d is over: %s", self._claim.term, e)
             self._term.end_term()
-
-    async def _readmit(self) -> None:
-        while True:
-            await asyncio.sleep(_READMIT_S)
-            self._term.readmit()
 
     async def _write_status(self) -> None:
         while True:
@@ -508,7 +507,7 @@ class LeaderScheduler(Protocol):
     def postpone_pending(self, delay_s: float) -> None:
         """Start none of the run's queued tasks for this time."""
 
-    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+    def why_blocked(self, lost: Mapping[str, int]) -> str | None:
         """Return why the run cannot get its min nodes at present; None if it may get them."""
 
     def let_others_start(self, lost: Iterable[str]) -> None:

@@ -171,7 +171,7 @@ class ReplicaState:
         is_excluded = agent.host in run.policy.excluded
         if run.done or is_excluded:
             sent_back = run.backoff.requeue_faulty((agent,)) if is_excluded else []
-            return [*effects, *self._let_go(agent, now), *sent_back, *self._advance(now)]
+            return [*effects, *self._remove_member(agent, now), *sent_back, *self._advance(now)]
         why = "its workers failed, and are started again"
         return [*effects, *stop((agent,), why, "failed", run.entry.round)]
 
@@ -196,7 +196,7 @@ class ReplicaState:
         effects = run.lose(agent, why)
         run.participants.pending_rejoin.discard(agent)
         if run.phase is RoundPhase.RUNNING:
-            effects += self._let_go(agent, now)
+            effects += self._remove_member(agent, now)
         return [*effects, *self._advance(now)]
 
     def heartbeat_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
@@ -292,7 +292,7 @@ class ReplicaState:
         self.taking_part.difference_update(placed)
         return effects
 
-    def _let_go(self, agent: Agent, now: float) -> list[Effect]:
+    def _remove_member(self, agent: Agent, now: float) -> list[Effect]:
         """Decide that an agent is no member any more."""
         run = self.run
         run.participants.pending_rejoin.discard(agent)
@@ -326,7 +326,7 @@ class ReplicaState:
         run = self.run
         tasks = {a.task for a in run.participants.joined}
         starting = [a for a in run.ranks.members if a.task in tasks]
-        effects = [effect for agent in starting for effect in self._let_go(agent, now)]
+        effects = [effect for agent in starting for effect in self._remove_member(agent, now)]
         members = set(run.ranks.members)
         waited_for = self.taking_part & members or members
         if waited_for <= run.done:

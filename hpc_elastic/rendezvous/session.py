@@ -359,7 +359,7 @@ class Session:
 
     async def _publish_result(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         writer = self._context.make_status_writer(0)
-        await writer.publish(entry)
+        await writer.publish_result(entry)
         await writer.close()
         await self._in_thread(self._context.scheduler.cancel_pending)
         self._carry_out(afterwards)

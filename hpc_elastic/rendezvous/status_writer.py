@@ -1,23 +1,21 @@
-"""What the leader writes for others to read: events, status, progress, result.
+"""Status writer: the files that a leader writes for readers: events, status, progress, result.
 
-Status and progress pass through the term folder (`term`), so that none of them comes from a
-leader whose term is over. All writes go through one thread, so that a slow shared file system
-delays the files and never the heartbeats. What comes while one is under way is written together
-afterwards, the newest status alone: so the result, for which every node waits, has never more
-than that before it. What the agents decide by is not here but in `decision_log`.
+The status and the progress pass through the term folder (`term`), so that no leader whose term is
+over writes them. One thread does all writes, so a slow shared file system delays the files and
+never the heartbeats. Items that arrive during a write are written together after it, and of several
+statuses only the newest. So at most one write precedes the result, for which every node waits. The
+agents decide by `decision_log`, not by these files.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_elastic.rendezvous.log_entry import LogEntry, carried_out
@@ -25,93 +23,93 @@ from hpc_elastic.rendezvous.term import RunFiles, TermFolder, TermOverError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.shared_files import (
-    is_there,
-    write_atomic,
-)
+from hpc_elastic.shared_files import is_there, write_atomic
 
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 
 
-@dataclass
-class _Waiting:
-    """What is still to be written."""
-
-    events: list[str] = field(default_factory=list)
-    status: dict[str, Any] | None = None
-    progress: list[dict[str, Any]] = field(default_factory=list)
-
-
 class StatusWriter:
     """Writes one run's files for its leader.
 
     Args:
-        run: The run.
-        run_id: Its id, for the result.
-        events: Where the leader's agent writes its events.
-        term: The leader's; 0: this agent does not lead, and writes no status.
+        run: The run directory.
+        run_id: The run id, for the result.
+        events: The event log of the leader's agent.
+        term: The leader's term; 0: this agent does not lead, and writes no status.
     """
 
     def __init__(self, run: RunDir, run_id: str, events: EventLog, term: int) -> None:
         self.is_over = False
-        """Whether a later leader was found to write the status."""
+        """Whether a write has found that a later leader writes the status."""
         self._run = run
         self._run_id = run_id
-        self._events = events
+        self._event_log = events
         self._term = TermFolder(term, RunFiles(run))
-        self._waiting = _Waiting()
-        self._is_called = False
+        self._events: list[str] = []
+        self._status: dict[str, Any] | None = None
+        self._progress: list[dict[str, Any]] = []
+        self._is_scheduled = False
         self._lock = threading.Lock()
+        """Guards the four fields above: what is not written yet."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
-    def note(self, kind: str, **fields: Any) -> None:
+    def append_event(self, kind: str, **fields: Any) -> None:
         """Append an event, in the background."""
-        line = self._events.line(kind, **fields)
-        with self._handing_over() as waiting:
-            waiting.events.append(line)
+        line = self._event_log.line(kind, **fields)
+        with self._lock:
+            self._events.append(line)
+            self._schedule_write()
 
-    def show(self, status: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
+    def write_status(self, status: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
         """Replace status.json and append lines to progress.jsonl, in the background."""
-        with self._handing_over() as waiting:
-            waiting.status = {**status, "updated": time.time()}
-            waiting.progress += lines
+        with self._lock:
+            self._status = {**status, "updated": time.time()}
+            self._progress += lines
+            self._schedule_write()
 
-    async def publish(self, entry: LogEntry) -> None:
-        """Write result.json unless it is there; the end may be announced once this returns."""
-        result = _result(entry, self._run_id)
-        loop, number = asyncio.get_running_loop(), entry.index
-        while not await loop.run_in_executor(self._thread, self._try_publish, result, number):
+    async def publish_result(self, entry: LogEntry) -> None:
+        """Write result.json unless it is there; announce the end of the run after this returns."""
+        ending = entry.ending
+        assert ending is not None
+        folder = f"results/{ending.results or f'round-{entry.round}'}"
+        result = {
+            "run_id": self._run_id, "status": ending.status, "started": entry.started,
+            "ended": time.time(), "rounds": entry.round, "restarts": entry.restarts,
+            "failure": ending.failure.to_json() if ending.failure else None,
+            "secondary_failures": [f.to_json() for f in ending.secondary_failures],
+            "results": folder if ending.status == "succeeded" else None,
+        }  # fmt: skip
+        text = json.dumps(result, indent=2) + "\n"
+        loop = asyncio.get_running_loop()
+        while not await loop.run_in_executor(self._thread, self._try_publish, text, entry.index):
             await asyncio.sleep(_RETRY_S)
-        self.note(
-            "end", status=result["status"], rounds=entry.round, restarts=entry.restarts,
-            failure=entry.ending.summary if entry.ending else None,
+        self.append_event(
+            "end", status=ending.status, rounds=entry.round, restarts=entry.restarts,
+            failure=ending.summary,
         )  # fmt: skip
 
     async def close(self) -> None:
-        """Write what was handed over so far, and end the thread."""
+        """Write everything that is not written yet, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown)
 
-    @contextlib.contextmanager
-    def _handing_over(self) -> Iterator[_Waiting]:
-        with self._lock:
-            yield self._waiting
-            is_called, self._is_called = self._is_called, True
-        if not is_called:
+    def _schedule_write(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
             self._thread.submit(self._write)
 
     # ---- the thread that writes ----------------------------------------------------------
 
     def _write(self) -> None:
         with self._lock:
-            waiting, self._waiting, self._is_called = self._waiting, _Waiting(), False
-        if waiting.events:
-            self._events.append(waiting.events)
-        if waiting.status is not None and not self.is_over:
-            self._show(waiting.status, waiting.progress)
-
-    def _show(self, status: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+            events, status, lines = self._events, self._status, self._progress
+            self._events, self._status, self._progress = [], None, []
+            self._is_scheduled = False
+        if events:
+            self._event_log.append(events)
+        if status is None or self.is_over:
+            return
         try:
             carried_out(self._term.show(status, lines))
         except TermOverError as e:
@@ -120,33 +118,19 @@ class StatusWriter:
         except OSError as e:
             _log.error("%s: not written: %s", e.filename2 or e.filename or self._run.status, e)
 
-    def _try_publish(self, result: dict[str, Any], number: int) -> bool:
+    def _try_publish(self, result: str, index: int) -> bool:
         try:
-            if fencing.last_index(self._run.rdzv) > number:
-                return True  # resumed meanwhile: this result is one of the past
+            if fencing.last_index(self._run.rdzv) > index:
+                return True  # the run was resumed since: the result is out of date
         except FileNotFoundError:
             pass  # no entries are kept
         except OSError as e:
             _log.error("%s: not read: %s", self._run.rdzv, e)
             return False
         try:
-            if is_there(self._run.result):
-                return True
-            write_atomic(self._run.result, json.dumps(result, indent=2) + "\n")
+            if not is_there(self._run.result):
+                write_atomic(self._run.result, result)
         except OSError as e:
             _log.error("%s: not written: %s", self._run.result, e)
             return False
         return True
-
-
-def _result(entry: LogEntry, run_id: str) -> dict[str, Any]:
-    ending = entry.ending
-    assert ending is not None
-    folder = f"results/{ending.results or f'round-{entry.round}'}"
-    return {
-        "run_id": run_id, "status": ending.status, "started": entry.started, "ended": time.time(),
-        "rounds": entry.round, "restarts": entry.restarts,
-        "failure": ending.failure.to_json() if ending.failure else None,
-        "secondary_failures": [f.to_json() for f in ending.secondary_failures],
-        "results": folder if ending.status == "succeeded" else None,
-    }  # fmt: skip

@@ -58,7 +58,7 @@ class Executor(Protocol):
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """Write the run's result; pass the other effects to `Term.do` once that is done."""
 
-    def let_go(self) -> None:
+    def disconnect_all(self) -> None:
         """The term is over: disconnect all agents, and drop the effects not carried out yet."""
 
 
@@ -74,7 +74,7 @@ class Gate:
     def __init__(self, decider: Decider, executor: Executor) -> None:
         self._decider = decider
         self._executor = executor
-        self._has_let_go = False
+        self._has_ended = False
 
     @property
     def is_over(self) -> bool:
@@ -101,9 +101,9 @@ class Gate:
     def end_term(self) -> None:
         """Pass no more effects. May be repeated."""
         self._decider.fenced = True
-        if not self._has_let_go:
-            self._has_let_go = True
-            self._executor.let_go()
+        if not self._has_ended:
+            self._has_ended = True
+            self._executor.disconnect_all()
 
 
 class Term(Gate):

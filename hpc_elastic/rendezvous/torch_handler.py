@@ -1,7 +1,7 @@
 """torch's `RendezvousHandler` over a `Session`.
 
-Each round gets a fresh TCPStore, hosted by the leader's agent: torch's own handler caches the first
-one's address over all rounds, and a joiner then waits for an address that nobody writes.
+Each round gets a fresh TCPStore on the leader's node. torch's own handler caches the address of the
+first store for all rounds, so a node that joins later waits for an address that is never written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from hpc_elastic.rendezvous.effects import RoundInfo
 from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
-from hpc_elastic.rendezvous.session import Departed, Requeued, Session
+from hpc_elastic.rendezvous.session import Departed, Requeued, RunOutcome, Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
@@ -50,17 +50,13 @@ from hpc_elastic.transport.auth import sign, user_folder, user_key
 BACKEND = "slurm"
 _STORE_TIMEOUT = timedelta(seconds=60)
 _CONNECT_TIMEOUT = timedelta(seconds=15)
-"""The store listens before its round is announced; if not, the leader has died since."""
+"""A store listens before its round is announced; after this time its host has died."""
 
 _log = logging.getLogger(__name__)
 
 
 class SlurmRendezvousHandler(RendezvousHandler):
-    """The ``slurm`` backend.
-
-    ``num_nodes_waiting`` is positive whenever the group must be formed anew: a node joins, or a
-    member was lost. It answers from memory, since torch asks at every monitor interval.
-    """
+    """The ``slurm`` backend of torch's rendezvous."""
 
     def __init__(
         self,
@@ -70,18 +66,18 @@ class SlurmRendezvousHandler(RendezvousHandler):
         *,
         stores: RoundStores | None = None,
     ) -> None:
-        """Take part in a run.
+        """Join a run.
 
         Args:
-            session: The agent's.
-            run_id: The run's.
-            join_timeout_s: How long to wait for a round.
-            stores: Where this node's workers are a group of their own: makes their stores.
+            session: The agent's session.
+            run_id: The run id.
+            join_timeout_s: Longest wait for a round, in seconds.
+            stores: Creates the stores of this node's workers if they are a replica; else None.
         """
         self.session = session
         self._stores = stores
         self.round: RoundInfo | None = None
-        """The round this agent is a member of; None before the first."""
+        """The last round with a place for this agent; None before the first."""
         self._run_id = run_id
         self._join_timeout_s = join_timeout_s
 
@@ -91,54 +87,54 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers use the round's store, rather than opening one on a port that may be taken."""
+        """Whether workers use the round's store: a port of their own might be taken."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until this node has a rank in a round.
 
         Raises:
-            RendezvousTimeoutError: no round closed in time; names what it waited for.
-            RendezvousGracefulExitError: the run has ended, or this node goes back to the queue, or
-                is left.
-            RendezvousClosedError: somebody has closed the rendezvous.
+            RendezvousTimeoutError: No round closed in time; the message names what is missing.
+            RendezvousGracefulExitError: The run has ended, or this node must requeue or has left.
+            RendezvousClosedError: An agent has closed the rendezvous.
         """
         while True:
-            self.round = self._join()
-            address, port = self._stores.make() if self._stores else self.round.store
+            try:
+                outcome = self.session.join(self._join_timeout_s)
+            except TimeoutError as e:
+                raise RendezvousTimeoutError(str(e)) from e
+            match outcome:
+                case Requeued():
+                    raise RendezvousGracefulExitError("this node goes back to the queue")
+                case Departed(reason):
+                    raise RendezvousGracefulExitError(f"this node leaves the run: {reason}")
+                case RunOutcome("closed"):
+                    raise RendezvousClosedError("the rendezvous has been closed")
+                case RunOutcome(status):
+                    raise RendezvousGracefulExitError(f"the run has {status}")
+            self.round = outcome
+            address, port = self._stores.make() if self._stores else outcome.store
             try:
                 store = TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT)
             except DistError as e:
-                _log.warning("the store of round %d is gone: %s", self.round.number, e)
+                _log.warning("the store of round %d is gone: %s", outcome.number, e)
                 continue
             where = RendezvousStoreInfo(address, port)
-            return RendezvousInfo(store, self.round.group_rank, self.round.group_size, where)
-
-    def _join(self) -> RoundInfo:
-        try:
-            outcome = self.session.join(self._join_timeout_s)
-        except TimeoutError as e:
-            raise RendezvousTimeoutError(str(e)) from e
-        if isinstance(outcome, RoundInfo):
-            return outcome
-        if isinstance(outcome, Requeued):
-            raise RendezvousGracefulExitError("this node goes back to the queue")
-        if isinstance(outcome, Departed):
-            raise RendezvousGracefulExitError(f"this node is left: {outcome.reason}")
-        if outcome.status == "closed":
-            raise RendezvousClosedError("the rendezvous has been closed")
-        raise RendezvousGracefulExitError(f"the run has {outcome.status}")
+            return RendezvousInfo(store, outcome.group_rank, outcome.group_size, where)
 
     def is_closed(self) -> bool:
         """Return whether the run has ended."""
         return self.session.verdict is not None
 
     def set_closed(self) -> None:
-        """End the run for everybody."""
+        """End the run for all agents."""
         self.session.close_run()
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if the workers must be restarted in another group, else 0."""
+        """Return 1 if the workers must be restarted in another group, else 0.
+
+        The answer comes from memory, since torch calls this at every monitor interval.
+        """
         return int(self.session.stop_requested and self.session.verdict is None)
 
     def get_run_id(self) -> str:
@@ -153,7 +149,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
 
 class RoundStores:
-    """Makes the store of each round; the one before it is closed then, its workers being gone."""
+    """Creates the store of each round, and closes the store of the round before."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -162,13 +158,12 @@ class RoundStores:
     def make(self) -> tuple[str, int]:
         """Start a fresh store; return its address and port.
 
-        It gets a socket of the address's own family. On one that takes IPv6 and IPv4, as torch
-        opens it, torch's server looks up every client's name before it serves the next (the system
-        knows no ``::ffff:10.0.0.7`` from its hosts file), and stands still where no name server
-        answers.
+        The socket has the address's own family. torch opens a socket for IPv6 and IPv4; there its
+        server resolves each client's name before it serves the next client. The hosts file has no
+        ``::ffff:10.0.0.7``, so the server hangs if no name server answers.
 
         Raises:
-            OSError: the address is not this node's.
+            OSError: The address is not one of this node's.
         """
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listening = socket.create_server((self._address, 0), family=family)
@@ -185,28 +180,39 @@ class RoundStores:
 
 
 # ---- ``torchrun --rdzv-backend=slurm`` inside one Slurm allocation
-# Everything comes from Slurm's variables: the tasks to wait for are the nodes of the step. The
-# agents meet in a folder of the user's home directory, which the nodes must share, and
-# authenticate each other by a key file in it (0600, made on first use).
+# Slurm's variables describe the step; its nodes are the expected tasks. The agents use a folder of
+# the user's home directory, which the nodes must share, and authenticate each other by a key file
+# in it (mode 0600, created on first use).
 #
-# ``--rdzv-conf``: ``join_timeout`` and ``last_call_timeout`` (seconds), as in torch's c10d
-# backend; ``interface``; ``dir``, another shared folder than ``~/.config/hpc_elastic``.
+# ``--rdzv-conf``: ``join_timeout`` and ``last_call_timeout`` (seconds), as in torch's c10d backend;
+# ``interface``; ``dir``, a shared folder other than ``~/.config/hpc_elastic``.
 
 
 _KEPT_S = 30 * 24 * 3600.0
-"""What a step leaves in the folder is removed by a later one after a month."""
+"""Age at which a later step removes the folder of an earlier one."""
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of this node from torchrun's parameters and Slurm's variables.
+    """Return the handler of this node, from torchrun's parameters and Slurm's variables.
 
     Raises:
-        SlurmEnvironmentError: this is not inside a Slurm step.
-        ConfigError: ``interface`` names none of this node's.
-        PermissionError: others than the owner may read the key file.
+        SlurmEnvironmentError: This process is not in a Slurm step.
+        ConfigError: ``interface`` is not the name of an interface of this node.
+        PermissionError: Other users may read the key file.
     """
-    slurm = _step_of_this_process()
-    settings = _settings(parameters)
+    try:
+        slurm = SlurmEnvironment.from_env(os.environ)
+        _ = slurm.step_identity, slurm.node_id, slurm.hosts
+    except SlurmEnvironmentError as e:
+        why = f"this is no job step of Slurm ({str(e).partition(',')[0]})"
+        remedy = (
+            "start it by `srun torchrun ...` in an sbatch script, or after salloc; on this machine "
+            "alone use `torchrun --standalone`"
+        )
+        raise SlurmEnvironmentError(f"{why}: {remedy}") from e
+    settings = RendezvousSettings()
+    join_timeout_s = float(parameters.get("join_timeout", settings.join_timeout_s))
+    last_call_s = float(parameters.get("last_call_timeout", settings.last_call_s))
     run_id = f"{slurm.step_identity}.{parameters.run_id}"
     interface = interface_module.find(
         slurm.node_name,
@@ -216,14 +222,19 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface.name)
     me = Agent(f"{slurm.job_id}.{slurm.node_id}", slurm.restart_count, slurm.node_id,
                slurm.node_name, nproc=1)  # fmt: skip
-    folder = _folder(parameters)
-    run = _meeting_place(folder, run_id)
+    given = parameters.get("dir")
+    if given is None:
+        folder = user_folder()
+    else:
+        folder = Path(given)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run = _make_step_folder(folder / "torchrun", run_id)
     secret = sign(user_key(folder), run_id).encode()
     mount = Mount.of(run.path)
-    office = LeaderContext(
+    context = LeaderContext(
         rules=RoundRules(
             parameters.min_nodes, parameters.max_nodes, 0,
-            settings.straggler_timeout_s, settings.last_call_s, scale_up="immediate",
+            settings.straggler_timeout_s, last_call_s, scale_up="immediate",
         ),
         liveness=HeartbeatConfig.of(
             settings.heartbeat_interval_s, settings.heartbeat_timeout_s, parameters.max_nodes,
@@ -237,27 +248,28 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         scheduler=_Step(slurm, RoundStores(interface.address)),
         timing=LeaderTiming.of(mount),
     )  # fmt: skip
-    session = Session(me, LeaderCandidate(interface.address, office, lambda _: None))
-    return SlurmRendezvousHandler(session, parameters.run_id, settings.join_timeout_s)
+    session = Session(me, LeaderCandidate(interface.address, context, lambda _: None))
+    return SlurmRendezvousHandler(session, parameters.run_id, join_timeout_s)
 
 
-def _step_of_this_process() -> SlurmEnvironment:
-    """Return what Slurm says of this job step."""
-    try:
-        slurm = SlurmEnvironment.from_env(os.environ)
-        _ = slurm.step_identity, slurm.node_id, slurm.hosts
-    except SlurmEnvironmentError as e:
-        why = f"this is no job step of Slurm ({str(e).partition(',')[0]})"
-        remedy = (
-            "start it by `srun torchrun ...` in an sbatch script, or after salloc; on this machine "
-            "alone use `torchrun --standalone`"
-        )
-        raise SlurmEnvironmentError(f"{why}: {remedy}") from e
-    return slurm
+def _make_step_folder(steps: Path, run_id: str) -> RunDir:
+    """Return the step's own folder, and remove the folders of steps from a month ago."""
+    run = RunDir(steps / run_id)
+    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    staged = RunDir(Path(tempfile.mkdtemp(dir=run.path)))
+    staged.first_term.mkdir(parents=True)
+    with contextlib.suppress(OSError):  # another node was first
+        staged.rdzv.rename(run.rdzv)
+    shutil.rmtree(staged.path)
+    for old in steps.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(old, ignore_errors=True)
+    return run
 
 
 class _Step:
-    """The nodes of one Slurm step, which all run from its beginning."""
+    """The scheduler of one Slurm step: all its nodes run from the start, and none is queued."""
 
     def __init__(self, slurm: SlurmEnvironment, stores: RoundStores) -> None:
         names = [f"{slurm.job_id}.{n}" for n in range(slurm.num_nodes)]
@@ -268,68 +280,11 @@ class _Step:
         self.make_store = stores.make
 
     def view(self) -> Mapping[str, TaskState]:
-        """Return the nodes."""
+        """Return the tasks of the step, one for each node."""
         return self._tasks
 
-    def cancel_pending(self) -> None:
-        """Do nothing: nothing of a step is in the queue."""
+    def _do_nothing(self, *_: object, **__: object) -> None:
+        """No task of a step is queued, and srun and torchrun write the logs."""
 
-    def postpone_pending(self, delay_s: float) -> None:
-        """Do nothing: nothing of a step is in the queue."""
-
-    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
-        """Do nothing: a step has no sweep."""
-
-    def let_others_start(self, lost: Iterable[str]) -> None:
-        """Do nothing: a step has no sweep."""
-
-    def clear_holds(
-        self,
-        tasks: Iterable[str],
-        possibly_alive: Mapping[str, str],
-        failed_on: Mapping[str, Sequence[str]],
-    ) -> None:
-        """Do nothing: nothing of a job step is queued."""
-
-    def readmit(self, tasks: Iterable[str]) -> None:
-        """Do nothing, for the same reason."""
-
-    def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Do nothing, for the same reason."""
-
-    def log_of(self, task: str, attempt: int) -> None:
-        """Know nothing of the logs: srun and torchrun have them."""
-
-
-def _settings(parameters: RendezvousParameters) -> RendezvousSettings:
-    defaults = RendezvousSettings()
-    return RendezvousSettings(
-        join_timeout_s=float(parameters.get("join_timeout", defaults.join_timeout_s)),
-        last_call_s=float(parameters.get("last_call_timeout", defaults.last_call_s)),
-    )
-
-
-def _folder(parameters: RendezvousParameters) -> Path:
-    given = parameters.get("dir")
-    if given is None:
-        return user_folder()
-    folder = Path(given)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
-
-
-def _meeting_place(folder: Path, run_id: str) -> RunDir:
-    """Return the step's own folder, and remove those that nobody can need any more."""
-    steps = folder / "torchrun"
-    run = RunDir(steps / run_id)
-    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    staged = RunDir(Path(tempfile.mkdtemp(dir=run.path)))
-    staged.first_term.mkdir(parents=True)
-    with contextlib.suppress(OSError):  # another node was faster
-        staged.rdzv.rename(run.rdzv)
-    shutil.rmtree(staged.path)
-    for old in steps.iterdir():
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _KEPT_S:
-                shutil.rmtree(old, ignore_errors=True)
-    return run
+    cancel_pending = postpone_pending = why_blocked = let_others_start = _do_nothing
+    clear_holds = readmit = exclude = log_of = _do_nothing

@@ -5,7 +5,7 @@ starts one task of a run wherever a node is free. Two rules keep nodes from bein
 and from being idle while a run could use them:
 
 - A run below its minimum gives its nodes back at once if it cannot get the rest
-  (`waits_in_vain`): runs of the sweep that train hold it, or an earlier run can begin with its
+  (`why_blocked`): runs of the sweep that train hold it, or an earlier run can begin with its
   nodes.
 - A run that trains, and one that ends, lets others start that stay away from the queue, as soon as
   there are idle nodes for their minimum (`let_start`).
@@ -158,7 +158,7 @@ class NodeSupply:
         return 0 if run.is_limited else len(coming - taken)
 
 
-def waits_in_vain(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
+def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
     """Return why a run cannot get its minimum; None if it may yet get it.
 
     Args:
@@ -272,7 +272,7 @@ class SweepQueue:
         """Number of runs that were submitted together."""
         return len(self._members())
 
-    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+    def why_blocked(self, lost: Mapping[str, int]) -> str | None:
         """Return why this run cannot get its minimum; None if it may yet get it.
 
         Args:
@@ -283,7 +283,7 @@ class SweepQueue:
             return None
         runs, own = found
         runs[own] = replace(runs[own], lost=lost)
-        return waits_in_vain(runs, own, self._nodes())
+        return why_blocked(runs, own, self._nodes())
 
     def let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
         """Let runs start that stay away, as far as there are idle nodes for their minimum.

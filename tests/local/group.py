@@ -23,7 +23,7 @@ PATIENCE_S = 20.0
 
 
 class Group:
-    """A run's agents on this machine, and what its leader sees of the world."""
+    """A run's agents on this machine, and the scheduler of its leader."""
 
     def __init__(self, folder: Path, **rules: object) -> None:
         self.run = RunDir(folder)
@@ -48,38 +48,34 @@ class Group:
     def agent(self, slot: int, nproc: int = 1, register: DecisionLog | None = None) -> Session:
         """Start an agent."""
         me = Agent(f"7_{slot}", 0, slot, f"node{slot}", nproc)
-        self.running |= {me.task}  # says Slurm, so that the first round waits for it
+        self.running |= {me.task}  # so that the first round waits for it
         events = EventLog(self.run.events(me.task), me.task)
-        office = LeaderContext(
+        context = LeaderContext(
             self.rules, self.liveness, SECRET,
             register or self.register, partial(StatusWriter, self.run, "run", events), self,
             RunFiles(self.run),
         )  # fmt: skip
-        session = Session(me, LeaderCandidate(self.address, office, lambda _: None))
+        session = Session(me, LeaderCandidate(self.address, context, lambda _: None))
         self.sessions.append(session)
         return session
 
     def make_store(self) -> tuple[str, int]:
-        """No store: nothing here starts workers."""
+        """Return a fake address: no test here starts workers."""
         return "127.0.0.1", 1
 
     def view(self) -> dict[str, TaskState]:
-        """Slurm's word."""
+        """Return Slurm's states of the tasks."""
         states = {t: TaskState(t, "PENDING", reason="Resources") for t in self.pending}
         return states | {t: TaskState(t, "RUNNING", node="node9") for t in self.running}
 
     def cancel_pending(self) -> None:
-        """Note it."""
+        """Record the call."""
         self.cancelled.set()
 
-    def postpone_pending(self, delay_s: float) -> None:
-        """Nothing is queued."""
+    def _do_nothing(self, *_: object) -> None:
+        """No other task is queued, and there is no sweep."""
 
-    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
-        """There is no sweep."""
-
-    def let_others_start(self, lost: Iterable[str]) -> None:
-        """There are no other runs."""
+    postpone_pending = why_blocked = let_others_start = readmit = _do_nothing
 
     def clear_holds(
         self,
@@ -87,22 +83,19 @@ class Group:
         possibly_alive: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
-        """Note it."""
+        """Record the call."""
         self.brought_back += tasks
 
-    def readmit(self, tasks: Iterable[str]) -> None:
-        """No task avoids a node."""
-
     def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Note it."""
+        """Record the call."""
         self.excluded += hosts
 
     def log_of(self, task: str, attempt: int) -> str:
-        """Where a task's log is."""
+        """Return the path of a task's log."""
         return f"/logs/{task}/{attempt}"
 
     def join(self, *sessions: Session) -> list[Outcome]:
-        """Let these agents join at the same time, and wait for what they are told."""
+        """Let these agents join at the same time, and return their outcomes."""
         waiting = [self.threads.submit(s.join, PATIENCE_S) for s in sessions]
         return [w.result(PATIENCE_S) for w in waiting]
 
@@ -114,7 +107,7 @@ class Group:
 
     @property
     def followers(self) -> list[Session]:
-        """Those who do not lead, in the order in which they were started."""
+        """The agents that do not lead, in their order of start."""
         return [s for s in self.sessions if s._leader is None]
 
     def events(self, kind: str) -> list[dict]:
@@ -131,12 +124,12 @@ def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) ->
 
 
 def open_files() -> int:
-    """How many files and sockets this process has open."""
+    """Number of files and sockets that this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def kill(session: Session) -> None:
-    """Do to a session what the end of its process does: sockets close, nothing is said."""
+    """End a session as the death of its process does: sockets close, no message is sent."""
 
     def drop() -> None:
         if session._leader is not None:

@@ -13,7 +13,7 @@ import pytest
 from ft_server import PATIENCE_S, Bench, Q, request_of, until
 from scarcity import no_descriptors
 
-from hpc_elastic.ft.manager_client import GroupServerGoneError, ManagerClient
+from hpc_elastic.ft.manager_client import ManagerClient, ManagerServerLostError
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CancelRequest,
@@ -330,7 +330,7 @@ def test_new_workers_are_expected(bench):
     clients = [bench.client(rank, 2) for rank in range(2)]
     bench.enter(*clients, quorum_id=Q + 1)
     assert client.start_step(last_failed=True)
-    with pytest.raises(GroupServerGoneError):
+    with pytest.raises(ManagerServerLostError):
         client.request_quorum(request_of(client), 1.0)
 
 
@@ -341,9 +341,9 @@ def test_server_that_has_ended(bench):
     assert not client.start_step(last_failed=False)
     client.report_abort(Q, "no matter")
     assert client.start_step(last_failed=True)
-    with pytest.raises(GroupServerGoneError, match="Start the worker again"):
+    with pytest.raises(ManagerServerLostError, match="Start the worker again"):
         client.request_quorum(request_of(client), PATIENCE_S)
-    with pytest.raises(GroupServerGoneError, match="cannot be reached"):
+    with pytest.raises(ManagerServerLostError, match="cannot be reached"):
         ManagerClient(server.path, 0, 1, on_abort=print, timeout_s=1.0)
 
 
@@ -352,7 +352,7 @@ def test_impostors_are_refused(bench):
     server = bench.serve(size=2)
     clients = [bench.client(rank, 2) for rank in range(2)]
     for rank, size in ((0, 2), (2, 2), (0, 3)):
-        with pytest.raises(GroupServerGoneError):
+        with pytest.raises(ManagerServerLostError):
             ManagerClient(server.path, rank, size, on_abort=print, timeout_s=PATIENCE_S)
     for invalid in (
         b"[]\n",
@@ -385,5 +385,5 @@ def test_other_users_are_refused(bench, monkeypatch):
     server = bench.serve()
     assert server.path.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(os, "getuid", lambda: 65534)
-    with pytest.raises(GroupServerGoneError):
+    with pytest.raises(ManagerServerLostError):
         bench.client()

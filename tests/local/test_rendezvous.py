@@ -18,7 +18,7 @@ from hpc_elastic.transport.connection import connect
 
 
 def test_agents_get_distinct_ranks_in_one_round(group):
-    """Four agents that start at once agree on one round."""
+    """Four agents that start together agree on one round."""
     g = group()
     g.running = frozenset(f"7_{slot}" for slot in range(4))
     rounds = g.join(*(g.agent(slot) for slot in range(4)))
@@ -27,18 +27,15 @@ def test_agents_get_distinct_ranks_in_one_round(group):
 
 
 def test_nodes_of_different_size_get_consecutive_ranks(group):
-    """A node's workers follow those of the nodes before it, however many those have."""
+    """The workers of a node follow those of the nodes before it."""
     g = group(max_nodes=3)
     rounds = g.join(g.agent(0, nproc=2), g.agent(1, nproc=3), g.agent(2, nproc=1))
-    assert [(r.group_rank, r.first_rank, r.world_size) for r in rounds] == [
-        (0, 0, 6),
-        (1, 2, 6),
-        (2, 5, 6),
-    ]
+    placed = [(r.group_rank, r.first_rank, r.world_size) for r in rounds]
+    assert placed == [(0, 0, 6), (1, 2, 6), (2, 5, 6)]
 
 
 def test_a_late_agent_makes_the_group_larger(group):
-    """The members are asked to stop, and the next round has them all."""
+    """The members stop, and the next round has all agents."""
     g = group()
     g.running = frozenset({"7_0"})
     a = g.agent(0)
@@ -51,8 +48,8 @@ def test_a_late_agent_makes_the_group_larger(group):
     assert (waiting.result().group_rank, waiting.result().world_size) == (1, 2)
 
 
-def test_the_run_ends_for_all_when_all_are_done(group):
-    """Verdict, result.json, and the pending tasks are taken back."""
+def test_the_run_ends_for_all_agents_when_all_have_finished(group):
+    """They get the outcome, result.json is written, and the pending tasks are cancelled."""
     g = group(max_nodes=2)
     a, b = g.agent(0), g.agent(1)
     g.join(a, b)
@@ -67,11 +64,11 @@ def test_the_run_ends_for_all_when_all_are_done(group):
 
 
 def test_a_follower_that_dies_is_dropped(group):
-    """The others are asked to stop and go on without it."""
+    """The other agents stop and form a round without it."""
     g = group(max_nodes=3)
     agents = [g.agent(slot) for slot in range(3)]
     rounds = g.join(*agents)
-    follower = next(s for s in agents if s._leader is None)
+    follower = g.followers[0]
     others = [s for s in agents if s is not follower]
     kill(follower)
     for s in others:
@@ -82,25 +79,25 @@ def test_a_follower_that_dies_is_dropped(group):
 
 
 def test_agents_that_start_together_have_one_leader(group):
-    """Nobody takes an endpoint that has just appeared for the trace of a dead leader."""
+    """No agent takes a leader that has just started for a dead one."""
     g = group(max_nodes=8)
     g.running = frozenset(f"7_{slot}" for slot in range(8))
     g.join(*(g.agent(slot) for slot in range(8)))
     eventually(lambda: [e["term"] for e in g.events("leader")] == [1])
 
 
-def test_a_stale_leader_whose_port_has_another_owner_is_passed_over(group):
-    """After a requeue the old leader's port may belong to somebody who knows nothing of the run."""
+def test_a_stale_leader_whose_port_has_another_owner_is_replaced(group):
+    """After a requeue another program may own the port of the previous leader."""
     g = group(max_nodes=1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         stale = Endpoint("127.0.0.1", other.getsockname()[1], "7_9", 0)
         assert g.register.create(claim(1, None, stale, 0.0))
-        threading.Thread(target=_hang_up, args=(other,), daemon=True).start()
+        threading.Thread(target=_close_connections, args=(other,), daemon=True).start()
         assert g.join(g.agent(0))[0].world_size == 1
     eventually(lambda: [e["term"] for e in g.events("leader")] == [2])
 
 
-def _hang_up(server: socket.socket) -> None:
+def _close_connections(server: socket.socket) -> None:
     """Accept and close every connection until the server is closed."""
     with contextlib.suppress(OSError):
         while True:
@@ -108,8 +105,8 @@ def _hang_up(server: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"entry": "{}", "mac": "00"}', "\xff\xfe"])
-def test_an_entry_that_does_not_verify_is_waited_out_then_passed_over(group, text):
-    """A damaged file takes its number, and costs the time that a silent leader would."""
+def test_an_entry_that_does_not_verify_is_skipped_after_the_timeout(group, text):
+    """A damaged entry takes its index, and costs the time of a silent leader."""
     g = group(max_nodes=1)
     (g.run.rdzv / "entry.1.json").write_text(text, encoding="latin-1")
     assert g.join(g.agent(0))[0].world_size == 1
@@ -117,12 +114,11 @@ def test_an_entry_that_does_not_verify_is_waited_out_then_passed_over(group, tex
 
 
 def test_a_leader_that_dies_is_replaced(group):
-    """The next leader counts rounds on, in the next term."""
+    """The next leader continues the count of rounds in the next term."""
     g = group(max_nodes=3)
     agents = [g.agent(slot) for slot in range(3)]
     g.join(*agents)
-    leader = next(s for s in agents if s._leader is not None)
-    others = [s for s in agents if s is not leader]
+    leader, others = g.leader, g.followers
     g.running = frozenset({"7_0", "7_1", "7_2"})
     kill(leader)
     for s in others:
@@ -132,13 +128,11 @@ def test_a_leader_that_dies_is_replaced(group):
     eventually(lambda: [e["term"] for e in g.events("leader")] == [1, 2])
 
 
-def test_a_polite_leave_is_told_to_the_others(group):
-    """Why a node went is in the event log."""
+def test_the_reason_of_a_leave_is_in_the_event_log(group):
+    """The other agents stop."""
     g = group(max_nodes=2)
-    agents = [g.agent(0), g.agent(1)]
-    g.join(*agents)
-    follower = next(s for s in agents if s._leader is None)
-    leader = next(s for s in agents if s._leader is not None)
+    g.join(g.agent(0), g.agent(1))
+    leader, (follower,) = g.leader, g.followers
     follower.leave("taken by SIGTERM")
     eventually(lambda: leader.stop_requested)
     eventually(lambda: g.events("node_lost"))
@@ -160,8 +154,8 @@ def test_a_failure_report_reaches_the_result(group):
     assert json.loads(g.run.result.read_text())["failure"]["message"] == "boom"
 
 
-def test_strangers_change_nothing(group):
-    """Garbage, a wrong secret, or silence on the leader's port neither joins nor disturbs."""
+def test_unauthenticated_connections_change_nothing(group):
+    """Garbage, a wrong signature, or silence on the leader's port disturbs no agent."""
     g = group(max_nodes=2)
     g.running = frozenset({"7_0", "7_1"})
     a = g.agent(0)
@@ -170,7 +164,7 @@ def test_strangers_change_nothing(group):
     _, entry = g.register.last()
     where = (entry.leader.address, entry.leader.port)
     unsigned = b"ab" * 16 + b"\n{}\n"
-    with socket.create_connection(where):  # this one is silent
+    with socket.create_connection(where):  # a silent connection
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, unsigned):
             with contextlib.suppress(OSError), socket.create_connection(where) as s:
                 s.sendall(garbage)
@@ -179,8 +173,8 @@ def test_strangers_change_nothing(group):
         assert g.join(b)[0].world_size == 2 and waiting.result().world_size == 2
 
 
-def test_who_has_no_port_to_lead_with_tries_again(group, monkeypatch):
-    """Too many files may be open, or the interface away for a moment."""
+def test_an_agent_that_gets_no_port_retries_its_claim(group, monkeypatch):
+    """Too many files may be open, or the interface may be down for a moment."""
     listener, refusals = sessions.Listener, [OSError(24, "Too many open files")] * 2
 
     def listen(address: str) -> object:
@@ -193,8 +187,8 @@ def test_who_has_no_port_to_lead_with_tries_again(group, monkeypatch):
     assert g.join(g.agent(0))[0].world_size == 1 and not refusals
 
 
-def test_a_time_out_says_what_it_waited_for(group):
-    """The error counts who has joined and names who has not."""
+def test_a_timeout_names_the_missing_nodes(group):
+    """The error counts the nodes that have joined and lists the others."""
     g = group(min_nodes=3)
     g.running, g.pending = frozenset({"7_0", "7_5"}), frozenset({"7_6"})
     a = g.agent(0)
@@ -209,8 +203,8 @@ def test_a_time_out_says_what_it_waited_for(group):
 
 
 @pytest.mark.parametrize("way", ["cancelled", "no greeting", "closed"])
-def test_a_connection_that_comes_to_nothing_is_closed(way):
-    """Nobody is given it, so `connect` itself lets go of it, while its loop goes on."""
+def test_a_connection_that_fails_is_closed(way):
+    """`connect` closes it itself, while its loop continues."""
 
     async def attempt(listener: socket.socket) -> bytes:
         connecting = asyncio.create_task(connect(*listener.getsockname(), SECRET, 1, {}))
@@ -232,9 +226,9 @@ def test_a_connection_that_comes_to_nothing_is_closed(way):
 
 
 def test_agents_may_leave_at_any_moment(group):
-    """Also halfway to the leader, or to the leadership: they leave nothing open."""
+    """Also while they connect or claim: they leave nothing open."""
     g = group(max_nodes=4)
-    gc.collect()  # what the tests before have left
+    gc.collect()  # the garbage of earlier tests
     before = open_files()
     for attempt in range(20):
         sessions = [g.agent(slot, attempt) for slot in range(4)]
@@ -246,13 +240,13 @@ def test_agents_may_leave_at_any_moment(group):
     eventually(lambda: open_files() <= before)
 
 
-def test_a_leader_stays_until_the_others_have_heard_the_verdict(group):
-    """However soon it is told to leave; and then it goes at once."""
+def test_a_leader_stays_until_the_others_have_the_outcome(group):
+    """However early its agent leaves; then it ends at once."""
     g = group(max_nodes=4)
     g.running = frozenset(f"7_{slot}" for slot in range(4))
     agents = [g.agent(slot) for slot in range(4)]
     g.join(*agents)
-    leader = next(s for s in agents if s._leader is not None)
+    leader = g.leader
     for s in agents:
         s.report_finished()
     eventually(lambda: leader.verdict)

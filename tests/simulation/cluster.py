@@ -539,7 +539,7 @@ class AgentProcess:
         leader = self.leaders[-1]
         self._do(self._following.claimed(entry if done else None, self.host.clock()))
         if not leader.leads:
-            leader.let_go()
+            leader.disconnect_all()
 
     # ---- the agent's main thread --------------------------------------------------------
 
@@ -793,9 +793,9 @@ class Leader:
             self.term.handle(self.leadership.notice_confirmed, self.endpoint.task)
             self.term.end_term()
             self._files.remove_confirmed()
-        self.let_go()
+        self.disconnect_all()
 
-    def let_go(self) -> None:
+    def disconnect_all(self) -> None:
         """Stop listening, and disconnect all agents; see `Executor`."""
         if self.is_open and self._has_started:
             self._env.monitor.fenced += self.leadership.fenced and not self.agent.over
@@ -933,7 +933,7 @@ class Leader:
             case Postpone(delay_s):
                 env.slurm.postponed_until = env.world.now + delay_s
             case ClearHolds(tasks):
-                env.monitor.holds_cleared(tasks, self.leadership.run)
+                env.monitor.restarted(tasks, self.leadership.run)
                 for node in env.nodes:
                     if node.task in tasks:
                         node.clear_hold()

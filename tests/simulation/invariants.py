@@ -312,10 +312,10 @@ class Monitor:
         enough = num_left >= self._rules.min_nodes
         self.check(enough, "too many hosts are excluded", host, num_left)
 
-    def holds_cleared(self, tasks: Sequence[str], run: RunState) -> None:
-        """A leader lets tasks start that Slurm holds."""
+    def restarted(self, tasks: Sequence[str], run: RunState) -> None:
+        """A leader restarts tasks that Slurm holds."""
         states = run.participants.task_states or {}
         waiting = [t for t in tasks if t not in states or states[t].phase is not Phase.ENDED]
         lost, requeued = run.participants.lost, run.backoff.requeued
         too_early = [t for t in waiting if requeued.get(t, -1) >= lost.get(t, 0)]
-        self.check(not too_early, "the hold of a task was cleared that was requeued", too_early)
+        self.check(not too_early, "a task was restarted that the run had requeued", too_early)

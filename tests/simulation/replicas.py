@@ -176,9 +176,9 @@ class _StopsPresentMembers(ReplicaState):
 class _DepartsWithoutEntry(ReplicaState):
     """Appends no entry when a member is lost."""
 
-    def _let_go(self, agent: Agent, now: float) -> list[Effect]:
+    def _remove_member(self, agent: Agent, now: float) -> list[Effect]:
         entry = self.run.entry
-        effects = super()._let_go(agent, now)
+        effects = super()._remove_member(agent, now)
         self.run.entry = entry
         return [e for e in effects if not isinstance(e, (Append, Note))]
 

@@ -276,7 +276,7 @@ class SweepSimulation:
                     view = {t.name: t.state(self.now) for t in run.tasks}
                     self._do(run, leadership.slurm_answered(view, self.now))
                 case QuerySweep():  # its Slurm detects a loss at once
-                    why = sweep_queue.waits_in_vain(self._queued(), run.number, self._all_nodes())
+                    why = sweep_queue.why_blocked(self._queued(), run.number, self._all_nodes())
                     self._do(run, leadership.sweep_answered(why, self.now))
                 case LetOthersStart(lost):
                     self._let_others_start(run, lost=lost)

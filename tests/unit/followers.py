@@ -1,4 +1,4 @@
-"""An agent without a leader, or with one, and the world that it searches."""
+"""A follower with or without a leader, and the environment that it searches."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ REFUSED, UNREACHABLE = True, False
 
 
 def agent(me: Agent = B, now: float = 0.0, liveness: HeartbeatConfig = LIVENESS) -> FollowerState:
-    """An agent that wants a place and has not looked yet."""
+    """An agent that requests a place and has not read the log yet."""
     following = FollowerState(me, liveness, now)
     assert following.join() == []
     return following
@@ -38,16 +38,24 @@ def following(me: Agent = B, now: float = 0.0, entry: LogEntry = ENTRY) -> Follo
     f = agent(me, now)
     assert f.tick(now) == [ReadLog()]
     assert f.log_read(entry.index, entry, 1, now) == [Connect(entry)]
-    placed = {"type": "round", "request": asked(f.connected(now)), "index": entry.index}
+    placed = {"type": "round", "request": request_of(f.connected(now)), "index": entry.index}
     assert f.received(placed, now) == [Deliver(placed)]
     return f
 
 
-def asked(effects: list[Effect]) -> int:
+def request_of(effects: list[Effect]) -> int:
     """The number of the request for a place that is the only effect."""
-    (say,) = effects
-    assert isinstance(say, SendToLeader) and say.message["type"] == "join"
-    return say.message["request"]
+    (send,) = effects
+    assert isinstance(send, SendToLeader) and send.message["type"] == "join"
+    return send.message["request"]
+
+
+def connecting(me: Agent = B) -> FollowerState:
+    """An agent that connects to the leader of `ENTRY`."""
+    f = agent(me)
+    f.tick(0.0)
+    assert f.log_read(5, ENTRY, 1, 0.0) == [Connect(ENTRY)]
+    return f
 
 
 def of(effects: list[Effect], *types: type) -> list[Effect]:
@@ -55,24 +63,33 @@ def of(effects: list[Effect], *types: type) -> list[Effect]:
     return [e for e in effects if isinstance(e, types)]
 
 
-def told(effects: list[Effect], type_: str) -> list[dict]:
-    """What the agent's own thread is told of a type."""
+def delivered(effects: list[Effect], type_: str) -> list[dict]:
+    """The messages of a type that the agent's own thread gets."""
     return [e.message for e in effects if isinstance(e, Deliver) and e.message["type"] == type_]
 
 
 class Search:
-    """An agent without a leader, in a world where nothing changes but what a test says."""
+    """An agent without a leader, and the answers that a test sets."""
 
-    def __init__(self, f: FollowerState, now: float = 0.0, entry: LogEntry | None = ENTRY) -> None:
+    def __init__(
+        self,
+        f: FollowerState,
+        now: float = 0.0,
+        entry: LogEntry | None = ENTRY,
+        *,
+        lease: int | None = None,
+        beats: float = 0.0,
+        refused: bool = UNREACHABLE,
+    ) -> None:
         self.f, self.now, self.entry = f, now, entry
         self.number = entry.index if entry is not None else 0
-        self.lease: int | None = None
-        self.beats = 0.0
+        self.lease = lease
+        self.beats = beats
         """Seconds between two renewals of the lease; 0: it is not renewed."""
-        self.refused = UNREACHABLE
-        self.inquiries: list[str] = []
+        self.refused = refused
+        self.queries: list[str] = []
         self.pending: list[Effect] = []
-        """Effects of what a test has said to the agent."""
+        """Effects of an event that a test has sent to the agent."""
 
     def until_claim(self, limit_s: float) -> float | None:
         """Let time pass until the agent claims; return when, or None if it does not."""
@@ -102,5 +119,5 @@ class Search:
                 case Connect():
                     queue += self.f.not_connected("no", self.now, refused=self.refused)
                 case QuerySlurm(task):
-                    self.inquiries.append(task)
+                    self.queries.append(task)
         return done

@@ -130,17 +130,12 @@ def test_one_of_several_processes_wins_each_index(log):
     assert won == list(range(1, 101))
 
 
-def test_a_link_that_was_made_though_its_reply_was_lost(log, monkeypatch):
-    """The entry that is there names its leader."""
-    failing(monkeypatch, "link", errno.EIO, after=True)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EEXIST])
+def test_a_link_that_was_made_though_its_reply_was_lost(log, monkeypatch, number):
+    """The entry names its leader. An NFS client that repeats the call gets EEXIST."""
+    failing(monkeypatch, "link", number, after=True)
     assert log.create(FIRST)
     assert log.last() == (1, FIRST) and files(log) == ["entry.1.json"]
-
-
-def test_a_link_that_the_client_repeated_was_made(log, monkeypatch):
-    """An NFS client that repeats a lost call gets EEXIST for its own file."""
-    failing(monkeypatch, "link", errno.EEXIST, after=True)
-    assert log.create(FIRST)
 
 
 def test_an_entry_of_an_earlier_try_is_its_own(log):
@@ -169,23 +164,20 @@ def test_no_decision_waits_for_a_removal_that_hangs(log, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV]
+    ("numbers", "problem"),
+    [
+        ("EPERM EOPNOTSUPP ENOSYS EMLINK EXDEV", r"hard links.*hydra\.sweep\.dir"),
+        ("EACCES EROFS", "not writable on this node"),
+    ],
 )
-def test_a_file_system_without_hard_links_is_named(log, monkeypatch, number):
-    """The error says what the file system lacks, and what to do."""
-    failing(monkeypatch, "link", number)
-    with pytest.raises(RunDirectoryError, match=r"hard links.*hydra\.sweep\.dir") as e:
-        log.create(FIRST)
-    assert str(log.path) in str(e.value) and files(log) == []
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_folder_that_may_not_be_written_is_named(log, monkeypatch, number):
+def test_a_permanent_error_names_the_folder_and_the_problem(log, monkeypatch, numbers, problem):
     """A retry would not help."""
-    failing(monkeypatch, "link", number)
-    with pytest.raises(RunDirectoryError, match="not writable on this node") as e:
-        log.create(FIRST)
-    assert str(log.path) in str(e.value)
+    for number in numbers.split():
+        with monkeypatch.context() as failed:
+            failing(failed, "link", getattr(errno, number))
+            with pytest.raises(RunDirectoryError, match=problem) as e:
+                log.create(FIRST)
+        assert str(log.path) in str(e.value) and files(log) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT])

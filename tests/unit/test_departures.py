@@ -1,4 +1,4 @@
-"""Members whose nodes are to be left: when their round breaks, and that nobody waits for them."""
+"""Preempted members: when their round breaks, and that the next round does not wait for them."""
 
 from groups import (
     A,
@@ -24,7 +24,7 @@ from hpc_elastic.step_agreement import StepVote
 
 
 def noticed(*agents, left_s=5.0, **changes) -> RoundState:
-    """Two nodes that train, of which these were put under notice at time 10."""
+    """Two nodes that train; these are preempted at time 10."""
     m = training(A, B, **{"scale_up": "checkpoint", **changes})
     for agent in agents:
         m.noticed(agent, "signal", left_s, 10.0)
@@ -40,8 +40,8 @@ def agreed(m: RoundState, step: int, now: float) -> None:
     assert (sent.message["request"]["number"], sent.message["request"]["confirmed"]) == (2, True)
 
 
-def test_members_are_asked_how_far_they_are_once_one_is_to_leave():
-    """The step that they agree on is one at which they stay."""
+def test_a_notice_starts_an_agreement_on_a_step():
+    """The members stay at the agreed step."""
     m = training(A, B, scale_up="checkpoint")
     actions = m.noticed(A, "signal", 5.0, 10.0)
     assert request((A, B), 1, 0) in actions
@@ -56,7 +56,7 @@ def test_members_are_asked_how_far_they_are_once_one_is_to_leave():
 
 
 def test_the_round_breaks_at_the_agreed_step():
-    """The one that leaves is released, the other is to join again; both are told to stop."""
+    """The preempted member is released and the other joins again; both stop."""
     m = noticed(A)
     agreed(m, 20, 10.5)
     assert decisions(m.checkpointed(A, 20, 2, 11.0)) == []
@@ -75,16 +75,16 @@ def test_a_checkpoint_before_the_proposed_step_does_not_count():
         assert decisions(m.checkpointed(agent, 15, 0, 11.0)) == []
 
 
-def test_who_was_released_is_not_waited_for():
-    """Whatever Slurm says; and its leave, which comes later, changes nothing."""
+def test_a_round_does_not_wait_for_released_members():
+    """Slurm's answers and the later end of the connection change nothing."""
     m = noticed(A)
     m.agent_lost(A, "its node is to be left", 11.0)
     m.join(B, 11.1)
     assert decisions(m.slurm_answered(running(A, B), 11.2, 11.2)) == [closed(2, (B,), 0)]
 
 
-def test_any_break_releases_the_members_under_notice():
-    """They do not join again, however the round ended; and its failures are consequences."""
+def test_any_break_releases_the_preempted_members():
+    """They do not join again, and failures of the round are consequences."""
     m = noticed(A, max_restarts=0)
     broken = m.worker_failed([failure(B)], B, 11.0)
     assert decisions(broken)[0] == released((A,))
@@ -93,7 +93,7 @@ def test_any_break_releases_the_members_under_notice():
 
 
 def test_a_released_task_comes_back_as_a_newcomer():
-    """In its next attempt."""
+    """It joins with its next attempt."""
     m = noticed(A)
     m.agent_lost(A, "its node is to be left", 11.0)
     m.join(B, 11.1)
@@ -102,23 +102,23 @@ def test_a_released_task_comes_back_as_a_newcomer():
     assert request((B,), 1, 0) in m.join(again, 20.0)
 
 
-def test_with_time_left_others_are_waited_for():
-    """A time limit comes to all nodes, though not in the same second."""
+def test_with_time_left_the_leader_waits_for_further_notices():
+    """A time limit comes to all nodes, but not in the same second."""
     m = training(A, B, scale_up="checkpoint")
     assert decisions(m.noticed(A, "time_limit", 100.0, 10.0)) == []
     assert decisions(m.tick(10.0 + GATHER_S - 0.1)) == []
     assert m.tick(10.0 + GATHER_S) == [request((A, B), 1, 0)]
 
 
-def test_once_everybody_is_to_leave_nobody_else_is_waited_for():
-    """One checkpoint does for all."""
+def test_once_all_members_are_preempted_the_leader_waits_no_longer():
+    """One checkpoint is enough for all."""
     m = training(A, B, scale_up="checkpoint")
     m.noticed(A, "time_limit", 100.0, 10.0)
     assert m.noticed(B, "time_limit", 100.0, 10.1)[-1] == request((A, B), 1, 0)
 
 
 def test_a_departure_makes_room_for_a_newcomer():
-    """It takes the place in the same break."""
+    """The newcomer joins in the same break."""
     m = noticed(A, max_nodes=2)
     m.join(C, 10.2)
     agreed(m, 20, 10.5)
@@ -130,8 +130,8 @@ def test_a_departure_makes_room_for_a_newcomer():
     )
 
 
-def test_a_newcomer_does_not_break_the_round_while_a_checkpoint_is_agreed_on():
-    """Though the script has not announced any yet."""
+def test_a_newcomer_does_not_break_the_round_during_an_agreement():
+    """Even if the script has not announced a checkpoint yet."""
     m = training(A, B, scale_up="checkpoint", scale_up_timeout_s=3.0)
     m.join(C, 10.0)
     agreed(m, 20, 12.5)
@@ -139,22 +139,22 @@ def test_a_newcomer_does_not_break_the_round_while_a_checkpoint_is_agreed_on():
     assert kind(decisions(m.tick(15.5))[-1]) == "stop", "it announces none at all"
 
 
-def test_nothing_is_agreed_on_once_a_member_is_done():
-    """Its agent has no worker left to ask."""
+def test_there_is_no_agreement_once_a_member_is_done():
+    """Its agent has no worker left."""
     m = training(A, B, scale_up="checkpoint")
     m.finished(A, 9.0)
     assert not [a for a in m.noticed(B, "signal", 5.0, 10.0) if kind(a) == "checkpoint_request"]
 
 
-def test_a_notice_of_somebody_who_is_no_member_changes_nothing():
-    """An agent in no round just leaves."""
+def test_a_notice_of_an_agent_that_is_no_member_changes_nothing():
+    """An agent in no round leaves at once."""
     m = training(A, B, scale_up="checkpoint", max_nodes=2)
     m.join(C, 10.0)
     assert m.noticed(C, "signal", 5.0, 11.0) == []
 
 
-def test_a_worker_may_ask_for_a_checkpoint():
-    """No member stays for it."""
+def test_a_worker_may_request_a_checkpoint():
+    """No member stays at it."""
     m = training(A, B, scale_up="checkpoint")
     assert m.wants_checkpoint(A, 10.0) == [request((A, B), 1, 0)]
     agreed(m, 20, 10.5)
@@ -166,21 +166,21 @@ def test_a_worker_may_ask_for_a_checkpoint():
 
 
 def asks(effects: list) -> list[int]:
-    """The numbers of the requests that are made, 0 for one that is withdrawn."""
+    """The numbers of the requests, 0 for a withdrawn one."""
     sent = [e.message["request"] for e in effects if kind(e) == "checkpoint_request"]
     return [fields["number"] if fields else 0 for fields in sent]
 
 
-def test_a_wish_of_a_script_that_does_not_pass_steps_is_dropped():
-    """Nobody would ever save."""
+def test_a_request_of_a_script_that_does_not_poll_steps_is_dropped():
+    """No rank would save."""
     m = training(A)
     assert asks(m.wants_checkpoint(A, 10.0)) == [1]
     assert asks(m.voted(A, StepVote(1, True, None, 0.0), 10.1)) == [0]
     assert m.tick(1e6) == []
 
 
-def test_a_wish_outlives_a_proposal_that_nobody_has_voted_on():
-    """The worker does not ask twice."""
+def test_a_request_outlives_a_proposal_without_votes():
+    """The worker requests it only once."""
     m = training(A)
     m.wants_checkpoint(A, 10.0)
     assert asks(m.tick(16.0)) == [0]
@@ -188,14 +188,14 @@ def test_a_wish_outlives_a_proposal_that_nobody_has_voted_on():
 
 
 def test_a_proposal_is_withdrawn_when_the_newcomer_has_left_again():
-    """Nobody waits for anything."""
+    """No node waits any more."""
     m = training(A, scale_up="checkpoint")
     m.join(B, 10.0)
     assert asks(m.agent_lost(B, "its connection closed", 10.1)) == [0]
 
 
-def test_ranks_that_do_not_stay_where_they_should_are_not_asked_at_once_again():
-    """A script that saves and goes on would save at every other step; unless for a new reason."""
+def test_after_ranks_did_not_stay_the_next_request_is_delayed():
+    """Otherwise a script that saves and continues would save at every other step."""
     m = noticed(A, left_s=1e6)
     m.tick(10.0 + GATHER_S)
     agreed(m, 20, 13.0)
@@ -206,7 +206,7 @@ def test_ranks_that_do_not_stay_where_they_should_are_not_asked_at_once_again():
 
 
 def test_a_member_that_is_past_a_confirmed_step_goes_on_to_a_later_one():
-    """A node has come since, for which all are to stay."""
+    """A node has joined since, for which all ranks stay."""
     m = training(A, B, scale_up="checkpoint")
     m.wants_checkpoint(A, 10.0)
     agreed(m, 20, 10.5)

@@ -170,7 +170,7 @@ def told(training, tmp_path, monkeypatch) -> list[object]:
     """What that agent tells its leader: exit codes of failed workers, or that it leaves."""
     said: list[object] = []
     training._session = SimpleNamespace(
-        failed=lambda found: said.append([f["exit_code"] for f in found]),
+        report_failures=lambda found: said.append([f["exit_code"] for f in found]),
         leave_now=lambda: said.append("leaves"),
         verdict=None,
     )
@@ -231,7 +231,7 @@ def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succe
 ):
     """A script may set a flag at SIGTERM, save, and return; one that stops early is done."""
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
-    training._session.finished = lambda: told.append("finished")
+    training._session.report_finished = lambda: told.append("finished")
     training.pages[3].report(step, None, None, total)
     if reason is not None:
         training._workplace.notices.add(PreemptionNotice(reason, 1e9))

@@ -1,4 +1,4 @@
-"""What a broken round costs the run, and which hosts are to blame."""
+"""The cost of a broken round, and the hosts to blame."""
 
 import pytest
 from groups import A, B, C, D, SentBack, closed, decisions, failure, kind, notes, running, training
@@ -12,7 +12,7 @@ UNCORRECTABLE = "CUDA error: uncorrectable ECC error encountered"
 
 
 def fails(m: RoundState, agent, message: str, now: float) -> list:
-    """Let a worker fail, and all members join again; return what was decided then."""
+    """Let a worker fail, and all members join again; return the effects of that."""
     m.worker_failed([failure(agent, message)], agent, now)
     members = m.run.ranks.members
     actions = [a for member in members for a in m.join(member, now + 1.0)]
@@ -23,7 +23,7 @@ def fails(m: RoundState, agent, message: str, now: float) -> list:
 
 
 def test_a_crash_loop_ends_the_run_with_its_first_error():
-    """However many restarts are left."""
+    """Restarts that are left do not matter."""
     m = training(A, B, max_restarts=100)
     fails(m, A, "ValueError: first", 10.0)
     fails(m, B, "ValueError: second", 20.0)
@@ -34,7 +34,7 @@ def test_a_crash_loop_ends_the_run_with_its_first_error():
 
 
 def test_the_first_error_of_a_crash_loop_is_not_a_victim_of_its_own():
-    """Where one attempt without progress is one too many, it is the last one as well."""
+    """With a limit of one round without progress, the first round is also the last."""
     m = training(A, B, max_restarts=100, max_failed_rounds=1)
     m.worker_failed([failure(A), failure(A, "Connection closed by peer")], A, 10.0)
     m.join(A, 11.0)
@@ -43,8 +43,8 @@ def test_the_first_error_of_a_crash_loop_is_not_a_victim_of_its_own():
     assert [v.message for v in end[1].secondary_failures] == ["Connection closed by peer"]
 
 
-def test_a_new_checkpoint_begins_the_count_anew():
-    """The training gets further, if slowly."""
+def test_a_new_checkpoint_resets_the_count():
+    """The training makes progress."""
     m = training(A, B, max_restarts=100)
     for i in range(10):
         m.checkpointed(A, i, 0, 10.0 * i)
@@ -61,8 +61,8 @@ def test_a_checkpoint_that_was_made_before_is_no_progress():
     assert kind(decisions(fails(m, A, "boom", 50.0))[-1]) == "end"
 
 
-def test_losses_neither_count_nor_begin_the_count_anew():
-    """A preemption says nothing about the script."""
+def test_losses_neither_count_nor_reset_the_count():
+    """A preemption is not the fault of the script."""
     m = training(A, B, max_restarts=100)
     for i in range(5):
         m.agent_lost(B, "preempted", 10.0 * i)
@@ -95,18 +95,18 @@ def test_losses_neither_count_nor_begin_the_count_anew():
         ("ValueError: boom", 0),
     ],
 )
-def test_what_speaks_against_a_host(message, strikes):
-    """Errors that hardware makes; not those that the script makes on any node."""
+def test_strikes_of_a_message(message, strikes):
+    """Errors of hardware count; errors that the script makes on any node do not."""
     assert strikes_of(failure(A, message)) == strikes
 
 
-def test_a_bus_error_speaks_against_its_host():
+def test_a_bus_error_is_a_strike():
     """A page of memory or of a file could not be read."""
     assert strikes_of(failure(A, "killed", signal="SIGBUS")) == 1
 
 
 def test_a_failure_without_doubt_excludes_the_host_and_costs_nothing():
-    """Its agent, which lives, goes back to the queue, and the others go on."""
+    """Its agent, which is alive, is requeued, and the others go on."""
     m = training(A, B, max_restarts=0)
     actions = fails(m, B, UNCORRECTABLE, 10.0)
     exclude, times_requeued, start = decisions(actions)
@@ -118,7 +118,7 @@ def test_a_failure_without_doubt_excludes_the_host_and_costs_nothing():
 
 
 def test_two_doubtful_failures_exclude_the_host():
-    """The first may have been chance."""
+    """The first may be accidental."""
     m = training(A, B, max_restarts=100)
     first = fails(m, B, "CUDA error: unknown error", 10.0)
     assert not [a for a in first if isinstance(a, Exclude)]
@@ -132,8 +132,8 @@ def test_min_nodes_are_never_excluded():
     assert decisions(fails(m, B, UNCORRECTABLE, 10.0)) == [closed(2, (A, B), 1)]
 
 
-def test_an_agent_that_falls_silent_twice_is_to_blame():
-    """A connection that closes, or a node that leaves, is nobody's fault."""
+def test_an_agent_that_times_out_twice_is_to_blame():
+    """A closed connection or a departure is no strike."""
     m = training(A, B, C, D)
     for now in (10.0, 20.0):
         m.heartbeat_lost(B, "silent", now)
@@ -148,8 +148,8 @@ def test_an_agent_that_falls_silent_twice_is_to_blame():
     assert [a.hosts for a in actions if isinstance(a, Exclude)] == [("node2",)]
 
 
-def test_many_that_fall_silent_at_once_are_not_to_blame():
-    """It was the network between them."""
+def test_many_agents_that_time_out_at_once_are_not_to_blame():
+    """The network between them is."""
     m = training(A, B, C, D)
     m.heartbeat_lost(B, "silent", 10.0)
     m.heartbeat_lost(C, "silent", 10.0)
@@ -158,8 +158,8 @@ def test_many_that_fall_silent_at_once_are_not_to_blame():
     assert m.run.policy.strikes == {}
 
 
-def test_the_only_other_agent_that_falls_silent_is_not_to_blame():
-    """Of two nodes nobody can tell which one's cable is loose."""
+def test_the_only_other_agent_that_times_out_is_not_to_blame():
+    """With two nodes it is unknown which one is cut off."""
     m = training(A, B)
     m.heartbeat_lost(B, "silent", 10.0)
     m.join(A, 10.1)
@@ -167,8 +167,8 @@ def test_the_only_other_agent_that_falls_silent_is_not_to_blame():
     assert m.run.ranks.members == (A,) and m.run.policy.strikes == {}
 
 
-def test_an_agent_on_an_excluded_host_is_sent_back():
-    """Slurm had started it before it knew."""
+def test_an_agent_on_an_excluded_host_is_requeued():
+    """Slurm had started it before the exclusion."""
     m = training(A, B)
     fails(m, B, UNCORRECTABLE, 10.0)
     again = Agent(B.task, 1, B.slot, "node2", 1)
@@ -176,8 +176,8 @@ def test_an_agent_on_an_excluded_host_is_sent_back():
     assert exclude.hosts == ("node2",) and times_requeued.agents == (again,)
 
 
-def test_the_next_leader_knows_what_the_last_one_knew():
-    """The count, the first error and the strikes are in the entry."""
+def test_the_next_leader_inherits_the_counters():
+    """The count, the first error and the strikes are in the log entry."""
     m = training(A, B, max_restarts=100)
     m.checkpointed(A, 40, 0, 5.0)
     fails(m, A, "boom", 10.0)

@@ -1,4 +1,4 @@
-"""Whether a node that came late is worth a restart, and what becomes of one that is not."""
+"""Whether a node that joins late is worth a restart, and the requeue of one that is not."""
 
 import pytest
 from groups import A, B, C, SentBack, decisions, notes, pause, poll_none, running, stop, training
@@ -11,46 +11,46 @@ from hpc_elastic.slurm.job_state import TaskState
 
 
 def test_admits_all_before_a_restart_was_measured():
-    """There is nothing to should_scale_up with."""
+    """The cost of a restart is unknown."""
     assert should_scale_up(2, [None, 5.0], Forecast(remaining_s=1.0)).admit == 2
 
 
-def test_admits_where_no_end_is_in_sight():
-    """Whatever a restart costs, it is repaid some day."""
+def test_admits_all_if_the_end_of_the_run_is_unknown():
+    """Any restart is repaid at some time."""
     assert should_scale_up(2, [None], Forecast(restart_cost_s=500.0)).admit == 1
 
 
 @pytest.mark.parametrize(("remaining_s", "admit"), [(21.0, 1), (19.0, 0), (0.0, 0)])
-def test_compares_what_is_saved_with_what_a_restart_costs(remaining_s, admit):
-    """One more node beside one halves what remains."""
+def test_compares_the_time_saved_with_the_cost_of_a_restart(remaining_s, admit):
+    """A second node halves the remaining time."""
     outlook = Forecast(remaining_s=remaining_s, restart_cost_s=10.0)
     assert should_scale_up(1, [None], outlook).admit == admit
 
 
 @pytest.mark.parametrize(("nodes", "admit"), [(1, 0), (3, 3)])
 def test_several_newcomers_share_one_restart(nodes, admit):
-    """What one alone does not repay, three do."""
+    """One node does not repay it, three do."""
     outlook = Forecast(remaining_s=30.0, restart_cost_s=10.0)
     assert should_scale_up(3, [None] * nodes, outlook).admit == admit
 
 
 @pytest.mark.parametrize(("left_s", "admit"), [(21.0, 1), (20.0, 0), (0.0, 0)])
 def test_a_node_whose_wall_time_ends_soon_is_not_worth_it(left_s, admit):
-    """It must stay for twice a restart: its coming costs one, and its going another."""
+    """It must stay for two restarts: one when it joins, and one when it leaves."""
     decision = should_scale_up(1, [left_s], Forecast(restart_cost_s=10.0))
     assert decision.admit == admit
     assert ("wall time ends" in decision.why) == (not admit)
 
 
-def test_a_node_that_leaves_soon_saves_only_until_then():
-    """Not all that remains of the run."""
+def test_a_node_that_leaves_soon_saves_time_only_until_then():
+    """The time after its wall time does not count."""
     outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0)
     assert should_scale_up(9, [90.0], outlook).admit == 0
     assert should_scale_up(9, [900.0], outlook).admit == 1
 
 
-def test_those_that_leave_soon_do_not_count_for_the_others():
-    """How many are admitted, and what they save, goes by those that stay."""
+def test_nodes_that_leave_soon_do_not_count_for_the_others():
+    """The number to admit and the time saved are those of the nodes that stay."""
     outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0)
     decision = should_scale_up(1, [None, 5.0], outlook)
     assert decision.admit == 1
@@ -61,7 +61,7 @@ def test_those_that_leave_soon_do_not_count_for_the_others():
 
 
 def test_nothing_is_known_before_the_first_steps():
-    """Neither what remains nor what a restart costs."""
+    """Neither the remaining time nor the cost of a restart."""
     estimate = ProgressEstimator()
     assert estimate.outlook == Forecast()
     estimate.record_step(5, 100, 1.0)
@@ -70,7 +70,7 @@ def test_nothing_is_known_before_the_first_steps():
 
 
 def test_a_restart_costs_from_the_stop_to_the_first_step():
-    """Ending the workers, forming the group, and starting anew."""
+    """It ends the workers, forms the group and starts new workers."""
     estimate = ProgressEstimator()
     estimate.on_break(10.0)
     estimate.on_close(12.0)
@@ -80,8 +80,8 @@ def test_a_restart_costs_from_the_stop_to_the_first_step():
     assert estimate.outlook.restart_cost_s == 5.0
 
 
-def test_what_remains_goes_by_the_rounds_own_pace():
-    """The steps of this group, not those of a smaller one before."""
+def test_the_remaining_time_follows_the_throughput_of_the_present_round():
+    """Steps of an earlier, smaller group do not count."""
     estimate = ProgressEstimator()
     estimate.on_close(0.0)
     estimate.record_step(0, 100, 1.0)
@@ -95,8 +95,8 @@ def test_what_remains_goes_by_the_rounds_own_pace():
     assert estimate.outlook.remaining_s == 40.0
 
 
-def test_without_a_total_no_end_is_known():
-    """A script need not say where it will stop."""
+def test_without_a_total_the_remaining_time_is_unknown():
+    """A script does not have to report its total steps."""
     estimate = ProgressEstimator()
     estimate.on_close(0.0)
     estimate.record_step(1, None, 1.0)
@@ -105,7 +105,7 @@ def test_without_a_total_no_end_is_known():
 
 
 def test_a_run_beyond_its_total_has_nothing_left():
-    """Less than nothing can not remain."""
+    """The remaining time is never negative."""
     estimate = ProgressEstimator()
     estimate.on_close(0.0)
     estimate.record_step(1, 5, 1.0)
@@ -113,7 +113,7 @@ def test_a_run_beyond_its_total_has_nothing_left():
     assert estimate.outlook.remaining_s == 0.0
 
 
-# ---- the machine --------------------------------------------------------------------------
+# ---- the round ----------------------------------------------------------------------------
 
 
 class Fixed(ProgressEstimator):
@@ -134,7 +134,7 @@ def growing(**changes) -> RoundState:
 
 
 def test_grow_never_waits_for_another_reason():
-    """The newcomer is taken in when the round breaks anyway."""
+    """The newcomer is admitted when the round breaks for another reason."""
     m = growing(scale_up="on_restart")
     assert decisions(m.join(C, 1.0)) == []
     assert decisions(m.tick(1e6)) == []
@@ -144,21 +144,21 @@ def test_grow_never_waits_for_another_reason():
     assert m.run.ranks.members == (A, C)
 
 
-def test_a_newcomer_that_repays_the_restart_is_taken_in():
-    """A third of 100 s for 10 s."""
+def test_a_newcomer_that_repays_the_restart_is_admitted():
+    """It saves a third of 100 s and costs 10 s."""
     assert decisions(growing().join(C, 1.0)) == [stop((A, B), "node3 joins")]
 
 
 @pytest.mark.parametrize("scale_up", ["immediate", "checkpoint"])
-def test_a_newcomer_that_comes_too_late_is_not_taken_in(scale_up):
-    """What remains is less than a restart saves."""
+def test_a_newcomer_that_joins_too_late_is_not_admitted(scale_up):
+    """The rest of the run is too short to repay the restart."""
     m = growing(scale_up=scale_up)
     m.run.estimator = Fixed(remaining_s=20.0, restart_cost_s=10.0)
     assert decisions(m.join(C, 1.0)) == []
 
 
-def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
-    """Slurm knows how long it may stay."""
+def test_a_newcomer_whose_wall_time_ends_soon_is_not_admitted():
+    """Slurm reports its time left."""
     m = growing(scale_up="checkpoint")
     m.join(C, 1.0)
     poll_none(m, (A, B), 1, 1.1)
@@ -167,14 +167,14 @@ def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
 
 
 def test_the_decision_is_logged_with_its_reason():
-    """Who waits, when he is taken in, and why."""
+    """The waiting tasks, when they are admitted, and why."""
     (note,) = notes(growing(scale_up="checkpoint").join(C, 1.0), "scale_up_decision")
     assert note.fields["waiting"] == [C.task] and note.fields["admit"] == "checkpoint"
     assert "1 more nodes save about 33 s of 100 s, a restart costs 10.0 s" in note.fields["why"]
 
 
 def test_the_decision_is_logged_again_only_when_it_changes():
-    """Not with every second that passes."""
+    """A tick alone logs nothing."""
     m = growing(scale_up="checkpoint")
     m.join(C, 1.0)
     m.run.estimator = Fixed(remaining_s=90.0, restart_cost_s=10.0)
@@ -184,19 +184,19 @@ def test_the_decision_is_logged_again_only_when_it_changes():
     assert note.fields["admit"] == "not now"
 
 
-# ---- nodes that are not wanted ------------------------------------------------------------
+# ---- nodes that are not admitted ----------------------------------------------------------
 
 
 def parked(**changes) -> RoundState:
-    """A machine with a node that is not wanted, and ten seconds of patience at least."""
+    """A round with a node that is not admitted, and waits for ten seconds at least."""
     m = growing(below_min_timeout_s=10.0, **changes)
     assert decisions(m.join(C, 1.0)) == []
     return m
 
 
 @pytest.mark.parametrize("changes", [{"scale_up": "on_restart"}, {"max_nodes": 2}])
-def test_a_node_that_is_not_wanted_goes_back_to_the_queue(changes):
-    """Somebody else can use it; the group goes on."""
+def test_a_node_that_is_not_admitted_is_requeued(changes):
+    """Another run can use it; the group goes on."""
     m = parked(**changes)
     assert decisions(m.tick(10.9)) == []
     (given,) = decisions(m.tick(21.0))
@@ -204,16 +204,16 @@ def test_a_node_that_is_not_wanted_goes_back_to_the_queue(changes):
     assert given.delay_s > 0.0
 
 
-def test_it_goes_back_once():
-    """And its connection, which ends then, costs nobody anything."""
+def test_a_node_is_requeued_once():
+    """The end of its connection afterwards has no effect."""
     m = parked(scale_up="on_restart")
     m.tick(21.0)
     assert decisions(m.tick(22.0)) == []
     assert decisions(m.agent_lost(C, "its connection closed", 22.5)) == []
 
 
-def test_a_node_that_is_not_worth_it_goes_back_too():
-    """It has waited for nothing, and members that stay are released."""
+def test_a_node_that_is_not_worth_a_restart_any_more_is_requeued():
+    """Members that stay at a checkpoint are released."""
     m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
     m.join(C, 1.0)
     poll_none(m, (A, B), 1, 1.1)
@@ -222,8 +222,8 @@ def test_a_node_that_is_not_worth_it_goes_back_too():
     assert let_go == pause((A, B), 1, released=True) and given.agents == (C,)
 
 
-def test_a_node_that_waits_for_a_boundary_is_kept():
-    """It is wanted, only not yet."""
+def test_a_node_that_waits_for_a_checkpoint_is_not_requeued():
+    """It is admitted at the next one."""
     m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
     m.checkpointed(A, 5, 0, 0.5)
     m.join(C, 1.0)
@@ -231,8 +231,8 @@ def test_a_node_that_waits_for_a_boundary_is_kept():
     assert decisions(m.tick(3600.0)) == []
 
 
-def test_a_node_that_is_not_wanted_stays_where_there_is_no_queue():
-    """A local run gives nothing back."""
+def test_without_a_queue_a_node_that_is_not_admitted_stays():
+    """A local run requeues no nodes."""
     m = growing(scale_up="on_restart")
     m.join(C, 1.0)
     assert decisions(m.tick(1e9)) == []

@@ -20,7 +20,7 @@ from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.launcher import control, local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import GoneTimer
+from hpc_elastic.launcher.run_view import AbsenceTimer
 from hpc_elastic.launcher.submit import submit
 from hpc_elastic.launcher.wait import wait
 from hpc_elastic.run.directory import Entry, RunDir, Submission
@@ -96,7 +96,7 @@ def test_tasks_of_a_run_that_has_ended_are_not_started(tmp_path):
 
 def test_a_task_that_dies_alone_makes_the_run_lost(tmp_path, monkeypatch):
     """No result and no task left: the states and the log are in the error."""
-    monkeypatch.setattr(GoneTimer, "is_over", lambda self, now: self.since is not None)
+    monkeypatch.setattr(AbsenceTimer, "is_over", lambda self, now: self.since is not None)
     (outcome,) = outcomes_of(submitted(tmp_path, settings(1, env={"PLOT": "die"})))
     assert outcome.status == "lost"
     assert "FAILED (exit code 1)" in str(outcome.error)

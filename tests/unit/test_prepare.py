@@ -137,7 +137,7 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
         run = RunRequest(tmp_path / str(number), settings, ENTRY)
         waits = [together]
 
-        def prepare_anew() -> Prepared:
+        def prepare_again() -> Prepared:
             first = next_array(tmp_path / ".hpc_elastic")
             for barrier in waits[:1]:
                 barrier.wait(60)  # all have chosen the same number
@@ -147,7 +147,7 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
             )
             return write(plan, "train")
 
-        return with_free_numbers(prepare_anew)
+        return with_free_numbers(prepare_again)
 
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(submit, range(8)))

@@ -1,4 +1,4 @@
-"""The group as status.json shows it."""
+"""The content of status.json."""
 
 import random
 
@@ -10,14 +10,14 @@ from hpc_elastic.rendezvous.run_status import status_of
 
 
 def leading(**rules) -> LeaderState:
-    """A leader that takes over after two rounds, with one restart spent."""
+    """A leader that takes over after two rounds and one restart."""
     claim = LogEntry(4, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), round=2, restarts=1)
     settings = RoundRules(rules.pop("min_nodes", 1), 2, 3, 60.0, 5.0, **rules)
     return LeaderState(claim, settings, HeartbeatConfig(0.5, 3.0), 0.0, random.Random(1))
 
 
 def training() -> LeaderState:
-    """Two nodes that train."""
+    """A leader of two nodes that train."""
     leader = leading()
     for agent in (A, B):
         leader.connected(agent, 0.0)
@@ -27,7 +27,7 @@ def training() -> LeaderState:
 
 
 def test_a_group_that_forms():
-    """Who has joined counts; there are no members yet."""
+    """It counts the nodes that have joined; there are no members yet."""
     leader = leading()
     leader.connected(A, 0.0)
     leader.received(A, {"type": "join", "request": 1}, 0.0)
@@ -40,7 +40,7 @@ def test_a_group_that_forms():
 
 
 def test_a_group_that_trains():
-    """Its members in the order of their ranks."""
+    """It lists the members in rank order."""
     status = status_of(training())
     assert (status["phase"], status["round"], status["nodes"]) == ("training", 3, 2)
     assert status["world_size"] == 2 and status["joined"] == 0
@@ -51,7 +51,7 @@ def test_a_group_that_trains():
 
 
 def test_progress_is_the_furthest_step_and_the_first_ranks_loss():
-    """Not all members report at the same moment, nor all of it."""
+    """Members report at different times, and not every field."""
     leader = training()
     for agent, progress in (
         (A, {"step": 7, "total": 100, "loss": None, "samples": 56, "blocked_s": 0.5}),
@@ -66,7 +66,7 @@ def test_progress_is_the_furthest_step_and_the_first_ranks_loss():
 
 
 def test_a_run_that_has_ended_shows_how():
-    """And the last group."""
+    """It shows the last group as well."""
     leader = training()
     for agent in (A, B):
         leader.received(agent, {"type": "finished", "index": 5}, 1.0)
@@ -75,7 +75,7 @@ def test_a_run_that_has_ended_shows_how():
 
 
 def test_a_run_that_has_failed_shows_its_restarts():
-    """As many as were spent."""
+    """It shows all restarts."""
     leader = training()
     leader.rounds.run.policy.restarts = 3
     failed = {"type": "failed", "index": 5, "failures": [vars(failure(A))]}
@@ -86,7 +86,7 @@ def test_a_run_that_has_failed_shows_its_restarts():
     assert (status["phase"], status["restarts"], status["max_restarts"]) == ("failed", 3, 3)
 
 
-def test_nodes_that_were_given_back():
+def test_a_run_whose_nodes_were_requeued():
     """The run is in the queue again."""
     leader = leading(min_nodes=2, below_min_timeout_s=1.0)
     leader.connected(A, 0.0)

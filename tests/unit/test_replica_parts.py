@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from followers import ENTRY, LEADER, LIVENESS, asked, told
+from followers import ENTRY, LEADER, LIVENESS, delivered, request_of
 from groups import A, B, C, failure
 
 from hpc_elastic import should_checkpoint
@@ -43,7 +43,7 @@ def placed() -> FollowerState:
     """A replica's agent with a place in a round."""
     f = FollowerState(B, LIVENESS, 0.0, stays=True)
     f.join()
-    ask = asked(connected(f, ENTRY, 0.0))
+    ask = request_of(connected(f, ENTRY, 0.0))
     f.received({"type": "round", "request": ask, "index": ENTRY.index, "number": 2}, 0.0)
     return f
 
@@ -52,7 +52,7 @@ def test_the_leaders_death_does_not_stop_the_workers():
     """The agent looks for the next leader at once, and tells him by which entry it is here."""
     f = placed()
     effects = f.disconnected("reset", 1.0)
-    assert told(effects, "stop") == [] and ReadLog() in effects
+    assert delivered(effects, "stop") == [] and ReadLog() in effects
     newer = claim(6, ENTRY, LEADER, 1000.0)
     f.log_read(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
@@ -76,7 +76,7 @@ def test_a_leader_that_wants_them_stopped_is_obeyed():
     f = placed()
     stop = {"type": "stop", "reason": "formed anew"}
     assert f.received(stop, 1.0) == [Deliver(stop)]
-    assert asked(f.join()) > 0
+    assert request_of(f.join()) > 0
 
 
 # ---- the lighthouse beside the leader ------------------------------------------------------

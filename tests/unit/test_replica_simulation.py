@@ -37,6 +37,7 @@ def test_a_schedule_of_replicas_that_once_failed_holds(seed):
     assert find(partial(ReplicaSimulator, components=REPLICAS), seed, 1) is None
 
 
+@pytest.mark.schedules
 @pytest.mark.parametrize("name", REPLICA_MUTANTS)
 def test_planted_bug_of_replicas_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""

@@ -1,4 +1,4 @@
-"""Nodes that are too few for too long go back to the queue."""
+"""Nodes that are too few for too long are requeued."""
 
 import random
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 
 
 def test_too_few_for_too_long_gives_every_node_back():
-    """Between one and two times below_min_timeout_s, by chance: of two runs one gives way."""
+    """After a random time of one to two times below_min_timeout_s: one of two runs gives way."""
     m = machine(min_nodes=3, below_min_timeout_s=10.0)
     m.join(A, 0.0)
     m.join(B, 5.0)
@@ -40,7 +40,7 @@ def test_the_wait_begins_anew_once_there_were_enough():
 
 @pytest.mark.parametrize(("before", "least", "most"), [(0, 7, 23), (2, 30, 90), (30, 300, 900)])
 def test_the_time_away_doubles_and_is_random_within_its_range(before, least, most):
-    """Half to one and a half of it; about ten minutes after many times."""
+    """Half to one and a half of the mean; about ten minutes after many times."""
     requeued = set()
     for seed in range(40):
         m = machine(min_nodes=2, below_min_timeout_s=10.0)
@@ -53,7 +53,7 @@ def test_the_time_away_doubles_and_is_random_within_its_range(before, least, mos
 
 
 def test_the_wait_is_random_from_one_run_to_the_next():
-    """Two runs that hold half of the nodes each do not give them back at the same time."""
+    """Two runs that hold half of the nodes each do not requeue them at the same time."""
 
     def waited(seed: int) -> float:
         rules = RoundRules(2, 4, 2, 60.0, 5.0, below_min_timeout_s=10.0)
@@ -66,7 +66,7 @@ def test_the_wait_is_random_from_one_run_to_the_next():
 
 
 def test_whoever_joins_after_that_goes_back_too():
-    """For as long as the others; nobody is left behind."""
+    """For the same time as the others."""
     m = machine(min_nodes=2, below_min_timeout_s=10.0)
     m.join(A, 0.0)
     (given,) = decisions(m.tick(20.0))
@@ -83,7 +83,7 @@ def test_a_round_forgets_how_often_nodes_were_given_back():
 
 
 def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
-    """Two looks some seconds apart; in between it may have got what it lacks."""
+    """Two answers some seconds apart; in between it may have got its nodes."""
     m = machine(min_nodes=2, below_min_timeout_s=300.0)
     m.join(A, 0.0)
     assert (
@@ -103,7 +103,7 @@ def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
 
 @pytest.mark.parametrize(("attempt", "kept"), [(0, False), (1, True)])
 def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
-    """Given back, it would end, and the run with it: by time, for others, and where it parks."""
+    """A requeue would end the task, and the run: after a time-out, in a sweep, in training."""
     m = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     m.join(replace(A, attempt=attempt), 0.0)
     assert m.run.is_short is not kept
@@ -117,7 +117,7 @@ def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
 
 
 def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
-    """What is said of it is old, or its nodes are not to be given back."""
+    """The answer is old, or its nodes are never requeued."""
     trains = training(A, B, min_nodes=2, below_min_timeout_s=300.0)
     stays = machine(min_nodes=2)
     stays.join(A, 0.0)

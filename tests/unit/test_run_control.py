@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 from arrays import GONE, run_of, write_table
-from followers import ENTRY, LEADER, LIVENESS, agent, of, told
+from followers import ENTRY, LEADER, LIVENESS, agent, delivered, of
 from groups import B
 
 from ended import sleeping
@@ -113,15 +113,15 @@ def test_an_agent_from_before_ends_and_publishes_nothing(ending):
     f = agent()
     f.tick(0.0)
     effects = f.log_read(9, replace(ENTRY, index=9, generation=1, ending=ending), 1, 0.1)
-    assert [m["status"] for m in told(effects, "end")] == ["superseded"]
+    assert [m["status"] for m in delivered(effects, "end")] == ["superseded"]
     assert not of(effects, Claim, PublishResult)
     assert f.tick(9.0) == []
 
 
 async def _publish(run, entry):
     journal = StatusWriter(run, "r", None, 0)
-    journal.note = lambda *_, **__: None
-    await journal.publish(entry)
+    journal.append_event = lambda *_, **__: None
+    await journal.publish_result(entry)
     await journal.close()
 
 

@@ -11,8 +11,8 @@ from hpc_elastic.cli import status
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.launcher.run_view import (
     GONE_S,
+    AbsenceTimer,
     EndDetector,
-    GoneTimer,
     must_have_ended,
     phase_of,
     read_view,
@@ -122,7 +122,7 @@ def test_a_task_that_comes_back_is_waited_for_anew(tmp_path):
 )
 def test_how_long_no_task_is_left(states, since):
     """A task that is being ended, or requeued, is left."""
-    timer = GoneTimer()
+    timer = AbsenceTimer()
     timer.update([], 10.0)
     timer.update(states, 12.0)
     assert timer.since == since

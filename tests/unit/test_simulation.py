@@ -46,6 +46,7 @@ def test_schedules_contain_what_is_to_be_tested(total):
     assert min(total.storage.values()) > SCHEDULES / 2000
 
 
+@pytest.mark.schedules
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bug_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""

@@ -1,4 +1,4 @@
-"""What a leader writes for others to read."""
+"""The files that a leader writes for readers."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
 
 
 def ended(*ending) -> LogEntry:
-    """The entry of an end."""
+    """A log entry that ends the run."""
     return LogEntry(9, 2, LEADER, round=4, restarts=2, started=1000.0, ending=RunEnding(*ending))
 
 
@@ -34,55 +34,55 @@ def run(tmp_path) -> RunDir:
 
 
 def write(run: RunDir, *steps, term: int = 1) -> None:
-    """Let the leader of a term write, and end."""
+    """Run steps with the status writer of a term, and close it."""
 
     async def lead() -> None:
-        journal = StatusWriter(run, "run-1", EventLog(run.events("7_0"), "7_0"), term)
+        writer = StatusWriter(run, "run-1", EventLog(run.events("7_0"), "7_0"), term)
         for step in steps:
-            await step(journal)
-        await journal.close()
+            await step(writer)
+        await writer.close()
 
     asyncio.run(lead())
 
 
 def publish(entry: LogEntry):
-    """A step that publishes an entry's end."""
-    return lambda journal: journal.publish(entry)
+    """A step that publishes the result of an entry."""
+    return lambda writer: writer.publish_result(entry)
 
 
-def note(kind: str, **fields):
-    """A step that notes an event."""
+def event(kind: str, **fields):
+    """A step that appends an event."""
 
-    async def step(journal: StatusWriter) -> None:
-        journal.note(kind, **fields)
+    async def step(writer: StatusWriter) -> None:
+        writer.append_event(kind, **fields)
 
     return step
 
 
-def status(**fields):
-    """A step that writes the status."""
+def status(*lines, **fields):
+    """A step that writes the status, and lines of the progress."""
 
-    async def step(journal: StatusWriter) -> None:
-        journal.show(fields, ())
+    async def step(writer: StatusWriter) -> None:
+        writer.write_status(fields, lines)
 
     return step
 
 
 def test_events_are_written_in_order(run):
-    """All that was handed over, once the journal is closed."""
-    write(run, *(note("joined", n=n) for n in range(50)))
+    """All of them, once the writer is closed."""
+    write(run, *(event("joined", n=n) for n in range(50)))
     assert [e["n"] for e in read_events(run.path / "events")] == list(range(50))
 
 
 def test_the_status_is_the_last_one(run):
-    """With the time at which it was written: a reader sees that a leader lives."""
+    """Its time shows a reader that a leader lives."""
     write(run, status(nodes=1), status(nodes=2))
     shown = json.loads(run.status.read_text())
     assert shown["nodes"] == 2 and shown["updated"] > 1e9
 
 
 def test_the_result_of_a_run_that_succeeded(run):
-    """Where its workers' results are, and what it took."""
+    """It names the folder of the workers' results."""
     write(run, publish(ended("succeeded")))
     result = json.loads(run.result.read_text())
     assert result.pop("ended") > 1e9
@@ -95,7 +95,7 @@ def test_the_result_of_a_run_that_succeeded(run):
 
 
 def test_the_result_of_a_run_that_failed(run):
-    """The first cause, and who followed."""
+    """The first failure, and the secondary ones."""
     write(run, publish(ended("failed", CAUSE, (VICTIM,))))
     result = json.loads(run.result.read_text())
     assert result["failure"] == CAUSE.to_json() and result["secondary_failures"] == [
@@ -105,50 +105,41 @@ def test_the_result_of_a_run_that_failed(run):
 
 
 def test_a_result_is_written_once(run):
-    """Whoever finds the end recorded publishes it, for its leader may have died before it could."""
+    """Several agents may publish it, since the leader may have died before it could."""
     write(run, publish(ended("failed", CAUSE)))
     first = run.result.read_text()
     write(run, publish(ended("failed", CAUSE)))
     assert run.result.read_text() == first
 
 
-def test_a_status_that_can_not_be_written_costs_itself_only(run, caplog):
-    """A full disk is logged; the leader goes on."""
+def test_a_status_that_cannot_be_written_is_logged(run, caplog):
+    """The events are written all the same."""
     run.status.mkdir()
-    write(run, status(nodes=1), note("joined"))
+    write(run, status(nodes=1), event("joined"))
     assert "status.json: not written" in caplog.text
     assert [e["kind"] for e in read_events(run.path / "events")] == ["joined"]
 
 
-def test_an_event_that_can_not_be_written_costs_itself_only(run, caplog):
+def test_an_event_that_cannot_be_written_is_logged(run, caplog):
     """The status is written all the same."""
     (run.path / "events").rmdir()
-    write(run, note("joined"), status(nodes=1))
+    write(run, event("joined"), status(nodes=1))
     assert "events not written" in caplog.text and run.status.exists()
 
 
-def progress(*lines):
-    """A step that hands over lines of the progress."""
-
-    async def step(journal: StatusWriter) -> None:
-        journal.show({}, lines)
-
-    return step
-
-
-def test_progress_is_appended_whoever_leads(run):
-    """Also below a line that the leader before did not finish."""
-    write(run, progress({"time": 1.0}, {"time": 2.0}), progress())
+def test_each_leader_appends_to_the_progress(run):
+    """Also after a line that the previous leader did not finish."""
+    write(run, status({"time": 1.0}, {"time": 2.0}), status())
     with run.progress.open("a") as f:
         f.write('{"time": 3.0, "st')
     run.status.unlink()
-    write(run, progress({"time": 4.0}), term=2)
+    write(run, status({"time": 4.0}), term=2)
     lines = run.progress.read_text().splitlines()
     assert lines == ['{"time": 1.0}', '{"time": 2.0}', '{"time": 3.0, "st', '{"time": 4.0}']
 
 
-def test_a_new_leader_keeps_the_last_word_of_the_one_before(run):
-    """Which died between two lines of the progress; what is damaged is left out."""
+def test_a_new_leader_keeps_the_last_status_of_the_previous_one(run):
+    """It may have died between two lines of the progress; a damaged status is skipped."""
     run.status.write_text(json.dumps({"updated": 7.5, "step": 31, "nodes": 2, "members": []}))
     write(run, status(nodes=1), status(nodes=1))
     (line,) = map(json.loads, run.progress.read_text().splitlines())
@@ -158,15 +149,15 @@ def test_a_new_leader_keeps_the_last_word_of_the_one_before(run):
     assert len(run.progress.read_text().splitlines()) == 1
 
 
-def test_progress_that_can_not_be_written_costs_itself_only(run, caplog):
-    """It is logged; the status is written all the same."""
+def test_progress_that_cannot_be_written_is_logged(run, caplog):
+    """The status is written all the same."""
     run.progress.mkdir()
-    write(run, progress({"time": 1.0}), status(nodes=1))
+    write(run, status({"time": 1.0}), status(nodes=1))
     assert "progress.jsonl: not written" in caplog.text and run.status.exists()
 
 
-def test_a_result_is_tried_until_it_is_written(run, monkeypatch):
-    """Nobody is told of an end that nobody can read."""
+def test_a_result_is_retried_until_it_is_written(run, monkeypatch):
+    """The end is announced only once the result can be read."""
     tries = []
     real = module.write_atomic
 
@@ -183,7 +174,7 @@ def test_a_result_is_tried_until_it_is_written(run, monkeypatch):
 
 
 def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
-    """And the result right after it: no node waits for what is out of date. No progress is lost."""
+    """The result follows at once, and no line of the progress is lost."""
     written, answers = [], threading.Event()
     real = module.write_atomic
 
@@ -192,11 +183,11 @@ def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
         assert answers.wait(30)
         real(path, text, **how)
 
-    async def hand_over(journal: StatusWriter) -> None:
+    async def hand_over(writer: StatusWriter) -> None:
         for step in range(1000):
-            journal.show({"step": step}, [{"time": float(step)}])
+            writer.write_status({"step": step}, [{"time": float(step)}])
         asyncio.get_running_loop().call_soon(answers.set)
-        await journal.publish(ended("succeeded"))
+        await writer.publish_result(ended("succeeded"))
 
     monkeypatch.setattr(module, "write_atomic", hang)
     monkeypatch.setattr(term, "write_atomic", hang)
@@ -211,26 +202,26 @@ def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
 
 
 def test_a_status_of_a_term_that_is_over_is_not_written(run):
-    """Though its leader does not know yet that another leads; nor are its lines."""
-    write(run, progress({"time": 1.0, "term": 2}), status(nodes=3), term=2)
-    write(run, progress({"time": 2.0, "term": 1}), status(nodes=0), term=1)
+    """Nor are its lines, although its leader does not know yet that another one leads."""
+    write(run, status({"time": 1.0, "term": 2}), status(nodes=3), term=2)
+    write(run, status({"time": 2.0, "term": 1}), status(nodes=0), term=1)
     assert json.loads(run.status.read_text())["nodes"] == 3
     assert [json.loads(line)["time"] for line in run.progress.read_text().splitlines()] == [1.0]
 
 
-def test_a_journal_knows_that_its_term_is_over(run):
-    """It is how a leader learns it that looks at no entry."""
+def test_a_writer_finds_that_its_term_is_over(run):
+    """The leader steps down then."""
 
-    async def see(journal: StatusWriter) -> None:
-        await journal.close()
-        assert journal.is_over
+    async def see(writer: StatusWriter) -> None:
+        await writer.close()
+        assert writer.is_over
 
     write(run, status(nodes=3), term=2)
     write(run, status(nodes=0), see, term=1)
 
 
 def test_a_status_that_was_staged_before_another_led_is_not_put_in_place(run, monkeypatch):
-    """Its process was stopped between two system calls, and goes on after the next leader wrote."""
+    """Its process was stopped between two system calls until the next leader had written."""
     real = shared_files._stage
 
     def stopped_meanwhile(path, content, mode, folder):
@@ -242,11 +233,11 @@ def test_a_status_that_was_staged_before_another_led_is_not_put_in_place(run, mo
     monkeypatch.setattr(shared_files, "_stage", stopped_meanwhile)
     write(run, status(nodes=0), term=1)
     assert json.loads(run.status.read_text())["nodes"] == 3
-    assert not list(run.rdzv.glob("term.*/.*")), "what was staged is gone"
+    assert not list(run.rdzv.glob("term.*/.*")), "the staged file is removed"
 
 
 def test_without_a_term_folder_no_status_is_written(run, caplog):
-    """A folder that the leader made itself would fence nobody."""
+    """A folder that the leader creates itself would fence no other leader."""
     run.first_term.rmdir()
     write(run, status(nodes=1))
     assert "no term folder" in caplog.text or "rdzv: not written" in caplog.text

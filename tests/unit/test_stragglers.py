@@ -10,7 +10,7 @@ from hpc_elastic.rendezvous.run_status import status_of
 
 
 def windows(stragglers: Stragglers, *loads: float, first: int = 1, num: int = 1) -> list[Note]:
-    """Let three nodes of one rank tell the same loads, of steps of a second, so many times."""
+    """Record the same loads of three nodes with one rank each for a number of windows."""
     return [
         note
         for number in range(first, first + num)
@@ -30,16 +30,16 @@ def windows(stragglers: Stragglers, *loads: float, first: int = 1, num: int = 1)
         ((0.0, 0.0, 0.0), []),
     ],
 )
-def test_who_is_named(loads, named):
-    """Above the median of the others by 30 %, and by a share of the step that matters."""
+def test_ranks_that_are_stragglers(loads, named):
+    """Above the median by 30 %, and by a share of the step that matters."""
     stragglers = Stragglers()
     notes = windows(stragglers, *loads, num=10)
     assert [n.fields["rank"] for n in notes] == named
     assert [s["rank"] for s in stragglers.current] == named
 
 
-def test_once_when_it_persists_and_once_when_it_ends():
-    """A few windows in a row, either way."""
+def test_one_event_when_a_rank_becomes_a_straggler_and_one_when_it_ends():
+    """After a few windows in a row in both cases."""
     stragglers = Stragglers()
     assert not windows(stragglers, 0.5, 0.5, 0.9, num=IN_A_ROW - 1)
     (note,) = windows(stragglers, 0.5, 0.5, 0.9, first=IN_A_ROW)
@@ -58,8 +58,8 @@ def test_one_slow_window_is_no_straggler():
         assert not windows(stragglers, 0.5, 0.5, 0.9 if i % 2 else 0.5, first=i)
 
 
-def test_a_window_that_is_told_again_counts_once_and_a_round_begins_anew():
-    """Heartbeats repeat the last one."""
+def test_a_repeated_window_counts_once_and_a_new_round_starts_from_zero():
+    """Heartbeats repeat the last window."""
     stragglers = Stragglers()
     for _ in range(20):
         assert not windows(stragglers, 0.5, 0.5, 0.9)
@@ -67,8 +67,8 @@ def test_a_window_that_is_told_again_counts_once_and_a_round_begins_anew():
     assert stragglers.current == []
 
 
-def test_the_leader_hears_of_it_with_heartbeats_and_shows_it():
-    """In the events, and in status.json."""
+def test_loads_in_heartbeats_lead_to_an_event_and_to_the_status():
+    """The status is status.json."""
     leader = training(A, B)
     notes = []
     for number in range(1, 5):

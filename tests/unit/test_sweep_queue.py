@@ -16,7 +16,7 @@ from hpc_elastic.slurm.sweep_queue import (
     QueuedRun,
     SweepQueue,
     let_start,
-    waits_in_vain,
+    why_blocked,
 )
 
 AWAY = 60.0
@@ -49,8 +49,8 @@ def four(*, whole: bool = True, **states: str) -> NodeSupply:
 def test_a_run_that_lacks_what_others_train_with_waits_in_vain():
     """Three of four nodes are another run's: the fourth serves nobody."""
     runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
-    assert waits_in_vain(runs, 0, four()) is None, "it trains"
-    assert "other runs of the sweep" in str(waits_in_vain(runs, 1, four()))
+    assert why_blocked(runs, 0, four()) is None, "it trains"
+    assert "other runs of the sweep" in str(why_blocked(runs, 1, four()))
 
 
 @pytest.mark.parametrize(
@@ -59,59 +59,59 @@ def test_a_run_that_lacks_what_others_train_with_waits_in_vain():
 def test_a_run_waits_for_what_others_than_the_sweep_have(states):
     """Jobs of other users end, and idle nodes are given soon: `below_min_timeout_s` counts."""
     runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
-    assert waits_in_vain(runs, 1, four(**states)) is None
+    assert why_blocked(runs, 1, four(**states)) is None
 
 
 @pytest.mark.parametrize("state", ["down", "down*", "drained", "allocated*", "draining"])
 def test_nodes_that_are_lost_come_to_nobody(state):
     """A node died, and the run that has one left of two gives that back."""
     runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "waits")]
-    assert waits_in_vain(runs, 1, four(n4=state))
+    assert why_blocked(runs, 1, four(n4=state))
 
 
 def test_a_node_that_was_lost_is_none_of_the_run_though_slurm_learns_of_it_late():
     """The next attempt of the task counts again."""
     runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "n4", lost={"b_1": 0})]
-    assert waits_in_vain(runs, 1, four(n4="allocated*"))
-    assert waits_in_vain(runs, 1, four()) is None, "its task may only be leaving"
+    assert why_blocked(runs, 1, four(n4="allocated*"))
+    assert why_blocked(runs, 1, four()) is None, "its task may only be leaving"
     again = {**runs[1].tasks, "b_1": TaskState("b_1", "RUNNING", node="n4", restarts=1)}
     back = replace(runs[1], tasks=again)
-    assert waits_in_vain([runs[0], back], 1, four(n4="allocated*")) is None
+    assert why_blocked([runs[0], back], 1, four(n4="allocated*")) is None
 
 
 def test_nodes_that_the_run_avoids_come_not_to_it():
     """The only other node was excluded because of failures."""
     runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "waits", avoids=frozenset({"n4"}))]
-    assert waits_in_vain(runs, 1, four(n4="idle"))
+    assert why_blocked(runs, 1, four(n4="idle"))
 
 
 def test_where_tasks_share_nodes_nothing_is_known():
     """A node that a task has may have room for another."""
     runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
-    assert waits_in_vain(runs, 1, four(whole=False)) is None
+    assert why_blocked(runs, 1, four(whole=False)) is None
 
 
 def test_a_limit_of_the_user_leaves_idle_nodes_out_of_reach():
     """The sweep's own runs use the limit up."""
     runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "limit")]
-    assert waits_in_vain(runs, 1, four(n4="idle"))
+    assert why_blocked(runs, 1, four(n4="idle"))
 
 
 def test_the_last_of_the_runs_that_hold_too_few_give_way_to_the_first():
     """Four runs with a node each of two: two of them begin, and at once."""
     runs = [queued(name, 2, f"n{i}", "waits") for i, name in enumerate("abcd", 1)]
-    assert [waits_in_vain(runs, at, four()) for at in (0, 1)] == [None, None]
-    assert "run b " in str(waits_in_vain(runs, 2, four()))
-    assert "run a " in str(waits_in_vain(runs, 3, four()))
+    assert [why_blocked(runs, at, four()) for at in (0, 1)] == [None, None]
+    assert "run b " in str(why_blocked(runs, 2, four()))
+    assert "run a " in str(why_blocked(runs, 3, four()))
 
 
 def test_nobody_gives_way_for_what_is_idle_or_does_not_suffice():
     """The first run takes the idle node; with a minimum of four it could not begin all the same."""
     enough = [queued("a", 2, "n1", "waits"), queued("b", 2, "n2", "waits")]
-    assert waits_in_vain(enough, 1, four(n3="idle", n4="idle")) is None
+    assert why_blocked(enough, 1, four(n3="idle", n4="idle")) is None
     too_large = [queued("a", 4, "n1", *["waits"] * 3), queued("b", 2, "n2", "waits")]
     busy = {"n5": "allocated", "n6": "allocated"}
-    assert waits_in_vain(too_large, 1, four(**busy)) is None
+    assert why_blocked(too_large, 1, four(**busy)) is None
 
 
 def test_a_coallocated_job_counts_with_all_its_nodes():
@@ -234,7 +234,7 @@ def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
     """Runs and their tasks by the array's file; what is away starts again, and is asked seldom."""
     client = FakeClient()
     queue = queue_of(two_runs[0], client)
-    assert queue.num_runs == 2 and queue.waits_in_vain({}) is None
+    assert queue.num_runs == 2 and queue.why_blocked({}) is None
     queue.let_others_start()
     assert client.started == ["7_2"]
     asked = client.num_asked
@@ -271,7 +271,7 @@ def test_a_run_that_is_short_of_nodes_is_told_by_the_queue(two_runs):
     client = FakeClient()
     client.second = TaskState("7_2", "RUNNING", node="n3")
     client.states |= {"n3": "allocated", "n4": "down"}
-    assert "other runs of the sweep" in str(queue_of(two_runs[1], client).waits_in_vain({}))
+    assert "other runs of the sweep" in str(queue_of(two_runs[1], client).why_blocked({}))
 
 
 @pytest.mark.parametrize("had_looked", [False, True])
@@ -285,7 +285,7 @@ def test_a_run_whose_directory_was_removed_keeps_no_other_from_its_turn(two_runs
     client.second = TaskState("7_2", "RUNNING", node="n3")
     client.states |= {"n3": "allocated", "n4": "down"}
     shutil.rmtree(two_runs[0].path)
-    assert "other runs of the sweep" in str(second.waits_in_vain({}))
+    assert "other runs of the sweep" in str(second.why_blocked({}))
     client.second = TaskState("7_2", "PENDING", "BeginTime", starts_in_s=AWAY)
     shutil.rmtree(two_runs[1].path)
     first.let_others_start(ends=True)

@@ -113,7 +113,7 @@ class Controller:
                 time.sleep(_TICK_S)
 
     def _serve_one(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ClientGoneError):
+        with connection, contextlib.suppress(OSError, ClientLostError):
             line, fds = _receive(connection)
             try:
                 message = json.loads(line)
@@ -121,7 +121,7 @@ class Controller:
                     reply = self._handle_request(message["admin"], message.get("node"))
                 else:
                     reply = dataclasses.asdict(self._handle_command(message, fds, connection))
-            except (OSError, ClientGoneError):
+            except (OSError, ClientLostError):
                 raise
             except Exception:  # the caller must see every error
                 print(traceback.format_exc(), file=sys.stderr, flush=True)
@@ -182,12 +182,12 @@ class _Signals:
         """Return the signals since the last call.
 
         Raises:
-            ClientGoneError: The client has closed its connection.
+            ClientLostError: The client has closed its connection.
         """
         while readable(self._connection, timeout_s=0):
             received = self._connection.recv(4096)
             if not received:
-                raise ClientGoneError
+                raise ClientLostError
             self._rest += received
         *lines, self._rest = self._rest.split(b"\n")
         return [int(json.loads(line)["signal"]) for line in lines]
@@ -260,7 +260,7 @@ def _sbatch(call: CommandCall, cluster: FakeCluster) -> str:
     return f"{number}\n" if "parsable" in options else f"Submitted batch job {number}\n"
 
 
-class ClientGoneError(Exception):
+class ClientLostError(Exception):
     """The client has closed its connection."""
 
 
@@ -272,7 +272,7 @@ class SrunCall:
         output: File descriptor of its standard output.
         error: The same for its errors.
         signals: Returns the signals that the client has forwarded since the last call; raises
-            `ClientGoneError`.
+            `ClientLostError`.
         cluster: The cluster.
         lock: The controller's.
     """
@@ -337,7 +337,7 @@ class SrunCall:
                     "Unable to allocate resources: Job/step already completing or completed"
                 )
             exit_ = self._run_step(job, options)
-        except (ClientGoneError, Refusal):
+        except (ClientLostError, Refusal):
             with self._lock:
                 if not job.is_over and job.ending is None:
                     self._cluster.cancel_job(job, time.time())
@@ -399,7 +399,7 @@ class SrunCall:
             try:
                 for number in self._signals() if has_client else []:
                     self._forward_signal(number, of)
-            except ClientGoneError:
+            except ClientLostError:
                 if of is None or of[0].batch is None:
                     raise
                 has_client = False
@@ -407,7 +407,7 @@ class SrunCall:
 
     def _forward_signal(self, number: int, of: tuple[Job, JobStep] | None) -> None:
         if of is None:
-            raise ClientGoneError
+            raise ClientLostError
         job, step = of
         with self._lock:
             living = [task for task in step.tasks if task.exit is None and not task.lost]

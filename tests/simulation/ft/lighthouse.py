@@ -99,7 +99,7 @@ class KeeperProcess:
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """Do nothing: a quorum has no result."""
 
-    def let_go(self) -> None:
+    def disconnect_all(self) -> None:
         """Do nothing: all groups are connected to another keeper."""
 
     # ---- groups ---------------------------------------------------------------------------

@@ -194,8 +194,10 @@ class Manager:
             connect_timeout_s=connect_s,
         )
         self._transport = checkpoint_transport or HTTPTransport(
-            timedelta(seconds=self._limits.timeout_s), state_dict=self._manager_state_dict
+            timedelta(seconds=self._limits.timeout_s)
         )
+        if getattr(self._transport, "state_dict", None) is None:
+            self._transport.state_dict = self._manager_state_dict
         self._client = ManagerClient(
             self._server.path,
             self._place.rank,

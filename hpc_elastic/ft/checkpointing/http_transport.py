@@ -60,8 +60,8 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             timeout: As torchft's; not used, since each call brings its own.
             num_chunks: Least number of connections to fetch over; 0: two, or one to each source.
-            state_dict: Returns this replica's present state, of the same form as the peers'.
-                Needed if there are DTensors in it, and for ``in_place``.
+            state_dict: Returns this replica's present state; None: the Manager's. Needed if there
+                are DTensors in it, and for ``in_place``.
             in_place: Receive into the tensors of ``state_dict()`` that are on the CPU. Saves the
                 memory of a second state; but nothing may use them meanwhile (so only where the
                 quorum is not asynchronous), and a heal that fails leaves them half changed.
@@ -77,7 +77,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if in_place and state_dict is None:
             raise ConfigError("in_place", in_place, "give state_dict=, which returns the tensors")
         self._num_connections = num_chunks or _NUM_CONNECTIONS
-        self._state_dict, self.in_place = state_dict, in_place
+        self.state_dict, self.in_place = state_dict, in_place
         self._key = key if key is not None else peers_secret()
         self._server = StateServer(self._key)
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class HTTPTransport(CheckpointTransport[T]):
         target: list[_layout.Target] = []
 
         def allocate(layout: _layout.StateLayout) -> Pieces:
-            target.append(_layout.Target(layout, self._state_dict, in_place=self.in_place))
+            target.append(_layout.Target(layout, self.state_dict, in_place=self.in_place))
             return Pieces(_layout.stream_parts(layout, target[0].raw))
 
         timeout_s = timeout.total_seconds()

@@ -43,11 +43,12 @@ class PGTransport(CheckpointTransport[T]):
             timeout: As torchft's; not used, since each call brings its own.
             device: Where ``pg`` takes tensors: ``cpu`` for gloo, the own GPU for NCCL.
             state_dict: Returns the own present state. If given, what it has on ``device`` is
-                received into; such a heal leaves the state half changed if it fails.
+                received into; such a heal leaves the state half changed if it fails. None: the
+                Manager's, which is not received into.
         """
         self._pg = pg
         self._device = device
-        self._state_dict = state_dict
+        self.state_dict = state_dict
         self.in_place = state_dict is not None
 
     def metadata(self) -> str:
@@ -87,7 +88,7 @@ class PGTransport(CheckpointTransport[T]):
         if layout.step != step:
             raise HealError(f"replica {src_rank} sends step {layout.step}, not {step}")
         device = self._device.type
-        target = Target(layout, self._state_dict, in_place=self.in_place, device=device)
+        target = Target(layout, self.state_dict, in_place=self.in_place, device=device)
         for tag, memory in enumerate(target.raw, _FIRST_TENSOR):
             if len(memory):
                 self._receive(memory, src_rank, tag, timeout)

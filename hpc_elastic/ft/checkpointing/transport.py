@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -13,6 +14,10 @@ T = TypeVar("T")
 
 class HealError(HpcElasticError):
     """The state could not be fetched from a peer, or is damaged; the step may be tried again."""
+
+
+class UnusableStateError(HealError):
+    """The peer's state cannot be sent or does not fit here; another attempt would fail alike."""
 
 
 class HealTimeoutError(HealError, TimeoutError):
@@ -38,6 +43,12 @@ class CheckpointTransport(ABC, Generic[T]):
 
     needs_group: bool = True
     """Whether states go over the process group, so that it has to be formed before."""
+
+    state_dict: Callable[[], object] | None = None
+    """Returns this replica's present state, for the meshes of its DTensors.
+
+    A Manager sets it if it is None.
+    """
 
     @abstractmethod
     def metadata(self) -> str:

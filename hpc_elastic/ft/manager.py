@@ -237,8 +237,11 @@ class Manager:
         if self._client.start_step(last_failed=step.needs_quorum or must_heal):
             seconds = self._limits.quorum_timeout_s if timeout is None else timeout.total_seconds()
             progress = self._progress
+            waits = not self._use_async_quorum or (allow_heal and self._progress.step == 0)
+            if not waits:  # in a forward pass FSDP's modules have other parameters
+                step.kept_state = self._keep_state()
             step.entering = run_in_background(lambda: self._enter_quorum(step, progress, seconds))
-            if not self._use_async_quorum or (allow_heal and self._progress.step == 0):
+            if waits:
                 self.wait_quorum()
                 self._apply_healed(step)
         elif step.quorum is not None:
@@ -477,7 +480,8 @@ class Manager:
             key: Its name, the same on all replicas.
             load_state_dict: Loads the part of a peer; called on the main thread, in
                 `start_quorum` or `should_commit`.
-            state_dict: Returns it; called on another thread, see `disallow_state_dict_read`.
+            state_dict: Returns it; may return live tensors. Called in `start_quorum`, on the main
+                thread if that does not wait for the quorum, and in `allow_state_dict_read`.
 
         Raises:
             ValueError: The key is taken.
@@ -507,6 +511,8 @@ class Manager:
         """Let peers read the state again."""
         if not self._may_read:
             self._may_read = True
+            if self._step.kept_state is not None and self._step.entering is not None:
+                self._step.kept_state = self._keep_state()
             self._reading.release()
 
     def heal_from_one_source(self) -> None:
@@ -536,6 +542,8 @@ class Manager:
     def _peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
         """Return the live tensors of all parts, and their progress (on the quorum's thread).
 
+        The parts are those of the last step boundary, whatever the main thread does.
+
         Raises:
             TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
             RuntimeError: No state is registered.
@@ -548,10 +556,23 @@ class Manager:
                 f"{timeout_s:g} s: call allow_state_dict_read"
             )
         try:
-            user = {key: save() for key, save in self._saves.items()}
+            kept = self._step.kept_state
+            user = self._read_parts() if kept is None else kept.result()
         finally:
             self._reading.release()
         return {"user": user, "torchft": asdict(progress)}
+
+    def _keep_state(self) -> concurrent.futures.Future[dict[str, Any]]:
+        """Return the parts of the state as they are now, or the error of one, for later."""
+        kept: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        try:
+            kept.set_result(self._read_parts())
+        except Exception as e:  # it matters only if a peer needs the state
+            kept.set_exception(e)
+        return kept
+
+    def _read_parts(self) -> dict[str, Any]:
+        return {key: save() for key, save in self._saves.items()}
 
     def _require_state(self) -> None:
         if not self._loads:
@@ -723,6 +744,8 @@ class StepState:
         allow_heal, shrink_only: Arguments of `Manager.start_quorum`.
         is_started: False only before the first step.
         entering: The quorum is being entered.
+        kept_state: The parts of the state at the beginning of the step, for peers, if the quorum is
+            entered beside the forward pass.
         quorum: The last quorum entered; None before the first.
         all_current: All members of the quorum have the newest state.
         participation: This group's part in the step.
@@ -740,6 +763,7 @@ class StepState:
     shrink_only: bool = False
     is_started: bool = True
     entering: concurrent.futures.Future[None] | None = None
+    kept_state: concurrent.futures.Future[dict[str, Any]] | None = None
     quorum: QuorumResult | None = None
     all_current: bool = False
     participation: Participation = Participation(None, 0)

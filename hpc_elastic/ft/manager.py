@@ -38,7 +38,11 @@ from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
-from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
+from hpc_elastic.ft.checkpointing import (
+    CheckpointTransport,
+    HTTPTransport,
+    UnusableStateError,
+)
 from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.ft.process_group import (
@@ -546,7 +550,7 @@ class Manager:
 
         Raises:
             TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
-            RuntimeError: No state is registered.
+            UnusableStateError: No state is registered.
         """
         self._require_state()
         timeout_s = self._limits.timeout_s
@@ -576,7 +580,7 @@ class Manager:
 
     def _require_state(self) -> None:
         if not self._loads:
-            raise RuntimeError(
+            raise UnusableStateError(
                 "a replica has to heal, but there is no state to send or to load: give the "
                 "Manager load_state_dict and state_dict, or call register_state_dict_fn"
             )
@@ -647,7 +651,7 @@ class Manager:
             missing = sorted(self._loads.keys() - healed.user.keys())
             if missing:
                 text = f"the peer's state has no {missing}: register the same keys on all"
-                raise RuntimeError(text)
+                raise UnusableStateError(text)
             for key, load in self._loads.items():
                 load(healed.user[key])
             step.healed, self._progress = None, healed.progress

@@ -1,6 +1,8 @@
 """Replica groups of two ranks with a sharded model: a fresh group heals while the other trains."""
 
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,27 @@ def test_a_fresh_sharded_replica_heals(crew, start, model, sync, transport):
         common = [c for c in commits(new) if c[0] in states]
         assert len(common) >= 25
         assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
+
+
+@pytest.mark.parametrize(
+    ("survivor_has", "newcomer_has", "error"),
+    [
+        ({}, {"fault": "key"}, "KeyError: 'nothing'"),
+        ({}, {"fault": "type"}, "UnusableStateError.*state: /user/default/extra"),
+        ({"fault": "type"}, {}, "UnusableStateError.*state: /user/default/extra"),
+        ({}, {"model": "hsdp"}, "UnusableStateError.*states are not resharded"),
+    ],
+    ids=["a key is missing", "own type", "type at the peer", "another mesh"],
+)
+def test_an_error_that_stays_ends_the_fresh_replica(crew, start, survivor_has, newcomer_has, error):
+    """Its peers go on without it, and lose two steps at most."""
+    survivor = start(0, **survivor_has)
+    need_steps(crew, survivor, 1, 3)
+    newcomer = start(1, **newcomer_has)
+    crew.need(lambda: any(m.gone for m in newcomer), "the newcomer's end", PATIENCE_S)
+    gone_at = time.monotonic()
+    need_steps(crew, survivor, 1, len(commits(survivor[0])) + 20)
+    assert time.monotonic() - gone_at < 10
+    assert all(len(steps) <= 2 for steps in failed(survivor)), failed(survivor)
+    errors = [m.error for m in newcomer if m.error]
+    assert re.search(error, "\n".join(errors), re.DOTALL), errors

@@ -634,11 +634,29 @@ def test_a_process_group_carries_a_state(pair, in_place):
     assert is_equal(got, own) == in_place
 
 
+def test_a_replica_is_refused_by_a_peer_whose_state_cannot_be_sent(transport):
+    """At once, with the reason; and the peer does not wait for it afterwards."""
+    a = transport()
+    a.refuse_checkpoint([1], STEP, "a wrong type", LONG)
+    with pytest.raises(UnusableStateError, match="a wrong type"):
+        fetch(transport(), a.metadata())
+    a.disallow_checkpoint()
+
+
 def test_a_process_group_refuses_another_step(pair):
     """The error names both steps."""
     a, b = (PGTransport(group, LONG, CPU) for group in pair.groups)
     sending = InThread(lambda: a.send_checkpoint([1], 4, {"a": 1}, LONG))
     with pytest.raises(HealError, match=f"sends step 4, not {STEP}"):
+        b.recv_checkpoint(0, a.metadata(), STEP, LONG)
+    sending.result()
+
+
+def test_a_process_group_carries_a_refusal(pair):
+    """A state that cannot be sent fails at the other side at once, with the reason."""
+    a, b = (PGTransport(group, LONG, CPU) for group in pair.groups)
+    sending = InThread(lambda: a.refuse_checkpoint([1], STEP, "a wrong type", LONG))
+    with pytest.raises(UnusableStateError, match="a wrong type"):
         b.recv_checkpoint(0, a.metadata(), STEP, LONG)
     sending.result()
 

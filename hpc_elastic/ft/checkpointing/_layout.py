@@ -63,9 +63,16 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, raw: bytes) -> StateLayout:
-        """Return what `to_json` made; raise HealError if it did not make this."""
+        """Return what `to_json` made.
+
+        Raises:
+            UnusableStateError: It is a refusal, see `encode_refusal`.
+            HealError: It is neither.
+        """
         try:
             known = json.loads(raw)
+            if "refused" in known:
+                raise UnusableStateError(f"the peer cannot send its state: {known['refused']}")
             specs = tuple(
                 Spec(**{**s, "shape": tuple(s["shape"]), "stride": tuple(s["stride"])})
                 for s in known.pop("specs")
@@ -73,6 +80,11 @@ class StateLayout:
             return cls(specs=specs, **known)
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise HealError(f"not the layout of a state: {raw[:80]!r} ({e})") from e
+
+
+def encode_refusal(step: int, reason: str) -> bytes:
+    """Return what a peer gets in place of a layout if there can be none."""
+    return json.dumps({"step": step, "refused": reason}).encode()
 
 
 def digest(raw: bytes) -> str:
@@ -182,7 +194,10 @@ class Target:
 
     @cached_property
     def _own_state(self) -> PackedState:
-        return PackedState(None if self._get_own is None else self._get_own(), self.layout.step)
+        try:
+            return PackedState(None if self._get_own is None else self._get_own(), self.layout.step)
+        except ConfigError as e:
+            raise UnusableStateError(f"this replica's own {e}") from e
 
     @cached_property
     def _own(self) -> dict[str, _OwnTensor]:
@@ -198,8 +213,7 @@ class Target:
 
         Raises:
             UnusableStateError: The peer has a DTensor that is sharded in a way in which nothing is
-                sharded here.
-            HealError: The layout is none.
+                sharded here, or the layout is none.
         """
         made: dict[tuple[str, str], Any] = {}
 
@@ -214,7 +228,8 @@ class Target:
         try:
             return tree_codec.decode(self.layout.tree, decode_leaf)
         except ValueError as e:
-            raise HealError(f"not a state that a peer of this version sent: {e}") from e
+            text = f"not a state that a peer of this version sent: {e}"
+            raise UnusableStateError(text) from e
 
     def _make_leaf(self, kind: str, of: Any) -> Any:
         number = of["tensor"] if kind == "dtensor" else of

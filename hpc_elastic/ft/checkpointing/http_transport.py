@@ -27,7 +27,12 @@ import xxhash
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.checkpointing import _http, _layout
 from hpc_elastic.ft.checkpointing._http import AnswerHead, HealRequest, Offer, Pieces, StateServer
-from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError, HealTimeoutError
+from hpc_elastic.ft.checkpointing.transport import (
+    CheckpointTransport,
+    HealError,
+    HealTimeoutError,
+    UnusableStateError,
+)
 from hpc_elastic.transport.auth import peers_secret
 
 T = TypeVar("T")
@@ -99,12 +104,21 @@ class HTTPTransport(CheckpointTransport[T]):
             ConfigError: Something in the state cannot be sent; the message names its path.
         """
         state = _layout.PackedState(state_dict, step)
-        layout = state.layout.to_json()
         pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
-        timeout_s = timeout.total_seconds()
-        self._server.offer(
-            Offer(step, layout, _layout.digest(layout), pieces, len(dst_ranks), timeout_s)
-        )
+        self._offer(dst_ranks, step, state.layout.to_json(), pieces, timeout)
+
+    def refuse_checkpoint(
+        self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
+    ) -> None:
+        """See the base class."""
+        layout = _layout.encode_refusal(step, reason)
+        self._offer(dst_ranks, step, layout, Pieces([]), timeout)
+
+    def _offer(
+        self, dst_ranks: list[int], step: int, layout: bytes, pieces: Pieces, timeout: timedelta
+    ) -> None:
+        digest, timeout_s = _layout.digest(layout), timeout.total_seconds()
+        self._server.offer(Offer(step, layout, digest, pieces, len(dst_ranks), timeout_s))
 
     def disallow_checkpoint(self) -> None:
         """Return once the state that was offered may change.
@@ -127,6 +141,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Raises:
             HealError: No source gave it; the message has the reason of each.
+            UnusableStateError: It cannot be sent, or does not fit here.
             HealTimeoutError: None did in time.
         """
         began = time.monotonic()
@@ -301,11 +316,12 @@ class Fetch:
                         assert self._ranges
                         self._ranges.finish(fetcher, time.monotonic())
                         self._changed.notify_all()
-        except _FAILURES as e:
-            self._handle_failure(fetcher, str(e) or type(e).__name__)
-        except BaseException as e:  # a state of ours that does not fit, or a bug
-            with self._changed:
-                self._fatal = self._fatal or e
+        except BaseException as e:
+            if isinstance(e, _FAILURES) and not isinstance(e, UnusableStateError):
+                self._handle_failure(fetcher, str(e) or type(e).__name__)
+            else:  # the peers' states are alike, so another source is no help; or a bug
+                with self._changed:
+                    self._fatal = self._fatal or e
         finally:
             with self._changed:
                 self._live.discard(fetcher)

@@ -14,7 +14,12 @@ from typing import TypeVar, cast
 import torch
 from torch.distributed import ProcessGroup
 
-from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target
+from hpc_elastic.ft.checkpointing._layout import (
+    PackedState,
+    StateLayout,
+    Target,
+    encode_refusal,
+)
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError
 
 T = TypeVar("T")
@@ -65,13 +70,17 @@ class PGTransport(CheckpointTransport[T]):
             HealError: A destination did not take it.
         """
         state = PackedState(state_dict, step)
-        layout = torch.frombuffer(bytearray(state.layout.to_json()), dtype=torch.uint8)
-        length = torch.tensor([len(layout)], dtype=torch.int64)
-        self._send(length, dst_ranks, _LENGTH, timeout)
-        self._send(layout, dst_ranks, _LAYOUT, timeout)
+        self._send_layout(state.layout.to_json(), dst_ranks, timeout)
         for tag, raw in enumerate(state.raw, _FIRST_TENSOR):
             if len(raw):
                 self._send(raw, dst_ranks, tag, timeout)
+        self._synchronize()
+
+    def refuse_checkpoint(
+        self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
+    ) -> None:
+        """See the base class."""
+        self._send_layout(encode_refusal(step, reason), dst_ranks, timeout)
         self._synchronize()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -79,6 +88,7 @@ class PGTransport(CheckpointTransport[T]):
 
         Raises:
             HealError: The source did not send it, or one of another step.
+            UnusableStateError: It cannot be sent, or does not fit here.
         """
         length = torch.zeros(1, dtype=torch.int64)
         self._receive(length, src_rank, _LENGTH, timeout)
@@ -94,6 +104,11 @@ class PGTransport(CheckpointTransport[T]):
                 self._receive(memory, src_rank, tag, timeout)
         self._synchronize()
         return cast(T, target.state())
+
+    def _send_layout(self, raw: bytes, dst_ranks: list[int], timeout: timedelta) -> None:
+        layout = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        self._send(torch.tensor([len(layout)], dtype=torch.int64), dst_ranks, _LENGTH, timeout)
+        self._send(layout, dst_ranks, _LAYOUT, timeout)
 
     def _send(
         self, tensor: torch.Tensor, dst_ranks: list[int], tag: int, timeout: timedelta

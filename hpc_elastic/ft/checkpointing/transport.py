@@ -67,6 +67,20 @@ class CheckpointTransport(ABC, Generic[T]):
             timeout: How long they may take.
         """
 
+    def refuse_checkpoint(  # without it they wait until their time-out
+        self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
+    ) -> None:
+        """Let these peers fail at once: this replica's state cannot be sent.
+
+        Their `recv_checkpoint` raises `UnusableStateError` with the reason.
+
+        Args:
+            dst_ranks: As those of `send_checkpoint`.
+            step: Of the state.
+            reason: The error.
+            timeout: How long they may take.
+        """
+
     def disallow_checkpoint(self) -> None:  # as torchft's: not all need it
         """Return once no peer reads the offered state any more, so that it may change."""
 
@@ -82,6 +96,7 @@ class CheckpointTransport(ABC, Generic[T]):
 
         Raises:
             HealError: It could not be fetched; the own state is unchanged, unless `in_place`.
+            UnusableStateError: Another attempt would fail alike.
         """
 
     def abort(self) -> None:

@@ -22,6 +22,7 @@ entered on a thread beside the forward pass (`quorum_client`). `messages` has th
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import logging
 import os
 import socket
@@ -43,6 +44,7 @@ from hpc_elastic.ft.checkpointing import (
     HTTPTransport,
     UnusableStateError,
 )
+from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
 from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.ft.process_group import (
@@ -515,8 +517,9 @@ class Manager:
         """Let peers read the state again."""
         if not self._may_read:
             self._may_read = True
-            if self._step.kept_state is not None and self._step.entering is not None:
-                self._step.kept_state = self._keep_state()
+            step = self._step
+            if step.kept_state and step.entering and not step.entering.done():
+                step.kept_state = self._keep_state()
             self._reading.release()
 
     def heal_from_one_source(self) -> None:
@@ -567,10 +570,14 @@ class Manager:
         return {"user": user, "torchft": asdict(progress)}
 
     def _keep_state(self) -> concurrent.futures.Future[dict[str, Any]]:
-        """Return the parts of the state as they are now, or the error of one, for later."""
+        """Return the parts of the state as they are now, or the error of one, for later.
+
+        Large tensors, such as parameters, change only after `should_commit`. Small ones, such as
+        running means, may change in the forward pass: they are copied.
+        """
         kept: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         try:
-            kept.set_result(self._read_parts())
+            kept.set_result(copy_small_tensors(self._read_parts(), {}))
         except Exception as e:  # it matters only if a peer needs the state
             kept.set_exception(e)
         return kept
@@ -808,6 +815,30 @@ class StepState:
         """Wait for all collectives; their errors are recorded."""
         for work in self.works:
             work.wait()
+
+
+def copy_small_tensors(tree: Any, copies: dict[object, torch.Tensor]) -> Any:
+    """Return a state with copies of its small tensors.
+
+    Args:
+        tree: The state, or a part of it.
+        copies: Those made so far, by what they are copies of: tied tensors stay tied.
+    """
+    if isinstance(tree, dict):
+        same_kind = copy.copy(tree)
+        for key, value in tree.items():  # a Counter's `update` adds
+            same_kind[key] = copy_small_tensors(value, copies)
+        return same_kind
+    if type(tree) in (list, tuple):
+        return type(tree)(copy_small_tensors(v, copies) for v in tree)
+    if type(tree) is not torch.Tensor or tree.layout != torch.strided or tree.is_meta:
+        return tree
+    if not tree.numel() or tree.nbytes > SMALL_BYTES:
+        return tree
+    memory = tree.data_ptr(), tree.dtype, tree.shape, tree.stride(), tree.device
+    if memory not in copies:
+        copies[memory] = tree.detach().clone()
+    return copies[memory]
 
 
 class SaveAgreement:

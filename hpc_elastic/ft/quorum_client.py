@@ -343,6 +343,7 @@ class QuorumClient:
         use_all = self._transport.multi_source and not self.one_source
         timeout = timedelta(seconds=self._limits.timeout_s)
         healed = None
+        synchronize_device()  # the last optimizer step may be under way on another stream
         with self._stream or nullcontext():
             destinations = result.source_of if use_all else result.first_source_of
             if destinations:

@@ -1,6 +1,7 @@
 """The Manager's steps, with a fake client, process group and transport."""
 
 import threading
+from collections import Counter, defaultdict
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -522,6 +523,24 @@ def test_state_for_peers_is_that_of_the_step_boundary(monkeypatch):
     made.manager.wait_quorum()
     assert made.transport.sent[0][2]["user"]["x"] == 2
     assert threads == [True, True]
+
+
+def test_forward_pass_does_not_change_the_state_for_peers(monkeypatch):
+    """Running means and counters change in it; ties stay, and large tensors are not copied."""
+    made = make(monkeypatch, place(first_source_of=(1,)), loaded=STEP_3)
+    seen, large = torch.zeros(2), torch.zeros(20_000)
+    counts = defaultdict(int, {"mean": [seen, seen.view(2)]})
+    made.manager.register_state_dict_fn("x", lambda s: None, lambda: (counts, large, Counter(a=2)))
+    made.manager.start_quorum()
+    seen += 1
+    made.manager.wait_quorum()
+    sent, sent_large, counter = made.transport.sent[0][2]["user"]["x"]
+    a, b = sent["mean"]
+    assert a.tolist() == [0, 0]
+    assert a is b
+    assert sent_large is large
+    assert counter == Counter(a=2)
+    assert counts["mean"][0] is seen
 
 
 def test_no_quorum_in_time(monkeypatch):

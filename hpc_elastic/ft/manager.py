@@ -22,6 +22,7 @@ entered on a thread beside the forward pass (`quorum_client`). `messages` has th
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import logging
 import os
 import socket
@@ -38,7 +39,12 @@ from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
-from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
+from hpc_elastic.ft.checkpointing import (
+    CheckpointTransport,
+    HTTPTransport,
+    UnusableStateError,
+)
+from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
 from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.ft.process_group import (
@@ -194,8 +200,10 @@ class Manager:
             connect_timeout_s=connect_s,
         )
         self._transport = checkpoint_transport or HTTPTransport(
-            timedelta(seconds=self._limits.timeout_s), state_dict=self._manager_state_dict
+            timedelta(seconds=self._limits.timeout_s)
         )
+        if getattr(self._transport, "state_dict", None) is None:
+            self._transport.state_dict = self._manager_state_dict
         self._client = ManagerClient(
             self._server.path,
             self._place.rank,
@@ -235,8 +243,11 @@ class Manager:
         if self._client.start_step(last_failed=step.needs_quorum or must_heal):
             seconds = self._limits.quorum_timeout_s if timeout is None else timeout.total_seconds()
             progress = self._progress
+            waits = not self._use_async_quorum or (allow_heal and self._progress.step == 0)
+            if not waits:  # in a forward pass FSDP's modules have other parameters
+                step.kept_state = self._keep_state()
             step.entering = run_in_background(lambda: self._enter_quorum(step, progress, seconds))
-            if not self._use_async_quorum or (allow_heal and self._progress.step == 0):
+            if waits:
                 self.wait_quorum()
                 self._apply_healed(step)
         elif step.quorum is not None:
@@ -475,7 +486,8 @@ class Manager:
             key: Its name, the same on all replicas.
             load_state_dict: Loads the part of a peer; called on the main thread, in
                 `start_quorum` or `should_commit`.
-            state_dict: Returns it; called on another thread, see `disallow_state_dict_read`.
+            state_dict: Returns it; may return live tensors. Called in `start_quorum`, on the main
+                thread if that does not wait for the quorum, and in `allow_state_dict_read`.
 
         Raises:
             ValueError: The key is taken.
@@ -505,6 +517,9 @@ class Manager:
         """Let peers read the state again."""
         if not self._may_read:
             self._may_read = True
+            step = self._step
+            if step.kept_state and step.entering and not step.entering.done():
+                step.kept_state = self._keep_state()
             self._reading.release()
 
     def heal_from_one_source(self) -> None:
@@ -534,9 +549,11 @@ class Manager:
     def _peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
         """Return the live tensors of all parts, and their progress (on the quorum's thread).
 
+        The parts are those of the last step boundary, whatever the main thread does.
+
         Raises:
             TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
-            RuntimeError: No state is registered.
+            UnusableStateError: No state is registered.
         """
         self._require_state()
         timeout_s = self._limits.timeout_s
@@ -546,14 +563,31 @@ class Manager:
                 f"{timeout_s:g} s: call allow_state_dict_read"
             )
         try:
-            user = {key: save() for key, save in self._saves.items()}
+            kept = self._step.kept_state
+            user = self._read_parts() if kept is None else kept.result()
         finally:
             self._reading.release()
         return {"user": user, "torchft": asdict(progress)}
 
+    def _keep_state(self) -> concurrent.futures.Future[dict[str, Any]]:
+        """Return the parts of the state as they are now, or the error of one, for later.
+
+        Large tensors, such as parameters, change only after `should_commit`. Small ones, such as
+        running means, may change in the forward pass: they are copied.
+        """
+        kept: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        try:
+            kept.set_result(copy_small_tensors(self._read_parts(), {}))
+        except Exception as e:  # it matters only if a peer needs the state
+            kept.set_exception(e)
+        return kept
+
+    def _read_parts(self) -> dict[str, Any]:
+        return {key: save() for key, save in self._saves.items()}
+
     def _require_state(self) -> None:
         if not self._loads:
-            raise RuntimeError(
+            raise UnusableStateError(
                 "a replica has to heal, but there is no state to send or to load: give the "
                 "Manager load_state_dict and state_dict, or call register_state_dict_fn"
             )
@@ -624,7 +658,7 @@ class Manager:
             missing = sorted(self._loads.keys() - healed.user.keys())
             if missing:
                 text = f"the peer's state has no {missing}: register the same keys on all"
-                raise RuntimeError(text)
+                raise UnusableStateError(text)
             for key, load in self._loads.items():
                 load(healed.user[key])
             step.healed, self._progress = None, healed.progress
@@ -721,6 +755,8 @@ class StepState:
         allow_heal, shrink_only: Arguments of `Manager.start_quorum`.
         is_started: False only before the first step.
         entering: The quorum is being entered.
+        kept_state: The parts of the state at the beginning of the step, for peers, if the quorum is
+            entered beside the forward pass.
         quorum: The last quorum entered; None before the first.
         all_current: All members of the quorum have the newest state.
         participation: This group's part in the step.
@@ -738,6 +774,7 @@ class StepState:
     shrink_only: bool = False
     is_started: bool = True
     entering: concurrent.futures.Future[None] | None = None
+    kept_state: concurrent.futures.Future[dict[str, Any]] | None = None
     quorum: QuorumResult | None = None
     all_current: bool = False
     participation: Participation = Participation(None, 0)
@@ -778,6 +815,30 @@ class StepState:
         """Wait for all collectives; their errors are recorded."""
         for work in self.works:
             work.wait()
+
+
+def copy_small_tensors(tree: Any, copies: dict[object, torch.Tensor]) -> Any:
+    """Return a state with copies of its small tensors.
+
+    Args:
+        tree: The state, or a part of it.
+        copies: Those made so far, by what they are copies of: tied tensors stay tied.
+    """
+    if isinstance(tree, dict):
+        same_kind = copy.copy(tree)
+        for key, value in tree.items():  # a Counter's `update` adds
+            same_kind[key] = copy_small_tensors(value, copies)
+        return same_kind
+    if type(tree) in (list, tuple):
+        return type(tree)(copy_small_tensors(v, copies) for v in tree)
+    if type(tree) is not torch.Tensor or tree.layout != torch.strided or tree.is_meta:
+        return tree
+    if not tree.numel() or tree.nbytes > SMALL_BYTES:
+        return tree
+    memory = tree.data_ptr(), tree.dtype, tree.shape, tree.stride(), tree.device
+    if memory not in copies:
+        copies[memory] = tree.detach().clone()
+    return copies[memory]
 
 
 class SaveAgreement:

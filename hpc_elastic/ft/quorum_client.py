@@ -25,7 +25,11 @@ from typing import Any, TypeVar
 import torch
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ft.checkpointing.transport import CheckpointTransport
+from hpc_elastic.ft.checkpointing.transport import (
+    CheckpointTransport,
+    HealError,
+    UnusableStateError,
+)
 from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
@@ -41,6 +45,8 @@ from hpc_elastic.ft.reconfigurable import connect_store_ahead
 
 _MAX_OWN_FAILURES = 3
 """Attempts to enter a quorum that fail for a reason of this member's own."""
+_LASTING_ERRORS = UnusableStateError, TypeError, ValueError, LookupError, AttributeError
+"""Errors of a state, such as a wrong type or a missing key, that another attempt does not cure."""
 _RETRY_ABORT_S = 0.01
 _log = logging.getLogger(__name__)
 
@@ -140,6 +146,7 @@ class QuorumClient:
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
         self._is_damaged = False
         """A heal in place has failed: the parameters are of no step."""
+        self._num_lasting_errors = 0
 
     # ---- abort ----------------------------------------------------------------------------
 
@@ -197,6 +204,9 @@ class QuorumClient:
             TimeoutError: No quorum came; it names what is waited for.
             LeftQuorumError: This replica has left, as announced.
             ManagerServerLostError: The group's server has ended; start the worker again.
+            UnusableStateError: The peers' state does not fit here, at the second attempt. Errors of
+                Python's own for wrong types, values and keys are raised likewise. This replica has
+                to end, so that the others go on without it.
         """
         client = self._client
         deadline = time.monotonic() + timeout_s
@@ -229,6 +239,9 @@ class QuorumClient:
                     text = "quorum %d could not be entered"
                     _log.warning(text, result.quorum_id, exc_info=e)
                 client.report_abort(result.quorum_id, f"a member could not enter it: {e}")
+                self._num_lasting_errors += isinstance(e, _LASTING_ERRORS)
+                if self._num_lasting_errors > 1:
+                    raise
                 is_late = time.monotonic() > deadline or own_failures >= _MAX_OWN_FAILURES
                 if is_late or self._place.world_size > 1:
                     return Entered(result, error=e)
@@ -238,6 +251,7 @@ class QuorumClient:
                     result.quorum_id, result.replica_rank, result.replica_world_size,
                     result.max_step, answered_at - requested_at, time.monotonic() - answered_at,
                 )  # fmt: skip
+                self._num_lasting_errors = 0
                 return Entered(result, healed)
 
     def _request_result(self, request: QuorumRequest, timeout_s: float) -> QuorumResult:
@@ -329,12 +343,12 @@ class QuorumClient:
         use_all = self._transport.multi_source and not self.one_source
         timeout = timedelta(seconds=self._limits.timeout_s)
         healed = None
+        synchronize_device()  # the last optimizer step may be under way on another stream
         with self._stream or nullcontext():
             destinations = result.source_of if use_all else result.first_source_of
             if destinations:
                 sent = replace(progress, state_version=result.state_version)
-                state = self._get_state(sent)
-                self._transport.send_checkpoint(list(destinations), sent.step, state, timeout)
+                self._send_state(list(destinations), sent, timeout)
             if result.heals:
                 best, step = result.sources[0], result.max_step
                 metadata = best.metadata
@@ -343,7 +357,7 @@ class QuorumClient:
                 state = self._transport.recv_checkpoint(best.replica_rank, metadata, step, timeout)
                 fetched = CommittedProgress(**state["torchft"])
                 if (fetched.step, fetched.state_version) != (step, result.state_version):
-                    raise ValueError(
+                    raise HealError(
                         f"a peer sent the state of step {fetched.step}, with another history than "
                         f"that of the quorum (step {step})"
                     )
@@ -352,6 +366,19 @@ class QuorumClient:
         if self._stream is not None:
             self._stream.synchronize()
         return healed
+
+    def _send_state(
+        self, destinations: list[int], progress: CommittedProgress, timeout: timedelta
+    ) -> None:
+        """Send this replica's state; if it cannot be sent, it is the others that cannot go on."""
+        try:
+            state = self._get_state(progress)
+            self._transport.send_checkpoint(destinations, progress.step, state, timeout)
+        except _LASTING_ERRORS as e:
+            _log.error("replicas %s cannot heal from this one: %s", destinations, e)
+            if hasattr(self._transport, "refuse_checkpoint"):  # a user's may lack it
+                reason = f"{type(e).__name__}: {e}"
+                self._transport.refuse_checkpoint(destinations, progress.step, reason, timeout)
 
 
 def run_in_background(call: Callable[[], T]) -> Future[T]:

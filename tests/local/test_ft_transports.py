@@ -28,7 +28,12 @@ from ft_heals import (
 from group import eventually
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.checkpointing import HealError, HealTimeoutError, HTTPTransport
+from hpc_elastic.ft.checkpointing import (
+    HealError,
+    HealTimeoutError,
+    HTTPTransport,
+    UnusableStateError,
+)
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
 
 KEY = b"the run's"
@@ -520,7 +525,7 @@ def mesh() -> Iterator[object]:
 
 
 def test_a_dtensor_is_healed_from_the_same_rank_s_shard(transport, source, mesh):
-    """It needs this replica's own for its mesh; without, the error says so."""
+    """It needs this replica's own for its mesh; without, the error names the remedy."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     def make(value: float) -> dict[str, DTensor]:
@@ -537,6 +542,44 @@ def test_a_dtensor_is_healed_from_the_same_rank_s_shard(transport, source, mesh)
     assert own["w"].to_local().eq(1).all()
     with pytest.raises(HealError, match=r"/w is a DTensor.*state_dict="):
         fetch(transport(), a.metadata())
+
+
+def test_a_dtensor_that_is_new_here_gets_a_mesh_of_this_replica(transport, source, mesh):
+    """As the state of an optimizer: the mesh of another tensor that is sharded in the same way."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def make(*placements: object, on: object = mesh) -> object:
+        return distribute_tensor(torch.arange(6.0).view(3, 2), on, placements)
+
+    def fetched(sent: object, **own: object) -> object:
+        return fetch(transport(state_dict=lambda: own), source({"new": sent}).metadata())["new"]
+
+    got = fetched(make(Shard(0)), copied=make(Replicate()), w=make(Shard(0)))
+    assert got.placements == (Shard(0),)
+    assert got.shape == (3, 2)
+    assert got.full_tensor().equal(torch.arange(6.0).view(3, 2))
+    with pytest.raises(UnusableStateError, match=r"/new .*mesh of \(1,\) with \(Shard\(dim=0\)\)"):
+        fetched(make(Shard(0)), w=make(Shard(1)))
+    with pytest.raises(UnusableStateError, match="states are not resharded"):
+        fetched(make(Shard(0)), new=make(Shard(1)))
+    named = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    with pytest.raises(UnusableStateError, match="dp"):
+        fetched(make(Shard(0), on=named), w=make(Shard(0)))
+
+
+def test_placements_are_told_apart_by_their_text():
+    """FSDP2 over tensor parallelism has a private placement; only its text is sent and compared."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = [
+        Shard(0),
+        Shard(1),
+        Replicate(),
+        *(_StridedShard(0, split_factor=n) for n in (2, 4)),
+    ]
+    assert len({repr(p) for p in placements}) == len(placements)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")
@@ -591,11 +634,29 @@ def test_a_process_group_carries_a_state(pair, in_place):
     assert is_equal(got, own) == in_place
 
 
+def test_a_replica_is_refused_by_a_peer_whose_state_cannot_be_sent(transport):
+    """At once, with the reason; and the peer does not wait for it afterwards."""
+    a = transport()
+    a.refuse_checkpoint([1], STEP, "a wrong type", LONG)
+    with pytest.raises(UnusableStateError, match="a wrong type"):
+        fetch(transport(), a.metadata())
+    a.disallow_checkpoint()
+
+
 def test_a_process_group_refuses_another_step(pair):
     """The error names both steps."""
     a, b = (PGTransport(group, LONG, CPU) for group in pair.groups)
     sending = InThread(lambda: a.send_checkpoint([1], 4, {"a": 1}, LONG))
     with pytest.raises(HealError, match=f"sends step 4, not {STEP}"):
+        b.recv_checkpoint(0, a.metadata(), STEP, LONG)
+    sending.result()
+
+
+def test_a_process_group_carries_a_refusal(pair):
+    """A state that cannot be sent fails at the other side at once, with the reason."""
+    a, b = (PGTransport(group, LONG, CPU) for group in pair.groups)
+    sending = InThread(lambda: a.refuse_checkpoint([1], STEP, "a wrong type", LONG))
+    with pytest.raises(UnusableStateError, match="a wrong type"):
         b.recv_checkpoint(0, a.metadata(), STEP, LONG)
     sending.result()
 

@@ -145,6 +145,7 @@ class FakeTransport:
     def __init__(self):
         self.state: dict | Exception | None = None
         self.sent = []
+        self.refused = []
         self.calls = []
 
     def metadata(self):
@@ -152,6 +153,9 @@ class FakeTransport:
 
     def send_checkpoint(self, dst_ranks, step, state_dict, timeout):
         self.sent.append((dst_ranks, step, state_dict))
+
+    def refuse_checkpoint(self, dst_ranks, step, reason, timeout):
+        self.refused.append((dst_ranks, step, reason))
 
     def recv_checkpoint(self, src_rank, metadata, step, timeout):
         self.calls.append(("recv", src_rank, metadata, step))

@@ -1,6 +1,9 @@
 """The Manager's steps, with a fake client, process group and transport."""
 
+import threading
+from collections import Counter, defaultdict
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.distributed import HashStore, ReduceOp
 from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft.checkpointing import UnusableStateError
 from hpc_elastic.ft.manager import LeftQuorumError, SaveAgreement, WorldSizeMode
 from hpc_elastic.ft.manager_client import find_server, resolve_place
 from hpc_elastic.ft.messages import CheckpointBeforeLeave, LeaveGranted
@@ -474,12 +478,69 @@ def test_healed_state_that_was_not_applied_does_not_count(monkeypatch):
     assert made.manager.current_step() == 8
 
 
-def test_healing_without_state_functions(monkeypatch):
-    """The error names the remedy."""
-    results = [place(n, cohort=(0, 1), first_source_of=(1,)) for n in (1, 2, 3)]
+@pytest.mark.parametrize("error", [None, KeyError("lost"), ConfigError("a", object, "convert")])
+def test_source_that_cannot_send_its_state_goes_on(monkeypatch, error):
+    """The replica that needs it gets the reason instead; without state functions, the remedy."""
+    results = [place(n, cohort=(0, 1), first_source_of=(1,)) for n in (1, 2)]
     made = make(monkeypatch, *results, has_state=False)
-    assert not one_step(made.manager)[1]
-    assert "register_state_dict_fn" in str(made.manager.errored())
+    if error is not None:
+        made.manager.register_state_dict_fn("x", lambda s: None, Mock(side_effect=error))
+    assert one_step(made.manager)[1]
+    [(destinations, step, reason)] = made.transport.refused
+    assert (destinations, step) == ([1], 0)
+    assert ("register_state_dict_fn" if error is None else repr(error).split("(")[0]) in reason
+
+
+@pytest.mark.parametrize("group", [1, 2], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("error", [UnusableStateError("no mesh"), KeyError("lost"), TypeError("w")])
+def test_error_that_another_attempt_does_not_cure_is_raised_at_the_second(
+    monkeypatch, error, group
+):
+    """The replica ends, and the others go on without it."""
+    answers = heals(), heals(2), heals(3)
+    made = make(monkeypatch, *answers, loaded=STEP_3, peer_state=error, world_size=group)
+    if group > 1:
+        assert not one_step(made.manager)[1]
+    made.manager.start_quorum()
+    with pytest.raises(type(error)):
+        made.manager.wait_quorum()
+    assert [request.step for request in made.client.requests] == [3, 3]
+
+
+def test_state_for_peers_is_that_of_the_step_boundary(monkeypatch):
+    """It is read on the main thread, or while that waits; and again once it may be read again."""
+    made = make(monkeypatch, place(first_source_of=(1,)), place(2), loaded=STEP_3)
+    threads = []
+
+    def save():
+        threads.append(threading.current_thread() is threading.main_thread())
+        return len(threads)
+
+    made.manager.register_state_dict_fn("x", lambda s: None, save)
+    made.manager.disallow_state_dict_read()
+    made.manager.start_quorum()
+    made.manager.allow_state_dict_read()
+    made.manager.wait_quorum()
+    assert made.transport.sent[0][2]["user"]["x"] == 2
+    assert threads == [True, True]
+
+
+def test_forward_pass_does_not_change_the_state_for_peers(monkeypatch):
+    """Running means and counters change in it; ties stay, and large tensors are not copied."""
+    made = make(monkeypatch, place(first_source_of=(1,)), loaded=STEP_3)
+    seen, large = torch.zeros(2), torch.zeros(20_000)
+    counts = defaultdict(int, {"mean": [seen, seen.view(2)]})
+    made.manager.register_state_dict_fn("x", lambda s: None, lambda: (counts, large, Counter(a=2)))
+    made.manager.start_quorum()
+    seen += 1
+    made.manager.wait_quorum()
+    sent, sent_large, counter = made.transport.sent[0][2]["user"]["x"]
+    a, b = sent["mean"]
+    assert a.tolist() == [0, 0]
+    assert a is b
+    assert sent_large is large
+    assert counter == Counter(a=2)
+    assert counts["mean"][0] is seen
 
 
 def test_no_quorum_in_time(monkeypatch):

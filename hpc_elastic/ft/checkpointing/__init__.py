@@ -5,6 +5,17 @@
 """
 
 from hpc_elastic.ft.checkpointing.http_transport import HTTPTransport
-from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError, HealTimeoutError
+from hpc_elastic.ft.checkpointing.transport import (
+    CheckpointTransport,
+    HealError,
+    HealTimeoutError,
+    UnusableStateError,
+)
 
-__all__ = ["CheckpointTransport", "HTTPTransport", "HealError", "HealTimeoutError"]
+__all__ = [
+    "CheckpointTransport",
+    "HTTPTransport",
+    "HealError",
+    "HealTimeoutError",
+    "UnusableStateError",
+]

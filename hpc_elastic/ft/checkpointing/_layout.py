@@ -5,6 +5,11 @@ shape, strides and place in one stream of bytes. Equal layouts (by `StateLayout.
 two peers have the same step, the same values and tensors of the same form, so that their bytes may
 be mixed. Small tensors come first: they are taken from one peer (`small_bytes`), because what
 replicas do not have in common, such as a random generator's state or running means, is small.
+
+A DTensor is this rank's shard and its `Sharding`, in words: a mesh is a thing of one process. The
+counterpart at the receiver, the worker of the same rank, makes a DTensor of the shard on a mesh of
+its own, that of another DTensor that is sharded in the same way. The state of an optimizer, which a
+fresh replica does not have, is sharded as the parameters are.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 
 from hpc_elastic import tree_codec
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.checkpointing.transport import HealError
+from hpc_elastic.ft.checkpointing.transport import HealError, UnusableStateError
 
 SMALL_BYTES = 64 << 10
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -58,9 +63,16 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, raw: bytes) -> StateLayout:
-        """Return what `to_json` made; raise HealError if it did not make this."""
+        """Return what `to_json` made.
+
+        Raises:
+            UnusableStateError: It is a refusal, see `encode_refusal`.
+            HealError: It is neither.
+        """
         try:
             known = json.loads(raw)
+            if "refused" in known:
+                raise UnusableStateError(f"the peer cannot send its state: {known['refused']}")
             specs = tuple(
                 Spec(**{**s, "shape": tuple(s["shape"]), "stride": tuple(s["stride"])})
                 for s in known.pop("specs")
@@ -68,6 +80,11 @@ class StateLayout:
             return cls(specs=specs, **known)
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise HealError(f"not the layout of a state: {raw[:80]!r} ({e})") from e
+
+
+def encode_refusal(step: int, reason: str) -> bytes:
+    """Return what a peer gets in place of a layout if there can be none."""
+    return json.dumps({"step": step, "refused": reason}).encode()
 
 
 def digest(raw: bytes) -> str:
@@ -82,11 +99,13 @@ class PackedState:
         layout: Its layout.
         leaves: The state's own object for each spec.
         raw: The bytes of each spec's tensor, where it is; an empty one's are anywhere.
+        dtensors: The DTensors of the state, by path.
     """
 
     def __init__(self, state: object, step: int) -> None:
         """Take a state apart; raise ConfigError with the path of what cannot be sent."""
         self.leaves: list[Any] = []
+        self.dtensors: dict[str, Any] = {}
         self._tensors: list[torch.Tensor] = []
         self._paths: list[str] = []
         self._known: dict[object, int] = {}
@@ -114,13 +133,17 @@ class PackedState:
             return "array", self._add(path, leaf, array)
         if not isinstance(leaf, torch.Tensor):
             return None
-        local, kind = _local(leaf), "dtensor" if is_dtensor(leaf) else "tensor"
+        local = _local(leaf)
         if type(local) not in _TENSORS or local.layout != torch.strided or local.is_quantized:
             what = f"{type(local).__name__} of layout {local.layout}, dtype {local.dtype}"
             raise ConfigError(key, what, "only dense tensors can be sent: convert it")
         if local.is_meta:
             raise ConfigError(key, "a meta tensor", "it has no data: initialise it")
-        return kind, self._add(path, leaf, plain(local))
+        number = self._add(path, leaf, plain(local))
+        if not is_dtensor(leaf):
+            return "tensor", number
+        self.dtensors[path] = leaf
+        return "dtensor", {"tensor": number, **asdict(Sharding.of(leaf))}
 
     def _add(self, path: str, leaf: Any, tensor: torch.Tensor) -> int:
         """Return the tensor's number: that of an equal one in the same memory, such as a tied one.
@@ -151,7 +174,8 @@ class Target:
 
         Args:
             layout: Of the state to be received.
-            like: Returns the own state, of the same form; called for its DTensors, and `in_place`.
+            like: Returns the own state. Called for the meshes of its DTensors, and for `in_place`,
+                which takes what has the same form; the peer may have more.
             in_place: Receive into the tensors of ``like()``, as far as they are on the device and
                 of the same form; else, and for the others, into fresh memory on the CPU.
             device: Type of the device whose memory can be received into.
@@ -169,11 +193,16 @@ class Target:
                 self.raw.append(allocate(spec.num_bytes))
 
     @cached_property
+    def _own_state(self) -> PackedState:
+        try:
+            return PackedState(None if self._get_own is None else self._get_own(), self.layout.step)
+        except ConfigError as e:
+            raise UnusableStateError(f"this replica's own {e}") from e
+
+    @cached_property
     def _own(self) -> dict[str, _OwnTensor]:
         found: dict[str, _OwnTensor] = {}
-        if self._get_own is None:
-            return found
-        state = PackedState(self._get_own(), self.layout.step)
+        state = self._own_state
         for leaf, raw, spec in zip(state.leaves, state.raw, state.layout.specs, strict=True):
             # Two keys with one path, such as 1 and "1": neither is taken for the other.
             found[spec.path] = _OwnTensor(leaf, raw[:0] if spec.path in found else raw, spec)
@@ -183,23 +212,27 @@ class Target:
         """Return the state; call it once all bytes have arrived.
 
         Raises:
-            HealError: The peer has a DTensor where this replica has none, or the layout is none.
+            UnusableStateError: The peer has a DTensor that is sharded in a way in which nothing is
+                sharded here, or the layout is none.
         """
-        made: dict[tuple[str, int], Any] = {}
+        made: dict[tuple[str, str], Any] = {}
 
-        def decode_leaf(kind: str, number: Any) -> Any:
+        def decode_leaf(kind: str, of: Any) -> Any:
             if kind not in ("tensor", "dtensor", "array"):
                 raise KeyError(kind)
-            if (kind, number) not in made:  # tied ones stay tied
-                made[kind, number] = self._make_leaf(kind, number)
-            return made[kind, number]
+            key = kind, repr(of)
+            if key not in made:  # tied ones stay tied
+                made[key] = self._make_leaf(kind, of)
+            return made[key]
 
         try:
             return tree_codec.decode(self.layout.tree, decode_leaf)
         except ValueError as e:
-            raise HealError(f"not a state that a peer of this version sent: {e}") from e
+            text = f"not a state that a peer of this version sent: {e}"
+            raise UnusableStateError(text) from e
 
-    def _make_leaf(self, kind: str, number: int) -> Any:
+    def _make_leaf(self, kind: str, of: Any) -> Any:
+        number = of["tensor"] if kind == "dtensor" else of
         spec, raw = self.layout.specs[number], self.raw[number]
         if number in self._in_place:
             return self._own[spec.path].leaf
@@ -208,19 +241,89 @@ class Target:
             return tensor.numpy()
         if kind == "tensor":
             return tensor
-        found = self._own.get(spec.path)
-        if found is None or not is_dtensor(found.leaf):
-            raise HealError(
-                f"state: {spec.path} is a DTensor at the peer, and its mesh is not known here: "
-                "give the transport state_dict=, the function that returns this replica's state"
-            )
+        return self._make_dtensor(spec.path, tensor, Sharding.parse(of))
+
+    def _make_dtensor(self, path: str, shard: torch.Tensor, sharding: Sharding) -> Any:
+        """Return a DTensor of a shard, on a mesh of this process."""
         from torch.distributed.tensor import DTensor
 
-        own = found.leaf
+        owns = self._own_state.dtensors
+        own = owns.get(path)
+        if own is None:
+            alike = [t for t in owns.values() if sharding.is_alike(Sharding.of(t))]
+            if len({t.device_mesh for t in alike}) > 1:
+                raise UnusableStateError(
+                    f"state: {path} is a DTensor at the peer on {sharding.text}, and there are "
+                    "several such meshes here: give their dimensions different names"
+                )
+            own = alike[0] if alike else None
+        elif Sharding.of(own) != sharding or _local(own).shape != shard.shape:
+            raise UnusableStateError(
+                f"state: {path} is a DTensor of shape {sharding.shape} at the peer, on "
+                f"{sharding.text}, here of {tuple(own.shape)} on {Sharding.of(own).text}: all "
+                "replica groups need the same model on the same mesh; states are not resharded"
+            )
+        if own is None:
+            raise UnusableStateError(
+                f"state: {path} is a DTensor at the peer, on {sharding.text}, and no tensor of "
+                "this replica's state is sharded so: all replica groups need the same mesh; a "
+                "transport without a Manager needs state_dict=, which returns this replica's state"
+            )
         return DTensor.from_local(
-            tensor.to(own.device), own.device_mesh, own.placements,
-            run_check=False, shape=own.shape, stride=own.stride(),
+            shard.to("cpu" if sharding.device == "cpu" else own.device_mesh.device_type),
+            own.device_mesh, own.placements,
+            run_check=False, shape=torch.Size(sharding.shape), stride=sharding.stride,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a DTensor is sharded, without the processes: equal at the counterparts of two groups.
+
+    Attributes:
+        placements: As torch writes them, one for each dimension of the mesh.
+        mesh: Sizes of the mesh's dimensions.
+        names: Their names, if they have any.
+        device: Type of the device that holds the shard; with CPU offload not that of the mesh.
+        shape, stride: Of the whole tensor.
+    """
+
+    placements: tuple[str, ...]
+    mesh: tuple[int, ...]
+    names: tuple[str, ...]
+    device: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Sharding:
+        """Return that of a DTensor."""
+        mesh = tensor.device_mesh
+        return cls(
+            tuple(repr(p) for p in tensor.placements), tuple(mesh.shape),
+            tuple(mesh.mesh_dim_names or ()), _local(tensor).device.type,
+            tuple(tensor.shape), tuple(tensor.stride()),
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, of: dict[str, Any]) -> Sharding:
+        """Return what `asdict` made, after JSON; raise KeyError or TypeError if it is none."""
+        device = str(of["device"])
+        placements, mesh, names, shape, stride = (
+            tuple(of[key]) for key in ("placements", "mesh", "names", "shape", "stride")
+        )
+        return cls(placements, mesh, names, device, shape, stride)
+
+    @property
+    def text(self) -> str:
+        """The mesh and the placements, for messages."""
+        names = f" {self.names}" if self.names else ""
+        return f"a mesh of {self.mesh}{names} with ({', '.join(self.placements)})"
+
+    def is_alike(self, other: Sharding) -> bool:
+        """Return whether a tensor of another shape is sharded in the same way."""
+        keys = ("placements", "mesh", "names")
+        return all(getattr(self, key) == getattr(other, key) for key in keys)
 
 
 @dataclass(frozen=True)

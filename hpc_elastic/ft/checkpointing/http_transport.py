@@ -27,7 +27,12 @@ import xxhash
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.checkpointing import _http, _layout
 from hpc_elastic.ft.checkpointing._http import AnswerHead, HealRequest, Offer, Pieces, StateServer
-from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError, HealTimeoutError
+from hpc_elastic.ft.checkpointing.transport import (
+    CheckpointTransport,
+    HealError,
+    HealTimeoutError,
+    UnusableStateError,
+)
 from hpc_elastic.transport.auth import peers_secret
 
 T = TypeVar("T")
@@ -60,8 +65,8 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             timeout: As torchft's; not used, since each call brings its own.
             num_chunks: Least number of connections to fetch over; 0: two, or one to each source.
-            state_dict: Returns this replica's present state, of the same form as the peers'.
-                Needed if there are DTensors in it, and for ``in_place``.
+            state_dict: Returns this replica's present state; None: the Manager's. Needed if there
+                are DTensors in it, and for ``in_place``.
             in_place: Receive into the tensors of ``state_dict()`` that are on the CPU. Saves the
                 memory of a second state; but nothing may use them meanwhile (so only where the
                 quorum is not asynchronous), and a heal that fails leaves them half changed.
@@ -77,7 +82,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if in_place and state_dict is None:
             raise ConfigError("in_place", in_place, "give state_dict=, which returns the tensors")
         self._num_connections = num_chunks or _NUM_CONNECTIONS
-        self._state_dict, self.in_place = state_dict, in_place
+        self.state_dict, self.in_place = state_dict, in_place
         self._key = key if key is not None else peers_secret()
         self._server = StateServer(self._key)
         self._lock = threading.Lock()
@@ -99,12 +104,21 @@ class HTTPTransport(CheckpointTransport[T]):
             ConfigError: Something in the state cannot be sent; the message names its path.
         """
         state = _layout.PackedState(state_dict, step)
-        layout = state.layout.to_json()
         pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
-        timeout_s = timeout.total_seconds()
-        self._server.offer(
-            Offer(step, layout, _layout.digest(layout), pieces, len(dst_ranks), timeout_s)
-        )
+        self._offer(dst_ranks, step, state.layout.to_json(), pieces, timeout)
+
+    def refuse_checkpoint(
+        self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
+    ) -> None:
+        """See the base class."""
+        layout = _layout.encode_refusal(step, reason)
+        self._offer(dst_ranks, step, layout, Pieces([]), timeout)
+
+    def _offer(
+        self, dst_ranks: list[int], step: int, layout: bytes, pieces: Pieces, timeout: timedelta
+    ) -> None:
+        digest, timeout_s = _layout.digest(layout), timeout.total_seconds()
+        self._server.offer(Offer(step, layout, digest, pieces, len(dst_ranks), timeout_s))
 
     def disallow_checkpoint(self) -> None:
         """Return once the state that was offered may change.
@@ -127,6 +141,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Raises:
             HealError: No source gave it; the message has the reason of each.
+            UnusableStateError: It cannot be sent, or does not fit here.
             HealTimeoutError: None did in time.
         """
         began = time.monotonic()
@@ -134,7 +149,7 @@ class HTTPTransport(CheckpointTransport[T]):
         target: list[_layout.Target] = []
 
         def allocate(layout: _layout.StateLayout) -> Pieces:
-            target.append(_layout.Target(layout, self._state_dict, in_place=self.in_place))
+            target.append(_layout.Target(layout, self.state_dict, in_place=self.in_place))
             return Pieces(_layout.stream_parts(layout, target[0].raw))
 
         timeout_s = timeout.total_seconds()
@@ -301,11 +316,12 @@ class Fetch:
                         assert self._ranges
                         self._ranges.finish(fetcher, time.monotonic())
                         self._changed.notify_all()
-        except _FAILURES as e:
-            self._handle_failure(fetcher, str(e) or type(e).__name__)
-        except BaseException as e:  # a state of ours that does not fit, or a bug
-            with self._changed:
-                self._fatal = self._fatal or e
+        except BaseException as e:
+            if isinstance(e, _FAILURES) and not isinstance(e, UnusableStateError):
+                self._handle_failure(fetcher, str(e) or type(e).__name__)
+            else:  # the peers' states are alike, so another source is no help; or a bug
+                with self._changed:
+                    self._fatal = self._fatal or e
         finally:
             with self._changed:
                 self._live.discard(fetcher)

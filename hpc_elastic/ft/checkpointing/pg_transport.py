@@ -14,7 +14,12 @@ from typing import TypeVar, cast
 import torch
 from torch.distributed import ProcessGroup
 
-from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target
+from hpc_elastic.ft.checkpointing._layout import (
+    PackedState,
+    StateLayout,
+    Target,
+    encode_refusal,
+)
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError
 
 T = TypeVar("T")
@@ -43,11 +48,12 @@ class PGTransport(CheckpointTransport[T]):
             timeout: As torchft's; not used, since each call brings its own.
             device: Where ``pg`` takes tensors: ``cpu`` for gloo, the own GPU for NCCL.
             state_dict: Returns the own present state. If given, what it has on ``device`` is
-                received into; such a heal leaves the state half changed if it fails.
+                received into; such a heal leaves the state half changed if it fails. None: the
+                Manager's, which is not received into.
         """
         self._pg = pg
         self._device = device
-        self._state_dict = state_dict
+        self.state_dict = state_dict
         self.in_place = state_dict is not None
 
     def metadata(self) -> str:
@@ -64,13 +70,17 @@ class PGTransport(CheckpointTransport[T]):
             HealError: A destination did not take it.
         """
         state = PackedState(state_dict, step)
-        layout = torch.frombuffer(bytearray(state.layout.to_json()), dtype=torch.uint8)
-        length = torch.tensor([len(layout)], dtype=torch.int64)
-        self._send(length, dst_ranks, _LENGTH, timeout)
-        self._send(layout, dst_ranks, _LAYOUT, timeout)
+        self._send_layout(state.layout.to_json(), dst_ranks, timeout)
         for tag, raw in enumerate(state.raw, _FIRST_TENSOR):
             if len(raw):
                 self._send(raw, dst_ranks, tag, timeout)
+        self._synchronize()
+
+    def refuse_checkpoint(
+        self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
+    ) -> None:
+        """See the base class."""
+        self._send_layout(encode_refusal(step, reason), dst_ranks, timeout)
         self._synchronize()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
@@ -78,6 +88,7 @@ class PGTransport(CheckpointTransport[T]):
 
         Raises:
             HealError: The source did not send it, or one of another step.
+            UnusableStateError: It cannot be sent, or does not fit here.
         """
         length = torch.zeros(1, dtype=torch.int64)
         self._receive(length, src_rank, _LENGTH, timeout)
@@ -87,12 +98,17 @@ class PGTransport(CheckpointTransport[T]):
         if layout.step != step:
             raise HealError(f"replica {src_rank} sends step {layout.step}, not {step}")
         device = self._device.type
-        target = Target(layout, self._state_dict, in_place=self.in_place, device=device)
+        target = Target(layout, self.state_dict, in_place=self.in_place, device=device)
         for tag, memory in enumerate(target.raw, _FIRST_TENSOR):
             if len(memory):
                 self._receive(memory, src_rank, tag, timeout)
         self._synchronize()
         return cast(T, target.state())
+
+    def _send_layout(self, raw: bytes, dst_ranks: list[int], timeout: timedelta) -> None:
+        layout = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        self._send(torch.tensor([len(layout)], dtype=torch.int64), dst_ranks, _LENGTH, timeout)
+        self._send(layout, dst_ranks, _LAYOUT, timeout)
 
     def _send(
         self, tensor: torch.Tensor, dst_ranks: list[int], tag: int, timeout: timedelta

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -13,6 +14,10 @@ T = TypeVar("T")
 
 class HealError(HpcElasticError):
     """The state could not be fetched from a peer, or is damaged; the step may be tried again."""
+
+
+class UnusableStateError(HealError):
+    """The peer's state cannot be sent or does not fit here; another attempt would fail alike."""
 
 
 class HealTimeoutError(HealError, TimeoutError):
@@ -39,6 +44,12 @@ class CheckpointTransport(ABC, Generic[T]):
     needs_group: bool = True
     """Whether states go over the process group, so that it has to be formed before."""
 
+    state_dict: Callable[[], object] | None = None
+    """Returns this replica's present state, for the meshes of its DTensors.
+
+    A Manager sets it if it is None.
+    """
+
     @abstractmethod
     def metadata(self) -> str:
         """Return what a peer's transport needs to fetch from this one (sent with each request)."""
@@ -53,6 +64,20 @@ class CheckpointTransport(ABC, Generic[T]):
             dst_ranks: Replica ranks of those that may fetch it.
             step: Steps committed in this state.
             state_dict: The state; it is not changed until `disallow_checkpoint` has returned.
+            timeout: How long they may take.
+        """
+
+    def refuse_checkpoint(  # without it they wait until their time-out
+        self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
+    ) -> None:
+        """Let these peers fail at once: this replica's state cannot be sent.
+
+        Their `recv_checkpoint` raises `UnusableStateError` with the reason.
+
+        Args:
+            dst_ranks: As those of `send_checkpoint`.
+            step: Of the state.
+            reason: The error.
             timeout: How long they may take.
         """
 
@@ -71,6 +96,7 @@ class CheckpointTransport(ABC, Generic[T]):
 
         Raises:
             HealError: It could not be fetched; the own state is unchanged, unless `in_place`.
+            UnusableStateError: Another attempt would fail alike.
         """
 
     def abort(self) -> None:

@@ -1,0 +1,229 @@
+"""A worker of a replica group that trains a sharded model, for a nursery.
+
+A group is a process group of torch's own, over which the model is sharded. The gradients' shards
+are averaged with the counterparts in the other groups. The groups differ in what they draw, and in
+their parameters until they have met.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from hpc_elastic.ft import Manager, Optimizer, ProcessGroupGloo
+from hpc_elastic.ft.checkpointing import HTTPTransport
+from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
+
+HOST = "127.0.0.1"
+TIMEOUT = timedelta(seconds=20)
+FORWARD_S = 0.01
+
+
+def preload(library: str) -> None:
+    """Import what torch imports only when the first optimizer is made."""
+    torch.set_num_threads(1)
+    torch.optim.AdamW(nn.Linear(1, 1).parameters())
+
+
+class Block(nn.Module):
+    """Two layers, with time between them in which other threads run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Linear(16, 32)
+        self.fall = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return both layers' result."""
+        x = self.rise(x).relu()
+        time.sleep(FORWARD_S)
+        return self.fall(x)
+
+
+def make_blocks() -> nn.Sequential:
+    """Return a model of two blocks."""
+    return nn.Sequential(Block(), Block())
+
+
+def shard(model: nn.Sequential, **options: Any) -> nn.Module:
+    """Shard each block, and the whole, over all ranks."""
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def make_two_dimensional() -> nn.Module:
+    """Tensor parallel below FSDP."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = make_blocks()
+    plan = {"rise": ColwiseParallel(), "fall": RowwiseParallel()}
+    parallelize_module(model[0], mesh["tp"], plan)
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def make_mixed() -> nn.Module:
+    """Mixed precision: bfloat16 in the forward pass."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return shard(make_blocks(), mp_policy=policy)
+
+
+def make_parts() -> nn.Module:
+    """A frozen part, and a parameter that two modules share."""
+    model = make_blocks()
+    model[1].rise.weight = model[0].rise.weight
+    model[0].fall.requires_grad_(False)
+    return fully_shard(model)
+
+
+def make_compiled() -> nn.Module:
+    """Compiled blocks."""
+    model = shard(make_blocks())
+    for block in model:
+        block.rise.compile(backend="eager")
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "fsdp": lambda: shard(make_blocks()),
+    "hsdp": lambda: shard(
+        make_blocks(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard"))
+    ),
+    "fsdp x tp": make_two_dimensional,
+    "cpu offload": lambda: shard(make_blocks(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "mixed precision": make_mixed,
+    "shared and frozen": make_parts,
+    "compiled": make_compiled,
+}
+
+
+class Trainer:
+    """The training, which goes on until its process is ended."""
+
+    def __init__(
+        self,
+        driver: Any,
+        lighthouse: str,
+        slot: int,
+        rank: int,
+        port: int,
+        model: str = "fsdp",
+        sync: bool = False,
+        transport: str = "",
+        fault: str = "",
+    ) -> None:
+        self._driver = driver
+        self._draws = torch.Generator().manual_seed(1000 * slot + rank)
+        self._fault = fault
+        torch.manual_seed(slot)
+        store = dist.TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("in", store), rank=rank, world_size=2, timeout=TIMEOUT
+        )
+        self.model = MODELS[model]()
+        self.average = {n: local(p).clone() for n, p in self.model.named_parameters()}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
+        group = ProcessGroupGloo(TIMEOUT)
+        self.manager = Manager(
+            pg=group,
+            load_state_dict=self._load,
+            state_dict=self._save,
+            min_replica_size=1,
+            use_async_quorum=not sync,
+            timeout=TIMEOUT,
+            quorum_timeout=TIMEOUT,
+            rank=rank,
+            world_size=2,
+            store_addr=HOST,
+            store_port=store.port,
+            lighthouse_addr=lighthouse,
+            replica_id=f"slot{slot}",
+            checkpoint_transport={
+                "": lambda: None,
+                "http": lambda: HTTPTransport(TIMEOUT),
+                "pg": lambda: PGTransport(group, TIMEOUT, torch.device("cpu")),
+            }[transport](),
+        )
+
+    def train(self) -> None:
+        """Make steps, and send the outcome of each."""
+        optimizer = Optimizer(self.manager, self.optimizer)
+        while True:
+            before = self.manager.current_step()
+            optimizer.zero_grad()
+            x = torch.randn(4, 16, generator=self._draws)
+            (self.model(x) - x.flip(1)).float().square().mean().backward()
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    self.manager.allreduce(local(p.grad))
+            optimizer.step()
+            error, step = self.manager.errored(), self.manager.current_step()
+            if error is not None or step == before:
+                self._driver.send({"failed": [before, str(error)[:300]]})
+                continue
+            self.schedule.step()
+            for name, p in self.model.named_parameters():
+                self.average[name].lerp_(local(p), 0.5)
+            for state in self.optimizer.state.values():
+                state["commits"] = step  # as optimizers that keep numbers
+            self._driver.send({"commit": [step, self._hash(), self.manager.num_participants()]})
+
+    def _hash(self) -> str:
+        tensors = [*self.model.parameters(), *self.average.values()]
+        values = [self.schedule.state_dict()]
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                (tensors if isinstance(value, torch.Tensor) else values).append(value)
+        flat = torch.cat([local(t).flatten() for t in tensors])
+        raw = flat.numpy().tobytes() + repr(values).encode()
+        return hashlib.blake2b(raw, digest_size=8).hexdigest()
+
+    def _save(self) -> dict:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "average": self.average,
+        }
+        if self._fault == "type":
+            state["extra"] = object()
+        return state
+
+    def _load(self, state: dict) -> None:
+        if self._fault == "key":
+            state["nothing"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        for name, tensor in state["average"].items():
+            self.average[name].copy_(tensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard, without history."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(driver: Any, library: str, **arguments: Any) -> None:
+    """Train until this process is ended."""
+    Trainer(driver, **arguments).train()
+
+
+TASKS = {"train": train}

@@ -1,0 +1,126 @@
+"""Replica groups of two ranks with a sharded model: a fresh group heals while the other trains."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from ft.crew import Crew
+from ft.libraries import OURS, free_port
+
+from hpc_elastic.ft.coordination import LighthouseServer
+
+PATIENCE_S = 30.0
+RANKS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory):
+    made = Crew(tmp_path_factory.mktemp("crew"), "ft_sharded")
+    yield made
+    made.close()
+    for nursery in made._nurseries.values():
+        nursery.lines.close()
+
+
+@pytest.fixture
+def start(crew):
+    """Start a group of one training."""
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    started = []
+
+    def start(slot, **arguments):
+        port = free_port()
+        group = [
+            crew.start(
+                OURS, "train", lighthouse=lighthouse.address(), slot=slot, rank=rank, port=port,
+                **arguments,
+            )
+            for rank in RANKS
+        ]  # fmt: skip
+        started.extend(group)
+        return group
+
+    yield start
+    crew.end(*started)
+    lighthouse.shutdown()
+
+
+def commits(member):
+    """Step, hash and number of participants of each committed step."""
+    return [e["commit"] for e in member.events if "commit" in e]
+
+
+def failed(group):
+    """What its ranks sent of steps that were not committed."""
+    return [[e["failed"] for e in m.events if "failed" in e] for m in group]
+
+
+def need_steps(crew, group, participants, steps):
+    """Wait until all ranks of a group have committed steps with this number of participants."""
+
+    def is_done():
+        for m in group:
+            assert not m.gone, f"{m.name} has ended: {m.error}"
+        return all(sum(c[2] == participants for c in commits(m)) >= steps for m in group)
+
+    crew.need(is_done, f"{steps} steps of {participants}", PATIENCE_S)
+
+
+CASES = [
+    (model, sync, "")
+    for model in ("fsdp", "fsdp x tp", "cpu offload")
+    for sync in (True, False)
+] + [
+    ("hsdp", False, ""),
+    ("mixed precision", False, ""),
+    ("shared and frozen", False, ""),
+    ("compiled", False, ""),
+    ("fsdp x tp", False, "http"),
+    ("fsdp", False, "pg"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "sync", "transport"), CASES)
+def test_a_fresh_sharded_replica_heals(crew, start, model, sync, transport):
+    """It has other weights, and no state of the optimizer; the survivor fails one step at most."""
+    arguments = {"model": model, "sync": sync, "transport": transport}
+    survivor = start(0, **arguments)
+    need_steps(crew, survivor, 1, 3)
+    newcomer = start(1, **arguments)
+    for group in (newcomer, survivor):
+        need_steps(crew, group, 2, 30)
+    assert all(len(steps) <= 1 for steps in failed(survivor)), failed(survivor)
+    for old, new in zip(survivor, newcomer, strict=True):
+        states = {step: state for step, state, _ in commits(old)}
+        common = [c for c in commits(new) if c[0] in states]
+        assert len(common) >= 25
+        assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
+
+
+@pytest.mark.parametrize(
+    ("survivor_has", "newcomer_has", "error"),
+    [
+        ({}, {"fault": "key"}, "KeyError: 'nothing'"),
+        ({}, {"fault": "type"}, "UnusableStateError.*state: /user/default/extra"),
+        ({"fault": "type"}, {}, "UnusableStateError.*state: /user/default/extra"),
+        ({}, {"model": "hsdp"}, "UnusableStateError.*states are not resharded"),
+    ],
+    ids=["a key is missing", "own type", "type at the peer", "another mesh"],
+)
+def test_an_error_that_stays_ends_the_fresh_replica(crew, start, survivor_has, newcomer_has, error):
+    """Its peers go on without it, and lose two steps at most."""
+    survivor = start(0, **survivor_has)
+    need_steps(crew, survivor, 1, 3)
+    newcomer = start(1, **newcomer_has)
+    crew.need(lambda: any(m.gone for m in newcomer), "the newcomer's end", PATIENCE_S)
+    gone_at = time.monotonic()
+    need_steps(crew, survivor, 1, len(commits(survivor[0])) + 20)
+    assert time.monotonic() - gone_at < 10
+    assert all(len(steps) <= 2 for steps in failed(survivor)), failed(survivor)
+    errors = [m.error for m in newcomer if m.error]
+    assert re.search(error, "\n".join(errors), re.DOTALL), errors

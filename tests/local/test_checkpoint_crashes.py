@@ -88,8 +88,8 @@ def save_and_crash(folder: Path, step: int, crash: Crash) -> None:
 
 
 def begin_group(number: int) -> None:
-    """Each attempt is another group of one run, formed by the record of that number."""
-    path = Path(os.environ["RDZV"], f"record.{number}.json")
+    """Each attempt is another group of one run, formed by the log entry of that index."""
+    path = Path(os.environ["RDZV"], f"entry.{number}.json")
     path.touch()
     os.environ["HPC_ELASTIC_FENCE"] = str(path)
 

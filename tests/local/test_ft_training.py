@@ -22,8 +22,6 @@ def crew(tmp_path_factory):
     made = Crew(tmp_path_factory.mktemp("crew"), "ft_trainer")
     yield made
     made.close()
-    for nursery in made._nurseries.values():
-        nursery.lines.close()
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ class ElasticAgent(LocalElasticAgent):
         os.environ[fencing.VARIABLE] = str(fencing.entry_path(workplace.run.rdzv, round_.index))
         if replica is not None:
             os.environ.update(replica.environment(round_))
-            replica.expect_workers()
+            replica.expect_workers(round_, self._handler.server)
         with made_from(self._warm_workers):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
@@ -572,7 +572,7 @@ class CheckpointFailureLog:
 
 
 class Replica:
-    """The workers of one node, which are a replica of the model (``ft=true``).
+    """The workers of one node, which are of a replica of the model (``ft=true``).
 
     The session of the agent serves them (`hpc_elastic.ft.manager_server`), and connects them to
     the lighthouse, which lives with the run's leader.
@@ -581,23 +581,28 @@ class Replica:
         me: The node's agent.
         session: Its session.
         socket: Where it serves the workers.
-        max_nodes: The most replicas that the run may have.
+        max_replicas: The most replicas that the run may have.
     """
 
-    def __init__(self, me: Agent, session: Session, socket: Path, max_nodes: int) -> None:
+    def __init__(self, me: Agent, session: Session, socket: Path, max_replicas: int) -> None:
         assert session.replica is not None
         self.me = me
         self._session = session
         self._server = session.replica
         self._socket = socket
-        self._max_nodes = max_nodes
+        self._max_replicas = max_replicas
         self._announced: float | None = None
         """The end of the notice that was sent to the quorum."""
 
-    def expect_workers(self) -> None:
-        """Forget the workers before: others are about to be started."""
+    def expect_workers(self, round_: RoundInfo, server: tuple[str, int] | None) -> None:
+        """Forget the workers before: others are about to be started.
+
+        Args:
+            round_: Their round.
+            server: Where the server of their replica is, if it is on another node.
+        """
         self._announced = None
-        self._session.run_in_loop(self._server.expect_workers, self.me.nproc)
+        self._session.expect_workers(round_, server)
 
     def why_leave(
         self, notice: preemption.PreemptionNotice, _: Sequence[WorkerStatus], now: float
@@ -621,8 +626,10 @@ class Replica:
         """Return what its workers find in their environment."""
         return {
             SOCKET_ENV: str(self._socket),
-            fencing.REPLICA_VARIABLE: fencing.replica(self.me.task, self.me.attempt, self.me.slot),
-            RESULTS_VARIABLE: results_of(round_.number, self.me),
-            "REPLICA_GROUP_ID": str(self.me.slot),  # for scripts; the names are torchft's
-            "NUM_REPLICA_GROUPS": str(self._max_nodes),
+            fencing.REPLICA_VARIABLE: fencing.replica(
+                self.me.task, self.me.attempt, round_.replica
+            ),
+            RESULTS_VARIABLE: results_of(round_.number, round_.replica),
+            "REPLICA_GROUP_ID": str(round_.replica),  # for scripts; the names are torchft's
+            "NUM_REPLICA_GROUPS": str(self._max_replicas),
         }

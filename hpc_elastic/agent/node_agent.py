@@ -7,6 +7,7 @@ leader why this node goes, whatever the reason was.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -36,6 +37,7 @@ from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, 
 from hpc_elastic.agent.worker_failures import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import agent_folder
 from hpc_elastic.config.schema import Nproc
+from hpc_elastic.ft.manager_relay import STORE_KEY
 from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
@@ -265,7 +267,11 @@ class NodeAgent:
         self, session: Session, warm_workers: WarmWorkerPool, times: OutputTimes
     ) -> None:
         task, spec, host = self._task, self._spec, self._task.slurm.node_name
-        stores = RoundStores(self._interface.address) if self._replica is not None else None
+        stores = None
+        if self._replica is not None:
+            relays = session.replica.relays if session.replica is not None else None
+            contents = {} if relays is None else {STORE_KEY: json.dumps(relays.where)}
+            stores = RoundStores(self._interface.address, contents)
         handler = SlurmRendezvousHandler(
             session, spec.run_id, spec.rendezvous.join_timeout_s, stores=stores
         )
@@ -310,14 +316,15 @@ class NodeAgent:
 
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
-        me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
+        me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc, slurm.switches)
         candidate = leader.LeaderCandidate(
             self._interface.address, self._leader_context(), self._scheduler.is_running
         )
         socket = self._control / "ft.sock" if self._spec.ft else None
         session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
-            self._replica = Replica(me, session, socket, self._spec.max_nodes)
+            max_replicas = self._spec.max_nodes // self._spec.unit_nodes
+            self._replica = Replica(me, session, socket, max_replicas)
         return session
 
     def _leader_context(self) -> leader.LeaderContext:
@@ -331,7 +338,7 @@ class NodeAgent:
                 below_min_timeout_s=spec.below_min_timeout_s,
                 max_failed_rounds=spec.max_failed_rounds,
                 max_requeues=spec.max_requeues,
-                ft=spec.ft, in_sweep=self._sweep is not None,
+                ft=spec.ft, unit_nodes=spec.unit_nodes, in_sweep=self._sweep is not None,
             ),
             liveness=HeartbeatConfig.of(
                 settings.heartbeat_interval_s, settings.heartbeat_timeout_s, spec.max_nodes,

@@ -194,7 +194,7 @@ _CONVERTERS: dict[object, Parser] = {
 
 
 BASE = 60
-NODES = "a count such as 4 or a range such as '1:16', at least 1"
+NODES = "a count such as 4, a range such as '1:16', or with multiples '4:16:4', at least 1"
 TIME = "minutes, 'MM:SS', 'HH:MM:SS', 'D-HH', 'D-HH:MM', 'D-HH:MM:SS' or 'UNLIMITED'"
 NPROC_WORDS = ("auto", "gpu", "cpu")
 
@@ -202,7 +202,7 @@ _TIME = re.compile(r"\d+|\d+:[0-5]?\d(:[0-5]?\d)?|\d+-\d+(:[0-5]?\d){0,2}")
 
 
 def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRange:
-    """Return the range of nodes of ``4``, ``'4'`` or ``'1:16'``.
+    """Return the range of nodes of ``4``, ``'4'``, ``'1:16'`` or ``'4:16:4'``.
 
     Args:
         value: As composed by Hydra.
@@ -210,24 +210,35 @@ def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRa
         key: The key in messages.
 
     Raises:
-        ConfigError: Not such a form, a number below 1, min above max, or an ambiguous integer.
+        ConfigError: Not such a form, a number below 1, min above max, min or max that is no
+            multiple of the third number, or an ambiguous integer.
     """
     if from_yaml and isinstance(value, int) and value > BASE and value % BASE:
         low, high = divmod(value, BASE)
-        why = f"write {key}: '{low}:{high}' for {low} to {high} nodes"
-        if low > high:
+        typed, meant = f"{low}:{high}", f"{low} to {high} nodes"
+        first, second = divmod(low, BASE)
+        if 0 < first <= second and high > 1 and not (first % high or second % high):
+            typed = f"{first}:{second}:{high}"
+            meant = f"{first} to {second} nodes in multiples of {high}"
+        why = f"write {key}: '{typed}' for {meant}"
+        if low > high and typed.count(":") == 1:
             why = f"a range of nodes has the smaller number first; write {key}: '{high}:{low}'"
             why += " for that"
-        yaml = f"unquoted in YAML, {low}:{high} is the base-60 number {value}"
+        yaml = f"unquoted in YAML, {typed} is the base-60 number {value}"
         exact = f"{key}: '{value}' for exactly {value} nodes"
         raise ConfigError(key, value, f"{yaml}; {why}, or {exact}")
-    m = re.fullmatch(r"(\d+)(?::(\d+))?", _text(value))
-    if m is None or int(m[1]) < 1:
+    m = re.fullmatch(r"(\d+)(?::(\d+)(?::(\d+))?)?", _text(value))
+    low, high, unit = (int(m[1]), int(m[2] or m[1]), int(m[3] or 1)) if m else (0, 0, 0)
+    if low < 1 or unit < 1:
         raise ConfigError(key, value, f"allowed is {NODES}")
-    low, high = int(m[1]), int(m[2] or m[1])
     if low > high:
-        raise ConfigError(key, value, f"min is above max; write {key}: '{high}:{low}'")
-    return NodeRange(low, high)
+        remedy = f"min is above max; write {key}: '{NodeRange(high, low, unit)}'"
+        raise ConfigError(key, value, remedy)
+    if low % unit or high % unit:
+        low, high = (-(-count // unit) * unit for count in (low, high))
+        why = f"min and max must be multiples of {unit}, the number of nodes that work together"
+        raise ConfigError(key, value, f"{why}; write {key}: '{low}:{high}:{unit}'")
+    return NodeRange(low, high, unit)
 
 
 def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") -> str:

@@ -93,10 +93,9 @@ def as_config(settings: RunSettings) -> dict[str, Any]:
 
     It is merged into the config that is frozen for the workers, and holds no ``???``.
     """
-    low, high = settings.nodes.min, settings.nodes.max
     backend = next(name for name, cls in BACKENDS.items() if isinstance(settings.launcher, cls))
     return {
-        "nodes": str(low) if low == high else f"{low}:{high}",
+        "nodes": str(settings.nodes),
         "nproc_per_node": settings.nproc_per_node,
         "ft": settings.ft,
         "launcher": {**asdict(settings.launcher), "backend": backend},

@@ -15,10 +15,21 @@ Nproc = int | Literal["auto", "gpu", "cpu"]
 
 @dataclass(frozen=True)
 class NodeRange:
-    """Numbers of nodes that a run may have: it starts with ``min`` and grows to ``max``."""
+    """Numbers of nodes that a run may have: it starts with ``min`` and grows to ``max``.
+
+    ``unit`` nodes only work together: their number is always a multiple of it, as ``min`` and
+    ``max`` are.
+    """
 
     min: int
     max: int
+    unit: int = 1
+
+    def __str__(self) -> str:
+        """Return the form that users type."""
+        if self.unit > 1:
+            return f"{self.min}:{self.max}:{self.unit}"
+        return str(self.min) if self.min == self.max else f"{self.min}:{self.max}"
 
 
 @dataclass
@@ -196,4 +207,4 @@ class RunSettings:
     nproc_per_node: Nproc
     launcher: SlurmSettings | LocalSettings
     ft: bool = False
-    """Each node is a replica group of its own, whose workers outlive those of other nodes."""
+    """Each unit of nodes is a replica group of its own, whose workers outlive those of others."""

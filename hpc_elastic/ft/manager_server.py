@@ -32,6 +32,7 @@ from pathlib import Path
 
 from hpc_elastic._util import readable
 from hpc_elastic.ft import messages
+from hpc_elastic.ft.manager_relay import Relay, RelayPort, RemoteWorker
 from hpc_elastic.transport.auth import AuthenticationError, user_secret
 from hpc_elastic.transport.connection import CONNECTION_ERRORS, ClientConnection, connect
 
@@ -60,6 +61,7 @@ class ManagerServer:
         *,
         listener: socket.socket | None = None,
         on_empty: Callable[[], None] = lambda: None,
+        relays: RelayPort | None = None,
     ) -> None:
         """Create the server; `start` starts it.
 
@@ -69,7 +71,11 @@ class ManagerServer:
             send: Queues a message for the lighthouse; called only while it is connected.
             listener: The socket, if it is open already (`open_listener`).
             on_empty: Called when the last of its workers has disconnected.
+            relays: Accepts the relays of the other nodes of the group, if it may have any.
         """
+        self.relays = relays
+        self._relay: Relay | None = None
+        """The connection to the server of the group, if that is on another node."""
         self._path = path
         self._replica_id = replica_id
         self._send = send
@@ -82,14 +88,14 @@ class ManagerServer:
         self._leave_at: float | None = None
         self._checker: asyncio.Task[None] | None = None
         self._connections: set[WorkerConnection] = set()
-        """All, also those without a `Hello`."""
-        self._workers: dict[int, WorkerConnection] = {}
+        """All of this node, also those without a `Hello`."""
+        self._workers: dict[int, AnyWorker] = {}
         self._number = 0
         """Of the last request, over the life of this server."""
         self._reset()
 
     def _reset(self) -> None:
-        self._stopped: set[WorkerConnection] = set()
+        self._stopped: set[AnyWorker] = set()
         self._done_ranks: set[int] = set()
         self._lost_reason: str | None = None
         self._requests: dict[int, messages.QuorumRequest] = {}
@@ -114,6 +120,8 @@ class ManagerServer:
             self._listener = open_listener(str(self._path))
         asyncio.get_running_loop().add_reader(self._listener, self._accept_all)
         self._checker = asyncio.create_task(self._check_for_stopped())
+        if self.relays is not None:
+            self.relays.start(self)
 
     async def stop(self) -> None:
         """Close all connections and remove the socket. May be repeated."""
@@ -126,15 +134,43 @@ class ManagerServer:
             self._listener = None
             self._path.unlink(missing_ok=True)
         self._close_connections()
+        if self.relays is not None:
+            self.relays.stop()
 
-    def expect_workers(self, group_world_size: int) -> None:
-        """Forget the present workers, and wait for new ones, which the agent starts."""
-        if self._workers and not self._is_done and not self.has_left:
+    def expect_workers(
+        self, group_world_size: int, entry: int = 0, relay: Callable[[], Relay] | None = None
+    ) -> None:
+        """Forget the present workers, and wait for new ones, which the agent starts.
+
+        Args:
+            group_world_size: Number of workers of the group, those on other nodes included.
+            entry: Index of the log entry that placed the group.
+            relay: Connects to the server of the group, which is on another node; None: this is it.
+        """
+        if self._workers and not self._is_done and not self.has_left and self._relay is None:
             self._lose_workers("its workers are started again")
         self._close_connections()
         self._reset()
         self._size = group_world_size
         self.has_left = False
+        if relay is not None:
+            self._relay = relay()
+        elif self.relays is not None:
+            self.relays.expect(entry)
+
+    def on_relayed(self, rank: int, message: messages.Message) -> None:
+        """Pass an answer of the group's server, on another node, to a worker of this node."""
+        match message:
+            case messages.QuorumResults():
+                self._result = message.ranks[0]
+            case messages.LeaveGranted():
+                self.has_left = True
+        self._send_down((rank,), message)
+
+    def on_relay_end(self, reason: str) -> None:
+        """Handle the end of the connection to the group's server: its workers have lost it."""
+        _log.warning("%s", reason)
+        self._close_connections()
 
     @property
     def was_in_quorum(self) -> bool:
@@ -143,6 +179,9 @@ class ManagerServer:
 
     def announce_leave(self, left_s: float) -> None:
         """Announce that the node is lost within this number of seconds."""
+        if self._relay is not None:
+            self._relay.send({"type": "leave", "left_s": left_s})
+            return
         self._leave_at = asyncio.get_running_loop().time() + left_s
         self._send_up(messages.LeaveNotice(left_s))
 
@@ -151,6 +190,8 @@ class ManagerServer:
     def on_connect(self) -> None:
         """Report the group's state to a newly connected lighthouse, and repeat its request."""
         self._is_connected = True
+        if self._relay is not None:
+            return
         result = self._result
         if result is None:
             self._send_up(messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False))
@@ -226,7 +267,7 @@ class ManagerServer:
 
     # ---- workers ------------------------------------------------------------------------
 
-    def on_worker_message(self, worker: WorkerConnection, message: messages.Message) -> None:
+    def on_worker_message(self, worker: AnyWorker, message: messages.Message) -> None:
         """Handle a message of a worker; raise ValueError if it is none, or out of order."""
         if isinstance(message, messages.Hello):
             self._add_worker(worker, message)
@@ -234,6 +275,9 @@ class ManagerServer:
         rank = worker.rank
         if rank is None:
             raise ValueError("a message before Hello")
+        if self._relay is not None:
+            self._relay.send_message(rank, message)
+            return
         match message:
             case messages.QuorumRequest():
                 self._requests[rank] = message
@@ -259,12 +303,16 @@ class ManagerServer:
             case _:
                 raise ValueError(f"not from a worker: {message}")
 
-    def on_worker_disconnect(self, worker: WorkerConnection, reason: str) -> None:
+    def on_worker_disconnect(self, worker: AnyWorker, reason: str) -> None:
         """Handle the end of a worker's connection or process."""
-        self._connections.discard(worker)
+        if isinstance(worker, WorkerConnection):
+            self._connections.discard(worker)
         self._stopped.discard(worker)
         rank = worker.rank
-        if rank is not None:
+        if rank is not None and self._relay is not None:
+            del self._workers[rank]
+            self._relay.send({"type": "lost", "rank": rank, "why": reason})
+        elif rank is not None:
             del self._workers[rank]
             self._requests.pop(rank, None)
             if rank not in self._done_ranks and not self.has_left:
@@ -294,7 +342,7 @@ class ManagerServer:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener, self._accept_all)
 
-    def _add_worker(self, worker: WorkerConnection, hello: messages.Hello) -> None:
+    def _add_worker(self, worker: AnyWorker, hello: messages.Hello) -> None:
         if self._size is None:
             self._size = hello.group_world_size
         if hello.group_world_size != self._size or not 0 <= hello.group_rank < self._size:
@@ -309,13 +357,19 @@ class ManagerServer:
         worker.rank = hello.group_rank
         self._done_ranks.discard(hello.group_rank)
         self._workers[hello.group_rank] = worker
-        worker.send(messages.Welcome(self._replica_id))
+        if self._relay is not None:
+            self._relay.send_message(hello.group_rank, hello)
+        else:
+            worker.send(messages.Welcome(self._replica_id))
 
     def _close_connections(self) -> None:
-        for worker in self._connections:
+        for worker in {*self._connections, *self._workers.values()}:
             worker.close()
         self._connections.clear()
         self._workers.clear()
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
 
     def _lose_workers(self, reason: str) -> None:
         """Report that the group cannot go on, so that no worker waits for its next quorum."""
@@ -387,6 +441,11 @@ class ManagerServer:
                 if self._workers.get(rank) is not worker:
                     continue  # lost meanwhile
                 stopped_s = worker.stopped_for(loop.time())
+                if self._relay is not None:
+                    if (stopped_s > 0) != (worker in self._stopped):
+                        self._relay.send({"type": "stopped", "rank": rank, "stopped_s": stopped_s})
+                        self._stopped ^= {worker}
+                    continue
                 if stopped_s == 0 and worker in self._stopped:
                     self._stopped.discard(worker)
                     self._repeat_request()
@@ -522,6 +581,10 @@ class WorkerConnection:
         if self._is_open:
             self.close()
             self._server.on_worker_disconnect(self, reason)
+
+
+AnyWorker = WorkerConnection | RemoteWorker
+"""A worker of this node, or of another one behind its relay."""
 
 
 def open_listener(path: str) -> socket.socket:

@@ -309,6 +309,7 @@ def make_spec(
         run_id=run_id,
         min_nodes=settings.nodes.min,
         max_nodes=settings.nodes.max,
+        unit_nodes=settings.nodes.unit,
         nproc_per_node=settings.nproc_per_node,
         max_restarts=launcher.max_restarts,
         entry=entry,

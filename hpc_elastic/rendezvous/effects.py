@@ -100,6 +100,20 @@ class Lead:
 
 
 @dataclass(frozen=True)
+class JoinRequest:
+    """An agent's request for a place in a round.
+
+    Attributes:
+        number: Its number: an agent may join again before it is answered.
+        store: Address and port of a fresh store, for the case that the agent is the first of a
+            replica.
+    """
+
+    number: int
+    store: tuple[str, int] = ("", 0)
+
+
+@dataclass(frozen=True)
 class Announce:
     """Send each member its place in the round that an entry has closed.
 
@@ -107,12 +121,13 @@ class Announce:
         entry: The entry.
         requests: The agents that are sent a place, each with the request that this answers: an
             agent may have joined again since the decision, and request another round.
-        alone: Each of them is a group of its own (`replica_state`).
+        replicas: The replicas that they form, by number (`replica_state`); None: all members of the
+            entry are one group.
     """
 
     entry: LogEntry
-    requests: Mapping[Agent, int]
-    alone: bool = False
+    requests: Mapping[Agent, JoinRequest]
+    replicas: Mapping[int, Sequence[Agent]] | None = None
 
 
 @dataclass(frozen=True)
@@ -284,28 +299,27 @@ class RoundInfo:
     """Workers in the group."""
     store: tuple[str, int] = ("", 0)
     """Address and port of the store of the group."""
+    replica: int = 0
+    """Number of the replica that the group is, below the most that the run may have."""
 
 
 def places(
     announce: Announce, store: tuple[str, int] = ("", 0)
 ) -> Iterator[tuple[Agent, RoundInfo]]:
-    """Yield the place of each member that is sent one."""
-    entry, members = announce.entry, announce.entry.members
-    if announce.alone:
-        for agent in announce.requests:
-            yield (
-                agent,
-                RoundInfo(entry.round, entry.index, entry.restarts, 0, 1, 0, agent.nproc, store),
-            )
-        return
-    *first_ranks, world_size = accumulate((m.nproc for m in members), initial=0)
-    for rank, (agent, first_rank) in enumerate(zip(members, first_ranks, strict=True)):
-        yield agent, RoundInfo(
-            entry.round, entry.index, entry.restarts, rank, len(members), first_rank,
-            world_size, store,
-        )  # fmt: skip
+    """Yield the place of each member that is sent one; ``store``: of a group of all members."""
+    entry, requests = announce.entry, announce.requests
+    groups = {0: entry.members} if announce.replicas is None else announce.replicas
+    for replica, members in groups.items():
+        if announce.replicas is not None:
+            store = requests[members[0]].store
+        *first_ranks, world_size = accumulate((m.nproc for m in members), initial=0)
+        for rank, (agent, first_rank) in enumerate(zip(members, first_ranks, strict=True)):
+            yield agent, RoundInfo(
+                entry.round, entry.index, entry.restarts, rank, len(members), first_rank,
+                world_size, store, replica,
+            )  # fmt: skip
 
 
 def place_message(announce: Announce, agent: Agent, place: RoundInfo) -> Message:
     """Return the message that sends a member its place."""
-    return {"type": "round", "request": announce.requests[agent], **vars(place)}
+    return {"type": "round", "request": announce.requests[agent].number, **vars(place)}

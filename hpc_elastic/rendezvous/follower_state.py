@@ -102,6 +102,7 @@ class FollowerState:
         self._watch = LeaderFailureDetector(since=now)
         self._num_requests = 0
         """Number of the last ``join`` request; a round must answer that one."""
+        self._store = ("", 0)
         self._round: Message = {"index": 0}
         """The last ``round`` message with a place for this agent."""
         self._final_report: Message | None = None
@@ -120,9 +121,13 @@ class FollowerState:
 
     # ---- requests of the agent ----------------------------------------------------------
 
-    def join(self) -> list[Effect]:
-        """Request a place in the next round; the agent's workers have ended."""
-        self.joining = True
+    def join(self, store: tuple[str, int] = ("", 0)) -> list[Effect]:
+        """Request a place in the next round; the agent's workers have ended.
+
+        Args:
+            store: Address and port of a fresh store, for a replica whose first node this is.
+        """
+        self.joining, self._store = True, store
         return self._request_place()
 
     def report(self, type_: str, **fields: Any) -> list[Effect]:
@@ -245,8 +250,8 @@ class FollowerState:
             return self._request_place()
         if not (self._stays and self._in_round):
             return []
-        index, number = self._round["index"], self._round["number"]
-        reports: list[Message] = [{"type": "reattach", "index": index, "number": number}]
+        place = {name: self._round[name] for name in ("index", "number", "replica")}
+        reports: list[Message] = [{"type": "reattach", **place}]
         if self._final_report is not None:
             reports.append(self._final_report)
         if self._notice is not None:
@@ -337,7 +342,9 @@ class FollowerState:
 
     def _request_place(self) -> list[Effect]:
         self._num_requests += 1
-        return self._send_to_leader({"type": "join", "request": self._num_requests})
+        return self._send_to_leader(
+            {"type": "join", "request": self._num_requests, "store": self._store}
+        )
 
     def _send_to_leader(self, message: Message) -> list[Effect]:
         return [SendToLeader(message)] if self._link is _Link.UP else []

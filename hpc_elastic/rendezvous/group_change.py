@@ -253,11 +253,20 @@ class GroupChange:
         if not waiting.joined:
             self._logged = None
             return [], False
-        room = self.rules.max_nodes - len(self.members) + len(self.preempted)
-        if room > 0:
-            states = (waiting.view.get(a.task) for a in list(waiting.joined)[:room])
+        stay, unit = len(self.members) - len(self.preempted), self.rules.unit_nodes
+        room = self.rules.max_nodes - stay
+        wanted = self.rules.usable_nodes(stay + len(waiting.joined)) - stay
+        if wanted > 0:
+            states = (waiting.view.get(a.task) for a in list(waiting.joined)[:wanted])
             left = [state.time_left_s if state is not None else None for state in states]
             decision = should_scale_up(len(self.members), left, waiting.outlook)
+            if (
+                0 < decision.admit < wanted
+                and self.rules.usable_nodes(stay + decision.admit) <= stay
+            ):
+                decision = ScaleUpDecision(0, f"fewer than {unit} of them stay for long enough")
+        elif room > 0:
+            decision = ScaleUpDecision(0, f"the group grows by {unit} nodes at a time")
         else:
             decision = ScaleUpDecision(0, "the group has its max nodes")
         effects: list[Effect] = []

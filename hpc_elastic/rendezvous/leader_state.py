@@ -51,6 +51,7 @@ from hpc_elastic.rendezvous.effects import (
     ClearHolds,
     Disconnect,
     Effect,
+    JoinRequest,
     LetOthersStart,
     Message,
     Note,
@@ -68,7 +69,6 @@ from hpc_elastic.rendezvous.replica_state import (
     QuorumBridge,
     ReplicaState,
     Rounds,
-    departed_note,
     replica_name,
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
@@ -104,15 +104,14 @@ class LeaderState:
     ) -> None:
         self.rounds: Rounds
         self._quorum: QuorumBridge | None = None
-        self._inherited_notes: list[Effect] = []
+        self._inherited: list[Effect] = []
         if rules.ft:
             self.rounds = replicas = self.replica_rules(claim, rules, now, rng)
-            lost, members = replicas.inherited_losses, replicas.run.ranks.members
-            sizes = QuorumRules(min_replicas=rules.min_nodes)
-            lost_names = map(replica_name, lost)
+            sizes = QuorumRules(min_replicas=rules.min_nodes // rules.unit_nodes)
+            lost_names = map(replica_name, replicas.inherited_losses)
             lighthouse = LighthouseState(claim.term, sizes, lost_members=lost_names)
             self._quorum = QuorumBridge(lighthouse, replicas)
-            self._inherited_notes += [departed_note(agent, members) for agent in lost]
+            self._inherited = replicas.drop_losses()
         else:
             self.rounds = self.round_rules(claim, rules, now, rng)
         self.run = self.rounds.run
@@ -141,7 +140,7 @@ class LeaderState:
 
     def start_leading(self) -> list[Effect]:
         """The claim is appended: start the term."""
-        return [Note("leader", {"term": self.at.term}), *self._inherited_notes]
+        return self._do([Note("leader", {"term": self.at.term}), *self._inherited])
 
     def connected(self, agent: Agent, now: float) -> list[Effect]:
         """An agent is authenticated on a new connection."""
@@ -292,7 +291,9 @@ class LeaderState:
     def _events(self, agent: Agent, message: Message, now: float) -> list[Effect]:
         match message["type"]:
             case "join":
-                return self.rounds.join(agent, now, message["request"])
+                address, port = message.get("store", ("", 0))
+                request = JoinRequest(int(message["request"]), (str(address), int(port)))
+                return self.rounds.join(agent, now, request)
             case "close":
                 return self.run.close()
             case "heartbeat":

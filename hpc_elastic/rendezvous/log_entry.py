@@ -45,6 +45,8 @@ class Agent:
     slot: int
     host: str
     nproc: int
+    switches: str = ""
+    """Network switches above its node, from the top, with dots between; empty if unknown."""
 
     def __hash__(self) -> int:
         """Return the hash of the task's name, which Python caches: agents are looked up often."""
@@ -455,4 +457,11 @@ class RoundRules:
     max_requeues: int | None = None
     """How often a task may be requeued; None: no limit."""
     ft: bool = False
-    """Whether each node is a replica of its own (`replica_state`)."""
+    """Whether each unit of nodes is a replica of its own (`replica_state`)."""
+    unit_nodes: int = 1
+    """Nodes that only work together: a round has a multiple of it."""
+
+    def usable_nodes(self, num_nodes: int) -> int:
+        """Return how many of these nodes can have a place in one round."""
+        most = min(num_nodes, self.max_nodes)
+        return most - most % self.unit_nodes

@@ -2,25 +2,31 @@
 
 Theory of operation
 -------------------
-With ``ft=true`` the workers of each node are a group of their own, a *replica* of the model, and
-the quorum of the replicas (`hpc_elastic.ft`) makes them train together. The rendezvous only decides
-which nodes belong to the run. FORMING is that of `round_state`; these rules apply once the first
-round has closed:
+With ``ft=true`` the workers of each unit of nodes (`RoundRules.unit_nodes`, often one node) are a
+group of their own, a *replica* of the model, and the quorum of the replicas (`hpc_elastic.ft`)
+makes them train together. The rendezvous only decides which nodes belong to the run, and which of
+them form a replica. FORMING is that of `round_state`; these rules apply once the first round has
+closed:
 
-RUNNING -> RUNNING  A node that joins is *admitted* at once, as long as there is room: that is a
-                    round with all members, in which only the newcomer is *placed*. Each member's
-                    reports carry the index of the round that placed it.
+RUNNING -> RUNNING  Nodes that join are *admitted* as soon as they make a whole unit, as long as
+                    there is room: that is a round with all members, in which only the newcomers are
+                    *placed*. Until then they are spares. Each member's reports carry the index of
+                    the round that placed it.
 
-                    A lost node is no member any more. That is a decision, so that it can commit no
-                    checkpoint (`hpc_elastic.run.fencing`), and the next leader does not wait for
-                    it. The leader does not inform the other nodes; the lighthouse informs their
-                    workers.
+                    A lost node is no member any more, nor are the other nodes of its unit: they
+                    stop their workers and join as spares. That is a decision, so that they can
+                    commit no checkpoint (`hpc_elastic.run.fencing`), and the next leader does not
+                    wait for them. The leader does not inform the other nodes; the lighthouse
+                    informs their workers.
 
-                    A node whose workers fail starts them again, and is placed anew. Each such
-                    failure is judged alone (`failure_policy`); a step of any member is progress.
+                    A unit with a failed worker starts all its workers again, and is placed anew
+                    once all its nodes have joined. Its failures are judged together, once each of
+                    its nodes has reported or joined, and apart from those of other units
+                    (`failure_policy`); a step of any member is progress.
 
 RUNNING -> RUNNING  under the next leader: members *reattach*, and continue. A member that does not
-                    within the heartbeat time-out is lost.
+                    within the heartbeat time-out is lost. No node is admitted before that is
+                    known, since a replica keeps its number.
 
 RUNNING -> DISBANDED  With fewer than ``min_nodes`` members for too long, as in FORMING. The workers
                     wait in the meantime: the lighthouse forms no quorum of fewer.
@@ -28,7 +34,7 @@ RUNNING -> DISBANDED  With fewer than ``min_nodes`` members for too long, as in 
 RUNNING -> FORMING  The last member is lost.
 
 RUNNING -> ENDED    All members that *take part* are done: those that have been in a quorum since
-                    they were placed. Once one is done, no node is admitted, and a member whose
+                    they were placed. Once a unit is done, no node is admitted, and a unit whose
                     workers fail is released: no replica would be left to heal it from.
 
 The index in a member's report is that of the entry that placed it, in whichever term that was.
@@ -41,9 +47,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.messages import (
@@ -57,7 +64,7 @@ from hpc_elastic.ft.messages import (
     to_frame,
 )
 from hpc_elastic.ft.messages import Message as ReplicaReport
-from hpc_elastic.rendezvous.effects import Effect, Message, Note, Send
+from hpc_elastic.rendezvous.effects import Effect, JoinRequest, Message, Note, Send
 from hpc_elastic.rendezvous.group_change import preemption_note
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.round_state import (
@@ -66,17 +73,20 @@ from hpc_elastic.rendezvous.round_state import (
     RoundState,
     RunState,
     failures_of,
+    nearest_units,
     stop,
+    units_of,
 )
 from hpc_elastic.slurm.job_state import TaskState
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The round that placed a member, and the index of its entry."""
+    """The round that placed a member, the index of its entry, and the number of its replica."""
 
     round: int
     index: int
+    replica: int
 
 
 class ReplicaState:
@@ -91,17 +101,33 @@ class ReplicaState:
         """Members, each with its placement."""
         self.taking_part: set[Agent] = set()
         """Members that have been in a quorum since they were placed."""
-        self._judged: dict[Agent, int] = {}
-        """Members whose failures have been judged, and the round that had placed each."""
+        self.unit_changes: list[tuple[Agent, str | None]] = []
+        """First agents of units placed (None) or dissolved (why), for the `QuorumBridge`."""
+        self._failures: dict[Agent, list[Failure]] = {}
+        """Failures of the workers of members since they were placed."""
+        self._judged: set[Agent] = set()
+        """Members whose failures have been judged."""
+        self._returned: set[Agent] = set()
+        """Members whose workers have returned."""
         self._results: str | None = None
-        living = tuple(a for a in entry.members if not run.participants.is_lost(a))
-        self.inherited_losses = tuple(a for a in entry.members if a not in living)
-        """Members that were lost with the leader before."""
-        run.ranks = RankAssignment(living)
+        units = units_of(entry.members, rules.unit_nodes)
+        living = [unit for unit in units if not any(map(run.participants.is_lost, unit))]
+        self.inherited_losses = tuple(unit[0] for unit in units if unit not in living)
+        """First agents of units that have lost a node together with the leader before."""
+        run.ranks = RankAssignment(tuple(chain(*living)))
+        run.participants.expect(run.ranks.members)
         if run.phase is RoundPhase.FORMING and living:  # they have continued to train
             run.phase = RoundPhase.RUNNING
             self._update_short(now)
         run.recovery.update_awaited(run.participants.lost)
+
+    def drop_losses(self) -> list[Effect]:
+        """Decide that the other nodes of units that have lost a node are no members any more."""
+        members, lost = self.run.ranks.members, self.inherited_losses
+        effects: list[Effect] = [departed_note(agent, members) for agent in lost]
+        if lost and self.run.rules.unit_nodes > 1:
+            effects.insert(0, self.run.decide(members=members))
+        return effects
 
     # ---- events -------------------------------------------------------------------------
 
@@ -110,12 +136,17 @@ class ReplicaState:
         placement = self.placed.get(agent)
         return placement is not None and message.get("index") == placement.index
 
+    def is_first(self, agent: Agent) -> bool:
+        """Return whether an agent represents its replica at the lighthouse."""
+        is_alone = self.run.rules.unit_nodes == 1
+        return is_alone or (agent in self.run.ranks and self._unit_of(agent)[0] == agent)
+
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
         """Take in a report of an agent; see `leader` for the messages."""
         match message["type"]:
             case "reattach":
-                placement = Placement(int(message["number"]), int(message["index"]))
-                return self.reattached(agent, placement, now)
+                numbers = (int(message[name]) for name in ("number", "index", "replica"))
+                return self.reattached(agent, Placement(*numbers), now)
             case "notice":
                 left_s = float(message["left_s"])
                 return self.noticed(agent, str(message["reason"]), left_s, now)
@@ -129,20 +160,33 @@ class ReplicaState:
                 self.run.policy.record_checkpoint(int(message["step"]))
         return []
 
-    def join(self, agent: Agent, now: float, request: int = 1) -> list[Effect]:
+    def join(
+        self,
+        agent: Agent,
+        now: float,
+        request: JoinRequest = JoinRequest(1),  # noqa: B008 - immutable
+    ) -> list[Effect]:
         """Take in an agent that is ready for a place."""
-        refused = self.run.refuse(agent)
+        run = self.run
+        refused = run.refuse(agent)
         if refused is not None:
             return refused
-        return [*self.run.add(agent, now, request), *self._advance(now)]
+        effects: list[Effect] = []
+        older = run.ranks.attempt_of(agent.task)
+        if older is not None and older != agent and run.is_member(older):
+            effects += self._dissolve_unit(older, "another attempt of its task has joined", now)
+        effects += run.add(agent, now, request)
+        if run.is_member(agent):
+            effects += self._stop_unit(agent, f"{agent.host} starts its workers again")
+        return [*effects, *self._advance(now)]
 
     def reattached(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
         """An agent that an earlier leader has placed reattaches; its workers continue."""
-        run = self.run
-        if run.phase is not RoundPhase.RUNNING or agent.host in run.policy.excluded:
-            return stop(
-                (agent,), "the run has been formed anew", "agent_restarted", run.entry.round
-            )
+        run, joined = self.run, self.run.participants.joined
+        is_over = run.phase is not RoundPhase.RUNNING or agent.host in run.policy.excluded
+        if is_over or (agent not in run.ranks and run.rules.unit_nodes > 1):
+            why = "the run has been formed anew" if is_over else "its replica has lost a node"
+            return stop((agent,), why, "agent_restarted", run.entry.round)
         run.participants.pending_rejoin.discard(agent)
         effects: list[Effect] = []
         if agent not in run.ranks:
@@ -150,38 +194,41 @@ class ReplicaState:
                 why = "the run has its max nodes, or is nearly done"
                 return stop((agent,), why, "at_max_nodes", run.entry.round)
             run.participants.add(agent, run.ranks, now)
-            effects = self._admit((agent,), (), now)
+            effects = self._admit((agent,), {}, now)
+        elif any(other in joined for other in self._unit_of(agent)):
+            why = "the workers of its replica are started again"
+            return stop((agent,), why, "failed", run.entry.round)
         self.placed[agent] = placement
         return [*effects, *self._advance(now)]
 
     def joined_quorum(self, agent: Agent) -> None:
-        """A member is in a quorum."""
+        """The replica of a member is in a quorum."""
         if agent in self.run.ranks:
-            self.taking_part.add(agent)
+            self.taking_part.update(self._unit_of(agent))
 
     def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Effect]:
         """Workers of a member failed; its other workers have been stopped."""
-        run = self.run
-        if agent in run.done or not self.run.is_member(agent):
+        if agent in self.run.done or not self.run.is_member(agent):
             return []
-        self.taking_part.discard(agent)
-        effects = self._judge_once(failures, agent)
-        if run.phase is not RoundPhase.RUNNING:
+        self.taking_part.difference_update(self._unit_of(agent))
+        self._failures.setdefault(agent, list(failures))
+        effects = self._advance(now)
+        if agent not in self.run.ranks or self.run.phase is not RoundPhase.RUNNING:
             return effects
-        is_excluded = agent.host in run.policy.excluded
-        if run.done or is_excluded:
-            sent_back = run.backoff.requeue_faulty((agent,)) if is_excluded else []
-            return [*effects, *self._remove_member(agent, now), *sent_back, *self._advance(now)]
         why = "its workers failed, and are started again"
-        return [*effects, *stop((agent,), why, "failed", run.entry.round)]
+        return [*effects, *self._stop_unit(agent, why)]
 
     def finished(self, agent: Agent, now: float) -> list[Effect]:
         """All workers of a member have returned."""
         if not self.run.is_member(agent):
             return []
-        if not self.run.done:
-            self._results = results_of(self._round_of(agent), agent)
-        self.run.done.add(agent)
+        self._returned.add(agent)
+        unit = self._unit_of(agent)
+        if self._returned.issuperset(unit):
+            if not self.run.done:
+                place = self._place_of(agent)
+                self._results = results_of(place.round, place.replica)
+            self.run.done.update(unit)
         return self._advance(now)
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
@@ -195,8 +242,8 @@ class ReplicaState:
             return []
         effects = run.lose(agent, why)
         run.participants.pending_rejoin.discard(agent)
-        if run.phase is RoundPhase.RUNNING:
-            effects += self._remove_member(agent, now)
+        if run.is_member(agent):
+            effects += self._dissolve_unit(agent, why, now)
         return [*effects, *self._advance(now)]
 
     def heartbeat_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
@@ -227,9 +274,12 @@ class ReplicaState:
 
     # ---- members ------------------------------------------------------------------------
 
-    def _round_of(self, agent: Agent) -> int:
-        placement = self.placed.get(agent)
-        return placement.round if placement is not None else self.run.entry.round
+    def _unit_of(self, agent: Agent) -> tuple[Agent, ...]:
+        return self.run.ranks.unit_of(agent, self.run.rules.unit_nodes)
+
+    def _place_of(self, agent: Agent) -> Placement:
+        unknown = Placement(self.run.entry.round, self.run.entry.index, 0)
+        return self.placed.get(agent, unknown)
 
     @property
     def _has_room(self) -> bool:
@@ -243,7 +293,9 @@ class ReplicaState:
             return [*effects, *(self._close_first_round(now) if closes else [])]
         if run.done:
             return self._finish(now)
-        effects = []
+        effects = self._judge_units(now) if self._failures else []
+        if run.phase is not RoundPhase.RUNNING:
+            return effects
         if run.participants.joined and now >= run.not_before:
             effects += self._admit_joined(now)
         if run.participants.joined:
@@ -254,63 +306,105 @@ class ReplicaState:
         """Close the first round, or one after all members were lost: all are placed."""
         self.run.close_round(now)
         self.placed.clear()
-        return self._place(self.run.ranks.members)
+        return self._place(self._numbered(units_of(self.run.ranks.members, self._unit_nodes)))
+
+    @property
+    def _unit_nodes(self) -> int:
+        return self.run.rules.unit_nodes
 
     def _admit_joined(self, now: float) -> list[Effect]:
-        run = self.run
+        """Place units that start again, and whole units of newcomers."""
+        run, size = self.run, self._unit_nodes
         joined, members = run.participants.joined, run.ranks.members
-        again = tuple(a for a in joined if a in run.ranks)
-        tasks = {a.task for a in members}
-        attempts = tuple(a for a in joined if a.task in tasks and a not in run.ranks)
-        new = [a for a in joined if a.task not in tasks]
-        room = run.rules.max_nodes - len(members)
-        wanted = (*again, *attempts, *new[: max(0, room)])
-        return self._admit(wanted, wanted, now) if wanted else []
+        if size > 1 and run.participants.pending_rejoin:
+            return []
+        again = [unit for unit in units_of(members, size) if all(a in joined for a in unit)]
+        new = [a for a in joined if a not in run.ranks]
+        num_new = run.rules.usable_nodes(len(members) + len(new)) - len(members)
+        units = nearest_units(new, size)[: num_new // size]
+        replicas = self._numbered((*again, *units))
+        newcomers = tuple(chain(*units))
+        return self._admit(newcomers, replicas, now) if replicas else []
+
+    def _numbered(self, units: Collection[tuple[Agent, ...]]) -> dict[int, tuple[Agent, ...]]:
+        """Give each unit a number that no other replica has; its last one, if it is known."""
+        placed = self.placed
+        numbered = {placed[a].replica: unit for unit in units for a in unit if a in placed}
+        taken = {placement.replica for placement in placed.values()}
+        for unit in units:
+            if not any(agent in placed for agent in unit):
+                own = unit[0].slot // self._unit_nodes
+                free = (n for n in chain((own,), count()) if n not in taken)
+                number = next(free)
+                numbered[number] = unit
+                taken.add(number)
+        return numbered
 
     def _admit(
-        self, newcomers: tuple[Agent, ...], placed: tuple[Agent, ...], now: float
+        self, newcomers: tuple[Agent, ...], replicas: Mapping[int, Sequence[Agent]], now: float
     ) -> list[Effect]:
-        """Make the newcomers members; ``placed``: those whose workers have not started yet."""
+        """Make the newcomers members; ``replicas``: those whose workers have not started yet."""
         run = self.run
-        tasks = {a.task for a in newcomers}
-        replaced = [a for a in run.ranks.members if a.task in tasks and a not in newcomers]
-        for agent in replaced:
-            self._forget(agent)
-        run.ranks = RankAssignment(tuple(dict.fromkeys((*run.ranks.members, *newcomers))))
-        run.participants.remove(newcomers)
+        run.ranks = RankAssignment((*run.ranks.members, *newcomers))
+        run.participants.remove((*newcomers, *chain(*replicas.values())))
         run.recovery.update_awaited(run.participants.lost)
         run.estimator.on_close(now)
         self._update_short(now)
         if run.short_since is None:
             run.backoff.times_requeued = 0
-        return self._place(placed)
+        return self._place(replicas)
 
-    def _place(self, placed: tuple[Agent, ...]) -> list[Effect]:
-        effects = self.run.announce(placed, alone=True)
+    def _place(self, replicas: Mapping[int, Sequence[Agent]]) -> list[Effect]:
+        effects = self.run.announce(tuple(chain(*replicas.values())), replicas)
         entry = self.run.entry
-        self.placed |= dict.fromkeys(placed, Placement(entry.round, entry.index))
-        self.taking_part.difference_update(placed)
+        for replica, unit in replicas.items():
+            self.placed |= dict.fromkeys(unit, Placement(entry.round, entry.index, replica))
+            self._forget(unit)
+            if len(unit) > 1:
+                self.unit_changes.append((unit[0], None))
         return effects
 
-    def _remove_member(self, agent: Agent, now: float) -> list[Effect]:
-        """Decide that an agent is no member any more."""
+    def _forget(self, unit: Iterable[Agent]) -> None:
+        """Forget what the workers of these agents have done, since they are stopped."""
+        for agent in unit:
+            self.taking_part.discard(agent)
+            self._returned.discard(agent)
+            self._judged.discard(agent)
+            self._failures.pop(agent, None)
+
+    def _stop_unit(self, agent: Agent, why: str) -> list[Effect]:
+        """Let the nodes of a member's unit join again that have not, since workers failed."""
+        joined = self.run.participants.joined
+        to_stop = tuple(a for a in self._unit_of(agent) if a not in joined)
+        return stop(to_stop, why, "failed", self.run.entry.round) if to_stop else []
+
+    def _dissolve_unit(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """Decide that the nodes of a member's unit are no members any more, since it is lost."""
         run = self.run
-        run.participants.pending_rejoin.discard(agent)
-        if agent not in run.ranks:
-            return []
-        self._forget(agent)
+        unit = self._unit_of(agent)
+        if len(unit) > 1:
+            self.unit_changes.append((unit[0], why))
+        away = (agent, *run.participants.joined)
+        to_stop = tuple(a for a in unit if a not in away and not run.participants.is_lost(a))
+        run.participants.pending_rejoin.difference_update(unit)
+        failures = [f for a in unit if a not in self._judged for f in self._failures.get(a, ())]
+        self._forget(unit)
+        run.ranks = RankAssignment(tuple(a for a in run.ranks.members if a not in unit))
+        for node in unit:
+            self.placed.pop(node, None)
         self._update_short(now)
         run.recovery.update_awaited(run.participants.lost)
         members = run.ranks.members
         if not members and not run.done:
             run.begin_forming(now)
-        return [run.decide(members=members), departed_note(agent, members)]
-
-    def _forget(self, agent: Agent) -> None:
-        run = self.run
-        run.ranks = RankAssignment(tuple(a for a in run.ranks.members if a != agent))
-        self.placed.pop(agent, None)
-        self.taking_part.discard(agent)
+        effects: list[Effect] = [run.decide(members=members), departed_note(agent, members)]
+        if to_stop:
+            why = f"{agent.host}, a node of its replica, is gone: {why}"
+            effects += stop(to_stop, why, "node_lost", run.entry.round)
+        if failures:
+            run.policy.failures += failures
+            effects += self._judge_alone(run.entry.round, not_counted=True)
+        return effects
 
     def _update_short(self, now: float) -> None:
         run = self.run
@@ -322,11 +416,12 @@ class ReplicaState:
     # ---- the end ------------------------------------------------------------------------
 
     def _finish(self, now: float) -> list[Effect]:
-        """A member is done: release those that would have to start again; wait for the others."""
+        """A unit is done: release those that would have to start again; wait for the others."""
         run = self.run
-        tasks = {a.task for a in run.participants.joined}
-        starting = [a for a in run.ranks.members if a.task in tasks]
-        effects = [effect for agent in starting for effect in self._remove_member(agent, now)]
+        effects: list[Effect] = []
+        for agent in [*run.participants.joined, *self._failures]:
+            if agent in run.ranks:
+                effects += self._dissolve_unit(agent, "its workers would start again", now)
         members = set(run.ranks.members)
         waited_for = self.taking_part & members or members
         if waited_for <= run.done:
@@ -335,19 +430,29 @@ class ReplicaState:
 
     # ---- failures -----------------------------------------------------------------------
 
-    def _judge_once(self, failures: Iterable[Failure], agent: Agent) -> list[Effect]:
-        """Judge failures of a member, which may report them again on another connection."""
-        placed_by = self._round_of(agent)
-        if self._judged.get(agent) == placed_by:
-            return []
-        self._judged[agent] = placed_by
-        self.run.policy.failures += failures
-        self.run.policy.not_counted = bool(self.run.done)
-        return self._judge_alone(placed_by)
+    def _judge_units(self, now: float) -> list[Effect]:
+        """Judge the failures of units once all their nodes have reported, or joined again."""
+        run = self.run
+        effects: list[Effect] = []
+        reported = {*run.participants.joined, *self._failures}
+        units = {self._unit_of(agent) for agent in self._failures if agent not in self._judged}
+        for unit in sorted(units, key=lambda unit: unit[0].slot):
+            if run.phase is not RoundPhase.RUNNING or not reported.issuperset(unit):
+                continue
+            self._judged.update(unit)
+            run.policy.failures += [f for a in unit for f in self._failures.get(a, ())]
+            effects += self._judge_alone(self._place_of(unit[0]).round)
+            faulty = tuple(a for a in unit if a.host in run.policy.excluded)
+            if faulty and run.phase is RoundPhase.RUNNING:
+                effects += self._dissolve_unit(faulty[0], "its node is excluded", now)
+                run.participants.remove(faulty)
+                effects += run.backoff.requeue_faulty(faulty)
+        return effects
 
-    def _judge_alone(self, round_: int) -> list[Effect]:
+    def _judge_alone(self, round_: int, *, not_counted: bool = False) -> list[Effect]:
         """Judge what has failed since the last time."""
         run = self.run
+        run.policy.not_counted = not_counted or bool(run.done)
         hosts = {a.host for a in (*run.ranks.members, *run.participants.joined)}
         effects, ending = run.policy.judge(round_, hosts)
         run.policy.new_round()
@@ -363,9 +468,9 @@ def departed_note(agent: Agent, members: tuple[Agent, ...]) -> Note:
     return Note("replica_left", {"task": agent.task, "host": agent.host, "nodes": len(members)})
 
 
-def results_of(round_: int, agent: Agent) -> str:
-    """Return the name of the folder with an agent's return values, placed by a round."""
-    return f"round-{round_}.slot-{agent.slot}"
+def results_of(round_: int, replica: int) -> str:
+    """Return the name of the folder with the return values of a replica, placed by a round."""
+    return f"round-{round_}.replica-{replica}"
 
 
 def replica_name(agent: Agent) -> str:
@@ -379,6 +484,9 @@ def replica_name(agent: Agent) -> str:
 # quorums of the other replicas. And while a replica ends, a newcomer that has not been in a quorum
 # yet has to wait: if the replica has finished, the run is over, and a newcomer that is left alone
 # would train from the start.
+#
+# The agent of a unit's first node represents the replica. Agents of other nodes, and of spares, are
+# unknown to the lighthouse.
 
 
 SETTLES_WITHIN_S = 2.0
@@ -406,6 +514,8 @@ class QuorumBridge:
 
     def connected(self, agent: Agent) -> None:
         """An agent has connected."""
+        if not self._replicas.is_first(agent):
+            return
         name = replica_name(agent)
         self._agents[name] = agent
         self._waiting.append(partial(self._lighthouse.on_connect, name))
@@ -413,6 +523,9 @@ class QuorumBridge:
     def received(self, agent: Agent, message: ReplicaReport, now: float) -> None:
         """An agent has sent a message for the lighthouse."""
         replicas = self._replicas
+        if not replicas.is_first(agent):  # of a replica that has lost a node
+            return
+        self._update_units()
         match message:
             case ReplicaStatus() if message.quorum_id != NO_QUORUM:
                 replicas.joined_quorum(agent)
@@ -428,7 +541,8 @@ class QuorumBridge:
     def disconnected(self, agent: Agent, why: str) -> None:
         """The connection to an agent has ended, or the agent has timed out."""
         name = replica_name(agent)
-        self._agents.pop(name, None)
+        if self._agents.pop(name, None) is None:
+            return
         self._held.pop(agent, None)
         self._ending.pop(agent, None)
         self._waiting.append(partial(self._lighthouse.on_disconnect, name, why))
@@ -449,6 +563,7 @@ class QuorumBridge:
 
     def answer(self, now: float) -> list[Effect]:
         """Let the lighthouse handle the waiting events; return the messages that it sends."""
+        self._update_units()
         sends: list[Effect] = []
         while self._waiting:
             for answer in self._waiting.popleft()(now):
@@ -458,6 +573,15 @@ class QuorumBridge:
                         self._replicas.joined_quorum(agent)
                     sends.append(Send((agent,), to_frame(answer.message)))
         return sends
+
+    def _update_units(self) -> None:
+        """Connect and disconnect the replicas that have been placed or dissolved."""
+        changes, self._replicas.unit_changes = self._replicas.unit_changes, []
+        for first, why in changes:
+            if why is not None:
+                self.disconnected(first, why)
+            elif replica_name(first) not in self._agents:
+                self.connected(first)
 
     @property
     def _is_ending(self) -> bool:

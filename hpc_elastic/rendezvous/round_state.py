@@ -52,9 +52,11 @@ forms in ten thousand small steps.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
+from itertools import chain, islice, takewhile
 from typing import Any, Literal
 
 from hpc_elastic.rendezvous import task_recovery
@@ -64,6 +66,7 @@ from hpc_elastic.rendezvous.effects import (
     ClearHolds,
     Effect,
     Exclude,
+    JoinRequest,
     Message,
     Note,
     PublishResult,
@@ -101,8 +104,8 @@ class Participants:
 
     joined: dict[Agent, float] = field(default_factory=dict)
     """Agents that wait for a round, in the order in which they joined."""
-    requests: dict[Agent, int] = field(default_factory=dict)
-    """The number of each agent's last request for a place."""
+    requests: dict[Agent, JoinRequest] = field(default_factory=dict)
+    """Each agent's last request for a place."""
     pending_rejoin: set[Agent] = field(default_factory=set)
     """Members of the broken round that have not joined again and are not lost."""
     lost: dict[str, int] = field(default_factory=dict)
@@ -195,8 +198,10 @@ class Participants:
 
 
 # ---- The members of the last round, by rank and by task (pure)
-# Ranks are stable: members of the last round keep their order; newcomers follow in the order of
-# their slots.
+# A group has whole *units* of ``unit_nodes`` nodes, with consecutive ranks. Ranks are stable: the
+# members of a unit that goes on keep their order. A unit that has lost nodes is completed, by nodes
+# below the same switch if there are any. New units follow, each of nodes that are near each other.
+# The nodes that remain are *spares*: they wait for a place.
 
 
 class RankAssignment:
@@ -211,15 +216,59 @@ class RankAssignment:
     def __contains__(self, agent: Agent) -> bool:
         return agent in self._ranks
 
+    def unit_of(self, agent: Agent, size: int) -> tuple[Agent, ...]:
+        """Return the members of a member's unit, in rank order."""
+        first = self._ranks[agent] // size * size
+        return self.members[first : first + size]
+
     def attempt_of(self, task: str) -> Agent | None:
         """Return the member that is an attempt of a task; None if there is none."""
         return self._by_task.get(task)
 
-    def next(self, candidates: Iterable[Agent], max_nodes: int) -> RankAssignment:
+    def next(self, candidates: Collection[Agent], rules: RoundRules) -> RankAssignment:
         """Return the next round's."""
-        newest = len(self._ranks)
-        ranked = sorted(candidates, key=lambda a: (self._ranks.get(a, newest), a.slot, a.task))
-        return RankAssignment(tuple(ranked[:max_nodes]))
+        size = rules.unit_nodes
+        num_units = rules.usable_nodes(len(candidates)) // size
+        here = set(candidates)
+        units = [[a for a in unit if a in here] for unit in units_of(self.members, size)]
+        fullest = sorted(range(len(units)), key=lambda i: -len(units[i]))[:num_units]
+        here.difference_update(*(units[i] for i in fullest))
+        free = sorted(here, key=lambda a: (a.slot, a.task))
+        for i in fullest:
+            while 0 < len(units[i]) < size:
+                nearest = max(free, key=partial(num_switches_shared, units[i][0]))
+                free.remove(nearest)
+                units[i].append(nearest)
+        kept = [units[i] for i in sorted(fullest)]
+        members = chain(*kept, *nearest_units(free, size))
+        return RankAssignment(tuple(islice(members, num_units * size)))
+
+
+def units_of(members: tuple[Agent, ...], size: int) -> list[tuple[Agent, ...]]:
+    """Return the members in rank order, unit by unit."""
+    return [members[i : i + size] for i in range(0, len(members), size)]
+
+
+def nearest_units(agents: Iterable[Agent], size: int) -> list[tuple[Agent, ...]]:
+    """Return as many whole units of agents as possible, each below as few switches as possible."""
+    levels = {agent: agent.switches.split(".") for agent in agents}
+    units: list[tuple[Agent, ...]] = []
+    for level in range(max(map(len, levels.values()), default=0), -1, -1):
+        below: dict[tuple[str, ...], list[Agent]] = {}
+        for agent, switches in levels.items():
+            below.setdefault(tuple(switches[:level]), []).append(agent)
+        for near in below.values():
+            whole = units_of(tuple(near[: len(near) - len(near) % size]), size)
+            units += whole
+            for agent in chain(*whole):
+                del levels[agent]
+    return units
+
+
+def num_switches_shared(agent: Agent, other: Agent) -> int:
+    """Return below how many of the same switches two nodes are."""
+    pairs = zip(agent.switches.split("."), other.switches.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # ---- The run, in any phase (pure)
@@ -267,11 +316,18 @@ class RunState:
         )  # fmt: skip
         return Append(self.entry, needs_store)
 
-    def announce(self, placed: Iterable[Agent], *, alone: bool = False) -> list[Effect]:
-        """Decide on a round with the present ranks; send these members their places in it."""
+    def announce(
+        self, placed: Iterable[Agent], replicas: Mapping[int, Sequence[Agent]] | None = None
+    ) -> list[Effect]:
+        """Decide on a round with the present ranks; send these members their places in it.
+
+        Args:
+            placed: The members.
+            replicas: The replicas that they form, by number; None if all are one group.
+        """
         members = self.ranks.members
         append = self.decide(
-            needs_store=not alone, round=self.entry.round + 1, members=members,
+            needs_store=replicas is None, round=self.entry.round + 1, members=members,
             restarts=self.policy.restarts, times_requeued=self.backoff.times_requeued,
         )  # fmt: skip
         requests = {agent: self.participants.requests[agent] for agent in placed}
@@ -280,9 +336,9 @@ class RunState:
             "nodes": len(members), "world_size": sum(m.nproc for m in members),
             "members": [vars(m) for m in members], "restarts": self.entry.restarts,
         }  # fmt: skip
-        if alone:
+        if replicas is not None:
             fields["placed"] = [agent.task for agent in requests]
-        return [append, Announce(self.entry, requests, alone), Note("round", fields)]
+        return [append, Announce(self.entry, requests, replicas), Note("round", fields)]
 
     def end_run(self, ending: RunEnding) -> list[Effect]:
         """Decide that the run is over; send all agents how it ended."""
@@ -306,7 +362,7 @@ class RunState:
             return [excluded, *self.backoff.requeue_faulty((agent,))]
         return None
 
-    def add(self, agent: Agent, now: float, request: int) -> list[Effect]:
+    def add(self, agent: Agent, now: float, request: JoinRequest) -> list[Effect]:
         """Add an agent that requests a place."""
         self.participants.add(agent, self.ranks, now)
         self.participants.requests[agent] = request
@@ -436,7 +492,7 @@ class RunState:
 
     def close_round(self, now: float) -> None:
         """Assign ranks to the agents that have joined."""
-        self.ranks = self.ranks.next(self.participants.joined, self.rules.max_nodes)
+        self.ranks = self.ranks.next(self.participants.joined, self.rules)
         self.participants.remove(self.ranks.members)
         self.phase = RoundPhase.RUNNING
         self.short_since = None
@@ -484,7 +540,9 @@ class RunState:
 
     def requeue_late(self, now: float) -> list[Effect]:
         """Requeue nodes that have waited for too long."""
-        late = self.backoff.late_agents(self.participants.joined, now)
+        joined = list(self.participants.joined.items())
+        spares = len(joined) % self.rules.unit_nodes  # the first place of a lost node is theirs
+        late = self.backoff.late_agents(dict(joined[spares:]), now)
         self.participants.remove(late)
         return self.backoff.requeue(late) if late else []
 
@@ -583,7 +641,12 @@ class RoundState:
                 return self.checkpointed(agent, int(message["step"]), int(message["paused"]), now)
         return []
 
-    def join(self, agent: Agent, now: float, request: int = 1) -> list[Effect]:
+    def join(
+        self,
+        agent: Agent,
+        now: float,
+        request: JoinRequest = JoinRequest(1),  # noqa: B008 - immutable
+    ) -> list[Effect]:
         """Take in an agent that is ready for the next round."""
         refused = self.run.refuse(agent)
         if refused is not None:

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.ft.manager_relay import Relay, RelayPort
 from hpc_elastic.ft.manager_server import ManagerServer
 from hpc_elastic.ft.messages import Message as ReplicaReport
 from hpc_elastic.ft.messages import to_frame, unpack
@@ -68,8 +70,8 @@ class Session:
             me: This agent.
             candidate: Address and context for the case that this agent leads.
             progress: Returns the workers' progress for a heartbeat.
-            ft_socket: Path of the socket that serves this node's workers if they are a replica of
-                their own, in a folder that only the owner may enter; else None.
+            ft_socket: Path of the socket that serves this node's workers if they are of a replica
+                of their own, in a folder that only the owner may enter; else None.
         """
         self._state = SessionState()
         self._me = me
@@ -77,9 +79,12 @@ class Session:
         self._context = context = candidate.context
         self._progress = progress
         self.replica: ManagerServer | None = None
-        """Serves the workers of this node if they are a replica of their own."""
+        """Serves the workers of this node if they are of a replica of their own."""
         if ft_socket is not None:
-            self.replica = ManagerServer(ft_socket, replica_name(me), self.send)
+            relays = None
+            if context.rules.unit_nodes > 1:
+                relays = RelayPort(candidate.address, context.secret)
+            self.replica = ManagerServer(ft_socket, replica_name(me), self.send, relays=relays)
         self._following = FollowerState(
             me, context.liveness, time.monotonic(),
             stays=self.replica is not None, generation=context.generation,
@@ -103,8 +108,12 @@ class Session:
 
     # ---- the agent's thread -------------------------------------------------------------
 
-    def join(self, timeout_s: float) -> Outcome:
+    def join(self, timeout_s: float, store: tuple[str, int] = ("", 0)) -> Outcome:
         """Request a place in the next round and wait for it.
+
+        Args:
+            timeout_s: The longest wait, in seconds.
+            store: Address and port of a fresh store, for a replica whose first node this is.
 
         Returns:
             The round; or how the run ended; or that this node must requeue, or has left the run
@@ -115,7 +124,8 @@ class Session:
             RunDirectoryError: The run directory cannot be used.
         """
         outcome = self._state.wait_for_outcome(
-            timeout_s, lambda: self.run_in_loop(lambda: self._carry_out(self._following.join()))
+            timeout_s,
+            lambda: self.run_in_loop(lambda: self._carry_out(self._following.join(store))),
         )
         if outcome is not None:
             return outcome
@@ -137,6 +147,25 @@ class Session:
     def leave_now(self) -> None:
         """Leave because of the notice, without waiting for the round: sets `departed`."""
         self.run_in_loop(lambda: self._carry_out(self._following.leave_now()))
+
+    def expect_workers(self, place: RoundInfo, server: tuple[str, int] | None) -> None:
+        """Let the workers of this node connect, which are of a replica and about to be started.
+
+        Args:
+            place: The replica's round.
+            server: Address and port of the server of the replica, if that is on another node.
+        """
+        assert self.replica is not None
+        replica, secret = self.replica, self._context.secret
+
+        def connect_relay(address: str, port: int) -> Relay:
+            return Relay(
+                address, port, secret, place.index, self._me.host,
+                replica.on_relayed, replica.on_relay_end,
+            )  # fmt: skip
+
+        relay = None if server is None else partial(connect_relay, *server)
+        self.run_in_loop(replica.expect_workers, place.world_size, place.index, relay)
 
     def close_run(self) -> None:
         """End the run for all agents."""

@@ -7,6 +7,7 @@ first store for all rounds, so a node that joins later waits for an address that
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -31,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.errors import SlurmEnvironmentError
+from hpc_elastic.ft.manager_relay import STORE_KEY
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import RoundInfo
 from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
@@ -78,6 +80,8 @@ class SlurmRendezvousHandler(RendezvousHandler):
         self._stores = stores
         self.round: RoundInfo | None = None
         """The last round with a place for this agent; None before the first."""
+        self.server: tuple[str, int] | None = None
+        """Where the server of this node's replica accepts relays, if it is on another node."""
         self._run_id = run_id
         self._join_timeout_s = join_timeout_s
 
@@ -99,8 +103,9 @@ class SlurmRendezvousHandler(RendezvousHandler):
             RendezvousClosedError: An agent has closed the rendezvous.
         """
         while True:
+            mine = self._stores.make() if self._stores is not None else ("", 0)
             try:
-                outcome = self.session.join(self._join_timeout_s)
+                outcome = self.session.join(self._join_timeout_s, mine)
             except TimeoutError as e:
                 raise RendezvousTimeoutError(str(e)) from e
             match outcome:
@@ -113,12 +118,15 @@ class SlurmRendezvousHandler(RendezvousHandler):
                 case RunOutcome(status):
                     raise RendezvousGracefulExitError(f"the run has {status}")
             self.round = outcome
-            address, port = self._stores.make() if self._stores else outcome.store
+            address, port = outcome.store
             try:
                 store = TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT)
+                is_relayed = self._stores is not None and outcome.group_rank > 0
+                server = json.loads(store.get(STORE_KEY)) if is_relayed else None
             except DistError as e:
                 _log.warning("the store of round %d is gone: %s", outcome.number, e)
                 continue
+            self.server = None if server is None else (str(server[0]), int(server[1]))
             where = RendezvousStoreInfo(address, port)
             return RendezvousInfo(store, outcome.group_rank, outcome.group_size, where)
 
@@ -149,10 +157,16 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
 
 class RoundStores:
-    """Creates the store of each round, and closes the store of the round before."""
+    """Creates the store of each round, and closes the store of the round before.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: Of this node.
+        contents: What each store contains from its start, by key.
+    """
+
+    def __init__(self, address: str, contents: Mapping[str, str] | None = None) -> None:
         self._address = address
+        self._contents = contents or {}
         self._current: TCPStore | None = None
 
     def make(self) -> tuple[str, int]:
@@ -176,6 +190,8 @@ class RoundStores:
             timeout=_STORE_TIMEOUT,
             master_listen_fd=listening.detach(),
         )
+        for key, text in self._contents.items():
+            self._current.set(key, text)
         return self._address, port
 
 

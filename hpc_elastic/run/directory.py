@@ -117,7 +117,9 @@ class RunSpec:
     coallocate_min: bool = False
     """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
     ft: bool = False
-    """Each node is a replica group of its own (`hpc_elastic.ft`)."""
+    """Each unit of nodes is a replica group of its own (`hpc_elastic.ft`)."""
+    unit_nodes: int = 1
+    """Nodes that only work together: the run has a multiple of it."""
     partition: str | None = None
     """As given to sbatch: a name, or several with commas; None: the default partition."""
     time_s: float | None = None

@@ -5,8 +5,9 @@ Every decision about the group of a run is a numbered entry in its run directory
 as a later entry exists: another leader was elected, or another group was formed. A worker that was
 paused or cut off must not commit a checkpoint then, so it calls `check_fence` first.
 
-With ``ft=true`` the workers of a node outlive other nodes and leaders. They may act as long as the
-last entry has their attempt of their task as a member that is not lost, and does not end the run.
+With ``ft=true`` the workers of a replica outlive other replicas and leaders. They may act as long
+as the last entry has their attempt of their task as a member that is not lost, and does not end the
+run.
 
     from hpc_elastic import check_fence
 
@@ -27,7 +28,7 @@ from hpc_elastic.shared_files import names_listed
 VARIABLE = "HPC_ELASTIC_FENCE"
 """Path of the entry that formed the worker's group."""
 REPLICA_VARIABLE = "HPC_ELASTIC_FENCE_REPLICA"
-"""``task:attempt:slot`` of a worker of a replica; not set for other workers."""
+"""``task:attempt:replica`` of a worker of a replica; not set for other workers."""
 
 _NAME = re.compile(r"entry\.(\d+)\.json")
 
@@ -66,15 +67,15 @@ def check_fence() -> None:
         )
 
 
-def replica(task: str, attempt: int, slot: int) -> str:
+def replica(task: str, attempt: int, number: int) -> str:
     """Return the value of `REPLICA_VARIABLE` for the workers of an attempt of a task."""
-    return f"{task}:{attempt}:{slot}"
+    return f"{task}:{attempt}:{number}"
 
 
 def fencing_token() -> str | None:
     """Return the name of this worker's group; None outside of a run.
 
-    ``r<entry>``: groups of an earlier entry are over. ``f<entry>s<slot>``: a replica of a run
+    ``r<entry>``: groups of an earlier entry are over. ``f<entry>s<replica>``: a replica of a run
     with ``ft=true``; other replicas may live.
     """
     mine = own_entry()

@@ -90,6 +90,15 @@ class SlurmEnvironment:
         return self._number("SLURM_NODEID")
 
     @property
+    def switches(self) -> str:
+        """The switches above this node, from the top, with dots between; empty if unknown."""
+        levels = self.variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+        address = self.variables.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+        known = len(levels) == len(address)
+        pairs = zip(levels, address, strict=True) if known else ()
+        return ".".join(name for level, name in pairs if level != "node")
+
+    @property
     def num_nodes(self) -> int:
         """Number of nodes that work together."""
         return self._number(self._of_step_or_job("NUM_NODES"))

@@ -45,6 +45,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, Failure, LogEntry, LogSteps, claim
+from hpc_elastic.rendezvous.round_state import units_of
 from hpc_elastic.rendezvous.session import SessionState
 from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.slurm.job_state import TaskState
@@ -101,7 +102,7 @@ class Env:
         components: The classes under test.
         monitor: Checks the invariants.
         agent_type: Class of the agents.
-        alone: The workers of each node are a group of their own.
+        alone: The workers of each unit of nodes are a group of their own.
     """
 
     def __init__(
@@ -131,7 +132,9 @@ class Env:
         self.slurm.down += scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(scenario.num_nodes)]
         self.works: dict[int, Work] = {}
-        """Index of a round's entry -> its workers; empty if each node is alone."""
+        """Index of a round's entry -> its workers; empty if the nodes are replicas."""
+        self._replicas: dict[tuple[int, Agent], Work] = {}
+        """Index of a round's entry and first agent of a replica -> its workers."""
         self._alone = alone
         self.num_ports = 0
         """Number of ports that leaders have used; each has a new one."""
@@ -140,7 +143,11 @@ class Env:
         """Return the workers of a member's round."""
         args = (self.world, self.network, self.scenario.training, self.monitor)
         if self._alone:
-            return Work(replace(entry, members=(member,)), *args)
+            unit = unit_with(member, entry.members, self.scenario.rules.unit_nodes)
+            if (entry.index, unit[0]) not in self._replicas:
+                work = Work(replace(entry, members=unit), *args)
+                self._replicas[entry.index, unit[0]] = work
+            return self._replicas[entry.index, unit[0]]
         if entry.index not in self.works:
             self.works[entry.index] = Work(entry, *args)
         return self.works[entry.index]
@@ -157,6 +164,11 @@ class Env:
             and n.started_at <= since
             for n in self.nodes
         )
+
+
+def unit_with(member: Agent, members: tuple[Agent, ...], size: int) -> tuple[Agent, ...]:
+    """Return the unit of a member of a round."""
+    return next(unit for unit in units_of(members, size) if member in unit)
 
 
 _LATE_DETECTION_S = 12.0

@@ -142,7 +142,8 @@ class Monitor:
             tasks = {m.task for m in entry.members}
             self.check(len(tasks) == len(entry.members), "a task twice in a round", entry)
             is_size = self._min_members <= len(tasks) <= self._rules.max_nodes
-            self.check(is_size, "a round's size", entry)
+            is_whole = len(tasks) % self._rules.unit_nodes == 0
+            self.check(is_size and is_whole, "a round's size", entry)
             self._round_entry = entry.index
         if entry.ending is not None and entry.ending.status == "succeeded":
             early = [a for a in entry.members if not self._has_returned(a, entry)]
@@ -295,7 +296,7 @@ class Monitor:
         if self._num_changes > num_changes:
             return
         stay = staying()
-        again = not stay or self.rounds > rounds
+        again = len(stay) < self._rules.min_nodes or self.rounds > rounds
         self.check(again, "released members hold up the next round", number, stay)
 
     def nodes_changed(self) -> None:

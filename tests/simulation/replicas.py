@@ -1,34 +1,42 @@
-"""Schedules of a run whose nodes are replicas (``ft=true``): each trains by itself.
+"""Schedules of a run whose nodes, or units of nodes, are replicas (``ft=true``).
 
-The quorum of the replicas has a simulator of its own. Here a node's workers depend on no others,
+The quorum of the replicas has a simulator of its own. Here a replica's workers depend on no others,
 and no other node stops them. The invariants that differ:
 
 Entries    A departure changes the members without a round; a round may have fewer than min nodes.
-Rounds     Each member is a group of its own.
+Rounds     Each unit of members is a group of its own.
 The end    It is a success only if the functions of all members have returned.
-Survival   A leader stops the workers of an agent only if they have failed, or if an entry after
-           their placement does not name it as a member.
+Survival   A leader stops the workers of an agent only if workers of its replica have failed, or
+           if an entry after their placement does not name all its nodes as members.
 Progress   In the calm all live nodes that reach each other become and remain members, with their
            workers; or a node that is cut off for good leads, alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.effects import Announce, Append, Effect, Note, RoundInfo, places
+from hpc_elastic.rendezvous.effects import (
+    Announce,
+    Append,
+    Effect,
+    Note,
+    RoundInfo,
+    Send,
+    places,
+)
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
-from hpc_elastic.rendezvous.round_state import RankAssignment
-from simulation.cluster import AgentProcess, Components
+from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState, departed_note
+from hpc_elastic.rendezvous.round_state import RankAssignment, stop
+from simulation.cluster import AgentProcess, Components, unit_with
 from simulation.invariants import Monitor
 from simulation.mutants import ContinuesDuties, exits_with_0
-from simulation.scenario import Scenario
+from simulation.scenario import Scenario, with_units
 from simulation.simulator import Simulator
 from simulation.world import World
 
@@ -48,12 +56,13 @@ class ReplicaMonitor(Monitor):
         super().__init__(scenario, world)
         self._min_members = 1
 
-    def agent_stopped(self, agent: Agent, *, failed: bool) -> None:
-        """An agent receives a stop for its workers, which have failed or not."""
+    def agent_stopped(self, agent: Agent, *, broken: bool) -> None:
+        """An agent receives a stop for its workers; ``broken``: they cannot train (any more)."""
         since = self._accepted[agent]
-        entries = self._by_number.items()
-        left = any(not is_member(agent, entry) for number, entry in entries if number > since)
-        self.check(failed or left, "a survivor is stopped", agent, since)
+        unit = unit_with(agent, self._by_number[since].members, self._rules.unit_nodes)
+        later = [entry for number, entry in self._by_number.items() if number > since]
+        left = any(not is_member(a, entry) for a in unit for entry in later)
+        self.check(broken or left, "a survivor is stopped", agent, since)
 
     def _has_returned(self, agent: Agent, entry: LogEntry) -> bool:
         """Return whether an agent has returned in the round of the entry that placed it.
@@ -70,8 +79,11 @@ class ReplicaMonitor(Monitor):
         self.check(fewer, "members without a round", before, entry)
 
     def _check_ranks(self, agent: Agent, place: dict[str, Any], entry: LogEntry) -> None:
-        alone = (place["group_size"], place["first_rank"], place["world_size"])
-        self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, place)
+        unit = unit_with(agent, entry.members, self._rules.unit_nodes)
+        before = unit[: unit.index(agent)]
+        numbers = (place["group_size"], place["first_rank"], place["world_size"])
+        wanted = (len(unit), sum(a.nproc for a in before), sum(a.nproc for a in unit))
+        self.check(numbers == wanted, "a replica is not alone", agent, place)
 
 
 class ReplicaProcess(AgentProcess):
@@ -87,13 +99,15 @@ class ReplicaProcess(AgentProcess):
         if message["type"] == "stop" and self.work is not None:
             monitor = self.env.monitor
             assert isinstance(monitor, ReplicaMonitor)
-            monitor.agent_stopped(self.me, failed=self._has_failed)
+            broken = self._has_failed or self.work.over or not self.work.has_started
+            monitor.agent_stopped(self.me, broken=broken)
         super()._handle_message(message)
 
     @property
     def at_work(self) -> bool:
         """Whether its workers train."""
-        return self.work is not None and self.rank is not None and self._is_at(self.work)
+        work = self.work
+        return work is not None and self.rank is not None and self._is_at(work) and not work.over
 
 
 class ReplicaSimulator(Simulator):
@@ -124,7 +138,7 @@ class ReplicaSimulator(Simulator):
             for a in agents
             if isinstance(a, ReplicaProcess) and a.at_work and a.work is not None
         )
-        wanted = min(len(agents), self.scenario.rules.max_nodes)
+        wanted = self.scenario.rules.usable_nodes(len(agents))
         members = {a for a in last.members if is_member(a, last)} if last is not None else set()
         whole = len(working) == wanted and {me for me, _ in working} == members
         if not (working and whole) or working != self._standing_members:
@@ -136,6 +150,14 @@ class ReplicaSimulator(Simulator):
             return False
         self._stood_after[int(self._stands_since - self.scenario.calm_after_s)] += 1
         return True
+
+
+class ReplicaUnitSimulator(ReplicaSimulator):
+    """The world of one schedule of a run whose replicas have several nodes."""
+
+    def draw(self) -> Scenario:
+        """Draw the parameters of a schedule."""
+        return with_units(super().draw(), self.world.rng)
 
 
 REPLICAS = Components(following=partial(FollowerState, stays=True))
@@ -159,8 +181,8 @@ class _CountsByTheLastRound(ReplicaState):
     def is_current(self, agent: Agent, message: dict[str, Any]) -> bool:
         return bool(message.get("index") == self._last)
 
-    def _place(self, placed: tuple[Agent, ...]) -> list[Effect]:
-        effects = super()._place(placed)
+    def _place(self, replicas: Mapping[int, Sequence[Agent]]) -> list[Effect]:
+        effects = super()._place(replicas)
         self._last = self.run.entry.index
         return effects
 
@@ -176,15 +198,45 @@ class _StopsPresentMembers(ReplicaState):
 class _DepartsWithoutEntry(ReplicaState):
     """Appends no entry when a member is lost."""
 
-    def _remove_member(self, agent: Agent, now: float) -> list[Effect]:
+    def _dissolve_unit(self, agent: Agent, why: str, now: float) -> list[Effect]:
         entry = self.run.entry
-        effects = super()._remove_member(agent, now)
+        effects = super()._dissolve_unit(agent, why, now)
         self.run.entry = entry
         return [e for e in effects if not isinstance(e, (Append, Note))]
 
 
+class _LeavesPartners(ReplicaState):
+    """Lets the workers of a unit that has lost a node go on."""
+
+    def _dissolve_unit(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        effects = super()._dissolve_unit(agent, why, now)
+        return [e for e in effects if not (isinstance(e, Send) and e.message["type"] == "stop")]
+
+
+class _RestartsOneNode(ReplicaState):
+    """Starts only the node again whose worker has failed."""
+
+    def _stop_unit(self, agent: Agent, why: str) -> list[Effect]:
+        return stop((agent,), why, "failed", self.run.entry.round)
+
+
+class _KeepsInheritedPartners(ReplicaState):
+    """Does not decide that the partner of a lost leader is no member."""
+
+    def drop_losses(self) -> list[Effect]:
+        return [departed_note(a, self.run.ranks.members) for a in self.inherited_losses]
+
+
+class _OneNumberForAll(ReplicaState):
+    """Gives a unit that was placed by an earlier leader the number 0."""
+
+    def _numbered(self, units: Collection[tuple[Agent, ...]]) -> dict[int, tuple[Agent, ...]]:
+        known = {unit: self.placed[unit[0]].replica for unit in units if unit[0] in self.placed}
+        return {known.get(unit, 0): unit for unit in units}
+
+
 def _all_in_one_group(announce: Announce) -> Iterator[tuple[Agent, RoundInfo]]:
-    together = places(replace(announce, alone=False))
+    together = places(replace(announce, replicas=None))
     return ((agent, place) for agent, place in together if agent in announce.requests)
 
 
@@ -217,3 +269,11 @@ REPLICA_MUTANTS = {
     ),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""
+
+UNIT_MUTANTS = {
+    "leaves the partners of a lost node": (_with_rules(_LeavesPartners), "no round stands"),
+    "restarts one node of a unit": (_with_rules(_RestartsOneNode), "no round stands"),
+    "keeps inherited partners": (_with_rules(_KeepsInheritedPartners), "no round stands"),
+    "one number for all": (_with_rules(_OneNumberForAll), "no round stands"),
+}
+"""The same, for replicas of several nodes."""

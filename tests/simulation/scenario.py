@@ -173,6 +173,16 @@ def draw(rng: random.Random) -> Scenario:
     return draw_quiet(rng) if rng.random() < _QUIET else _stormy(rng)
 
 
+def with_units(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Return the parameters with nodes that only work together in units of two or three."""
+    unit = rng.choice((2, 2, 3))
+    num_nodes = max(scenario.num_nodes, unit)
+    units = rng.randint(1, num_nodes // unit)
+    min_nodes = unit if scenario.is_quiet else unit * rng.randint(1, units)
+    rules = replace(scenario.rules, min_nodes=min_nodes, max_nodes=unit * units, unit_nodes=unit)
+    return replace(scenario, num_nodes=num_nodes, rules=rules)
+
+
 def _stormy(rng: random.Random) -> Scenario:
     num_nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     min_nodes = rng.randint(1, max(1, num_nodes - 1))

@@ -14,7 +14,7 @@ from simulation.campaign import Tally
 from simulation.cluster import SOUND, AgentProcess, Components, Env
 from simulation.faults import Faults
 from simulation.invariants import InvariantError, Monitor
-from simulation.scenario import Scenario
+from simulation.scenario import Scenario, with_units
 from simulation.workload import Work
 from simulation.world import World
 
@@ -162,3 +162,11 @@ class Simulator:
             late_statuses=self.env.shared.monitor.late_statuses, storage=self.env.storage.hits,
             stood_after=self._stood_after,
         )  # fmt: skip
+
+
+class UnitSimulator(Simulator):
+    """The world of one schedule of a run whose nodes only work together in units."""
+
+    def draw(self) -> Scenario:
+        """Draw the parameters of a schedule."""
+        return with_units(super().draw(), self.world.rng)

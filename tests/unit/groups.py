@@ -92,8 +92,8 @@ def kind(short: Short) -> str:
 
 def _short(effect: Effect) -> Short | None:
     match effect:
-        case Announce(entry, requests, alone):
-            placed = tuple(requests) if alone else None
+        case Announce(entry, requests, replicas):
+            placed = None if replicas is None else tuple(requests)
             return closed(entry.round, entry.members, entry.restarts, placed)
         case PublishResult(entry):
             return ended(entry.ending.status, entry.ending.failure, entry.ending.secondary_failures,

@@ -10,6 +10,7 @@ from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
     ClearHolds,
+    JoinRequest,
     LetOthersStart,
     Note,
     Postpone,
@@ -35,7 +36,7 @@ def test_a_round_is_announced_once_its_entry_exists():
     assert (entry.index, entry.term, entry.round) == (2, 1, 1)
     assert entry.members == (A, B) and entry.leader == HERE and entry.started == 1000.0
     assert of(leader.tick(1.5), Append, Announce) == []
-    assert leader.appended()[0] == Announce(entry, {A: 1, B: 1})
+    assert leader.appended()[0] == Announce(entry, {A: JoinRequest(1), B: JoinRequest(1)})
     assert leader.at == entry
 
 
@@ -66,7 +67,7 @@ def test_a_round_answers_the_requests_that_it_was_closed_with():
     leader.disconnected(B, "its connection closed", 1.2)
     join(leader, B, 1.4, request=2)
     (announce,) = of(leader.appended(), Announce)
-    assert announce.requests[B] == 1
+    assert announce.requests[B].number == 1
 
 
 def test_an_entry_knows_what_was_lost_and_spent():
@@ -207,12 +208,12 @@ def test_every_member_is_told_its_place():
     """Its workers' ranks follow those of the nodes before it."""
     big, small = Agent("7_0", 0, 0, "n1", 8), Agent("7_1", 2, 1, "n2", 4)
     entry = LogEntry(17, 2, HERE, round=3, restarts=1, members=(big, small))
-    announce = Announce(entry, {big: 5, small: 6})
+    announce = Announce(entry, {big: JoinRequest(5), small: JoinRequest(6)})
     (first, a), (second, b) = places(announce, ("10.0.0.1", 99))
     assert (first, second) == (big, small)
     assert place_message(announce, big, a) == {
         "type": "round", "request": 5, "index": 17, "number": 3, "restarts": 1, "group_rank": 0,
-        "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
+        "replica": 0, "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
     }  # fmt: skip
     assert b == replace(a, group_rank=1, first_rank=8)
 

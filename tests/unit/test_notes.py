@@ -50,7 +50,7 @@ def test_a_round_says_which_replicas_it_places():
     run = training(A, B).run
     (together,) = notes(run.announce((A, B)), "round")
     assert "placed" not in together.fields and together.fields["world_size"] == A.nproc + B.nproc
-    (placed,) = notes(run.announce((B,), alone=True), "round")
+    (placed,) = notes(run.announce((B,), {1: (B,)}), "round")
     assert placed.fields["placed"] == [B.task]
     assert is_as_described(together) and is_as_described(placed)
 

@@ -43,7 +43,10 @@ def after(*members: Agent) -> LeaderState:
 def here(leader: LeaderState, agent: Agent, now: float, entry: int = 4) -> list:
     """Let an agent connect and say that it is here."""
     connected = leader.connected(agent, now)
-    return [*connected, *say(leader, agent, "reattach", now, index=entry, number=3)]
+    return [
+        *connected,
+        *say(leader, agent, "reattach", now, index=entry, number=3, replica=agent.slot),
+    ]
 
 
 def test_each_node_is_a_group_of_its_own():

@@ -44,7 +44,8 @@ def placed() -> FollowerState:
     f = FollowerState(B, LIVENESS, 0.0, stays=True)
     f.join()
     ask = request_of(connected(f, ENTRY, 0.0))
-    f.received({"type": "round", "request": ask, "index": ENTRY.index, "number": 2}, 0.0)
+    place = {"index": ENTRY.index, "number": 2, "replica": 0}
+    f.received({"type": "round", "request": ask, **place}, 0.0)
     return f
 
 
@@ -56,7 +57,9 @@ def test_the_leaders_death_does_not_stop_the_workers():
     newer = claim(6, ENTRY, LEADER, 1000.0)
     f.log_read(ENTRY.index, ENTRY, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
-    assert connected(f, newer, 2.0) == [SendToLeader({"type": "reattach", "index": 5, "number": 2})]
+    assert connected(f, newer, 2.0) == [
+        SendToLeader({"type": "reattach", "index": 5, "number": 2, "replica": 0})
+    ]
 
 
 def test_what_became_of_the_workers_meanwhile_is_told_again():
@@ -95,7 +98,9 @@ def quorum() -> LeaderState:
     leader = LeaderState(claim(5, before, LEADER, 0.0), rules, LIVENESS, 0.0, random.Random(1))
     for agent in (B, C):
         leader.connected(agent, 0.0)
-        leader.received(agent, {"type": "reattach", "index": 4, "number": 3}, 0.0)
+        leader.received(
+            agent, {"type": "reattach", "index": 4, "number": 3, "replica": agent.slot}, 0.0
+        )
     says(leader, B, ReplicaStatus(7, 0, 1, 0, is_aborted=False), 0.0)
     says(leader, C, ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False), 0.0)
     return leader

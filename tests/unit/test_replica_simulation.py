@@ -6,7 +6,14 @@ from functools import partial
 import pytest
 
 from simulation import find, run_many
-from simulation.replicas import REPLICA_MUTANTS, REPLICAS, ReplicaSimulator
+from simulation.replicas import (
+    REPLICA_MUTANTS,
+    REPLICAS,
+    UNIT_MUTANTS,
+    ReplicaSimulator,
+    ReplicaUnitSimulator,
+)
+from simulation.simulator import UnitSimulator
 
 SCHEDULES = 800
 MUTANT_SCHEDULES = 1_000
@@ -29,6 +36,33 @@ def test_schedules_of_replicas_contain_what_is_to_be_tested(total):
     assert total.elections > 1.5 * SCHEDULES
     assert min(total.fenced, total.endings) > SCHEDULES / 50
     assert total.stood_after.total() > SCHEDULES / 2
+
+
+@pytest.mark.parametrize(
+    "simulator", [UnitSimulator, partial(ReplicaUnitSimulator, components=REPLICAS)]
+)
+def test_every_invariant_holds_for_units(simulator):
+    """Of nodes that only work together, as one group and as replicas."""
+    total = run_many(simulator, 0, SCHEDULES)
+    shown = "\n\n".join(list(total.failures.values())[:3])
+    assert not total.failures, f"{len(total.failures)} of {total.schedules} failed\n{shown}"
+    assert total.rounds > SCHEDULES and total.stood_after.total() > SCHEDULES / 2
+
+
+@pytest.mark.schedules
+@pytest.mark.parametrize("name", UNIT_MUTANTS)
+def test_planted_bug_of_units_is_found(name):
+    """As for nodes that work alone."""
+    components, complaint = UNIT_MUTANTS[name]
+    failure = find(partial(ReplicaUnitSimulator, components=components), 0, MUTANT_SCHEDULES)
+    assert failure is not None, f"{name} went unnoticed"
+    assert re.search(complaint, failure.splitlines()[0]), failure
+
+
+@pytest.mark.parametrize("seed", [61, 104, 732, 1219])
+def test_a_schedule_of_units_that_once_failed_holds(seed):
+    """A lost leader's partner that is cut off; one that is another attempt; two of one number."""
+    assert find(partial(ReplicaUnitSimulator, components=REPLICAS), seed, 1) is None
 
 
 @pytest.mark.parametrize("seed", [73, 3301, 5562])

@@ -99,7 +99,10 @@ def test_one_that_is_gone_is_no_member_and_the_others_go_on():
 def test_another_attempt_takes_the_place_of_the_last():
     """Even if the leader has not noticed yet that the last one is gone."""
     m = training(A, B, C)
-    assert decisions(m.join(B2, 1.0)) == [closed(2, (A, C, B2), 0, (B2,))]
+    assert decisions(m.join(B2, 1.0)) == [
+        departed(B, (A, C)),
+        closed(2, (A, C, B2), 0, (B2,)),
+    ]
 
 
 def test_when_all_are_gone_the_next_round_forms_as_the_first():
@@ -201,7 +204,7 @@ def test_the_run_has_succeeded_once_all_are_done():
     """What the first of them has returned is the result."""
     m = training(A, B)
     assert decisions(m.finished(B, 1.0)) == []
-    assert decisions(m.finished(A, 2.0)) == [ended("succeeded", results="round-1.slot-1")]
+    assert decisions(m.finished(A, 2.0)) == [ended("succeeded", results="round-1.replica-1")]
 
 
 def test_whoever_never_took_part_is_not_waited_for():
@@ -225,7 +228,7 @@ def test_whose_workers_fail_when_others_are_done_is_let_go():
     m.finished(A, 1.0)
     assert decisions(m.worker_failed([failure(B)], B, 2.0)) == [
         departed(B, (A,)),
-        ended("succeeded", results="round-1.slot-0"),
+        ended("succeeded", results="round-1.replica-0"),
     ]
     assert m.run.policy.restarts == 0
 
@@ -235,7 +238,7 @@ def test_the_last_one_that_is_not_done_may_go():
     m = training(A, B)
     m.finished(A, 1.0)
     assert decisions(m.agent_lost(B, "lost", 2.0))[-1] == ended(
-        "succeeded", results="round-1.slot-0"
+        "succeeded", results="round-1.replica-0"
     )
 
 
@@ -243,9 +246,9 @@ def test_who_starts_again_at_the_very_end_is_let_go():
     """Its workers were stopped before the first of the others was done."""
     m = training(A, B, C)
     m.worker_failed([failure(B)], B, 1.0)
-    m.finished(A, 2.0)
-    assert decisions(m.join(B, 3.0)) == [departed(B, (A, C))]
-    assert decisions(m.finished(C, 4.0)) == [ended("succeeded", results="round-1.slot-0")]
+    assert decisions(m.finished(A, 2.0)) == [departed(B, (A, C))]
+    assert decisions(m.join(B, 3.0)) == []
+    assert decisions(m.finished(C, 4.0)) == [ended("succeeded", results="round-1.replica-0")]
 
 
 def test_a_failure_that_is_told_again_is_spent_once():
@@ -264,15 +267,15 @@ def test_members_go_on_under_the_next_leader():
     m = resumed(A, B, C, lost={A.task: 0})
     assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == (B, C)
     assert m.run.participants.pending_rejoin == {B, C}
-    assert decisions(m.reattached(B, Placement(4, 9), 0.5)) == []
-    assert decisions(m.reattached(C, Placement(4, 9), 0.6)) == []
+    assert decisions(m.reattached(B, Placement(4, 9, B.slot), 0.5)) == []
+    assert decisions(m.reattached(C, Placement(4, 9, C.slot), 0.6)) == []
     assert not m.run.participants.pending_rejoin
 
 
 def test_a_member_that_is_not_here_in_time_is_gone():
     """As one that falls silent."""
     m = resumed(A, B, C, lost={A.task: 0})
-    m.reattached(B, Placement(4, 9), 0.5)
+    m.reattached(B, Placement(4, 9, B.slot), 0.5)
     assert decisions(m.heartbeat_lost(C, "has not found the new leader", 7.0)) == [
         departed(C, (B,))
     ]
@@ -281,22 +284,22 @@ def test_a_member_that_is_not_here_in_time_is_gone():
 def test_the_leader_before_comes_back_with_its_workers():
     """It was only cut off: it is admitted again, and they are not stopped."""
     m = resumed(A, B, lost={A.task: 0})
-    m.reattached(B, Placement(4, 9), 0.5)
-    assert decisions(m.reattached(A, Placement(4, 9), 3.0)) == [closed(5, (B, A), 0, ())]
+    m.reattached(B, Placement(4, 9, B.slot), 0.5)
+    assert decisions(m.reattached(A, Placement(4, 9, A.slot), 3.0)) == [closed(5, (B, A), 0, ())]
     assert A.task not in m.run.participants.lost
 
 
 def test_results_are_found_by_the_round_that_placed_a_member():
     """Which is none of this leader's."""
     m = resumed(A, B, lost={A.task: 0})
-    m.reattached(B, Placement(2, 5), 0.5)
-    assert decisions(m.finished(B, 1.0)) == [ended("succeeded", results="round-2.slot-1")]
+    m.reattached(B, Placement(2, 5, B.slot), 0.5)
+    assert decisions(m.finished(B, 1.0)) == [ended("succeeded", results="round-2.replica-1")]
 
 
 def test_who_is_here_without_room_starts_anew():
     """Its place was taken meanwhile."""
     m = training(A, B, max_nodes=2)
-    (told,) = decisions(m.reattached(C, Placement(1, 2), 1.0))
+    (told,) = decisions(m.reattached(C, Placement(1, 2, C.slot), 1.0))
     assert kind(told) == "stop" and told.agents == (C,)
 
 

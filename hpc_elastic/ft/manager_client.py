@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 QuorumAnswer = messages.QuorumResult | messages.LeaveGranted | messages.CheckpointBeforeLeave
 
 
-class ManagerServerLostError(HpcElasticError, ConnectionError):
+class ManagerServerLostError(HpcElasticError, ConnectionError, RuntimeError):
     """The server of this replica group cannot be reached, or has ended: start the worker again."""
 
 

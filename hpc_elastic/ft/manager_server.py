@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -611,6 +612,8 @@ def _step_of(vote: messages.CommitVote) -> tuple[int, int]:
 _RETRY_S = 0.05
 _RETRY_UNAUTHENTICATED_S = 0.25
 """Another program listens there, or one with another key, unless it is just ending."""
+_REST_S = 0.25
+"""Wait for the server of a group at the end of its rank 0: most often all ranks end together."""
 _ORPHANED_S = 5.0
 """How long the workers of a group may outlive its rank 0."""
 _BEATS_PER_SILENCE = 5
@@ -639,13 +642,21 @@ class ManagerServerProcess:
     path: Path
     process: subprocess.Popen[bytes] | None = None
 
-    def wait(self, timeout_s: float = 5.0) -> None:
-        """Wait for the process's end, once the clients are closed; kill it if it takes longer."""
+    def wait(self, timeout_s: float = 5.0, *, is_last: bool = True) -> None:
+        """Wait for the process's end, once the client is closed; kill it if it takes longer.
+
+        Args:
+            timeout_s: Longest wait, above 0.
+            is_last: No other worker needs it; else it is left to end with the last of them.
+        """
         if self.process is None:
             return
         try:
-            self.process.wait(timeout_s)
+            self.process.wait(timeout_s if is_last else _REST_S)
         except subprocess.TimeoutExpired:
+            if not is_last:
+                threading.Thread(target=self.process.wait, name="ft-server", daemon=True).start()
+                return
             self.process.kill()
             self.process.wait()
         _remove_socket(self.path)

@@ -541,7 +541,7 @@ class Manager:
             wait: Whether to return only after the transport's threads have ended.
         """
         checkpoint_trigger.drop_checkpoint_policy(self._should_checkpoint)
-        self._client.close()
+        self._client.close(is_step_over=self._step.is_over)
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
         self._server.wait(is_last=self._place.world_size == 1)

@@ -91,7 +91,7 @@ class ManagerServer:
 
     def _reset(self) -> None:
         self._stopped: set[WorkerConnection] = set()
-        self._done_ranks: set[int] = set()
+        self._done_ranks: dict[int, messages.Shutdown] = {}
         self._lost_reason: str | None = None
         self._requests: dict[int, messages.QuorumRequest] = {}
         self._sent: messages.QuorumRequest | None = None
@@ -168,7 +168,7 @@ class ManagerServer:
             left_s = self._leave_at - asyncio.get_running_loop().time()
             self._send_up(messages.LeaveNotice(max(0.0, left_s)))
         if self._is_done:
-            self._send_up(messages.Shutdown())
+            self._send_shutdown()
         self._repeat_request()
 
     def on_disconnect(self, reason: str = _NO_CONNECTION) -> None:
@@ -221,7 +221,7 @@ class ManagerServer:
         result = self._result
         if result is None or aborted.quorum_id != result.quorum_id or self._is_aborted:
             return False
-        self._is_aborted = True
+        self._is_aborted = aborted.after_step < 0
         self._send_down(self._workers, aborted)
         return True
 
@@ -253,10 +253,10 @@ class ManagerServer:
                 self._commit_votes.add_vote(rank, message)
                 self._decide_commit()
             case messages.Shutdown():
-                self._done_ranks.add(rank)
+                self._done_ranks[rank] = message
                 self._requests.pop(rank, None)
                 if self._is_done:
-                    self._send_up(message)
+                    self._send_shutdown()
             case _:
                 raise ValueError(f"not from a worker: {message}")
 
@@ -308,7 +308,7 @@ class ManagerServer:
         if worker.rank is not None:
             raise ValueError(f"it is rank {worker.rank} already")
         worker.rank = hello.group_rank
-        self._done_ranks.discard(hello.group_rank)
+        self._done_ranks.pop(hello.group_rank, None)
         self._workers[hello.group_rank] = worker
         worker.send(messages.Welcome(self._replica_id))
 
@@ -328,6 +328,10 @@ class ManagerServer:
         if self._result is not None:
             self._abort_quorum(messages.QuorumAborted(self._result.quorum_id, reason))
         self._decide_commit()
+
+    def _send_shutdown(self) -> None:
+        """Report that the group is done, with the last step that all its workers completed."""
+        self._send_up(min(self._done_ranks.values(), key=lambda done: done.quorum_step))
 
     @property
     def _is_done(self) -> bool:

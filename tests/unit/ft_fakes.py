@@ -66,7 +66,7 @@ class FakeClient:
     def settle_next_step(self):
         return self.must_save
 
-    def close(self):
+    def close(self, *, is_step_over):
         self.closed = True
 
 

@@ -61,6 +61,7 @@ from hpc_elastic.ft.quorum_client import (
     LeftQuorumError,
     Limits,
     QuorumClient,
+    run_at_once,
     run_in_background,
     synchronize_device,
 )
@@ -246,7 +247,8 @@ class Manager:
             waits = not self._use_async_quorum or (allow_heal and self._progress.step == 0)
             if not waits:  # in a forward pass FSDP's modules have other parameters
                 step.kept_state = self._keep_state()
-            step.entering = run_in_background(lambda: self._enter_quorum(step, progress, seconds))
+            enter = run_at_once if waits else run_in_background
+            step.entering = enter(lambda: self._enter_quorum(step, progress, seconds))
             if waits:
                 self.wait_quorum()
                 self._apply_healed(step)

@@ -381,6 +381,16 @@ class QuorumClient:
                 self._transport.refuse_checkpoint(destinations, progress.step, reason, timeout)
 
 
+def run_at_once(call: Callable[[], T]) -> Future[T]:
+    """Call a function on this thread; return its outcome."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as e:
+        future.set_exception(e)
+    return future
+
+
 def run_in_background(call: Callable[[], T]) -> Future[T]:
     """Call a function on a daemon thread, with this thread's device; return its outcome."""
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None

@@ -17,12 +17,12 @@
     |- AuthenticationError (ConnectionError)    a peer does not hold the secret (`transport.auth`)
     |
     |  per-step fault tolerance, defined in the modules of `hpc_elastic.ft` that raise them:
-    |- LeftQuorumError                   this replica has left, as announced
-    |- DamagedStateError                 a state was received in place only in part, for good
-    |- QuorumAbortedError                a member was lost, or has reported an error
+    |- LeftQuorumError (RuntimeError)    this replica has left, as announced
+    |- DamagedStateError (RuntimeError)  a state was received in place only in part, for good
+    |- QuorumAbortedError (RuntimeError) a member was lost, or has reported an error
     |- CheckpointBeforeLeaveError        this replica leaves once it has saved its state
-    |- ManagerServerLostError (ConnectionError)    the server of the replica group has ended
-    |- HealError                         a peer's state could not be fetched
+    |- ManagerServerLostError (ConnectionError, RuntimeError)    the group's server has ended
+    |- HealError (RuntimeError)          a peer's state could not be fetched
     |  `- HealTimeoutError (TimeoutError)
     `- ProcessGroupError (RuntimeError)  a collective between replicas failed
        |- NotConfiguredError

@@ -14,6 +14,7 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
@@ -21,8 +22,8 @@ from hpc_elastic.errors import ConfigError
 _MARK = "!"
 _REMEDY = (
     "a state takes tensors, NumPy arrays and numbers, None, bool, int, float, complex, str, bytes, "
-    "and list, tuple, set and dict of them. Convert it, or give the object state_dict() and "
-    "load_state_dict()"
+    "timedelta, and list, tuple, set and dict of them. Convert it, or give the object state_dict() "
+    "and load_state_dict()"
 )
 _MAX_DEPTH = 100
 """Python's readers and writers of JSON fail at some hundred levels of nesting."""
@@ -30,8 +31,12 @@ _MAX_BITS = 2000
 """Longer numbers stand as hexadecimal digits: Python may refuse to convert more than 640 decimal
 ones (`sys.set_int_max_str_digits`)."""
 _MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
-_MAPPING_NAMES = {kind: name for name, kind in _MAPPINGS.items()} | {defaultdict: "dict"}
-"""A defaultdict comes back as a dict: its factory is code."""
+_MAPPING_NAMES = {kind: name for name, kind in _MAPPINGS.items()} | {defaultdict: "defaultdict"}
+_FACTORIES: dict[str, Any] = {
+    f.__name__: f
+    for f in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+}
+"""Of a defaultdict: any other is code."""
 _SETS: dict[str, Any] = {"set": set, "frozenset": frozenset}
 
 Encoded = tuple[str, Any]
@@ -88,10 +93,13 @@ def encode(tree: object, path: str, leaf_of: LeafOf, depth: int = 0) -> Any:
             raise ConfigError(f"state: {path or '/'}", kind, f"a key has no text ({e})") from None
         below = zip(value.values(), paths, strict=True)
         values = [encode(v, at, leaf_of, depth + 1) for v, at in below]
-        if kind in (dict, defaultdict) and all(type(k) is str and k != _MARK for k in value):
+        if kind is dict and all(type(k) is str and k != _MARK for k in value):
             return dict(zip(value, values, strict=True))
         keys = [encode(k, f"{path} (key {k!r:.40})", _no_leaf, depth + 1) for k in value]
-        return _marked(_MAPPING_NAMES[kind], [list(p) for p in zip(keys, values, strict=True)])
+        pairs = [list(p) for p in zip(keys, values, strict=True)]
+        if kind is defaultdict:
+            return _marked("defaultdict", [_name_factory(value, path), pairs])
+        return _marked(_MAPPING_NAMES[kind], pairs)
     found = _encode_plain(value) or leaf_of(path, value)
     if found is None:
         raise ConfigError(f"state: {path or '/'}", kind, _REMEDY)
@@ -117,7 +125,12 @@ def decode(value: Any, leaf: Callable[[str, Any], Any]) -> Any:
 def map_values(tree: Any, value_of: Callable[[Any], Any]) -> Any:
     """Return a decoded tree in which a function has replaced all but lists, tuples and dicts."""
     if isinstance(tree, dict):
-        return type(tree)({k: map_values(v, value_of) for k, v in tree.items()})
+        mapped = {k: map_values(v, value_of) for k, v in tree.items()}
+        return (
+            defaultdict(tree.default_factory, mapped)
+            if type(tree) is defaultdict
+            else type(tree)(mapped)
+        )
     if type(tree) in (list, tuple):
         return type(tree)(map_values(v, value_of) for v in tree)
     return value_of(tree)
@@ -125,6 +138,17 @@ def map_values(tree: Any, value_of: Callable[[Any], Any]) -> Any:
 
 def _marked(kind: str, of: Any) -> dict[str, Any]:
     return {_MARK: kind, "of": of}
+
+
+def _name_factory(mapping: defaultdict[Any, Any], path: str) -> str | None:
+    factory = mapping.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and _FACTORIES.get(name) is not factory:
+        remedy = (
+            f"a defaultdict of {', '.join(_FACTORIES)} or None can be kept: convert it to a dict"
+        )
+        raise ConfigError(f"state: {path or '/'}", factory, remedy)
+    return name
 
 
 def _no_leaf(_path: str, _value: object) -> None:
@@ -135,6 +159,8 @@ def _encode_plain(value: Any) -> Encoded | None:
     """Return a value of other types that have no memory of their own; None if it is none."""
     if type(value) is complex:
         return "complex", repr(value)
+    if type(value) is timedelta:
+        return "timedelta", [value.days, value.seconds, value.microseconds]
     if type(value) in (bytes, bytearray):
         return type(value).__name__, base64.b64encode(value).decode()
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
@@ -158,6 +184,10 @@ def _decode(value: Any, leaf: Callable[[str, Any], Any]) -> Any:
         return tuple(_decode(v, leaf) for v in of)
     if kind in _SETS:
         return _SETS[kind](_decode(v, leaf) for v in of)
+    if kind == "defaultdict":
+        name, pairs = of
+        factory = None if name is None else _FACTORIES[name]
+        return defaultdict(factory, {_decode(k, leaf): _decode(v, leaf) for k, v in pairs})
     if kind in _MAPPINGS:
         return _MAPPINGS[kind]({_decode(k, leaf): _decode(v, leaf) for k, v in of})
     plain = _PLAIN.get(kind)
@@ -186,6 +216,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
     "int": lambda of: int(of, 16),
     "float": float,
     "complex": complex,
+    "timedelta": lambda of: timedelta(*of),
     "bytes": lambda of: base64.b64decode(of, validate=True),
     "bytearray": lambda of: bytearray(base64.b64decode(of, validate=True)),
     "number": _decode_number,

@@ -63,8 +63,8 @@ class Checkpointer:
     - objects with state_dict() and load_state_dict(): modules, optimizers, schedulers, samplers;
     - tensors, which are restored in place;
     - dicts of your own values, restored in place: tensors, NumPy arrays and numbers, int, float,
-      complex, str, bytes, bool, None, and lists, tuples, sets and dicts of them. Their types come
-      back exactly, but a defaultdict comes back as a dict.
+      complex, str, bytes, bool, None, timedelta, and lists, tuples, sets and dicts of them. Their
+      types come back exactly; a defaultdict's factory has to be a builtin type or None.
 
     Values that are no tensors are saved as rank 0 has them; tensors that are not sharded are taken
     to be the same on all ranks. An object that is neither module nor optimizer gets back on each

@@ -10,13 +10,16 @@ torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from hpc_elastic.ft import _unavailable
 
 if TYPE_CHECKING:
     from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
     from hpc_elastic.ft.data import DistributedSampler
     from hpc_elastic.ft.ddp import DistributedDataParallel, PureDistributedDataParallel
-    from hpc_elastic.ft.gloo import ProcessGroupGloo
+    from hpc_elastic.ft.gloo import ProcessGroupBabyGloo, ProcessGroupGloo
     from hpc_elastic.ft.local_sgd import DiLoCo, LocalSGD
     from hpc_elastic.ft.manager import (
         ExceptionWithTraceback,
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
         Manager,
         WorldSizeMode,
     )
-    from hpc_elastic.ft.nccl import ProcessGroupNCCL
+    from hpc_elastic.ft.nccl import ProcessGroupBabyNCCL, ProcessGroupNCCL
     from hpc_elastic.ft.optim import OptimizerWrapper
     from hpc_elastic.ft.optim import OptimizerWrapper as Optimizer
     from hpc_elastic.ft.process_group import (
@@ -49,6 +52,8 @@ __all__ = [
     "Optimizer",
     "OptimizerWrapper",
     "ProcessGroup",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
     "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
@@ -59,8 +64,8 @@ __all__ = [
 _MODULES = {
     "checkpointing": ("CheckpointTransport", "HTTPTransport"),
     "data": ("DistributedSampler",),
-    "gloo": ("ProcessGroupGloo",),
-    "nccl": ("ProcessGroupNCCL",),
+    "gloo": ("ProcessGroupBabyGloo", "ProcessGroupGloo"),
+    "nccl": ("ProcessGroupBabyNCCL", "ProcessGroupNCCL"),
     "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
     "local_sgd": ("DiLoCo", "LocalSGD"),
     "manager": ("ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"),
@@ -69,11 +74,14 @@ _MODULES = {
         "ErrorSwallowingProcessGroupWrapper",
         "ManagedProcessGroup",
         "ProcessGroup",
+        "ProcessGroupBabyXCCL",
         "ProcessGroupDummy",
+        "ProcessGroupXCCL",
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _OTHER_NAMES = {"Optimizer": "OptimizerWrapper"}
+sys.modules.update(_unavailable.modules(__name__))
 
 
 def __getattr__(name: str) -> Any:

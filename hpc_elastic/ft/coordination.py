@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import messages
+from hpc_elastic.ft import _unavailable, messages
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.quorum import QuorumRules
 from hpc_elastic.transport.auth import user_secret
@@ -39,6 +39,11 @@ _RECONNECT_S = 1.0
 """Time of replicas to reconnect whose connections ended during a stall."""
 
 _log = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """Return what stands for torchft's other names."""
+    return _unavailable.find_name(__name__, name)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,15 @@ class LighthouseOptions:
 
 
 class LighthouseServer:
-    """A lighthouse on a thread of this process."""
+    """A lighthouse on a thread of this process.
+
+    Args:
+        bind: ``address:port``; port 0 is any free one, ``[::]`` and ``0.0.0.0`` all addresses.
+        min_replicas: See `LighthouseOptions`, as for the others.
+        join_timeout_ms: The same.
+        quorum_tick_ms: The same.
+        heartbeat_timeout_ms: The same.
+    """
 
     def __init__(
         self,
@@ -78,13 +91,6 @@ class LighthouseServer:
         heartbeat_timeout_ms: int = 5000,
     ) -> None:
         """Open the port and serve.
-
-        Args:
-            bind: ``address:port``; port 0 is any free one, ``[::]`` and ``0.0.0.0`` all addresses.
-            min_replicas: See `LighthouseOptions`, as for the others.
-            join_timeout_ms: The same.
-            quorum_tick_ms: The same.
-            heartbeat_timeout_ms: The same.
 
         Raises:
             ConfigError: An argument is out of range.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -32,7 +33,13 @@ from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed.distributed_c10d import Work
 
 from hpc_elastic.ft import reconfigurable
-from hpc_elastic.ft.process_group import AbortedError, LiveGroup, ManagedWork, MemberPlace
+from hpc_elastic.ft.process_group import (
+    DEFAULT_TIMEOUT,
+    AbortedError,
+    LiveGroup,
+    ManagedWork,
+    MemberPlace,
+)
 from hpc_elastic.transport.interface import address_towards
 
 _log = logging.getLogger(__name__)
@@ -87,6 +94,17 @@ class ProcessGroupGloo(reconfigurable.ReconfigurableProcessGroup):
                 "supported.", place, len(found), place.world_size - 1, torch.__version__,
             )  # fmt: skip
         return GlooGroup(place, pg, found)
+
+
+class ProcessGroupBabyGloo(ProcessGroupGloo):
+    """`ProcessGroupGloo`, under the name of torchft's group in a subprocess.
+
+    torchft needs the subprocess to abort gloo; here no operation needs one.
+    """
+
+    def __init__(self, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
+        """Create the group, without members; the time-out may be in seconds, as torchft's."""
+        super().__init__(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
 
 
 class GlooGroup(LiveGroup):
@@ -158,11 +176,15 @@ def _own_address(store_host: str) -> str:
 # that gloo has closed and other code has opened again. It leaves the listener alone: gloo ends the
 # process if that is shut.
 #
-# The connections of several ranks in one process cannot be distinguished: aborting one of them
-# aborts all.
+# Where several ranks are in one process, a connection of one may fit another: both lead to the same
+# peer. So only those count that the own listener's epoll instance watches: each group has a gloo
+# device of its own, whose one loop watches the listener and all its connections.
 
 
 _FDS = Path("/proc/self/fd")
+_FD_INFOS = Path("/proc/self/fdinfo")
+_EPOLL = "anon_inode:[eventpoll]"
+_WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 _DRAIN_BYTES = 1 << 20
 _CLOSE_S = 0.02
 
@@ -184,7 +206,10 @@ def find_connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket
         peers: What gloo published for the others.
     """
     found: dict[int, socket.socket] = {}
+    watched = _find_watched(own)
     for entry in list(_FDS.iterdir()):
+        if watched and int(entry.name) not in watched:
+            continue
         with suppress(OSError):  # closed meanwhile
             # Only sockets: closing a duplicate of a file would drop the process's locks on it.
             is_socket = str(entry.readlink()).startswith("socket:")
@@ -237,6 +262,33 @@ def _await_close_by_gloo(connections: Collection[socket.socket]) -> bool:
         if num_open <= len(connections) or time.monotonic() >= until:
             return num_open <= len(connections)
         time.sleep(_CLOSE_S / 50)
+
+
+def _find_watched(own: bytes) -> set[int]:
+    """Return what the loop of the own listener watches; nothing if there is no such loop."""
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            if str(entry.readlink()) == _EPOLL:
+                text = (_FD_INFOS / entry.name).read_text()
+                watched = {int(number) for number in _WATCHED.findall(text)}
+                if any(_is_listener(fd, own) for fd in watched):
+                    return watched
+    return set()
+
+
+def _is_listener(fd: int, own: bytes) -> bool:
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError:  # no socket
+        return False
+    try:
+        is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        here = raw_address(sock.family, sock.getsockname())
+        return bool(is_listening and here) and here in own
+    except (OSError, ValueError, TypeError, IndexError):  # no IP
+        return False
+    finally:
+        sock.detach()
 
 
 def _is_of_group(fd: int, own: bytes, peers: Collection[bytes]) -> bool:

@@ -13,8 +13,9 @@ The quorum is *aborted*, and all its members are notified at once, when
   others would wait for it in their collectives for ever;
 - a member known by number alone has not connected to a new lighthouse in time.
 
-A member that is done (`Shutdown`) aborts nothing at first: others may still be receiving its last
-bytes. They are notified later, in case its node was lost before its connections were closed.
+A member that is done (`Shutdown`) ends the quorum after its last step: others may still be
+receiving its last bytes, and complete that step; only what they have started after it is aborted.
+They are notified again later, in case its node was lost before its connections were closed.
 
 Switch
 ------
@@ -154,7 +155,7 @@ class LighthouseState:
             case messages.WorkersLost():
                 sends = self._on_workers_lost(replica, message, now)
             case messages.Shutdown():
-                sends = self._on_shutdown(replica, now)
+                sends = self._on_shutdown(replica, message, now)
             case _:
                 return []
         return [*sends, *self._advance(now)]
@@ -269,7 +270,9 @@ class LighthouseState:
         self._registry.drop_replica(replica)
         return sends
 
-    def _on_shutdown(self, replica: str, now: float) -> list[ReplicaMessage]:
+    def _on_shutdown(
+        self, replica: str, done: messages.Shutdown, now: float
+    ) -> list[ReplicaMessage]:
         active = self._quorum
         was_member = self._registry.is_member(replica)
         self._registry.drop_replica(replica)
@@ -278,8 +281,11 @@ class LighthouseState:
         if not active.members and not active.num_unconnected:
             active.end_reason = "all its members are done"
             return []
-        active.first_shutdown = active.first_shutdown or (replica, now)
-        return self._send_switch(self._switch.retain(active.not_requesting, now), now)
+        active.end_reason = f"{replica} is done"
+        active.first_shutdown = replica, now
+        step = done.quorum_step if done.quorum_id == active.quorum_id else -1
+        aborted = messages.QuorumAborted(active.quorum_id, active.end_reason, step)
+        return [ReplicaMessage(r, aborted) for r in active.members]
 
     # ---- the life of a quorum ------------------------------------------------------------
 
@@ -303,12 +309,15 @@ class LighthouseState:
         """End the active quorum and notify all members but the reporter, once.
 
         Members that already request the next one are notified too: the result that brought them
-        into this one may still have been under way when they requested.
+        into this one may still have been under way when they requested. A quorum that has ended
+        after the last step of one that is done is aborted as well.
         """
         active = self._quorum
-        if not active.is_active:
+        if active.is_active:
+            active.end_reason = reason
+        elif active.first_shutdown is None:
             return []
-        active.end_reason = reason
+        active.first_shutdown = None
         aborted = messages.QuorumAborted(active.quorum_id, reason)
         return [ReplicaMessage(r, aborted) for r in active.members if r != reporter]
 

@@ -412,6 +412,11 @@ class Averaging:
         self._works, self._flat, self._buckets = [], [], []
 
 
+def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, or of this rank's shard of a DTensor (torchft's name)."""
+    return local(t).clone()
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, sharing its memory; another tensor as it is."""
     with torch.no_grad():

@@ -61,6 +61,7 @@ from hpc_elastic.ft.quorum_client import (
     LeftQuorumError,
     Limits,
     QuorumClient,
+    run_at_once,
     run_in_background,
     synchronize_device,
 )
@@ -246,7 +247,8 @@ class Manager:
             waits = not self._use_async_quorum or (allow_heal and self._progress.step == 0)
             if not waits:  # in a forward pass FSDP's modules have other parameters
                 step.kept_state = self._keep_state()
-            step.entering = run_in_background(lambda: self._enter_quorum(step, progress, seconds))
+            enter = run_at_once if waits else run_in_background
+            step.entering = enter(lambda: self._enter_quorum(step, progress, seconds))
             if waits:
                 self.wait_quorum()
                 self._apply_healed(step)
@@ -305,6 +307,8 @@ class Manager:
         is_mean = reduce_op == ReduceOp.AVG
         if is_mean and not torch.is_floating_point(tensor):
             raise ValueError(f"the mean of {tensor.dtype} is not defined: use ReduceOp.SUM")
+        if self._step.error is not None:
+            return DummyWork(tensor)
         self.wait_quorum()
         step = self._step
         may_retry = step.is_fresh and not step.is_participation_known
@@ -337,6 +341,7 @@ class Manager:
 
         All ranks of a group get the same answer; other groups may get another, and a group that
         has missed the step heals in the next one. A state that came in this step is applied first.
+        Before the first `start_quorum` the answer is no.
 
         Args:
             timeout: For the answers of the other ranks; None: the Manager's.
@@ -345,8 +350,9 @@ class Manager:
             RuntimeError: More than ``max_retries`` steps in a row were not committed.
             TimeoutError, LeftQuorumError: As `wait_quorum`.
         """
-        self.wait_quorum()
         step = self._step
+        if step.is_started:
+            self.wait_quorum()
         step.wait_for_works()
         synchronize_device()
         group_error = self._pg.errored()
@@ -361,7 +367,7 @@ class Manager:
         self._apply_healed(step)
         is_too_small = step.participation.size < self._limits.min_replicas
         commit = step.error is None and not is_too_small
-        if self._place.world_size > 1:
+        if self._place.world_size > 1 and step.is_started:
             seconds = self._limits.timeout_s if timeout is None else timeout.total_seconds()
             commit = self._client.vote(commit, seconds)
         self._transport.disallow_checkpoint()
@@ -382,7 +388,7 @@ class Manager:
         step.commit_failures += 1
         if self._max_retries is not None and step.commit_failures > self._max_retries:
             raise RuntimeError(
-                f"{step.commit_failures} steps in a row were not committed, more than "
+                f"{step.commit_failures} steps in a row were not committed, exceeding "
                 f"max_retries={self._max_retries}; the last one: {step.error}"
             )
         return False
@@ -536,11 +542,11 @@ class Manager:
         Args:
             wait: Whether to return only after the transport's threads have ended.
         """
-        checkpoint_trigger.set_checkpoint_policy(None)
-        self._client.close()
+        checkpoint_trigger.drop_checkpoint_policy(self._should_checkpoint)
+        self._client.close(is_step_over=self._step.is_over)
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
-        self._server.wait()
+        self._server.wait(is_last=self._place.world_size == 1)
 
     def _manager_state_dict(self) -> dict[str, Any]:
         """Return the state in the form in which peers send it (torchft's private name)."""

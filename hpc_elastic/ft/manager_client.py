@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 QuorumAnswer = messages.QuorumResult | messages.LeaveGranted | messages.CheckpointBeforeLeave
 
 
-class ManagerServerLostError(HpcElasticError, ConnectionError):
+class ManagerServerLostError(HpcElasticError, ConnectionError, RuntimeError):
     """The server of this replica group cannot be reached, or has ended: start the worker again."""
 
 
@@ -223,14 +223,20 @@ class ManagerClient:
             with contextlib.suppress(ManagerServerLostError):
                 self._send(messages.QuorumAborted(quorum_id, reason))
 
-    def close(self) -> None:
-        """Report that this worker is done, and disconnect. May be repeated."""
+    def close(self, *, is_step_over: bool = True) -> None:
+        """Report that this worker is done, and disconnect. May be repeated.
+
+        Args:
+            is_step_over: Its part in the step that it has started last is complete.
+        """
         with self._changed:
+            last_step = max(-1, self.steps.quorum_step - (not is_step_over))
+            done = messages.Shutdown(self.steps.quorum_id, last_step)
             if self._closed_reason is None:
                 self._closed_reason = "the connection was closed"
             self._changed.notify_all()
         with contextlib.suppress(OSError), self._sending:
-            self._socket.sendall(messages.to_line(messages.Shutdown()))
+            self._socket.sendall(messages.to_line(done))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
@@ -362,6 +368,8 @@ class QuorumSteps:
         self.abort_reason: str | None = None
         self._all_know_abort = False
         """The server has notified all workers of the group that the quorum is aborted."""
+        self._decided = -1
+        """The last step that the group has decided on, as all its workers know."""
         self.must_request = quorum_id == messages.NO_QUORUM
         self.proposal: messages.ProposeSwitch | None = None
         self.confirmation: messages.ConfirmSwitch | None = None
@@ -456,8 +464,17 @@ class QuorumSteps:
             self.must_request = self.must_request or reached
 
     def on_abort(self, aborted: messages.QuorumAborted) -> bool:
-        """Record the lighthouse's abort; return whether it is news, and of this quorum."""
+        """Record the lighthouse's abort; return whether to abort what is under way.
+
+        Not if it is no news or of another quorum, or this step may still be completed.
+        """
         if aborted.quorum_id != self.quorum_id:
+            return False
+        # all ranks of a group get this in the same place among the group's decisions
+        known = self.quorum_step - 1 if self._is_single else self._decided
+        if known < aborted.after_step:
+            self._all_know_abort = True
+            self.must_request = self.must_request or self._is_single
             return False
         is_news = self.abort_reason is None
         self.abort_reason = self.abort_reason or aborted.reason
@@ -475,8 +492,9 @@ class QuorumSteps:
 
     def on_commit_decision(self, decision: messages.CommitDecision) -> None:
         """Record the group's decision on a step: all its workers know the same now."""
-        if decision.quorum_id == self.quorum_id and self._all_know_abort:
-            self.must_request = True
+        if decision.quorum_id == self.quorum_id:
+            self._decided = decision.quorum_step
+            self.must_request = self.must_request or self._all_know_abort
 
 
 # ---- the worker's place in its group, and the group's server

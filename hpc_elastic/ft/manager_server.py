@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,7 +97,7 @@ class ManagerServer:
 
     def _reset(self) -> None:
         self._stopped: set[AnyWorker] = set()
-        self._done_ranks: set[int] = set()
+        self._done_ranks: dict[int, messages.Shutdown] = {}
         self._lost_reason: str | None = None
         self._requests: dict[int, messages.QuorumRequest] = {}
         self._sent: messages.QuorumRequest | None = None
@@ -208,7 +209,7 @@ class ManagerServer:
             left_s = self._leave_at - asyncio.get_running_loop().time()
             self._send_up(messages.LeaveNotice(max(0.0, left_s)))
         if self._is_done:
-            self._send_up(messages.Shutdown())
+            self._send_shutdown()
         self._repeat_request()
 
     def on_disconnect(self, reason: str = _NO_CONNECTION) -> None:
@@ -261,7 +262,7 @@ class ManagerServer:
         result = self._result
         if result is None or aborted.quorum_id != result.quorum_id or self._is_aborted:
             return False
-        self._is_aborted = True
+        self._is_aborted = aborted.after_step < 0
         self._send_down(self._workers, aborted)
         return True
 
@@ -296,10 +297,10 @@ class ManagerServer:
                 self._commit_votes.add_vote(rank, message)
                 self._decide_commit()
             case messages.Shutdown():
-                self._done_ranks.add(rank)
+                self._done_ranks[rank] = message
                 self._requests.pop(rank, None)
                 if self._is_done:
-                    self._send_up(message)
+                    self._send_shutdown()
             case _:
                 raise ValueError(f"not from a worker: {message}")
 
@@ -355,7 +356,7 @@ class ManagerServer:
         if worker.rank is not None:
             raise ValueError(f"it is rank {worker.rank} already")
         worker.rank = hello.group_rank
-        self._done_ranks.discard(hello.group_rank)
+        self._done_ranks.pop(hello.group_rank, None)
         self._workers[hello.group_rank] = worker
         if self._relay is not None:
             self._relay.send_message(hello.group_rank, hello)
@@ -381,6 +382,10 @@ class ManagerServer:
         if self._result is not None:
             self._abort_quorum(messages.QuorumAborted(self._result.quorum_id, reason))
         self._decide_commit()
+
+    def _send_shutdown(self) -> None:
+        """Report that the group is done, with the last step that all its workers completed."""
+        self._send_up(min(self._done_ranks.values(), key=lambda done: done.quorum_step))
 
     @property
     def _is_done(self) -> bool:
@@ -674,6 +679,8 @@ def _step_of(vote: messages.CommitVote) -> tuple[int, int]:
 _RETRY_S = 0.05
 _RETRY_UNAUTHENTICATED_S = 0.25
 """Another program listens there, or one with another key, unless it is just ending."""
+_REST_S = 0.25
+"""Wait for the server of a group at the end of its rank 0: most often all ranks end together."""
 _ORPHANED_S = 5.0
 """How long the workers of a group may outlive its rank 0."""
 _BEATS_PER_SILENCE = 5
@@ -702,13 +709,21 @@ class ManagerServerProcess:
     path: Path
     process: subprocess.Popen[bytes] | None = None
 
-    def wait(self, timeout_s: float = 5.0) -> None:
-        """Wait for the process's end, once the clients are closed; kill it if it takes longer."""
+    def wait(self, timeout_s: float = 5.0, *, is_last: bool = True) -> None:
+        """Wait for the process's end, once the client is closed; kill it if it takes longer.
+
+        Args:
+            timeout_s: Longest wait, above 0.
+            is_last: No other worker needs it; else it is left to end with the last of them.
+        """
         if self.process is None:
             return
         try:
-            self.process.wait(timeout_s)
+            self.process.wait(timeout_s if is_last else _REST_S)
         except subprocess.TimeoutExpired:
+            if not is_last:
+                threading.Thread(target=self.process.wait, name="ft-server", daemon=True).start()
+                return
             self.process.kill()
             self.process.wait()
         _remove_socket(self.path)

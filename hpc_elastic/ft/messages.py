@@ -16,7 +16,8 @@ members only count, they stay in lockstep, since the collectives of each step ne
 worker requests another quorum when
 
 - its last step was not committed, or the quorum is *aborted*: a member was lost or cannot go on.
-  The lighthouse has notified every member, and their collectives have been aborted;
+  The lighthouse has notified every member, and their collectives have been aborted. A member that
+  is done (`Shutdown`) costs no step that has its part: the others complete that one first;
 - the *switch* is reached: where a group joins, or leaves as announced, the lighthouse proposes a
   quorum step ahead of all members (`ProposeSwitch`). Each worker answers whether it can still
   request a quorum there (`SwitchVote`), and the lighthouse confirms it (`ConfirmSwitch`). A worker
@@ -123,10 +124,16 @@ class CancelRequest(Message):
 
 @dataclass(frozen=True)
 class QuorumAborted(Message):
-    """Up: the sender cannot go on in this quorum. Down: it is over for all members."""
+    """Up: the sender cannot go on in this quorum. Down: it is over for all members.
+
+    Attributes:
+        after_step: Members may complete the quorum steps up to this one, since a member that is
+            done has sent all of its part in them; -1: none.
+    """
 
     quorum_id: int
     reason: str
+    after_step: int = -1
 
 
 @dataclass(frozen=True)
@@ -289,7 +296,15 @@ class WorkersLost(Message):
 
 @dataclass(frozen=True)
 class Shutdown(Message):
-    """Worker to server, and up: it is done and leaves on purpose."""
+    """Worker to server, and up: it is done and leaves on purpose.
+
+    Attributes:
+        quorum_id: The last quorum it was in; `NO_QUORUM` if none.
+        quorum_step: The last step that it completed there; -1 if none.
+    """
+
+    quorum_id: int = NO_QUORUM
+    quorum_step: int = -1
 
 
 @dataclass(frozen=True)

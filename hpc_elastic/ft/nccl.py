@@ -100,6 +100,17 @@ class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
         return group
 
 
+class ProcessGroupBabyNCCL(ProcessGroupNCCL):
+    """`ProcessGroupNCCL`, under the name of torchft's group in a subprocess.
+
+    torchft recommends the subprocess because aborting NCCL could hang; see `_OLDEST`.
+    """
+
+    def __init__(self, timeout: float | timedelta = DEFAULT_TIMEOUT) -> None:
+        """Create the group, without members; the time-out may be in seconds, as torchft's."""
+        super().__init__(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+
+
 class NCCLGroup(LiveGroup):
     """One group of torch's, and the watchdog of its operations."""
 

@@ -1,8 +1,8 @@
 """Process groups that are aborted and reconfigured within one process, and their works and errors.
 
 The names are torchft's. `ProcessGroupGloo` (`gloo`) and `ProcessGroupNCCL` (`nccl`) do the work, on
-top of `reconfigurable`; the groups of this module wrap or imitate one. There are no groups in a
-subprocess (torchft's Baby*): both backends can be aborted in their own process.
+top of `reconfigurable`; the groups of this module wrap or imitate one. torchft's groups in a
+subprocess (Baby*) are these as well: both backends can be aborted in their own process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
@@ -25,6 +26,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 from torch.futures import Future
 
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.ft import _unavailable
 
 __all__ = [
     "AbortedError",
@@ -34,6 +36,8 @@ __all__ = [
     "ManagedProcessGroup",
     "NotConfiguredError",
     "ProcessGroup",
+    "ProcessGroupBabyGloo",  # noqa: F822 - by __getattr__
+    "ProcessGroupBabyNCCL",  # noqa: F822 - by __getattr__
     "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",  # noqa: F822 - by __getattr__
@@ -42,7 +46,12 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-_BACKENDS = {"ProcessGroupGloo": "hpc_elastic.ft.gloo", "ProcessGroupNCCL": "hpc_elastic.ft.nccl"}
+_BACKENDS = {
+    "ProcessGroupBabyGloo": "hpc_elastic.ft.gloo",
+    "ProcessGroupBabyNCCL": "hpc_elastic.ft.nccl",
+    "ProcessGroupGloo": "hpc_elastic.ft.gloo",
+    "ProcessGroupNCCL": "hpc_elastic.ft.nccl",
+}
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -51,7 +60,7 @@ T = TypeVar("T")
 def __getattr__(name: str) -> Any:
     """Import a backend on first use: torchft has them in this module, which they are built on."""
     if name not in _BACKENDS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _unavailable.find_name(__name__, name)
     return getattr(importlib.import_module(_BACKENDS[name]), name)
 
 
@@ -121,8 +130,12 @@ class ProcessGroup(TorchProcessGroup):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be configured")
 
-    def abort(self) -> None:
-        """Fail everything that is pending (any thread); the next `configure` forms a new group."""
+    def abort(self, errored: bool = True) -> None:
+        """Fail everything that is pending (any thread); the next `configure` forms a new group.
+
+        Args:
+            errored: Whether it is an error, which `errored` returns until then.
+        """
 
     def shutdown(self) -> None:
         """Leave the group on purpose; what has been sent still arrives."""
@@ -224,9 +237,9 @@ class ProcessGroupWrapper(ProcessGroup):
         """Configure the wrapped group."""
         self._wrapped().configure(*args, **kwargs)
 
-    def abort(self) -> None:
+    def abort(self, errored: bool = True) -> None:
         """Abort the wrapped group."""
-        self._wrapped().abort()
+        self._wrapped().abort(errored)
 
     def shutdown(self) -> None:
         """Shut down the wrapped group."""
@@ -587,6 +600,9 @@ class ManagedWork(Work):
         operation: Its name, for errors.
         group: Its group; None for a work of an unknown group, whose errors stay as they are.
         is_abortable: Whether ``work.wait`` can be repeated and a future be completed for it.
+
+    Attributes:
+        outputs: Value of the future where torch has none.
     """
 
     def __init__(
@@ -608,6 +624,7 @@ class ManagedWork(Work):
         self._divisor = 1
         self._on_error: Callable[[Exception], None] | None = None
         self._succeeded: bool | None = None
+        self.outputs: Any = None
 
     @classmethod
     def of(cls, work: Work) -> ManagedWork:
@@ -650,6 +667,8 @@ class ManagedWork(Work):
         if self._on_error is None:
             return self._wait(timeout)
         if self._future is not None:
+            with suppress(Exception):  # a work may do its part only here, and the future has errors
+                self._wait(timeout)
             self._future.wait()
         elif self._succeeded is None:
             error = None
@@ -674,13 +693,29 @@ class ManagedWork(Work):
             elif self._abortable_in is not None:
                 self._future = Future()
                 self._abortable_in.pending.add(self)
-                done = self._work.get_future()
+                done = self._torch_future()
                 done.add_done_callback(lambda done: self.end_future(*self._outcome_of(done)))
             elif self._on_error is not None:
-                self._future = self._work.get_future().then(end_managed)
+                self._future = self._torch_future().then(end_managed)
             else:
-                self._future = self._work.get_future()
+                self._future = self._torch_future()
         return self._future
+
+    def _torch_future(self) -> Future[Any]:
+        try:
+            return self._work.get_future()
+        except RuntimeError:  # as gloo's reduce_scatter
+            made: Future[Any] = Future()
+
+            def complete() -> None:
+                try:
+                    self._wait(None)
+                    made.set_result(self.outputs)
+                except Exception as e:
+                    made.set_exception(e)
+
+            threading.Thread(target=complete, name="hpc-elastic-ft-future").start()
+            return made
 
     def is_completed(self) -> bool:
         """Return whether it has ended, successfully or not."""
@@ -818,7 +853,7 @@ def swallow_errors(
         except Exception as e:
             complete(default, e)
 
-    error = TimeoutError(f"a future was not completed within {timeout_s:g} s")
+    error = TimeoutError(f"the future did not complete within {timeout_s:g} s")
     timer = threading.Timer(timeout_s, complete, (default, error))
     timer.daemon = True
     timer.start()

@@ -91,7 +91,7 @@ class ActiveQuorum:
         formed_at: When it was formed, or adopted.
         is_adopted: A lighthouse before this one formed it.
         group_world_size: Workers of each group; 0 if unknown.
-        first_shutdown: The first member that was done, and when; None if none is.
+        first_shutdown: The member that was done first, and when, until the others are aborted.
     """
 
     def __init__(self, quorum_id: int, members: Iterable[str], now: float) -> None:

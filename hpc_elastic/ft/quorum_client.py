@@ -53,21 +53,21 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LeftQuorumError(HpcElasticError):
+class LeftQuorumError(HpcElasticError, RuntimeError):
     """This replica has left the quorum as announced: the script has to end.
 
     Raised only outside of a run; in a run, the worker waits until its agent stops it.
     """
 
 
-class DamagedStateError(HpcElasticError):
+class DamagedStateError(HpcElasticError, RuntimeError):
     """A state was received in place and only in part, and no peer is left to heal from.
 
     Start the script again from its last checkpoint.
     """
 
 
-class QuorumAbortedError(HpcElasticError):
+class QuorumAbortedError(HpcElasticError, RuntimeError):
     """The quorum cannot go on: a member was lost, or has reported an error."""
 
 
@@ -379,6 +379,16 @@ class QuorumClient:
             if hasattr(self._transport, "refuse_checkpoint"):  # a user's may lack it
                 reason = f"{type(e).__name__}: {e}"
                 self._transport.refuse_checkpoint(destinations, progress.step, reason, timeout)
+
+
+def run_at_once(call: Callable[[], T]) -> Future[T]:
+    """Call a function on this thread; return its outcome."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as e:
+        future.set_exception(e)
+    return future
 
 
 def run_in_background(call: Callable[[], T]) -> Future[T]:

@@ -163,9 +163,11 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         live, parent = self._live, self.parent
         assert live is not None
         try:
-            return live.watch_work(getattr(parent, name)(*args, **kwargs), name)
+            work = live.watch_work(getattr(parent, name)(*args, **kwargs), name)
         except RuntimeError as e:
             raise translate_error(e, name, live) from e
+        work.outputs = args[0] if args else None
+        return work
 
 
 def name_group(options: Any, place: MemberPlace) -> None:

@@ -154,6 +154,12 @@ def set_checkpoint_policy(rule: Callable[[int, bool, bool], bool] | None) -> Non
     _Own.rule, _Own.clock = rule, Clock(time.monotonic())
 
 
+def drop_checkpoint_policy(rule: Callable[[int, bool, bool], bool]) -> None:
+    """Undo `set_checkpoint_policy`, unless another rule has replaced this one."""
+    if _Own.rule == rule:
+        set_checkpoint_policy(None)
+
+
 def should_checkpoint(
     step: int,
     *,

@@ -6,6 +6,7 @@ step, as the ranks of a sharded model do.
 """
 
 import hashlib
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -25,10 +26,15 @@ def preload(library: str) -> None:
 
 
 class Trainer:
-    """The training, which goes on until its process is ended."""
+    """The training, which goes on until its process is ended, or to the step ``leave_at``."""
 
-    def __init__(self, driver: Any, lighthouse: str, slot: int, rank: int, ranks: int, port: int):
+    def __init__(
+        self, driver: Any, lighthouse: str, slot: int, rank: int, ranks: int, port: int,
+        leave_at: int = 0, forward_s: float = 0.0,
+    ):  # fmt: skip
         self._driver = driver
+        self._leave_at = leave_at
+        self._forward_s = forward_s
         self._ranks = ranks
         self._draws = torch.Generator().manual_seed(1000 * slot + rank)
         torch.manual_seed(slot)
@@ -58,14 +64,16 @@ class Trainer:
         """Make steps, and tell of each."""
         model = DistributedDataParallel(self.manager, self.model, bucket_cap_mb=0.0005)
         optimizer = Optimizer(self.manager, self.optimizer)
-        while True:
+        while not self._leave_at or self.manager.current_step() < self._leave_at:
             before = self.manager.current_step()
             optimizer.zero_grad()
             x = torch.randn(4, 8, generator=self._draws)
             self._meet_the_group()
+            time.sleep(self._forward_s)
             (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
             optimizer.step()
             self._tell(before)
+        self.manager.shutdown()
 
     def _meet_the_group(self) -> None:
         if self._ranks > 1:
@@ -92,7 +100,7 @@ class Trainer:
 
 
 def train(driver: Any, library: str, **arguments: Any) -> None:
-    """Train until this process is ended."""
+    """Train until this process is ended, or the training is over."""
     Trainer(driver, **arguments).train()
 
 

@@ -269,10 +269,13 @@ def test_checkpoint_before_leave(bench):
 def test_shutdown_of_all_ranks(bench):
     """The group reports it, and nothing is lost."""
     server, *clients = bench.enter_group(2)
+    for client in clients:
+        client.start_step(last_failed=False)
     clients[0].close()
-    clients[1].close()
+    clients[1].close(is_step_over=False)
     assert server.is_empty.wait(PATIENCE_S)
-    assert server.received.messages == [Shutdown()]
+    quorum_id = clients[0].steps.quorum_id
+    assert server.received.messages == [Shutdown(quorum_id, 0)]
 
 
 def test_dead_worker_is_lost_at_once(bench):

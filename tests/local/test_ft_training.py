@@ -42,13 +42,13 @@ class Training:
         self._all: list[Member] = []
         self.groups: dict[int, list[Member]] = {}
 
-    def start(self, slot: int, ranks: int = 1) -> list[Member]:
-        """Start a group."""
+    def start(self, slot: int, ranks: int = 1, **more: float) -> list[Member]:
+        """Start a group; ``more`` are arguments of `ft_trainer.Trainer`."""
         port = free_port()
         self.groups[slot] = [
             self._crew.start(
                 OURS, "train", lighthouse=self._lighthouse, slot=slot, rank=rank, ranks=ranks,
-                port=port,
+                port=port, **more,
             )
             for rank in range(ranks)
         ]  # fmt: skip
@@ -124,6 +124,19 @@ def test_a_dead_replica_costs_one_step_and_its_return_none(training):
     assert joined == 0, failed(*survivors)
     assert len(failed(*survivors)) == lost, failed(*survivors)
     training.compare()
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_a_replica_that_is_done_costs_the_others_no_step(training, groups):
+    """Its last step is completed, and the next one, in its forward pass, has another quorum."""
+    staying = [training.start(slot, forward_s=0.1)[0] for slot in range(1, groups)]
+    [leaver] = training.start(0, forward_s=0.1, leave_at=20)
+    training.go_on(groups)
+    del training.groups[0]
+    training.go_on(groups - 1)
+    assert commits(leaver)[-1][0] == 20
+    assert failed(*staying, leaver) == []
+    assert_alike([*staying, leaver])
 
 
 def test_a_stopped_replica_is_left_behind_and_comes_back(training):

@@ -623,7 +623,7 @@ CPU = torch.device("cpu")
 def test_a_process_group_carries_a_state(pair, in_place):
     """Everything in it is equal; in place there is no second state."""
     state, own = make_state(t=(1, torch.ones(2, 3).t(), torch.empty(0))), make_state(0.0)
-    a = PGTransport(pair.groups[0], LONG, CPU)
+    a = PGTransport(pair.groups[0], LONG, "cpu")
     b = PGTransport(pair.groups[1], LONG, CPU, (lambda: own) if in_place else None)
     sending = InThread(lambda: a.send_checkpoint([1], STEP, state, LONG))
     got = b.recv_checkpoint(0, a.metadata(), STEP, LONG)

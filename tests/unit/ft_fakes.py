@@ -66,7 +66,7 @@ class FakeClient:
     def settle_next_step(self):
         return self.must_save
 
-    def close(self):
+    def close(self, *, is_step_over):
         self.closed = True
 
 
@@ -209,7 +209,7 @@ def make(monkeypatch, *answers, has_state=True, loaded=None, peer_state=None, **
 
     policies = []
     monkeypatch.setattr(module, "ManagerClient", make_client)
-    server = SimpleNamespace(path=None, wait=lambda: None)
+    server = SimpleNamespace(path=None, wait=lambda **_: None)
     monkeypatch.setattr(module, "find_server", lambda *_, **__: server)
     monkeypatch.setattr(module.checkpoint_trigger, "set_checkpoint_policy", policies.append)
     given = {"rank": 0, "world_size": 1, "store_addr": "h", "store_port": 1, "min_replica_size": 1}

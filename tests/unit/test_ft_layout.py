@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.checkpointing import _layout as layouts
@@ -33,6 +34,18 @@ def test_values_and_arrays_come_back():
     back = through({"a": array})["a"]
     assert back.dtype == array.dtype
     np.testing.assert_array_equal(back, array)
+
+
+def test_parameters_come_back_as_parameters():
+    """With their requires_grad, tied to the tensor of the same memory, and in place too."""
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    state = {"w": nn.Parameter(torch.ones(3)), "frozen": frozen, "same": frozen.detach()}
+    for own in (None, {"w": nn.Parameter(torch.zeros(3))}):
+        back = through(state, own, in_place=own is not None)
+        assert [type(v) for v in back.values()] == [nn.Parameter, nn.Parameter, torch.Tensor]
+        assert [v.requires_grad for v in back.values()] == [True, False, False]
+        assert back["w"].tolist() == [1.0, 1.0, 1.0]
+        assert back["frozen"].data_ptr() == back["same"].data_ptr()
 
 
 DTYPES = [
@@ -86,8 +99,8 @@ def test_views_come_back(make):
     sent = make(torch.arange(24.0).reshape(4, 6))
     back = through([sent])[0]
     assert back.equal(sent)
-    assert type(back) is torch.Tensor
-    assert not back.requires_grad
+    assert type(back) is type(sent)
+    assert back.requires_grad is isinstance(sent, nn.Parameter)
     if layouts.is_dense(sent.shape, sent.stride()):
         assert back.stride() == sent.stride()
 

@@ -163,19 +163,42 @@ def test_quorum_after_an_abort_includes_newcomers():
     assert list(results(groups.request("b", quorum_id=first, quorum_step=9))) == ["b", "c"]
 
 
-def test_switch_does_not_wait_for_a_member_that_is_done():
-    """It does not answer any more."""
-    groups, _ = with_newcomer()
+def test_switch_is_void_when_a_member_is_done():
+    """It does not answer any more; all others request after its last step."""
+    groups, first = with_newcomer()
     groups.vote(3, "a")
-    assert of(groups.send("b", Shutdown())["a"], ProposeSwitch).quorum_step == 4
+    ended = groups.send("b", Shutdown(first, 3))
+    assert of(ended["a"], QuorumAborted).after_step == 3
+    assert list(results(groups.request("a", quorum_id=first, quorum_step=4))) == ["a", "c"]
 
 
 def test_quorum_is_aborted_some_time_after_a_shutdown():
     """The node may be lost with open connections; the last bytes have arrived by then."""
-    groups, _ = formed("a", "b", "c")
-    groups.send("b", Shutdown())
+    groups, first = formed("a", "b", "c")
+    ended = groups.send("b", Shutdown(first, 5))
+    assert {of(ended[r], QuorumAborted).after_step for r in "ac"} == {5}
     assert groups.wait(1.9) == {}
     assert aborted(groups.wait(0.2)) == {"a": "b is done", "c": "b is done"}
+    assert groups.wait(9.0) == {}
+
+
+@pytest.mark.parametrize("loss", ["report", "disconnect"])
+def test_a_failure_after_a_shutdown_aborts_the_others_at_once(loss):
+    """They may wait for that member in the step that they complete."""
+    groups, first = formed("a", "b", "c")
+    groups.send("b", Shutdown(first, 5))
+    if loss == "report":
+        sends = groups.send("a", QuorumAborted(first, "an error"))
+    else:
+        sends = groups.disconnect("a")
+    assert of(sends["c"], QuorumAborted).after_step == -1
+
+
+def test_a_shutdown_in_the_middle_of_another_quorum_aborts_it():
+    """The member has completed no step of this one."""
+    groups, first = formed("a", "b")
+    ended = groups.send("b", Shutdown(first - 1, 5))
+    assert of(ended["a"], QuorumAborted).after_step == -1
 
 
 def test_result_is_formed_on_a_tick():

@@ -126,8 +126,21 @@ def test_queries_before_the_first_quorum(monkeypatch):
     assert manager.errored() is None
     with pytest.raises(RuntimeError, match="start_quorum"):
         manager.wait_quorum()
-    with pytest.raises(RuntimeError, match="start_quorum"):
-        manager.should_commit()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_before_the_first_quorum_nothing_is_committed(monkeypatch, world_size):
+    """An error may be reported, and belongs to no step; no other rank is asked."""
+    made = make(monkeypatch, place(), world_size=world_size)
+    manager, error = made.manager, RuntimeError("too early")
+    manager.report_error(error)
+    assert manager.errored().original_exception is error
+    assert manager.allreduce(torch.tensor([1.0])).wait()
+    assert not manager.should_commit()
+    assert (made.client.votes, made.client.reports) == ([], [])
+    made.client.decision = True
+    assert one_step(manager)[1] is True
+    assert manager.errored() is None
 
 
 def test_spare_adds_zero(monkeypatch):

@@ -2,12 +2,19 @@
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp, Work
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
 from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
@@ -21,6 +28,7 @@ from hpc_elastic.ft.process_group import (
     ManagedProcessGroup,
     ManagedWork,
     NotConfiguredError,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupError,
     ProcessGroupGloo,
@@ -351,3 +359,68 @@ def _own_listeners():
     for connection in psutil.Process().net_connections("tcp4"):
         if connection.status == psutil.CONN_LISTEN:
             yield gloo.raw_address(socket.AF_INET, tuple(connection.laddr))
+
+
+def alone(group):
+    """Configure a group of one member, and return it."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group.configure(f"localhost:{store.port}/alone", "0", 0, 1)
+    return group
+
+
+def test_ranks_in_one_process_are_aborted_one_by_one():
+    """Each knows its own connections: the others go on."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    groups = [ProcessGroupGloo(timedelta(seconds=10)) for _ in range(3)]
+    tensor = torch.zeros(1)
+    with ThreadPoolExecutor() as pool:
+        where = f"localhost:{store.port}/three"
+        list(pool.map(lambda r: groups[r].configure(where, "0", r, 3), range(3)))
+        groups[2].abort()
+        sent = pool.submit(lambda: groups[0].send([torch.ones(1)], 1, 0).wait())
+        groups[1].recv([tensor], 0, 0).wait()
+        assert sent.result() and tensor.item() == 1.0
+        with pytest.raises(AbortedError):
+            groups[2].send([tensor], 0, 0)
+        groups[0].abort()
+        with pytest.raises(ProcessGroupError):
+            groups[1].recv([tensor], 0, 0).wait()
+    groups[1].shutdown()
+
+
+def test_a_work_without_a_future_of_torchs_has_one():
+    """gloo's reduce_scatter has none."""
+    group, output = alone(ProcessGroupGloo()), torch.zeros(2)
+    work = group.reduce_scatter([output], [[torch.ones(2)]], ReduceScatterOptions())
+    assert work.get_future().wait() == [output] and output.tolist() == [1.0, 1.0]
+    group.shutdown()
+
+
+@pytest.mark.parametrize("errored", [True, False])
+def test_wrappers_pass_on_whether_an_abort_is_an_error(errored):
+    """As torchft's: only an error is kept."""
+    group = alone(ProcessGroupBabyGloo(10.0))
+    wrapper = ErrorSwallowingProcessGroupWrapper(group)
+    wrapper.abort(errored=errored)
+    assert (group.errored() is not None) is errored
+    assert (wrapper.errored() is not None) is errored
+
+
+def test_a_work_may_do_its_part_in_wait():
+    """Of a process group of the user's: its future is complete only then."""
+
+    class Lazy(Work):
+        def __init__(self):
+            super().__init__()
+            self.future = Future()
+
+        def wait(self, timeout=None):
+            self.future.set_result(None)
+            return True
+
+        def get_future(self):
+            return self.future
+
+    work = ManagedWork(Lazy()).manage(torch.ones(1), 1, pytest.fail)
+    future = work.get_future()
+    assert work.wait() and future.done()

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 
 import pytest
-from ft_groups import Groups, aborted, formed, quorum_of, request, results, with_newcomer
+from ft_groups import Groups, aborted, formed, of, quorum_of, request, results, with_newcomer
 
 from hpc_elastic.ft.messages import (
     TERM_SHIFT,
@@ -186,9 +186,10 @@ def test_cancelled_request_is_void():
 
 
 def test_member_that_is_done_is_not_waited_for():
-    """And no message is sent: others may still be receiving its last bytes."""
-    groups, _ = formed("a", "b")
-    assert groups.send("b", Shutdown()) == {}
+    """Others may still be receiving its last bytes: they complete its last step."""
+    groups, first = formed("a", "b")
+    ended = groups.send("b", Shutdown(first, 7))
+    assert of(ended["a"], QuorumAborted) == QuorumAborted(first, "b is done", after_step=7)
     assert groups.disconnect("b") == {}
     assert members(groups.request("a", commit_failures=1)) == ["a"]
 

@@ -172,6 +172,34 @@ def test_abort_is_news_once():
     assert steps.abort_reason == "b died" and steps.must_request
 
 
+def test_the_last_step_with_a_member_that_is_done_is_completed():
+    """The next one requests; whatever was started after that step is aborted."""
+    done = QuorumAborted(Q, "b is done", after_step=2)
+    steps = in_quorum(started=2)
+    assert not steps.on_abort(done) and steps.abort_reason is None
+    steps.start_step(9.0)
+    assert steps.must_request
+    assert steps.on_abort(QuorumAborted(Q, "its node was lost"))
+    ahead = in_quorum(started=3)
+    assert ahead.on_abort(done) and ahead.abort_reason == "b is done"
+    assert in_quorum(started=1).on_abort(QuorumAborted(Q, "b is done", after_step=-1))
+
+
+def test_a_group_completes_the_last_step_with_one_that_is_done_together():
+    """What counts is whether its decision came before, not how far this rank is."""
+    done = QuorumAborted(Q, "b is done", after_step=2)
+    ranks = [in_quorum(is_single=False, started=n) for n in (2, 2)]
+    for steps in ranks:
+        steps.on_commit_decision(CommitDecision(Q, 1, True))
+        assert not steps.on_abort(done) and not steps.must_request
+        steps.on_commit_decision(CommitDecision(Q, 2, True))
+        assert steps.must_request
+    ranks = [in_quorum(is_single=False, started=n) for n in (2, 3)]
+    for steps in ranks:
+        steps.on_commit_decision(CommitDecision(Q, 2, True))
+        assert steps.on_abort(done) and not steps.must_request
+
+
 def test_group_requests_after_the_same_decision():
     """With several workers, an abort counts for all from the next decision."""
     steps = in_quorum(is_single=False)

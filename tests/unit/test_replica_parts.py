@@ -246,6 +246,22 @@ def test_somebody_else_may_answer_when_to_save(monkeypatch):
     assert asked == [(step, step % 2 == 0, False) for step in (1, 2, 3, 4)]
 
 
+def test_the_end_of_one_manager_leaves_the_policy_of_another():
+    """Several may be in one process."""
+    calls: list[int] = []
+
+    def ended(*_: object) -> bool:
+        return True
+
+    checkpoint_trigger.set_checkpoint_policy(lambda step, *_: bool(calls.append(step)))
+    try:
+        checkpoint_trigger.drop_checkpoint_policy(ended)
+        should_checkpoint(7, every_steps=2)
+    finally:
+        checkpoint_trigger.set_checkpoint_policy(None)
+    assert calls == [7]
+
+
 def test_the_clock_is_told_apart_from_the_count_of_steps():
     """The clocks of a replica's ranks differ, so that they have to agree on it."""
     asked: list[tuple[bool, bool]] = []

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -47,7 +48,8 @@ def same(a: object, b: object) -> bool:
         {"!": "a key of ours", "of": 1}, {"!": "tuple", "of": [1]}, ["!", "tuple", [1]],
         OrderedDict([("b", 1), ("a", 2)]), Counter({3: 1, 5: 2}), {"b": 1, "a": {2: (math.nan,)}},
         b"\x00\xff", bytearray(b"a"), {1, 2}, frozenset([(3, None)]), set(), {np.int64(3)},
-        np.float32(0.1), np.bool_(True), np.datetime64("2020-01-01"),
+        timedelta(days=-1, microseconds=7), np.float32(0.1), np.bool_(True),
+        np.datetime64("2020-01-01"),
         torch.float8_e4m3fn, torch.device("cuda:1"), torch.Size([2, 3]),
     ],
     ids=repr,
@@ -62,9 +64,21 @@ def test_long_numbers_come_back():
     assert there_and_back({"n": -(3**20_000)}) == {"n": -(3**20_000)}
 
 
-def test_a_defaultdict_comes_back_as_a_dict():
-    """Its factory is code, which is not stored."""
-    assert same(there_and_back(defaultdict(list, {1: [2]})), {1: [2]})
+def test_a_defaultdict_keeps_a_builtin_factory():
+    """It goes on counting, or making lists, after a restore."""
+    tree = {"d": defaultdict(list, {1: [2]}), "nested": defaultdict(dict, a=defaultdict(int, b=1))}
+    decoded = there_and_back(tree)
+    assert same(decoded, tree)
+    assert same(map_values(decoded, lambda value: value), tree)
+    assert decoded["nested"]["new"] == {}
+    assert same(there_and_back(defaultdict(None, a=1)), defaultdict(None, a=1))
+
+
+@pytest.mark.parametrize("factory", [lambda: 0, Counter, namedtuple("list", "a")])
+def test_a_defaultdict_with_code_is_refused(factory):
+    """Not silently changed, by name either."""
+    with pytest.raises(ConfigError, match=r"state: user/d=.*convert it to a dict"):
+        there_and_back({"d": defaultdict(factory)})
 
 
 def test_equal_sets_are_the_same_text():

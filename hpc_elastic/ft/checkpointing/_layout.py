@@ -140,10 +140,12 @@ class PackedState:
         if local.is_meta:
             raise ConfigError(key, "a meta tensor", "it has no data: initialise it")
         number = self._add(path, leaf, plain(local))
+        is_parameter = isinstance(leaf, torch.nn.Parameter)
+        kept = {"requires_grad": leaf.requires_grad} if is_parameter else {}
         if not is_dtensor(leaf):
-            return "tensor", number
+            return ("parameter", {"tensor": number, **kept}) if kept else ("tensor", number)
         self.dtensors[path] = leaf
-        return "dtensor", {"tensor": number, **asdict(Sharding.of(leaf))}
+        return "dtensor", {"tensor": number, **asdict(Sharding.of(leaf)), **kept}
 
     def _add(self, path: str, leaf: Any, tensor: torch.Tensor) -> int:
         """Return the tensor's number: that of an equal one in the same memory, such as a tied one.
@@ -218,7 +220,7 @@ class Target:
         made: dict[tuple[str, str], Any] = {}
 
         def decode_leaf(kind: str, of: Any) -> Any:
-            if kind not in ("tensor", "dtensor", "array"):
+            if kind not in ("tensor", "parameter", "dtensor", "array"):
                 raise KeyError(kind)
             key = kind, repr(of)
             if key not in made:  # tied ones stay tied
@@ -232,7 +234,7 @@ class Target:
             raise UnusableStateError(text) from e
 
     def _make_leaf(self, kind: str, of: Any) -> Any:
-        number = of["tensor"] if kind == "dtensor" else of
+        number = of["tensor"] if kind in ("parameter", "dtensor") else of
         spec, raw = self.layout.specs[number], self.raw[number]
         if number in self._in_place:
             return self._own[spec.path].leaf
@@ -241,7 +243,11 @@ class Target:
             return tensor.numpy()
         if kind == "tensor":
             return tensor
-        return self._make_dtensor(spec.path, tensor, Sharding.parse(of))
+        if kind == "dtensor":
+            tensor = self._make_dtensor(spec.path, tensor, Sharding.parse(of))
+        if "requires_grad" in of:
+            tensor = torch.nn.Parameter(tensor, bool(of["requires_grad"]))
+        return tensor
 
     def _make_dtensor(self, path: str, shard: torch.Tensor, sharding: Sharding) -> Any:
         """Return a DTensor of a shard, on a mesh of this process."""

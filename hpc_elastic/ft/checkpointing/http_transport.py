@@ -93,6 +93,20 @@ class HTTPTransport(CheckpointTransport[T]):
         """Return the URLs of this process, one for each address of its node, the best first."""
         return self._server.urls
 
+    def address(self) -> str:
+        """Return what `metadata` does (torchft's name)."""
+        return self.metadata()
+
+    def allow_checkpoint(self, step: int) -> None:
+        """Refuse: a state is offered together with its step.
+
+        Raises:
+            NotImplementedError: Always; call `send_checkpoint`.
+        """
+        raise NotImplementedError(
+            f"allow_checkpoint({step}) offers no state: call send_checkpoint instead"
+        )
+
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
     ) -> None:

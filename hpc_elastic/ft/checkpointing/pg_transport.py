@@ -38,7 +38,7 @@ class PGTransport(CheckpointTransport[T]):
         self,
         pg: ProcessGroup,
         timeout: timedelta,
-        device: torch.device,
+        device: torch.device | str,
         state_dict: Callable[[], object] | None = None,
     ) -> None:
         """Prepare it.
@@ -52,7 +52,7 @@ class PGTransport(CheckpointTransport[T]):
                 Manager's, which is not received into.
         """
         self._pg = pg
-        self._device = device
+        self._device = torch.device(device)
         self.state_dict = state_dict
         self.in_place = state_dict is not None
 

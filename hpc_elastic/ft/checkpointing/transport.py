@@ -12,7 +12,7 @@ from hpc_elastic.errors import HpcElasticError
 T = TypeVar("T")
 
 
-class HealError(HpcElasticError):
+class HealError(HpcElasticError, RuntimeError):
     """The state could not be fetched from a peer, or is damaged; the step may be tried again."""
 
 

@@ -161,7 +161,7 @@ class Server:
         self._workers_number = 0
         self._num_requests = 0
         self._lost: str | None = None
-        self._is_done = False
+        self._done: Shutdown | None = None
 
     @property
     def host(self) -> Host:
@@ -188,8 +188,8 @@ class Server:
             self._send(WorkersLost(self._lost))
         if self.notice_at is not None:
             self._send(LeaveNotice(self.notice_at - self._world.now))
-        if self._is_done:
-            self._send(Shutdown())
+        if self._done is not None:
+            self._send(self._done)
         if self._request is not None:
             self._send(self._request)
 
@@ -238,7 +238,7 @@ class Server:
         """Forward the abort of the present quorum once."""
         place = self._place
         if place is not None and aborted.quorum_id == place.quorum_id and not self._is_aborted:
-            self._is_aborted = True
+            self._is_aborted = aborted.after_step < 0
             forward(aborted)
 
     def _send(self, message: Message) -> None:
@@ -250,7 +250,7 @@ class Server:
     def expect(self) -> None:
         """Reset the state of the last worker, because another starts."""
         self._place, self._request, self._lost = None, None, None
-        self._is_aborted = self._is_done = False
+        self._is_aborted, self._done = False, None
 
     def worker_sent(self, worker: Worker, message: Message) -> None:
         """Handle a message of the worker."""
@@ -270,12 +270,12 @@ class Server:
             case SwitchVote():
                 self._send(message)
             case Shutdown():
-                self._is_done = True
+                self._done = message
                 self._send(message)
 
     def worker_lost(self, why: str) -> None:
         """The worker is dead or stopped."""
-        if self._is_done or self.has_left:
+        if self._done is not None or self.has_left:
             return
         self._lost = why
         self._send(WorkersLost(why))
@@ -639,7 +639,7 @@ class Worker:
     def _end_step(self) -> None:
         if self.ends_next:
             self.doing = Doing.OVER
-            self._send(Shutdown())
+            self._send(Shutdown(self.steps.quorum_id, self.steps.quorum_step))
             self._world.after(0.05, self.process, self.leave_meeting)
             return
         if self.saves and self.steps.is_next_undecided:

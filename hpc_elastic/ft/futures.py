@@ -1,0 +1,107 @@
+"""Time-outs of futures, of a block of code and of a GPU's stream, as torchft's module of this name.
+
+One thread for each time-out that is under way: they are few, a callback that blocks delays no
+other, and no event loop has to be watched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch.futures import Future
+
+__all__ = ["context_timeout", "future_timeout", "future_wait", "stream_timeout"]
+
+T = TypeVar("T")
+
+
+def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
+    """Return a future with the value or the error of another, or with a TimeoutError.
+
+    Args:
+        fut: The one to follow.
+        timeout: When the TimeoutError comes, at least 0.
+    """
+    limited: Future[T] = Future()
+    is_open = threading.Lock()
+
+    def give_up() -> None:
+        if is_open.acquire(blocking=False):
+            limited.set_exception(_timeout_error(timeout))  # type: ignore[arg-type]  # torch's stub
+
+    def follow(done: Future[T]) -> None:
+        timer.cancel()
+        if not is_open.acquire(blocking=False):
+            return
+        try:
+            limited.set_result(done.value())
+        except Exception as e:
+            limited.set_exception(e)  # type: ignore[arg-type]  # torch's stub
+
+    timer = _start_timer(give_up, timeout)
+    fut.add_done_callback(follow)
+    return limited
+
+
+def future_wait(fut: Future[T], timeout: timedelta) -> T:
+    """Wait for a future, and return its value.
+
+    Args:
+        fut: The future.
+        timeout: The longest wait, at least 0.
+
+    Raises:
+        TimeoutError: It was not complete in time.
+        Exception: The future's own error.
+    """
+    is_done = threading.Event()
+    fut.add_done_callback(lambda _: is_done.set())
+    if not is_done.wait(timeout.total_seconds()):
+        raise _timeout_error(timeout)
+    return fut.wait()
+
+
+@contextmanager
+def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterator[None]:
+    """Call a function if the block under this context takes longer than the time-out.
+
+    Args:
+        callback: Called once, on a thread of its own.
+        timeout: At least 0.
+    """
+    timer = _start_timer(callback, timeout)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
+    """Call a function if what the current stream has queued so far is not done in time.
+
+    Args:
+        callback: Called once, on a thread of its own.
+        timeout: At least 0.
+
+    Raises:
+        RuntimeError: There is no accelerator.
+    """
+    queued = torch.Event()
+    queued.record()
+    _start_timer(lambda: None if queued.query() else callback(), timeout)
+
+
+def _start_timer(callback: Callable[[], None], timeout: timedelta) -> threading.Timer:
+    timer = threading.Timer(timeout.total_seconds(), callback)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _timeout_error(timeout: timedelta) -> TimeoutError:
+    return TimeoutError(f"the future did not complete within {timeout.total_seconds():g} s")

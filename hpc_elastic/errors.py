@@ -22,6 +22,8 @@
     |- QuorumAbortedError                a member was lost, or has reported an error
     |- CheckpointBeforeLeaveError        this replica leaves once it has saved its state
     |- ManagerServerLostError (ConnectionError)    the server of the replica group has ended
+    |- DivergedIslandError (FloatingPointError)    this island's parameters are not finite
+    |- IslandTimeoutError (TimeoutError) no round has counted what this island has trained
     |- HealError                         a peer's state could not be fetched
     |  `- HealTimeoutError (TimeoutError)
     `- ProcessGroupError (RuntimeError)  a collective between replicas failed

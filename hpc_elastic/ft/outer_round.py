@@ -66,7 +66,7 @@ class RoundPolicy:
             Nothing waits meanwhile: a longer time costs freshness, no training.
         turn_s: Seconds after which the next island closes a due round if the one before it does
             not; longer than the step of the outer optimizer takes, with its files.
-        absent_rounds: Number of last rounds; an island that contributed to none of them is not waited
+        absent_rounds: Number of last rounds; an island that contributed to none is not waited
             for. At least 1.
         late_decay: Factor of a contribution's weight for each round that it is late; above 0, at
             most 1.

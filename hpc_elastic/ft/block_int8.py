@@ -1,9 +1,9 @@
 """Tensors as 8-bit integers, with a scale for each block.
 
-A value is off by at most 1/254 of the largest magnitude in its block of 256; of normally distributed
-values the error's norm is 0.6 % of theirs. That takes 1.016 bytes a value, about a quarter of
-float32. A block with an infinity or not-a-number comes back as
-not-a-number, so that an overflow stays visible.
+A value is off by at most 1/254 of the largest magnitude in its block of 256; the error's norm is
+0.7 % of the values' where those are normally distributed. That takes 1.016 bytes a value, about a
+quarter of float32. A block with an infinity or not-a-number comes back as not-a-number, so that an
+overflow stays visible.
 
 T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
 """

@@ -6,6 +6,7 @@ Every call may block as long as the file system does; `islands` calls them in a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from hpc_elastic.errors import ConfigError, DamagedFileError
+from hpc_elastic.errors import ConfigError, DamagedFileError, RunDirectoryError
 from hpc_elastic.ft.block_int8 import dequantize, quantize
 from hpc_elastic.ft.outer_round import (
     ContributionHead,
@@ -75,7 +76,7 @@ class IslandFolder:
                 file.write(outer_round.encode())
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(staged, self.path / round_name(outer_round.index))
+            self._link(staged, round_name(outer_round.index))
         finally:
             remove_behind(staged)
 
@@ -94,7 +95,7 @@ class IslandFolder:
         staged = self._staged(head.base)
         try:
             write_tensors(staged, movement, vars(head))
-            os.link(staged, self.path / contribution_name(island, number))
+            self._link(staged, contribution_name(island, number))
         finally:
             remove_behind(staged)
 
@@ -159,6 +160,17 @@ class IslandFolder:
 
     def _staged(self, index: int) -> Path:
         return self.path / staged_name(index, secrets.token_hex(8))
+
+    def _link(self, staged: Path, name: str) -> None:
+        try:
+            os.link(staged, self.path / name)
+        except OSError as e:
+            if e.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise RunDirectoryError(
+                    f"{self.path}: the file system has no hard links ({e.strerror}), by which "
+                    "islands agree: give a folder on one that has, such as NFS, Lustre or GPFS"
+                ) from e
+            raise
 
     def _parameters_of(self, file: TensorFile) -> Tensors:
         """Return the parameters in a file with a state."""

@@ -22,6 +22,8 @@
     |- QuorumAbortedError (RuntimeError) a member was lost, or has reported an error
     |- CheckpointBeforeLeaveError        this replica leaves once it has saved its state
     |- ManagerServerLostError (ConnectionError, RuntimeError)    the group's server has ended
+    |- DivergedIslandError (FloatingPointError)    this island's parameters are not finite
+    |- IslandTimeoutError (TimeoutError) no round has counted what this island has trained
     |- HealError (RuntimeError)          a peer's state could not be fetched
     |  `- HealTimeoutError (TimeoutError)
     `- ProcessGroupError (RuntimeError)  a collective between replicas failed

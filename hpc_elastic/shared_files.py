@@ -29,10 +29,10 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_elastic.errors import DamagedFileError
 
@@ -285,6 +285,33 @@ def read_listed(path: Path, read: Callable[[Path], str] = Path.read_text) -> str
         return read(path)
     except FileNotFoundError:  # it was removed since
         return None
+
+
+# ---- Procedures on the shared file system, as generators (pure)
+# A procedure yields its steps on the file system one by one, and is sent their results. So the same
+# procedure runs on real files, in a thread that may block (`carried_out`), and in virtual time
+# (`tests/simulation`), where other nodes act between any two steps.
+
+
+T = TypeVar("T")
+Steps = Generator[Callable[[], Any], Any, T]
+"""Yields a step on the file system, and is sent its result, or thrown its `OSError`."""
+
+
+def carried_out(steps: Steps[T]) -> T:
+    """Carry a procedure out on real files, in this thread."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                result = step()
+            except OSError as e:
+                step = steps.throw(e)
+            else:
+                step = steps.send(result)
+    except StopIteration as over:
+        value: T = over.value
+        return value
 
 
 # ---- The mount of a folder: its file system, and how old an answer may be there

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from hpc_elastic.ft.data import DistributedSampler
     from hpc_elastic.ft.ddp import DistributedDataParallel, PureDistributedDataParallel
     from hpc_elastic.ft.gloo import ProcessGroupBabyGloo, ProcessGroupGloo
+    from hpc_elastic.ft.islands import (
+        DivergedIslandError,
+        IslandDiLoCo,
+        IslandTimeoutError,
+        load_global_parameters,
+    )
     from hpc_elastic.ft.local_sgd import DiLoCo, LocalSGD
     from hpc_elastic.ft.manager import (
         ExceptionWithTraceback,
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from hpc_elastic.ft.nccl import ProcessGroupBabyNCCL, ProcessGroupNCCL
     from hpc_elastic.ft.optim import OptimizerWrapper
     from hpc_elastic.ft.optim import OptimizerWrapper as Optimizer
+    from hpc_elastic.ft.outer_round import RoundPolicy
     from hpc_elastic.ft.process_group import (
         ErrorSwallowingProcessGroupWrapper,
         ManagedProcessGroup,
@@ -42,9 +49,12 @@ __all__ = [
     "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
+    "DivergedIslandError",
     "ErrorSwallowingProcessGroupWrapper",
     "ExceptionWithTraceback",
     "HTTPTransport",
+    "IslandDiLoCo",
+    "IslandTimeoutError",
     "LeftQuorumError",
     "LocalSGD",
     "ManagedProcessGroup",
@@ -58,7 +68,9 @@ __all__ = [
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
     "PureDistributedDataParallel",
+    "RoundPolicy",
     "WorldSizeMode",
+    "load_global_parameters",
 ]
 
 _MODULES = {
@@ -67,9 +79,16 @@ _MODULES = {
     "gloo": ("ProcessGroupBabyGloo", "ProcessGroupGloo"),
     "nccl": ("ProcessGroupBabyNCCL", "ProcessGroupNCCL"),
     "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
+    "islands": (
+        "DivergedIslandError",
+        "IslandDiLoCo",
+        "IslandTimeoutError",
+        "load_global_parameters",
+    ),
     "local_sgd": ("DiLoCo", "LocalSGD"),
     "manager": ("ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"),
     "optim": ("Optimizer", "OptimizerWrapper"),
+    "outer_round": ("RoundPolicy",),
     "process_group": (
         "ErrorSwallowingProcessGroupWrapper",
         "ManagedProcessGroup",

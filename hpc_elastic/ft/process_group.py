@@ -398,14 +398,14 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
                 return result
 
         try:
-            return _AlteredWork(super()._call(name, *args, **kwargs), swallow)
+            return AlteredWork(super()._call(name, *args, **kwargs), swallow)
         except Exception as e:
             _log.warning("%s failed, and its error is swallowed: %s", name, e)
             self.report_error(e)
             return DummyWork(result)
 
 
-class _AlteredWork(Work):
+class AlteredWork(Work):
     """A work whose outcome goes through a function, which gets a call that returns it or raises."""
 
     def __init__(self, work: Work, alter: Callable[[Callable[[], Any]], Any]) -> None:
@@ -448,7 +448,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
             call()
             raise planted
 
-        return _AlteredWork(work, fail)
+        return AlteredWork(work, fail)
 
 
 class AllreduceManager(Protocol):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, carried_out, decode_signed
+from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, decode_signed
 from hpc_elastic.run.fencing import entries_in, entry_path
-from hpc_elastic.shared_files import refresh, remove_behind
+from hpc_elastic.shared_files import carried_out, refresh, remove_behind
 from hpc_elastic.transport.auth import is_signed, sign
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)

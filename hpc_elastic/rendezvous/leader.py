@@ -47,13 +47,13 @@ from hpc_elastic.rendezvous.effects import (
     places,
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, carried_out
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.term import SharedFiles, Term, TermFolder, TermOverError
 from hpc_elastic.run.directory import STATUS_SELDOM_S
-from hpc_elastic.shared_files import Mount
+from hpc_elastic.shared_files import Mount, carried_out
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.connection import (
     BUFFER_BYTES,

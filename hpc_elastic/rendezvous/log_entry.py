@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
+from hpc_elastic.shared_files import Steps
 from hpc_elastic.transport.auth import is_signed, sign
 
 
@@ -325,33 +326,6 @@ class LogSteps:
             found: LogEntry | None = yield partial(self._files.read, entry.index)
             return found == entry
         return True
-
-
-# ---- Procedures on the shared file system, as generators (pure)
-# A procedure yields its steps on the file system one by one, and is sent their results. So the same
-# procedure runs on real files, in a thread that may block (`carried_out`), and in virtual time
-# (`simulation.storage`), where other nodes act between any two steps.
-
-
-T = TypeVar("T")
-Steps = Generator[Callable[[], Any], Any, T]
-"""Yields a step on the file system, and is sent its result, or thrown its `OSError`."""
-
-
-def carried_out(steps: Steps[T]) -> T:
-    """Carry a procedure out on real files, in this thread."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                result = step()
-            except OSError as e:
-                step = steps.throw(e)
-            else:
-                step = steps.send(result)
-    except StopIteration as over:
-        value: T = over.value
-        return value
 
 
 # ---- The first failure among several failed workers (pure)

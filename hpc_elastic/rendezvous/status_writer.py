@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hpc_elastic.rendezvous.log_entry import LogEntry, carried_out
+from hpc_elastic.rendezvous.log_entry import LogEntry
 from hpc_elastic.rendezvous.term import RunFiles, TermFolder, TermOverError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.shared_files import is_there, write_atomic
+from hpc_elastic.shared_files import carried_out, is_there, write_atomic
 
 _log = logging.getLogger(__name__)
 

@@ -34,10 +34,11 @@ from hpc_elastic.rendezvous.effects import (
     StepDown,
 )
 from hpc_elastic.rendezvous.leader_state import LeaderState
-from hpc_elastic.rendezvous.log_entry import LogEntry, Steps
+from hpc_elastic.rendezvous.log_entry import LogEntry
 from hpc_elastic.rendezvous.run_status import NUMBERS, ProgressLog, line_of, status_of
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import (
+    Steps,
     forget_absence,
     names_in,
     names_listed,

@@ -13,6 +13,8 @@ import pytest
 import torch
 from ft_members import Member, configure, members, together
 
+from hpc_elastic.ft.block_int8 import sum_quantized
+
 BIG = 4_000_000
 SOON_S = 5.0  # against the time-out of 30 s; it takes milliseconds
 
@@ -314,3 +316,22 @@ def reduce_by_name(group) -> tuple[float, float]:
     one = torch.ones(1)
     dist.all_reduce(one, group=group)
     return one.item(), functional.all_reduce(torch.ones(1), "sum", group).item()
+
+
+def sum_in_8_bits(group, rank, size):
+    """Sum a tensor that differs by member; return the sum and its largest error."""
+    values = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    mine = values[rank].clone()
+    sum_quantized(group, mine).wait()
+    return mine.tolist(), float((mine - torch.stack(values).sum(dim=0)).abs().max())
+
+
+def test_members_sum_8_bit_integers(address):
+    """All get the same sum, bit by bit; the error is within its bound; a lost peer is an error."""
+    with members(3) as them:
+        together(them, configure, address, 3, 1, ranked=True)
+        found = together(them, sum_in_8_bits, 3, ranked=True)
+        assert found[0] == found[1] == found[2]
+        assert 0 < found[0][1] < 3 * 5 / 254
+        them[2].kill()
+        assert all("Error" in text for text in together(them[:2], sum_in_8_bits, 3, ranked=True))

@@ -29,9 +29,10 @@ from hpc_elastic.rendezvous.failure_policy import FailurePolicy
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps, Steps
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.term import Term, TermFolder
+from hpc_elastic.shared_files import Steps
 from hpc_elastic.step_agreement import (
     AgreementState,
     Confirmation,

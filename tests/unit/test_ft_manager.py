@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from ft_fakes import heals, make, place, start, state_of
+from ft_fakes import FakeWork, heals, make, place, start, state_of
 from torch.distributed import HashStore, ReduceOp
 from torch.futures import Future
 
@@ -61,6 +61,34 @@ def test_mean_is_over_the_participants(monkeypatch, op, expected):
     made.manager.allreduce(tensor, reduce_op=op).wait()
     assert tensor.item() == expected
     assert made.manager.should_commit()
+
+
+@pytest.mark.parametrize(("size", "quantizes"), [(2, True), (7, True), (8, False)])
+def test_a_quantized_mean_gathers_8_bit_integers_in_small_groups(monkeypatch, size, quantizes):
+    """It is divided by the participants; groups so large that it costs more are exact."""
+    made = make(monkeypatch, place(size=size))
+    sent = []
+
+    def allgather(outputs, inputs):
+        sent.append(inputs[0].nbytes)
+        for output in outputs[0]:
+            output.copy_(inputs[0])
+        work = FakeWork()
+        work.future.set_result(outputs)
+        return work
+
+    monkeypatch.setattr(made.group, "size", lambda: size, raising=False)
+    monkeypatch.setattr(made.group, "allgather", allgather, raising=False)
+    made.manager.start_quorum()
+    tensor = torch.linspace(-1, 1, 512)
+    exact = tensor.clone()
+    assert made.manager.allreduce(tensor, should_quantize=True).wait()
+    assert made.manager.should_commit()
+    assert sent == ([520] if quantizes else [])
+    if quantizes:
+        assert 0 < (tensor - exact).abs().max() < 1 / 253
+    else:
+        torch.testing.assert_close(tensor, exact / size)
 
 
 def test_mean_of_integers_is_refused(monkeypatch):

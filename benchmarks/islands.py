@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""How much of what islands train is counted under faults, beside the synchronous DiLoCo?
+
+    python benchmarks/islands.py --repeats 3
+
+Four islands share a folder and nothing else; the synchronous DiLoCo has four replicas that average
+through gloo. A step sleeps 50 ms, and each fragment is exchanged every 40 steps. The islands also
+run under random faults: a process is killed and started again at once, or paused for 1 to 5 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evidence.result import About, Column, Result, Table, Target, figure
+from evidence.show import options, present
+from islands.crew import NAMES, Crew
+from islands.worker import STEP_S
+from rich.console import Console
+
+from hpc_elastic.ft.coordination import LighthouseServer
+from hpc_elastic.ft.outer_round import OuterRound, last_index, round_name
+
+CASES = (("synchronous", False), ("islands", False), ("islands", True))
+ABOUT = About(
+    title="DiLoCo between islands",
+    measured="Tokens (here: inner steps) per second that outer rounds have counted, of four "
+    "islands that share only a folder, and of four replicas of the synchronous DiLoCo, which "
+    "average through gloo. A step sleeps 50 ms; each of two fragments of 1 MiB is exchanged every "
+    "40 steps (2 s); the grace time is 1 s. Without faults, and with a fault about every 20 s, the "
+    "pace of the soak: a process is killed and started again at once, or paused for 1 to 5 s. "
+    "Share of files: time for which steps were held up, and time of the thread beside them.",
+    does_not_show=(
+        "A shared file system: the folder is on a local disk.",
+        "Large fragments: 1 MiB is written in milliseconds. Writing takes place beside the steps.",
+        "Rounds of 30 s or more: a kill costs what was trained since the last contribution, here "
+        "1 s on the average beside the start of Python and torch. With contributions every 30 s it "
+        "would cost 15 s, and as frequent faults some 12 % of the goodput.",
+        "Learning: what late contributions are worth for a loss is not measured.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one run.
+
+    Attributes:
+        goodput: Counted steps per second, of all four together.
+        faults: Number of faults.
+        held_up: Share of the time for which files held up the steps; None: synchronous.
+        beside: Share of the time for which the thread beside was busy.
+    """
+
+    goodput: float
+    faults: int
+    held_up: float | None = None
+    beside: float | None = None
+
+
+def measure(mode: str, faulty: bool, seconds: float, every_s: float, seed: int) -> Outcome:
+    """Run one crew for a while."""
+    with tempfile.TemporaryDirectory(prefix="islands-") as name:
+        folder = Path(name)
+        lighthouse = None
+        env = {}
+        if mode == "synchronous":
+            lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+            env["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+        crew = Crew(mode, folder, env)
+        try:
+            crew.wait_until_started()
+            time.sleep(5)
+            begun, first = time.time(), counted(folder)
+            until = begun + seconds
+            faults = crew.inject_faults(until, every_s, seed) if faulty else 0
+            time.sleep(max(0.0, until - time.time()))
+            last, ended = counted(folder), time.time()
+            lines = crew.lines()
+        finally:
+            crew.close()
+            if lighthouse is not None:
+                lighthouse.shutdown()
+    if mode == "synchronous":
+        steps = sum(
+            line.get("committed", 0.0)
+            for _, found in lines
+            for line in found
+            if begun < line["at"] <= ended
+        )
+        return Outcome(steps / (ended - begun), faults)
+    ends = [found[-1] for _, found in lines if "seconds" in (found or [{}])[-1]]
+    total = sum(line["seconds"] for line in ends)
+    return Outcome(
+        (last - first) / (ended - begun),
+        faults,
+        sum(line["held_up_s"] for line in ends) / total,
+        sum(line["file_s"] for line in ends) / total,
+    )
+
+
+def counted(folder: Path) -> float:
+    """Return the steps that the islands' rounds have counted so far, of the mean fragment."""
+    tokens = []
+    for path in (folder / "0", folder / "1"):
+        names = os.listdir(path) if path.is_dir() else []  # noqa: PTH208 - names alone
+        if last_index(names):
+            text = (path / round_name(last_index(names))).read_text()
+            found = OuterRound.decode(text)
+            assert found is not None
+            tokens.append(found.tokens)
+    return statistics.mean(tokens) if tokens else 0.0
+
+
+def result(measured: Sequence[tuple[str, bool, Outcome]], repeats: int) -> Result:
+    """Return one line for each case, and hold the islands against the targets."""
+    ideal = len(NAMES) / STEP_S
+    columns = (
+        Column(""), Column("faults", ".0f"), Column("counted steps per s", ".1f"),
+        Column("of the ideal, %", ".1f"), Column("steps held up by files, %", ".2f"),
+        Column("files and outer steps beside, %", ".1f"),
+    )  # fmt: skip
+    rows, medians = [], {}
+    for mode, faulty in CASES:
+        found = [o for m, f, o in measured if (m, f) == (mode, faulty)]
+        if not found:
+            continue
+        goodputs = [o.goodput for o in found]
+        medians[mode, faulty] = statistics.median(goodputs)
+        rows.append(
+            (
+                f"{mode}, {'with' if faulty else 'no'} faults",
+                figure([o.faults for o in found]) if faulty else "",
+                figure(goodputs),
+                figure([100 * g / ideal for g in goodputs]),
+                figure([100 * o.held_up for o in found if o.held_up is not None]),
+                figure([100 * o.beside for o in found if o.beside is not None]),
+            )
+        )
+    targets = []
+    base = medians.get(("synchronous", False))
+    if base and ("islands", True) in medians:
+        share = 100 * medians["islands", True] / base
+        targets.append(
+            Target(
+                "islands with faults, of the synchronous goodput without faults", 90.0, share,
+                "%", more_is_better=True,
+            )
+        )  # fmt: skip
+    held = [100 * o.held_up for _, f, o in measured if f and o.held_up is not None]
+    if held:
+        targets.append(
+            Target("time for which files hold up steps", 10.0, statistics.median(held), "%")
+        )
+    return Result(
+        about=ABOUT,
+        tables=(Table("four islands or replicas", columns, tuple(rows)),),
+        targets=tuple(targets),
+        peers=(),
+        repeats=repeats,
+    )
+
+
+def main() -> None:
+    """Measure, then print the table and the verdict."""
+    given = parse()
+    progress = Console(stderr=True, highlight=False)
+    measured = []
+    for repeat in range(given.repeats):
+        for mode, faulty in CASES:
+            outcome = measure(mode, faulty, given.seconds, given.every_s, given.seed + repeat)
+            measured.append((mode, faulty, outcome))
+            progress.print(f"{mode}, faults: {faulty}: {outcome}")
+    present(result(measured, given.repeats), given)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
+    parser.add_argument("--every-s", type=float, default=20.0, help="from fault to fault")
+    parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

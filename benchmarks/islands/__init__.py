@@ -1,0 +1,1 @@
+"""What `benchmarks/islands.py` is made of: the process of an island, and the faults."""

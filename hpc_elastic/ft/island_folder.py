@@ -1,0 +1,256 @@
+"""The folder of one fragment that islands share, on a file system: implements `RoundFiles`.
+
+Every call may block as long as the file system does; `islands` calls them in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import optim
+
+from hpc_elastic.errors import ConfigError, DamagedFileError, RunDirectoryError
+from hpc_elastic.ft.block_int8 import dequantize, quantize
+from hpc_elastic.ft.outer_round import (
+    ContributionHead,
+    Key,
+    OuterRound,
+    contribution_name,
+    round_name,
+    staged_name,
+)
+from hpc_elastic.ft.tensor_file import TensorFile, write_tensors
+from hpc_elastic.shared_files import names_in, read_listed, remove_behind
+
+_log = logging.getLogger(__name__)
+
+Tensors = dict[str, torch.Tensor]
+OuterOptimizer = Callable[[list[torch.Tensor]], optim.Optimizer]
+_PARAMETER, _OUTER, _SCALES = "parameters/", "outer/", "scales/"
+
+
+class IslandFolder:
+    """The rounds, states and contributions of one fragment.
+
+    Args:
+        path: The folder.
+        parameters: This island's parameters, float32 in host memory: the initial ones if there is
+            no round yet. Those of all rounds have the same names and shapes.
+        outer_optimizer: Makes the outer optimizer of some parameters; None for a reader.
+    """
+
+    def __init__(
+        self, path: Path, parameters: Tensors, outer_optimizer: OuterOptimizer | None = None
+    ) -> None:
+        self.path = path
+        self._initial = parameters
+        self._shapes = {name: tensor.shape for name, tensor in parameters.items()}
+        self._outer_optimizer = outer_optimizer
+
+    def names(self) -> Collection[str]:
+        """See `RoundFiles`."""
+        return names_in(self.path)
+
+    def read_round(self, index: int) -> OuterRound | None:
+        """See `RoundFiles`."""
+        try:
+            text = read_listed(self.path / round_name(index))
+        except UnicodeDecodeError:
+            return None
+        return None if text is None else OuterRound.decode(text)
+
+    def put_round(self, outer_round: OuterRound) -> None:
+        """See `RoundFiles`."""
+        staged = self._staged(outer_round.index)
+        try:
+            with staged.open("x") as file:
+                file.write(outer_round.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            self._link(staged, round_name(outer_round.index))
+        finally:
+            remove_behind(staged)
+
+    def read_head(self, island: str, number: int) -> ContributionHead | None:
+        """See `RoundFiles`."""
+        try:
+            with TensorFile(self.path / contribution_name(island, number)) as file:
+                return ContributionHead(**file.values)
+        except (FileNotFoundError, DamagedFileError, TypeError):
+            return None
+
+    def put_contribution(
+        self, island: str, number: int, head: ContributionHead, movement: Tensors
+    ) -> None:
+        """See `RoundFiles`; ``movement`` comes from `packed`."""
+        staged = self._staged(head.base)
+        try:
+            write_tensors(staged, movement, vars(head))
+            self._link(staged, contribution_name(island, number))
+        finally:
+            remove_behind(staged)
+
+    def write_state(
+        self, last: OuterRound | None, factors: Mapping[Key, float], name: str
+    ) -> list[Key]:
+        """See `RoundFiles`."""
+        if last is None:
+            self._write_state(name, self._initial, {})
+            return []
+        gradients = {n: torch.zeros(shape) for n, shape in self._shapes.items()}
+        unreadable = []
+        for (island, number), factor in factors.items():
+            movement = self._read_movement(self.path / contribution_name(island, number))
+            if movement is None:
+                unreadable.append((island, number))
+                continue
+            for key, gradient in gradients.items():
+                gradient.add_(movement[key], alpha=factor)
+        if unreadable:
+            return unreadable
+        with TensorFile(self.path / last.state) as file:
+            parameters = self._parameters_of(file)
+            outer = self._outer_of(file)
+        if factors:
+            assert self._outer_optimizer is not None
+            leaves = [p.requires_grad_() for p in parameters.values()]
+            optimizer = self._outer_optimizer(leaves)
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": outer})
+            for key, parameter in parameters.items():
+                parameter.grad = gradients[key]
+            optimizer.step()
+            outer = optimizer.state_dict()["state"]
+        self._write_state(name, parameters, outer)
+        return []
+
+    def read_parameters(self, last: OuterRound) -> Tensors:
+        """Return the global parameters after a round.
+
+        Raises:
+            FileNotFoundError: Their file is missing.
+            DamagedFileError: It is damaged.
+            ConfigError: They are those of another model.
+        """
+        with TensorFile(self.path / last.state) as file:
+            return self._parameters_of(file)
+
+    def empty(self, names: Collection[str]) -> None:
+        """See `RoundFiles`."""
+
+        def truncate() -> None:
+            for name in names:
+                with contextlib.suppress(OSError), TensorFile(self.path / name) as file:
+                    os.truncate(self.path / name, file.header_bytes)
+
+        threading.Thread(target=truncate, name="emptying of contributions", daemon=True).start()
+
+    def remove(self, names: Collection[str]) -> None:
+        """See `RoundFiles`."""
+        for name in names:
+            remove_behind(self.path / name)
+
+    def _staged(self, index: int) -> Path:
+        return self.path / staged_name(index, secrets.token_hex(8))
+
+    def _link(self, staged: Path, name: str) -> None:
+        try:
+            os.link(staged, self.path / name)
+        except OSError as e:
+            if e.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise RunDirectoryError(
+                    f"{self.path}: the file system has no hard links ({e.strerror}), by which "
+                    "islands agree: give a folder on one that has, such as NFS, Lustre or GPFS"
+                ) from e
+            raise
+
+    def _parameters_of(self, file: TensorFile) -> Tensors:
+        """Return the parameters in a file with a state."""
+        found = [n.removeprefix(_PARAMETER) for n in file.names if n.startswith(_PARAMETER)]
+        parameters = {name: file.read(_PARAMETER + name) for name in found}
+        if {name: tensor.shape for name, tensor in parameters.items()} != self._shapes:
+            remedy = "it holds the parameters of another model: give another folder"
+            raise ConfigError("folder", str(self.path), remedy)
+        return {name: parameters[name] for name in self._shapes}
+
+    def _outer_of(self, file: TensorFile) -> dict[int, dict[str, Any]]:
+        """Return the state of the outer optimizer in a file, by parameter."""
+        outer: dict[int, dict[str, Any]] = {int(i): dict(v) for i, v in file.values.items()}
+        for name in file.names:
+            if name.startswith(_OUTER):
+                index, _, key = name.removeprefix(_OUTER).partition("/")
+                outer.setdefault(int(index), {})[key] = file.read(name)
+        return outer
+
+    def _write_state(
+        self, name: str, parameters: Tensors, outer: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        tensors = {_PARAMETER + n: p.detach() for n, p in parameters.items()}
+        values: dict[int, dict[str, Any]] = {}
+        for index, state in outer.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{_OUTER}{index}/{key}"] = value
+                elif value is None or isinstance(value, bool | int | float):
+                    values.setdefault(index, {})[key] = value
+                else:
+                    remedy = f"its state {key} is no tensor and no number: give another optimizer"
+                    raise ConfigError("outer_optimizer", self._outer_optimizer, remedy)
+        write_tensors(self.path / name, tensors, values)
+
+    def _read_movement(self, path: Path) -> Tensors | None:
+        """Return the tensors of a contribution; None if they are not to be counted."""
+        try:
+            with TensorFile(path) as file:
+                movement = unpacked({name: file.read(name) for name in file.names}, self._shapes)
+        except (FileNotFoundError, DamagedFileError):
+            return None
+        if movement is None or not are_finite(movement.values()):
+            _log.warning("%s is discarded: another model's, or not finite", path)
+            return None
+        return movement
+
+
+def are_finite(tensors: Collection[torch.Tensor]) -> bool:
+    """Return whether tensors have neither infinities nor not-a-numbers."""
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+def packed(movement: Tensors, *, quantized: bool) -> Tensors:
+    """Return the tensors of a contribution's file."""
+    if not quantized:
+        return movement
+    tensors: Tensors = {}
+    for name, tensor in movement.items():
+        tensors[name], tensors[_SCALES + name] = quantize(tensor)
+    return tensors
+
+
+def unpacked(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> Tensors | None:
+    """Return the movement that `packed` was given, rounded; None if it has other shapes."""
+    movement: Tensors = {}
+    for name, shape in shapes.items():
+        tensor, scales = tensors.get(name), tensors.get(_SCALES + name)
+        if tensor is not None and scales is not None and tensor.numel() >= shape.numel():
+            tensor = dequantize(tensor, scales, shape)
+        if tensor is None or tensor.shape != shape:
+            return None
+        movement[name] = tensor
+    return movement
+
+
+def total(parts: Sequence[Tensors], like: Tensors) -> Tensors:
+    """Return the sums of tensors of the same names; zeros if there are no parts."""
+    sums = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    for part in parts:
+        for name, tensor in part.items():
+            sums[name].add_(tensor)
+    return sums

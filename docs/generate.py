@@ -150,9 +150,9 @@ A misspelt key or an impossible value is refused before anything is submitted; t
 
 | key | type | default | meaning |
 |---|---|---|---|
-| `nodes` | integer or `min:max` | `1` | `4`, or `1:16`: start with one, grow to sixteen. In a YAML file, quote it: `'1:16'` |
+| `nodes` | integer, `min:max` or `min:max:unit` | `1` | `4`, or `1:16`: start with one, grow to sixteen, or `4:16:4`: in multiples of four nodes ([units](../howto/nodes.md#units-of-nodes)). In a YAML file, quote it: `'1:16'` |
 | `nproc_per_node` | integer, `gpu`, `cpu` or `auto` | `auto` | workers on each node: a number; one for each GPU; one for each CPU; or one for each GPU, and one if there is no GPU |
-| `ft` | `true` or `false` | `false` | each node is a replica group whose processes survive changes of the others ([per-step fault tolerance](../howto/fault-tolerance.md)) |
+| `ft` | `true` or `false` | `false` | each node, or each unit of nodes, is a replica group whose processes survive changes of the others ([per-step fault tolerance](../howto/fault-tolerance.md)) |
 
 ## Both launchers
 """  # noqa: E501

@@ -132,6 +132,7 @@ def train(cfg: DictConfig, model: nn.Module, data: Dataset, device: torch.device
     checkpoints.restore()
     optimizer = ft.Optimizer(manager, adam)
     total_steps = cfg.epochs * sampler.num_batches
+    set_learning_rate(adam, cfg, sampler.step, total_steps)
     for _ in sampler.epochs(cfg.epochs):
         for batch in sampler.batches(batches):
             optimizer.zero_grad()  # the quorum: which replicas are there?
@@ -141,8 +142,8 @@ def train(cfg: DictConfig, model: nn.Module, data: Dataset, device: torch.device
                 (weight * loss).backward()
             average_gradients(manager, model)
             nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-            set_learning_rate(adam, cfg, sampler.step, total_steps)
             optimizer.step()  # if all went well; else the same batch comes again
+            set_learning_rate(adam, cfg, sampler.step, total_steps)  # a part of the peers' state
             report(step=sampler.step, loss=loss.item(), total_steps=total_steps)
             time.sleep(cfg.pause_s)
             if should_checkpoint(sampler.step, every_s=cfg.save_every_s):
@@ -162,7 +163,11 @@ def average_gradients(manager: ft.Manager, model: nn.Module) -> None:
 
 
 def set_learning_rate(adam: torch.optim.Optimizer, cfg: DictConfig, step: int, total: int) -> None:
-    """Warm up linearly, then follow half a cosine; a function of the step, so it is no state."""
+    """Set the rate of the next step: warm up linearly, then follow half a cosine.
+
+    It is set between two steps, so a replica that is healed has it with the optimizer's state. In
+    the middle of a step, a replica that heals does not know the number of the step yet.
+    """
     warm_up = min(1.0, (step + 1) / cfg.warm_up_steps)
     for group in adam.param_groups:
         group["lr"] = cfg.lr * warm_up * 0.5 * (1 + math.cos(math.pi * step / total))

@@ -63,7 +63,8 @@ def train_sharded(folder: str) -> str:
             manager.allreduce(parameter.grad.to_local())
         optimizer.step()
         made = manager.current_step() > step
-        note(**{"made" if made else "failed": step}, size=manager.num_participants())
+        size = manager.num_participants()
+        note(**{"made" if made else "failed": True}, step=manager.current_step(), size=size)
         time.sleep(STEP_S)
     shards = torch.cat([p.detach().to_local().flatten() for p in model.parameters()])
     digest = hashlib.blake2b(shards.numpy().tobytes(), digest_size=8).hexdigest()

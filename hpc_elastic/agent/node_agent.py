@@ -317,7 +317,9 @@ class NodeAgent:
         socket = self._control / "ft.sock" if self._spec.ft else None
         session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
-            self._replica = Replica(me, session, socket, self._spec.max_nodes)
+            self._replica = Replica(
+                me, session, socket, self._spec.max_nodes, self._events.write_behind
+            )
         return session
 
     def _leader_context(self) -> leader.LeaderContext:

@@ -164,6 +164,7 @@ def of_quorums(total: ft.Outcome) -> dict[str, float]:
         "steps committed, by each replica": total.commits,
         "steps that failed": total.failed_steps,
         "states healed": total.heals,
+        "corrupted states found": total.corrupted,
         "proposals of a switch": total.proposals,
         "replicas that left as announced": total.leaves_granted,
         "statuses shown": total.shown,

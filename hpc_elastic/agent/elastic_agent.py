@@ -582,10 +582,19 @@ class Replica:
         session: Its session.
         socket: Where it serves the workers.
         max_replicas: The most replicas that the run may have.
+        write: Writes an event, and does not wait for the file system.
     """
 
-    def __init__(self, me: Agent, session: Session, socket: Path, max_replicas: int) -> None:
+    def __init__(
+        self,
+        me: Agent,
+        session: Session,
+        socket: Path,
+        max_replicas: int,
+        write: Callable[..., None],
+    ) -> None:
         assert session.replica is not None
+        session.replica.on_mismatch = lambda found: write("state_mismatch", **vars(found))
         self.me = me
         self._session = session
         self._server = session.replica

@@ -324,7 +324,7 @@ class NodeAgent:
         session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
             max_replicas = self._spec.max_nodes // self._spec.unit_nodes
-            self._replica = Replica(me, session, socket, max_replicas)
+            self._replica = Replica(me, session, socket, max_replicas, self._events.write_behind)
         return session
 
     def _leader_context(self) -> leader.LeaderContext:

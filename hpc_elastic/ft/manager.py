@@ -22,6 +22,7 @@ entered on a thread beside the forward pass (`quorum_client`). `messages` has th
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import logging
 import os
@@ -39,6 +40,7 @@ from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
+from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.block_int8 import MAX_MEMBERS, sum_quantized
 from hpc_elastic.ft.checkpointing import (
     CheckpointTransport,
@@ -47,7 +49,7 @@ from hpc_elastic.ft.checkpointing import (
 )
 from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
 from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
-from hpc_elastic.ft.messages import QuorumResult
+from hpc_elastic.ft.messages import QuorumResult, StateMismatch
 from hpc_elastic.ft.process_group import (
     DummyWork,
     ErrorSwallowingProcessGroupWrapper,
@@ -55,7 +57,7 @@ from hpc_elastic.ft.process_group import (
     ProcessGroup,
     swallow_errors,
 )
-from hpc_elastic.ft.quorum import CommittedProgress
+from hpc_elastic.ft.quorum import CommittedProgress, random_version
 from hpc_elastic.ft.quorum_client import (
     CheckpointBeforeLeaveError,
     HealedState,
@@ -65,6 +67,14 @@ from hpc_elastic.ft.quorum_client import (
     run_at_once,
     run_in_background,
     synchronize_device,
+)
+from hpc_elastic.ft.state_check import (
+    CorruptedStateError,
+    Mismatch,
+    StateDigest,
+    detail_row,
+    is_complete,
+    summary_row,
 )
 from hpc_elastic.worker import checkpoint_trigger, reporting
 
@@ -129,6 +139,9 @@ class Manager:
         init_sync: bool = True,
         max_retries: int | None = None,
         quorum_retries: int = 0,
+        check_every: int | None = None,
+        check_state: Callable[[], Any] | None = None,
+        heal_corrupted: bool = True,
     ) -> None:
         """Connect to the group's server; the first `start_quorum` enters a quorum.
 
@@ -160,15 +173,26 @@ class Manager:
                 initialised them alike.
             max_retries: Number of steps in a row that may fail to commit; None: any number.
             quorum_retries: Number of further attempts at a quorum that did not come in time.
+            check_every: Number of steps between two comparisons of all groups' states, bit by bit,
+                at least 1 and the same on all groups; None: never. What differs is logged with
+                replica, host, rank, step and tensor (`state_check`).
+            check_state: Returns what is compared, such as ``dict(model.named_parameters())``:
+                tensors that are equal on all groups after the same steps; None: the whole state.
+                Running means of batch norm and the states of random generators are not equal.
+            heal_corrupted: Let a group heal whose state differs from that of most others: it does
+                not commit that step. With two groups neither does, as it is unknown which is right.
 
         Raises:
-            ConfigError: There is no lighthouse, or the group's place is unknown.
+            ConfigError: There is no lighthouse, the group's place is unknown, or an argument is out
+                of range.
             ManagerServerLostError: The group's server does not answer.
 
         The environment takes precedence for TORCHFT_TIMEOUT_SEC, TORCHFT_QUORUM_TIMEOUT_SEC,
         TORCHFT_CONNECT_TIMEOUT_SEC and TORCHFT_QUORUM_RETRIES.
         """
         del port, hostname, heartbeat_interval
+        if check_every is not None and check_every < 1:
+            raise ConfigError("check_every", check_every, "give a number of steps, or None")
 
         def seconds(name: str, given: timedelta) -> float:
             return float(os.environ.get(f"TORCHFT_{name}_SEC") or given.total_seconds())
@@ -185,6 +209,8 @@ class Manager:
         is_fixed = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
         self._max_participants = min_replica_size if is_fixed else None
         self._max_retries = max_retries
+        self._check_every, self._check_state = check_every, check_state
+        self._heal_corrupted = heal_corrupted
         self._progress = CommittedProgress.initial(init_sync=init_sync)
         self._step = StepState(is_over=True, is_started=False)
         self._loads: dict[str, Callable[[Any], None]] = {}
@@ -372,6 +398,7 @@ class Manager:
         ):
             self._fail_step(step, group_error)
         self._apply_healed(step)
+        self._compare_state(step)
         is_too_small = step.participation.size < self._limits.min_replicas
         commit = step.error is None and not is_too_small
         if self._place.world_size > 1 and step.is_started:
@@ -540,7 +567,13 @@ class Manager:
 
         `LocalSGD` and `DiLoCo` call it: between two averages each replica has a state of its own,
         and the pieces of several make no model. Call it on all groups before the first quorum.
+
+        Raises:
+            ConfigError: The Manager is to compare states, and these differ.
         """
+        if self._check_every is not None:
+            remedy = "replicas differ between two averages: leave it out with LocalSGD and DiLoCo"
+            raise ConfigError("check_every", self._check_every, remedy)
         self._quorum.one_source = True
 
     def shutdown(self, wait: bool = True) -> None:
@@ -676,6 +709,60 @@ class Manager:
                 load(healed.user[key])
             step.healed, self._progress = None, healed.progress
             _log.info("healed: now at step %d", healed.progress.step)
+
+    def _compare_state(self, step: StepState) -> None:
+        """Compare the state with the other groups', if that is due; record what differs."""
+        quorum, every = step.quorum, self._check_every
+        if every is None or quorum is None or quorum.replica_world_size == 1 or step.error:
+            return
+        number = quorum.max_step + self._client.steps.quorum_step  # the same on all members
+        if number % every:
+            return
+        try:
+            state = StateDigest.of((self._check_state or self._read_parts)())
+            table = self._exchange_rows(step, quorum, summary_row(state))
+            if all(row == table[0] for row in table):
+                return
+            if any(row[1] != table[0][1] for row in table):
+                state = state.form_alone()
+            own = f"{self.replica_id()} (host {socket.gethostname()}, rank {self._place.rank})"
+            table = self._exchange_rows(step, quorum, detail_row(state, own))
+        except Exception as e:
+            self._fail_step(step, e)
+            return
+        found = Mismatch.of(table, state.paths)
+        _log.error("step %d: %s", number, found)
+        with contextlib.suppress(Exception):  # all have read it before one aborts the quorum
+            self._exchange_rows(step, quorum, summary_row(state))
+        if quorum.replica_rank not in found.suspects:
+            return
+        heals = self._heal_corrupted and found.is_certain
+        self._client.report_mismatch(StateMismatch(number, own, found.listed, heals))
+        if heals:
+            self._progress = replace(self._progress, state_version=random_version())
+            self._fail_step(step, CorruptedStateError(str(found)))
+
+    def _exchange_rows(
+        self, step: StepState, quorum: QuorumResult, own: list[int]
+    ) -> list[list[int]]:
+        """Return the row of each member, by replica rank; all members call it in the same step.
+
+        Raises:
+            RuntimeError: A member's row is missing, or the process group failed.
+        """
+        table = torch.zeros(quorum.replica_world_size, len(own), dtype=torch.int64)
+        table[quorum.replica_rank] = torch.tensor(own)
+        if step.used_device:
+            table = table.to(torch.accelerator.current_accelerator())
+        options = AllreduceOptions()
+        options.reduceOp = cast(ReduceOp, ReduceOp.SUM)
+        self._pg.allreduce([table], options).wait()
+        rows: list[list[int]] = table.tolist()
+        if (error := self._pg.errored()) is not None:
+            raise error
+        if not is_complete(rows):
+            raise RuntimeError("a member has not sent the digest of its state")
+        return rows
 
     def _abandon_step(self, step: StepState, reason: str) -> None:
         """Let the next step start with a new quorum, here and on all other members."""

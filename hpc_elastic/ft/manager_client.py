@@ -223,6 +223,11 @@ class ManagerClient:
             with contextlib.suppress(ManagerServerLostError):
                 self._send(messages.QuorumAborted(quorum_id, reason))
 
+    def report_mismatch(self, mismatch: messages.StateMismatch) -> None:
+        """Report that this worker's state differs from its counterparts', for the run's events."""
+        with contextlib.suppress(ManagerServerLostError):
+            self._send(mismatch)
+
     def close(self, *, is_step_over: bool = True) -> None:
         """Report that this worker is done, and disconnect. May be repeated.
 

@@ -52,6 +52,7 @@ class ManagerServer:
 
     Attributes:
         has_left: The group has left the quorum as announced: its workers wait to be stopped.
+        on_mismatch: Called when a worker's state differs from its counterparts'; may be replaced.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ManagerServer:
         self._disconnect_reason = _NO_CONNECTION
         self._size: int | None = None
         self.has_left = False
+        self.on_mismatch: Callable[[messages.StateMismatch], None] = lambda _: None
         self._leave_at: float | None = None
         self._checker: asyncio.Task[None] | None = None
         self._connections: set[WorkerConnection] = set()
@@ -296,6 +298,8 @@ class ManagerServer:
             case messages.CommitVote():
                 self._commit_votes.add_vote(rank, message)
                 self._decide_commit()
+            case messages.StateMismatch():
+                self.on_mismatch(message)
             case messages.Shutdown():
                 self._done_ranks[rank] = message
                 self._requests.pop(rank, None)
@@ -617,14 +621,14 @@ def open_listener(path: str) -> socket.socket:
 def combine_requests(requests: Mapping[int, messages.QuorumRequest]) -> messages.QuorumRequest:
     """Return the request of a group, given those of all its workers by rank.
 
-    Workers at different steps are no copy of the model: the group gets a state version of its own
-    at the least step, so that it heals.
+    Workers at different steps, or one with a version of its own, are no copy of the model: the
+    group gets a state version of its own at the least step, so that it heals.
     """
     ranks = [requests[rank] for rank in sorted(requests)]
     first = ranks[0]
     step = min(q.step for q in ranks)
     version = first.state_version
-    if any(q.step != step for q in ranks):
+    if len({(q.step, q.state_version) for q in ranks}) > 1:
         text = "|".join(f"{q.step}:{q.state_version}" for q in ranks)
         version = hashlib.blake2b(f"torn|{text}".encode(), digest_size=16).hexdigest()
     return replace(

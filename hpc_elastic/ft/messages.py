@@ -295,6 +295,23 @@ class WorkersLost(Message):
 
 
 @dataclass(frozen=True)
+class StateMismatch(Message):
+    """Worker to server: its state differs from its counterparts' in the other groups.
+
+    Attributes:
+        step: Steps committed at the check.
+        worker: Replica id, host and rank of the worker.
+        tensors: Paths of tensors that differ, for users.
+        heals: It is certain that this state is the wrong one, and it heals.
+    """
+
+    step: int
+    worker: str
+    tensors: str
+    heals: bool
+
+
+@dataclass(frozen=True)
 class Shutdown(Message):
     """Worker to server, and up: it is done and leaves on purpose.
 

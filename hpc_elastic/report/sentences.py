@@ -190,6 +190,11 @@ def _aside(entry: TimelineEntry) -> str | None:
             return f"{what}; the training goes on"
         case "checkpoint_recovered":
             return f"checkpoints are written again, from step {facts.get('step')} on"
+        case "state_mismatch":
+            what = f"step {facts.get('step')}: the state of {facts.get('worker')} differs from "
+            what += f"that of its peers in {facts.get('tensors')}"
+            then = "it heals" if facts.get("heals") else "it is left as it is"
+            return f"{what}; {then}. Check this node's hardware"
         case "cancel":
             return f"{user} cancelled the run, on {host}"
         case "preempt":

@@ -27,6 +27,7 @@ class FakeClient:
         self.requests = []
         self.timeouts = []
         self.reports = []
+        self.mismatches = []
         self.votes = []
         self.decision = True
         self.must_save = False
@@ -53,6 +54,9 @@ class FakeClient:
         if quorum_id == self.quorum_id and self.abort_reason is None:
             self.abort_reason = reason
             self.reports.append((quorum_id, reason))
+
+    def report_mismatch(self, mismatch):
+        self.mismatches.append(mismatch)
 
     def abort(self, reason="a member was lost"):
         """Let the lighthouse abort the present quorum."""

@@ -694,3 +694,35 @@ def test_environment_sets_time_outs(monkeypatch):
     made = make(monkeypatch, place())
     one_step(made.manager)
     assert made.client.timeouts == [7.0]
+
+
+# ---- states that are compared -------------------------------------------------------------------
+
+
+def test_states_are_compared_every_few_steps(monkeypatch):
+    """Only then is anything exchanged; a row that is missing fails the step and accuses none."""
+    made = make(monkeypatch, place(step=3), place(2, step=4), loaded=STEP_3, check_every=3)
+    exchanged = []
+
+    def allreduce(tensors, options, reduce=made.group.allreduce):
+        if tensors[0].dtype == torch.int64:
+            exchanged.append(made.manager.current_step())
+            made.group.others = 0
+        return reduce(tensors, options)
+
+    made.group.allreduce = allreduce
+    made.client.quorum_step = 0
+    assert one_step(made.manager)[1] is False
+    assert exchanged == [3]
+    assert "digest of its state" in str(made.manager.errored())
+    assert made.client.mismatches == []
+    assert one_step(made.manager)[1]
+    assert exchanged == [3]
+
+
+def test_states_that_differ_by_nature_are_not_compared(monkeypatch):
+    """With LocalSGD, and a number of steps below 1."""
+    with pytest.raises(ConfigError, match="LocalSGD"):
+        make(monkeypatch, check_every=3).manager.heal_from_one_source()
+    with pytest.raises(ConfigError, match="check_every"):
+        make(monkeypatch, check_every=0)

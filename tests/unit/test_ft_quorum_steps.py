@@ -270,7 +270,7 @@ def test_save_is_required_in_a_step_without_a_quorum():
 def test_combined_request():
     """It has the metadata of all ranks, and the strictest conditions of any."""
     group = {
-        1: request(metadata=("b",), min_replicas=2, state_version="other"),
+        1: request(metadata=("b",), min_replicas=2),
         0: request(metadata=("a",)),
     }
     assert combine_requests(group) == request(metadata=("a", "b"), min_replicas=2)
@@ -278,10 +278,12 @@ def test_combined_request():
 
 
 def test_torn_group_heals():
-    """Ranks at different steps share their state with no other group."""
+    """Ranks at different steps, or one that is corrupted, share their state with no other group."""
     torn = combine_requests({0: request(step=5), 1: request(step=6)})
     assert torn.step == 5
     assert torn.state_version != "a"
+    torn = combine_requests({0: request(), 1: request(state_version="its own")})
+    assert torn.state_version not in (request().state_version, "its own")
 
 
 def test_commit_decision():

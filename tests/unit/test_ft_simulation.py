@@ -33,9 +33,10 @@ def test_schedules_contain_what_is_to_be_tested(total):
     assert min(total.quorums, total.keepers, total.heals, total.proposals) > SCHEDULES
     assert total.failed_steps > SCHEDULES / 2
     assert total.leaves_granted > SCHEDULES / 10
+    assert total.corrupted > SCHEDULES / 20
     assert total.stood > 0.9 * SCHEDULES
     assert total.shown > 5 * SCHEDULES and total.notices > SCHEDULES / 10
-    assert len(total.faults) == 13
+    assert len(total.faults) == 14
     assert min(total.faults.values()) > SCHEDULES / 20
 
 

@@ -268,6 +268,11 @@ TOLD = {
     "checkpoints again": (
         [event(10.0, "checkpoint_recovered", step=40)],
         "checkpoints are written again, from step 40 on"),
+    "a state that differs from the others'": (
+        [event(10.0, "state_mismatch", 1, step=300, worker="r1 (host node1, rank 0)",
+               tensors="default.w", heals=True)],
+        "step 300: the state of r1 (host node1, rank 0) differs from that of its peers in "
+        "default.w; it heals. Check this node's hardware"),
     "a node that came and went": (
         [node(9.0, 2), notice(9.5, 2), left(10.0, 2)],
         "node2 was preempted (SIGTERM, 5 s grace); it was not in the group"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from hpc_elastic.ft.messages import (
     SwitchVote,
     WorkersLost,
 )
+from hpc_elastic.ft.state_check import find_corrupted
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.term import Gate
 from simulation.ft.invariants import Kind, Monitor, Scenario, State
@@ -55,6 +56,10 @@ class Components:
     """Whether each keeper has a higher term than the one before."""
     reports_status: bool = True
     """Whether groups report their quorum to a new keeper."""
+    find_corrupted: Callable[[Sequence[Sequence[int]]], tuple[tuple[int, ...], bool]] = (
+        find_corrupted
+    )
+    """Draws the conclusion from the digests of all members."""
 
 
 SOUND = Components()
@@ -114,7 +119,9 @@ class Env:
         """Return the process group of a quorum."""
         meeting = self._meetings.get(place.quorum_id)
         if meeting is None:
-            meeting = self._meetings[place.quorum_id] = Meeting(place, self.world, self.monitor)
+            find = self.components.find_corrupted
+            meeting = Meeting(place, self.world, self.monitor, find)
+            self._meetings[place.quorum_id] = meeting
         return meeting
 
     def group(self, name: str) -> Group:
@@ -431,6 +438,8 @@ class Group(Host):
 
 
 _BETWEEN_S = 0.0005
+_CHECK_EVERY = 5
+"""Steps between two comparisons of the states."""
 
 
 class Doing(Enum):
@@ -629,7 +638,8 @@ class Worker:
     def _commit(self) -> None:
         num, state = len(self._contributors), self.state
         token = quorum.next_version(state.state_version, self.steps.quorum_id, num)
-        self.state = State(state.step + 1, token, hash((state.history, self._contributors)))
+        history = hash((state.history, self._contributors))
+        self.state = State(state.step + 1, token, history, state.flips)
         self._env.monitor.state_reached(self.name, self.state)
         self._env.monitor.commits += 1
         self.commits += 1
@@ -655,6 +665,16 @@ class Worker:
             self.saved = self.state if self.steps.must_save else self.saved
         self.doing = Doing.OVER
         self._world.after(_BETWEEN_S, self.process, self.begin_step)
+
+    def is_corrupted(self, quorum_id: int, call: int) -> None:
+        """The collective has completed, and the states of the others show that this is wrong."""
+        if self._is_at(quorum_id, call):
+            self._apply_healed()
+            version = f"corrupted {self.name} {self._world.num_events}"
+            self.state = replace(self.state, state_version=version)
+            self._report("its state is corrupted")
+            self._is_failed, self._failures = True, self._failures + 1
+            self._end_step()
 
     def failed(self, quorum_id: int, call: int, why: str) -> None:
         """Fail the step, because its quorum failed; before its start, request another quorum."""
@@ -744,6 +764,11 @@ class Worker:
             self._world.after(_LOCAL_S, server.process, server.worker_sent, self, message)
 
     @property
+    def next_state(self) -> State:
+        """The state that it has at the end of the step."""
+        return self._healed or self.state
+
+    @property
     def is_settled(self) -> bool:
         """Whether it is in a quorum, and has received no abort of it."""
         return self.steps.quorum_id != NO_QUORUM and self.steps.abort_reason is None
@@ -760,14 +785,23 @@ class Meeting:
     Only neighbours on the ring detect that a member closes its connections.
     """
 
-    def __init__(self, placement: QuorumResult, world: World, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        placement: QuorumResult,
+        world: World,
+        monitor: Monitor,
+        find: Callable[[Sequence[Sequence[int]]], tuple[tuple[int, ...], bool]],
+    ) -> None:
         self.quorum_id = placement.quorum_id
         self.size = placement.replica_world_size
+        self._max_step = placement.max_step
+        self._find_corrupted = find
         self.members: dict[int, Worker] = {}
         self.closed: set[int] = set()
         self._world = world
         self._monitor = monitor
         self._given: dict[int, Given] = {}
+        self._states: dict[int, State] = {}
         self._call = 0
 
     def join(self, rank: int, worker: Worker) -> None:
@@ -785,7 +819,7 @@ class Meeting:
         if not self._given:
             self._call = call
         self._monitor.check(call == self._call, "calls are mixed", worker.name, call, self._call)
-        self._given[rank] = (worker, state, divisor)
+        self._given[rank], self._states[rank] = (worker, state, divisor), worker.next_state
         if self._is_cut_off(rank):
             self._fail(rank)
         if len(self._given) == self.size:
@@ -805,8 +839,25 @@ class Meeting:
         states = [(w.name, state) for w, state, _ in given.values() if state is not None]
         self._monitor.reduced(call, states, {divisor for _, _, divisor in given.values()})
         names = tuple(sorted(name for name, _ in states))
+        corrupted = self._compare_states(call, self._states)
+        delays = {rank: self._delay() for rank in given}
         for rank, (worker, _, _) in given.items():
-            self._world.after(self._delay(), worker.process, self._deliver, rank, call, names)
+            if rank in corrupted:  # once all have drawn the same conclusion
+                last_s = max(delays.values()) + _DETECT_S
+                at = self.quorum_id, call
+                self._world.after(last_s, worker.process, worker.is_corrupted, *at)
+            else:
+                self._world.after(delays[rank], worker.process, self._deliver, rank, call, names)
+
+    def _compare_states(self, call: int, states: Mapping[int, State]) -> Sequence[int]:
+        """Return the members that a check finds corrupted; not all steps have one."""
+        digests = [[hash((s.history, s.flips))] for _, s in sorted(states.items())]
+        if (self._max_step + call) % _CHECK_EVERY or len({d[0] for d in digests}) == 1:
+            return ()
+        suspects, is_certain = self._find_corrupted(digests)
+        found = suspects if is_certain else ()
+        self._monitor.compared(self._max_step + call, states, found)
+        return found
 
     def _deliver(self, rank: int, call: int, names: tuple[str, ...]) -> None:
         """Deliver the result, unless a neighbour has closed its connection before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 from simulation.ft.cluster import Env, Group
 from simulation.ft.invariants import Kind
@@ -43,11 +44,23 @@ class Faults:
             at = 0.5 + (calm - 0.5) * self._rng.random()
             after(at, None, self._inject, self._rng.choice(kinds))
 
+        if self._env.scenario.kind is Kind.ALL and len(self._env.groups) > 2:
+            flips = random.Random(f"flips {self._env.seed}")
+            for _ in range(flips.choice((0, 0, 1, 1, 2))):
+                after(0.5 + (calm - 0.5) * flips.random(), None, self._flip_bit, flips)
+
     def _request_leave(self, rng: random.Random) -> None:
         up = [g for g in self._env.groups if g.up and not g.is_over]
         if up:
             self.count["notice file"] += 1
             self._env.shared.add_notice(rng.choice(up).name)
+
+    def _flip_bit(self, rng: random.Random) -> None:
+        live = [w for g in self._env.groups if (w := g.worker) is not None and w.process.alive]
+        if live:
+            self.count["flip a bit"] += 1
+            worker = rng.choice(live)
+            worker.state = replace(worker.state, flips=rng.getrandbits(60) | 1)
 
     def _depose_keeper(self, rng: random.Random) -> None:
         self.count["depose keeper"] += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpc_elastic.ft.messages import QuorumResult
@@ -88,11 +88,12 @@ def draw(rng: random.Random) -> Scenario:
 
 @dataclass(frozen=True)
 class State:
-    """The parameters of a model, with a hash of their history."""
+    """The parameters of a model, with a hash of their history; ``flips`` is 0 if no bit flipped."""
 
     step: int
     state_version: str
     history: int
+    flips: int = 0
 
 
 # ---- The invariants
@@ -105,6 +106,8 @@ class State:
 # Last        Without other faults, a group that leaves with the newest state could save it.
 # Minority    A quorum has more members than it leaves out live members of the last one.
 # Switch      No group waits at a proposed call for long, unless there is no keeper.
+# Corruption  Where most members have states without a flipped bit, a check finds all the others,
+#             and none of them.
 # Files       Files that leaders share: see `simulation.storage`.
 # Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
 
@@ -118,6 +121,7 @@ class Monitor:
         self.commits = 0
         self.failed_steps = 0
         self.heals = 0
+        self.corrupted = 0
         self.switches = 0
         self.leaves_granted = 0
         self.dropped = 0
@@ -170,9 +174,16 @@ class Monitor:
             given: The contributors, and their states.
             divisors: The divisors of all members.
         """
-        states = {state for _, state in given}
+        states = {replace(state, flips=0) for _, state in given}
         self.check(len(states) == 1, "different states were averaged", call, given)
         self.check(divisors == {len(given)}, "the mean counts others", call, divisors, given)
+
+    def compared(self, step: int, states: Mapping[int, State], found: Sequence[int]) -> None:
+        """A check has found these members corrupted, by replica rank."""
+        self.corrupted += len(found)
+        wrong = [rank for rank, state in sorted(states.items()) if state.flips]
+        if 2 * len(wrong) < len(states):
+            self.check(list(found) == wrong, "a check blames others", step, found, wrong)
 
     def step_failed(self, worker: str, why: str) -> None:
         """A worker's step was not committed."""

@@ -199,6 +199,11 @@ class RunsPast(QuorumSteps):
         pass
 
 
+def _trust_the_first(digests: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], bool]:
+    """Conclude that all are wrong that differ from the first member."""
+    return tuple(rank for rank, own in enumerate(digests) if own != digests[0]), True
+
+
 class AdoptsAnything(LighthouseState):
     """Continues with an older quorum that another member reports."""
 
@@ -238,5 +243,6 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "agrees to all": (Components(steps=AgreesToAll), "costs a step|not all make steps"),
     "runs past": (Components(steps=RunsPast), "costs a step|not all make steps"),
     "adopts anything": (Components(AdoptsAnything), "minority|came again|not all make"),
+    "trusts the first": (Components(find_corrupted=_trust_the_first), "a check blames others"),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""

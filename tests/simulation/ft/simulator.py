@@ -30,6 +30,8 @@ class Outcome(Tally):
     commits: int = 0
     failed_steps: int = 0
     heals: int = 0
+    corrupted: int = 0
+    """States that a check has found to be wrong."""
     proposals: int = 0
     leaves_granted: int = 0
     dropped: int = 0
@@ -123,7 +125,7 @@ class Simulator:
         return Outcome(
             schedules=1, virtual_s=self.world.now, events=self.world.num_events,
             checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
-            failed_steps=m.failed_steps, heals=m.heals, proposals=m.switches,
+            failed_steps=m.failed_steps, heals=m.heals, corrupted=m.corrupted, proposals=m.switches,
             shown=self.env.shared.monitor.shown, notices=self.env.shared.monitor.obeyed,
             leaves_granted=m.leaves_granted, dropped=m.dropped, keepers=self.coordinator.term,
             stood=int(self._stood),

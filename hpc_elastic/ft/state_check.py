@@ -1,0 +1,224 @@
+"""The check for silent data corruption: equal replicas hold equal bits.
+
+Memory, a link or an arithmetic unit that fails may change a number without any error. Replicas that
+start alike and apply the same averaged gradients hold the same state, bit by bit, so a difference
+shows that. `Manager` compares the state every ``check_every`` steps, rank by rank with the
+counterparts in the other groups, in the process group of the step:
+
+1. Each member adds its row to a table of three numbers a member: a mark, a hash of the names and
+   forms of its tensors, and a digest of all their bits. Equal rows end the check.
+2. Only where they differ, a second table has the digest of each tensor and the name of each member.
+   The members draw the same conclusion from it (`find_corrupted`).
+
+It finds what differs *now*: parameters, and an optimizer's state. It does not find a wrong gradient
+that was averaged, since all replicas have applied it. Groups with different hardware or libraries
+may round differently, and differ by nature.
+
+*Digest*. The bytes of a tensor are 64-bit words; their sum over each row of `_ROW_WORDS`, modulo
+2**64, is multiplied by an odd number of that row, and the products are added. Integer sums depend
+on no order, so the digest is deterministic on any device, and reads memory once, at its speed. A
+change within one word changes the sum of its row by less than 2**64 and not by 0, and an odd factor
+keeps that, so every flipped bit, or any other change of one word, changes the digest. Several
+changed words go unnoticed if their differences cancel: with probability 2**-64 for random changes,
+1/128 for two flipped bits in one row, and far less in different rows. Tensors of one state are
+combined likewise, by their place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import torch
+
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.ft.checkpointing import _layout
+
+_ROW_WORDS = 4096
+_NAME_BYTES = 128
+_LISTED = 3
+_MASK = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15
+"""An odd number whose multiples by small odd numbers are spread over 64 bits."""
+
+
+class CorruptedStateError(HpcElasticError):
+    """This replica's state differs from that of most others: it heals from one of them."""
+
+
+# ---- digests
+
+
+def find_tensors(state: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the dense tensors of a state with their paths; of a DTensor, this rank's shard."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from find_tensors(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(state, (list, tuple)):
+        for number, value in enumerate(state):
+            yield from find_tensors(value, f"{path}.{number}" if path else str(number))
+    elif isinstance(state, torch.Tensor):
+        local: torch.Tensor = state.to_local() if _layout.is_dtensor(state) else state  # type: ignore[attr-defined]
+        is_dense = type(local) in (torch.Tensor, torch.nn.Parameter)
+        if is_dense and local.layout == torch.strided and not local.is_meta:
+            yield path, local
+
+
+def digest_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the digest of a tensor's bits: one int64, on its device."""
+    raw = _layout.as_bytes(_layout.plain(tensor))
+    if raw.storage_offset() % 8:  # torch has no words at such an address
+        raw = raw.clone()
+    num_words = len(raw) // 8
+    words, rest = raw[: 8 * num_words].view(torch.int64), raw[8 * num_words :]
+    num_rows = num_words // _ROW_WORDS
+    sums = [words[num_rows * _ROW_WORDS :].sum()[None]]
+    if num_rows:
+        sums.append(words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS).sum(1))
+    if len(rest):
+        places = torch.arange(0, 8 * len(rest), 8, device=rest.device)
+        sums.append((rest.to(torch.int64) << places).sum()[None])
+    all_sums = torch.cat(sums)
+    if len(all_sums) == 1:
+        return all_sums[0]
+    odd = torch.arange(1, 2 * len(all_sums), 2, device=all_sums.device)
+    return (all_sums * (odd * _signed(_FACTOR))).sum()
+
+
+@dataclass(frozen=True)
+class StateDigest:
+    """The digests of a state's tensors.
+
+    Attributes:
+        paths: Of the tensors.
+        form: Hash of their paths, types and shapes.
+        tensors: The digest of each.
+        total: The digest of all.
+    """
+
+    paths: tuple[str, ...]
+    form: int
+    tensors: tuple[int, ...]
+    total: int
+
+    @classmethod
+    def of(cls, state: object) -> StateDigest:
+        """Return the digest of a state's dense tensors; it waits for their devices once each."""
+        found = list(find_tensors(state))
+        by_device: dict[torch.device, list[int]] = {}
+        for number, (_, tensor) in enumerate(found):
+            by_device.setdefault(tensor.device, []).append(number)
+        digests = [0] * len(found)
+        for numbers in by_device.values():
+            values = torch.stack([digest_tensor(found[n][1]) for n in numbers]).tolist()
+            for number, value in zip(numbers, values, strict=True):
+                digests[number] = value
+        form = json.dumps([(path, str(t.dtype), list(t.shape)) for path, t in found])
+        hashed = blake2b(form.encode(), digest_size=8).digest()
+        total = sum(d * (2 * n + 1) * _FACTOR for n, d in enumerate(digests))
+        return cls(
+            tuple(path for path, _ in found), int.from_bytes(hashed, "big", signed=True),
+            tuple(digests), _signed(total),
+        )  # fmt: skip
+
+    def form_alone(self) -> StateDigest:
+        """Return what is compared in detail where members have different tensors."""
+        return replace(self, paths=("names, types or shapes of the tensors",), tensors=(self.form,))
+
+
+def _signed(number: int) -> int:
+    """Return a number modulo 2**64 as an int64."""
+    number &= _MASK
+    return number - (1 << 64) if number >> 63 else number
+
+
+# ---- what the members exchange
+
+
+Row = Sequence[int]
+_MARK = 1
+
+
+def summary_row(state: StateDigest) -> list[int]:
+    """Return a member's row of the first table."""
+    return [_MARK, state.form, state.total]
+
+
+def detail_row(state: StateDigest, name: str) -> list[int]:
+    """Return a member's row of the second table; all members have tensors of the same form."""
+    text = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    return [_MARK, *text, *state.tensors]
+
+
+def is_complete(table: Sequence[Row]) -> bool:
+    """Return whether every member has added its row."""
+    return all(row[0] == _MARK for row in table)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Members of one rank in their groups whose states differ.
+
+    Attributes:
+        names: Of all members, by replica rank.
+        tensors: Paths of the tensors that differ.
+        suspects: Replica ranks that differ from most others in one of them; those of all members
+            that may be wrong, if a tensor has no majority.
+        is_certain: Most members agree on each tensor, and one of them on all.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    suspects: tuple[int, ...]
+    is_certain: bool
+
+    @classmethod
+    def of(cls, table: Sequence[Row], paths: Sequence[str]) -> Mismatch:
+        """Return the conclusion from the second table."""
+        begin = 1 + _NAME_BYTES
+        names = [bytes(row[1:begin]).rstrip(b"\0").decode(errors="replace") for row in table]
+        digests = [row[begin:] for row in table]
+        differing = [n for n in range(len(paths)) if len({row[n] for row in digests}) > 1]
+        suspects, is_certain = find_corrupted(digests)
+        return cls(tuple(names), tuple(paths[n] for n in differing), suspects, is_certain)
+
+    @property
+    def listed(self) -> str:
+        """A few of the tensors, and the number of the others."""
+        more = f" and {len(self.tensors) - _LISTED} more" if len(self.tensors) > _LISTED else ""
+        return ", ".join(self.tensors[:_LISTED]) + more
+
+    def __str__(self) -> str:
+        names = ", ".join(self.names[rank] for rank in self.suspects)
+        if self.is_certain:
+            return f"the state of {names} differs from that of the other replicas in {self.listed}"
+        return (
+            f"the states of {names} differ in {self.listed}, and no majority shows which is right. "
+            "Leave out what is not equal by nature, such as running means: check_state"
+        )
+
+
+def find_corrupted(digests: Sequence[Row]) -> tuple[tuple[int, ...], bool]:
+    """Return the members whose state is wrong, and whether that is certain.
+
+    Args:
+        digests: By member, the digest of each tensor; at least one differs.
+
+    Returns:
+        The members that differ from a strict majority in some tensor. Where a tensor has no
+        majority, as with two members, or where no member is right in all tensors: all members that
+        may be wrong.
+    """
+    suspects: set[int] = set()
+    is_certain = True
+    for column in zip(*digests, strict=True):
+        value, count = Counter(column).most_common(1)[0]
+        if 2 * count > len(column):
+            suspects |= {rank for rank, own in enumerate(column) if own != value}
+        else:
+            suspects |= set(range(len(column)))
+            is_certain = False
+    return tuple(sorted(suspects)), is_certain and len(suspects) < len(digests)

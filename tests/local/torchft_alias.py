@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from hpc_elastic.ft.process_group import DummyWork, ManagedWork, _AlteredWork
+from hpc_elastic.ft.process_group import AlteredWork, DummyWork, ManagedWork
 from hpc_elastic.ft.reconfigurable import parse_store_addr
 
 OURS, THEIRS = "hpc_elastic.ft", "torchft"
@@ -52,7 +52,7 @@ PRIVATE: dict[str, dict[str, object]] = {
     "manager": {"_ManagedWork": managed_work},
     "process_group": {
         "_DummyWork": DummyWork,
-        "_ErrorSwallowingWork": _AlteredWork,
+        "_ErrorSwallowingWork": AlteredWork,
         "create_store_client": create_store_client,
     },
 }

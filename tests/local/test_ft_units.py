@@ -1,5 +1,6 @@
 """Replicas of two nodes on this machine: real agents, relays and sharded workers, which die."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -88,3 +89,20 @@ def test_a_failed_worker_restarts_its_replica_alone(pairs):
     assert [len(found) for found in pairs.pids(first, second)] == [2, 2]
     pairs.finish(stay[0])
     assert pairs.results.result(60).restarts == 1
+
+
+def test_a_notice_of_a_second_node_costs_the_others_no_step(pairs):
+    """Its replica leaves the quorum at an agreed step; its partner waits for the next node."""
+    train(pairs, 2, 0, 1, 2, 3)
+    first, second = other_pair(pairs)
+    stay = [slot for slot in range(4) if slot not in (first, second)]
+    tasks = json.loads((pairs.run.path / ".hpc_elastic" / "local-tasks.json").read_text())
+    (task,) = (name for name in tasks if name.endswith(f"_{second}"))
+    agent = pairs.agents()[first]
+    notices = pairs.run.path / "preempt"
+    notices.mkdir(exist_ok=True)
+    (notices / task).touch()
+    train(pairs, 1, *stay)
+    train(pairs, 2, 0, 1, 2, 3)
+    assert not any("failed" in line for slot in stay for line in pairs.lines(slot))
+    assert pairs.agents()[first] == agent, "its partner has kept its node"

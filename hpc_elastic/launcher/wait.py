@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from hpc_elastic._util import duration, sigterm_as_interrupt
+from hpc_elastic._util import counted, duration, sigterm_as_interrupt
 from hpc_elastic.errors import SlurmError
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
 from hpc_elastic.launcher.run_view import AbsenceTimer, count_states, members_of, number, phase_of
@@ -335,7 +335,11 @@ def row_of(
     row |= {} if status is None else _cells(status, len(run.tasks))
     if outcome is not None:
         return {**row, "nodes": "", "time left": ""}
-    return {**row, "queue": count_states(s for s in states or () if s.phase is not Phase.RUNNING)}
+    queue = count_states(s for s in states or () if s.phase is not Phase.RUNNING)
+    waiting = int(number((status or {}).get("joined")) or 0) if phase == "training" else 0
+    if waiting:  # spares, and nodes that are admitted later
+        queue = ", ".join(filter(None, (f"{counted(waiting, 'node')} waiting", queue)))
+    return {**row, "queue": queue}
 
 
 def _cells(status: Mapping[str, Any], num_tasks: int) -> Row:

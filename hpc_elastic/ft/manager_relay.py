@@ -8,7 +8,7 @@ worker needs no other connection than the Unix socket of its node.
 Frames of this connection, beside messages with the ``rank`` of a worker:
 
 ``lost``     ``rank``, ``why``: a worker's connection has ended.
-``stopped``  ``rank``, ``stopped_s``: for how long a signal has stopped a worker; 0: it runs again.
+``stopped``  ``rank``, ``now``: whether a worker is stopped for long, or runs again.
 ``leave``    ``left_s``: the relay's node is lost within this number of seconds.
 
 The relay names the log entry that placed its group. A connection of a group that the server does
@@ -145,7 +145,7 @@ class RemoteWorker:
         self.pid = f"of rank {rank} on {node.host}"
         self._node = node
         self._number = rank
-        self._stopped_since: float | None = None
+        self._is_stopped = False
 
     def send(self, message: messages.Message) -> None:
         """Queue a message."""
@@ -155,13 +155,13 @@ class RemoteWorker:
         """Drop the connection to its node, without a report. May be repeated."""
         self._node.close()
 
-    def stopped_for(self, now: float) -> float:
-        """Return for how long a signal has stopped the process."""
-        return 0.0 if self._stopped_since is None else now - self._stopped_since
+    def is_stopped(self, now: float) -> bool:
+        """Return whether its node has reported that it is stopped for long."""
+        return self._is_stopped
 
-    def set_stopped(self, stopped_s: float, now: float) -> None:
+    def set_stopped(self, *, is_stopped: bool) -> None:
         """Record what its node reports."""
-        self._stopped_since = now - stopped_s if stopped_s > 0 else None
+        self._is_stopped = is_stopped
 
 
 @dataclass(eq=False)
@@ -272,7 +272,7 @@ class RelayPort:
             self._owner.on_worker_disconnect(worker, f"{node.host}: {reason}")
 
     def _handle(self, node: RemoteNode, frame: dict[str, Any]) -> None:
-        owner, loop = self._owner, asyncio.get_running_loop()
+        owner = self._owner
         assert owner is not None
         if frame["type"] == "leave":
             owner.announce_leave(float(frame["left_s"]))
@@ -285,7 +285,7 @@ class RelayPort:
             case "lost" if rank in node.workers:
                 owner.on_worker_disconnect(node.workers.pop(rank), str(frame["why"]))
             case "stopped" if rank in node.workers:
-                node.workers[rank].set_stopped(float(frame["stopped_s"]), loop.time())
+                node.workers[rank].set_stopped(is_stopped=bool(frame["now"]))
 
     def _accept(self, sock: socket.socket) -> None:
         connection = ServerConnection(self._secret, _SESSION, self, self._buffer)

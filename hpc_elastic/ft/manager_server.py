@@ -2,7 +2,7 @@
 
 It runs outside of the training processes, so the group keeps its membership whatever they do to the
 interpreter lock. `messages` has the theory. The server combines what its workers send, notices
-within milliseconds if one dies and within a second if one is stopped, and keeps what a new
+within milliseconds if one dies and within 0.1 s if one is stopped, and keeps what a new
 lighthouse has to know. Without a connection to a lighthouse, workers go on as long as they need no
 quorum, and their requests wait for one.
 
@@ -37,9 +37,12 @@ from hpc_elastic.ft.manager_relay import Relay, RelayPort, RemoteWorker
 from hpc_elastic.transport.auth import AuthenticationError, user_secret
 from hpc_elastic.transport.connection import CONNECTION_ERRORS, ClientConnection, connect
 
-_CHECK_EVERY_S = 0.25
-_STOPPED_S = 0.5
-"""A worker that is stopped for longer counts as lost, since it holds up all members."""
+_CHECK_EVERY_S = 0.025
+_STOPPED_S = 0.075
+"""A worker that a signal stops for longer counts as lost, since it holds up all members. If that
+was too early, it costs little: the worker joins again when it continues."""
+_TRACED_S = 0.5
+"""The same for one that a debugger or profiler stops: those do so for moments, again and again."""
 _NO_CONNECTION = "there is no connection to the lighthouse"
 _ACCEPT_AGAIN_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
@@ -449,16 +452,16 @@ class ManagerServer:
             for rank, worker in list(self._workers.items()):
                 if self._workers.get(rank) is not worker:
                     continue  # lost meanwhile
-                stopped_s = worker.stopped_for(loop.time())
+                is_stopped = worker.is_stopped(loop.time())
                 if self._relay is not None:
-                    if (stopped_s > 0) != (worker in self._stopped):
-                        self._relay.send({"type": "stopped", "rank": rank, "stopped_s": stopped_s})
+                    if is_stopped is not None and is_stopped != (worker in self._stopped):
+                        self._relay.send({"type": "stopped", "rank": rank, "now": is_stopped})
                         self._stopped ^= {worker}
                     continue
-                if stopped_s == 0 and worker in self._stopped:
+                if is_stopped is False and worker in self._stopped:
                     self._stopped.discard(worker)
                     self._repeat_request()
-                if stopped_s < _STOPPED_S or worker in self._stopped or self.has_left:
+                if not is_stopped or worker in self._stopped or self.has_left:
                     continue
                 self._stopped.add(worker)
                 self._lose_workers(
@@ -531,17 +534,19 @@ class WorkerConnection:
         os.close(self._pidfd)
         os.close(self._stat)
 
-    def stopped_for(self, now: float) -> float:
-        """Return for how long a signal has stopped the process, as far as this was called."""
+    def is_stopped(self, now: float) -> bool | None:
+        """Return whether the process is stopped for long; None if only for a moment so far."""
         line = b""
         with contextlib.suppress(OSError):  # it is dead: the pidfd reports it
             line = os.pread(self._stat, 4096, 0)
-        if line[line.rfind(b")") + 2 :][:1] not in (b"T", b"t"):
+        state = line[line.rfind(b")") + 2 :][:1]
+        if state not in (b"T", b"t"):
             self._stopped_since = None
-            return 0.0
+            return False
         if self._stopped_since is None:
             self._stopped_since = now
-        return now - self._stopped_since
+        limit_s = _STOPPED_S if state == b"T" else _TRACED_S
+        return now - self._stopped_since >= limit_s or None
 
     def _write(self) -> None:
         try:

@@ -235,7 +235,17 @@ def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch
     assert shown.messages[1:] == ["the runs can be read again"]
 
 
-@pytest.mark.parametrize("name", ["phase", "nodes", "step", "total_steps", "loss", "restarts"])
+def test_nodes_that_wait_beside_a_training_are_shown(run):
+    """A spare, or a node that is admitted later."""
+    shown = Shown()
+    write_status(run, nodes=2, joined=1)
+    waiter(Script([[RUNNING, PENDING]]), [run], shown).poll_runs()
+    assert shown.rows[-1][0]["queue"].startswith("1 node waiting, 1 task PENDING")
+
+
+@pytest.mark.parametrize(
+    "name", ["phase", "nodes", "joined", "step", "total_steps", "loss", "restarts"]
+)
 @pytest.mark.parametrize("value", ["many", [1], {}, None])
 def test_a_status_that_is_damaged_ends_no_wait(run, name, value):
     """A launcher that ended with it would end all local runs."""

@@ -15,7 +15,7 @@ from ft.libraries import OURS, free_port
 from hpc_elastic.ft.coordination import LighthouseServer
 
 EVERY = 3
-FLIPS = 100
+FLIPS = 25
 
 
 class Replicas:
@@ -105,10 +105,11 @@ def replicas(crew):
         each.end()
 
 
-def test_each_flipped_bit_is_named_and_healed(replicas):
-    """100 of 100, within the next check, and nothing else: afterwards all have the same bits."""
+@pytest.mark.parametrize("flips", [FLIPS, pytest.param(4 * FLIPS, marks=pytest.mark.long)])
+def test_each_flipped_bit_is_named_and_healed(replicas, flips):
+    """Within the next check, and nothing else: afterwards all have the same bits."""
     group, rng = replicas(3), random.Random(4)
-    for number in range(FLIPS):
+    for number in range(flips):
         slot, tensor = rng.randrange(3), rng.choice(["matrix", "halves", "one"])
         step = group.flip(slot, tensor, rng)
         group.crew.need(lambda n=number: len(group.mismatches()) > n, "it is named")

@@ -62,43 +62,17 @@ def test_the_partner_of_a_lost_node_completes_the_next_replica(pairs):
         assert {line["digest"] for line in ends} == {result.by_rank[rank]} and len(ends) == 2
 
 
-def test_a_stopped_worker_of_a_second_node_holds_nobody_up(pairs):
-    """Its own node sees it; the server of the replica, on another node, learns it by the relay."""
+def test_what_happens_to_a_second_node_holds_no_other_replica_up(pairs):
+    """A notice costs no step, and a failed worker is one restart; a stopped one is seen.
+
+    The server of the replica is on the first node, and learns of all that by the relay.
+    """
     train(pairs, 2, 0, 1, 2, 3)
     first, second = other_pair(pairs)
     stay = [slot for slot in range(4) if slot not in (first, second)]
-    pid = pairs.last(second, "made")["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        train(pairs, 1, *stay)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    train(pairs, 2, 0, 1, 2, 3)
-
-
-def test_a_failed_worker_restarts_its_replica_alone(pairs):
-    """Both nodes of it, once; that is one restart."""
-    train(pairs, 2, 0, 1, 2, 3)
-    first, second = other_pair(pairs)
-    stay = [slot for slot in range(4) if slot not in (first, second)]
-    pids = pairs.pids(*stay)
-    os.kill(pairs.last(second, "made")["pid"], signal.SIGKILL)
-    train(pairs, 1, *stay)
-    train(pairs, 2, 0, 1, 2, 3)
-    assert pairs.pids(*stay) == pids
-    assert [len(found) for found in pairs.pids(first, second)] == [2, 2]
-    pairs.finish(stay[0])
-    assert pairs.results.result(60).restarts == 1
-
-
-def test_a_notice_of_a_second_node_costs_the_others_no_step(pairs):
-    """Its replica leaves the quorum at an agreed step; its partner waits for the next node."""
-    train(pairs, 2, 0, 1, 2, 3)
-    first, second = other_pair(pairs)
-    stay = [slot for slot in range(4) if slot not in (first, second)]
+    pids, agent = pairs.pids(*stay), pairs.agents()[first]
     tasks = json.loads((pairs.run.path / ".hpc_elastic" / "local-tasks.json").read_text())
     (task,) = (name for name in tasks if name.endswith(f"_{second}"))
-    agent = pairs.agents()[first]
     notices = pairs.run.path / "preempt"
     notices.mkdir(exist_ok=True)
     (notices / task).touch()
@@ -106,3 +80,18 @@ def test_a_notice_of_a_second_node_costs_the_others_no_step(pairs):
     train(pairs, 2, 0, 1, 2, 3)
     assert not any("failed" in line for slot in stay for line in pairs.lines(slot))
     assert pairs.agents()[first] == agent, "its partner has kept its node"
+
+    stopped = pairs.last(second, "made")["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        train(pairs, 1, *stay)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    train(pairs, 2, 0, 1, 2, 3)
+
+    os.kill(pairs.last(second, "made")["pid"], signal.SIGKILL)
+    train(pairs, 1, *stay)
+    train(pairs, 2, 0, 1, 2, 3)
+    assert pairs.pids(*stay) == pids
+    pairs.finish(stay[0])
+    assert pairs.results.result(60).restarts == 1

@@ -105,8 +105,9 @@ class ReplicaState:
         """First agents of units placed (None) or dissolved (why), for the `QuorumBridge`."""
         self._failures: dict[Agent, list[Failure]] = {}
         """Failures of the workers of members since they were placed."""
-        self._judged: set[Agent] = set()
-        """Members whose failures have been judged."""
+        self._judged: dict[Agent, int] = {}
+        """Agents whose failures have been judged, and the entry that had placed each: an agent may
+        report them again on another connection, after it was taken for lost."""
         self._returned: set[Agent] = set()
         """Members whose workers have returned."""
         self._results: str | None = None
@@ -369,7 +370,6 @@ class ReplicaState:
         for agent in unit:
             self.taking_part.discard(agent)
             self._returned.discard(agent)
-            self._judged.discard(agent)
             self._failures.pop(agent, None)
 
     def _stop_unit(self, agent: Agent, why: str) -> list[Effect]:
@@ -387,7 +387,7 @@ class ReplicaState:
         away = (agent, *run.participants.joined)
         to_stop = tuple(a for a in unit if a not in away and not run.participants.is_lost(a))
         run.participants.pending_rejoin.difference_update(unit)
-        failures = [f for a in unit if a not in self._judged for f in self._failures.get(a, ())]
+        failures = self._take_failures(unit)
         self._forget(unit)
         run.ranks = RankAssignment(tuple(a for a in run.ranks.members if a not in unit))
         for node in unit:
@@ -435,12 +435,14 @@ class ReplicaState:
         run = self.run
         effects: list[Effect] = []
         reported = {*run.participants.joined, *self._failures}
-        units = {self._unit_of(agent) for agent in self._failures if agent not in self._judged}
+        units = {self._unit_of(agent) for agent in self._failures}
         for unit in sorted(units, key=lambda unit: unit[0].slot):
             if run.phase is not RoundPhase.RUNNING or not reported.issuperset(unit):
                 continue
-            self._judged.update(unit)
-            run.policy.failures += [f for a in unit for f in self._failures.get(a, ())]
+            failures = self._take_failures(unit)
+            if not failures:
+                continue
+            run.policy.failures += failures
             effects += self._judge_alone(self._place_of(unit[0]).round)
             faulty = tuple(a for a in unit if a.host in run.policy.excluded)
             if faulty and run.phase is RoundPhase.RUNNING:
@@ -448,6 +450,16 @@ class ReplicaState:
                 run.participants.remove(faulty)
                 effects += run.backoff.requeue_faulty(faulty)
         return effects
+
+    def _take_failures(self, unit: Iterable[Agent]) -> list[Failure]:
+        """Return the failures of a unit that have not been judged; they are from now on."""
+        failures: list[Failure] = []
+        for agent in unit:
+            placed_by = self._place_of(agent).index
+            if agent in self._failures and self._judged.get(agent) != placed_by:
+                self._judged[agent] = placed_by
+                failures += self._failures[agent]
+        return failures
 
     def _judge_alone(self, round_: int, *, not_counted: bool = False) -> list[Effect]:
         """Judge what has failed since the last time."""

@@ -220,8 +220,9 @@ def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRa
         if 0 < first <= second and high > 1 and not (first % high or second % high):
             typed = f"{first}:{second}:{high}"
             meant = f"{first} to {second} nodes in multiples of {high}"
+            low, high = first, second
         why = f"write {key}: '{typed}' for {meant}"
-        if low > high and typed.count(":") == 1:
+        if low > high:
             why = f"a range of nodes has the smaller number first; write {key}: '{high}:{low}'"
             why += " for that"
         yaml = f"unquoted in YAML, {typed} is the base-60 number {value}"

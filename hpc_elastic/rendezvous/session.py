@@ -158,13 +158,12 @@ class Session:
         assert self.replica is not None
         replica, secret = self.replica, self._context.secret
 
-        def connect_relay(address: str, port: int) -> Relay:
-            return Relay(
-                address, port, secret, place.index, self._me.host,
+        relay = None
+        if server is not None:
+            relay = partial(
+                Relay, *server, secret, place.index, self._me.host,
                 replica.on_relayed, replica.on_relay_end,
             )  # fmt: skip
-
-        relay = None if server is None else partial(connect_relay, *server)
         self.run_in_loop(replica.expect_workers, place.world_size, place.index, relay)
 
     def close_run(self) -> None:

@@ -42,7 +42,7 @@ class Replicas:
         return [m for group in self.groups for m in group]
 
     def go_on(self, steps: int = EVERY + 1) -> None:
-        """Wait until all have committed so many further steps of all groups."""
+        """Wait until all have committed this number of further steps of all groups."""
         begun = {m.name: len(m.events) for m in self.members}
 
         def have() -> bool:

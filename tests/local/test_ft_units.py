@@ -20,7 +20,7 @@ def pairs(tmp_path) -> Iterator[Replicas]:
 
 
 def train(run: Replicas, size: int, *slots: int) -> None:
-    """Wait until these slots have made further steps in a quorum of so many."""
+    """Wait until these slots have made further steps in a quorum of this size."""
     marks = {slot: len(run.lines(slot)) for slot in slots}
 
     def is_so(slot: int) -> bool:

@@ -44,7 +44,7 @@ class Replicas:
         return last
 
     def train(self, num: int) -> None:
-        """Wait until so many make further steps together."""
+        """Wait until this number of replicas makes further steps together."""
         before = max((step for step, _ in self.steps().values()), default=0)
 
         def together() -> bool:

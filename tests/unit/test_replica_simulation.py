@@ -49,16 +49,6 @@ def test_every_invariant_holds_for_units(simulator):
     assert total.rounds > SCHEDULES and total.stood_after.total() > SCHEDULES / 2
 
 
-@pytest.mark.schedules
-@pytest.mark.parametrize("name", UNIT_MUTANTS)
-def test_planted_bug_of_units_is_found(name):
-    """As for nodes that work alone."""
-    components, complaint = UNIT_MUTANTS[name]
-    failure = find(partial(ReplicaUnitSimulator, components=components), 0, MUTANT_SCHEDULES)
-    assert failure is not None, f"{name} went unnoticed"
-    assert re.search(complaint, failure.splitlines()[0]), failure
-
-
 @pytest.mark.parametrize("seed", [61, 104, 732, 1219])
 def test_a_schedule_of_units_that_once_failed_holds(seed):
     """A lost leader's partner that is cut off; one that is another attempt; two of one number."""
@@ -72,10 +62,16 @@ def test_a_schedule_of_replicas_that_once_failed_holds(seed):
 
 
 @pytest.mark.schedules
-@pytest.mark.parametrize("name", REPLICA_MUTANTS)
-def test_planted_bug_of_replicas_is_found(name):
+@pytest.mark.parametrize(
+    ("simulator", "mutants", "name"),
+    [
+        *((ReplicaSimulator, REPLICA_MUTANTS, name) for name in REPLICA_MUTANTS),
+        *((ReplicaUnitSimulator, UNIT_MUTANTS, name) for name in UNIT_MUTANTS),
+    ],
+)
+def test_planted_bug_of_replicas_is_found(simulator, mutants, name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
-    components, complaint = REPLICA_MUTANTS[name]
-    failure = find(partial(ReplicaSimulator, components=components), 0, MUTANT_SCHEDULES)
+    components, complaint = mutants[name]
+    failure = find(partial(simulator, components=components), 0, MUTANT_SCHEDULES)
     assert failure is not None, f"{name} went unnoticed"
     assert re.search(complaint, failure.splitlines()[0]), failure

@@ -19,8 +19,9 @@ They are notified again later, in case its node was lost before its connections 
 
 Switch
 ------
-A switch is started for newcomers that request while the quorum is active, and for members under
-notice: the members agree on the quorum step at which all request the next quorum
+A switch is started for newcomers that request while the quorum is active, for members under notice,
+and for a member that has caught up: the members agree on the quorum step at which all request the
+next quorum
 (`hpc_elastic.step_agreement`), so no step fails. Votes have a time-out, steps have none: they may
 take an hour, and a confirmed switch is valid until the quorum ends. Numbers of proposals rise over
 all switches and lighthouses. A member that is confirmed to leave gets its `LeaveGranted` at the
@@ -32,7 +33,8 @@ A group under notice leaves at a switch. Outside of an active quorum it leaves w
 but the lighthouse first waits for the live previous members, to see whether one of them has the
 same state. If no group that stays has it, the leaving group becomes a member once more, so that the
 others heal from it, and leaves at the switch after that. That takes time: with less than
-`ENOUGH_TO_HEAL_S` left it leaves at once.
+`ENOUGH_TO_HEAL_S` left it leaves at once. Nobody catches up beside a member under notice: all wait
+until the others have healed.
 
 If the newest state leaves with members of a quorum, they learn it one step before (``last``).
 Outside of a quorum, the first group that has it makes one more step, in which it saves, and then
@@ -148,6 +150,9 @@ class LighthouseState:
                 sends = self._on_abort_report(replica, message, now)
             case messages.SwitchVote():
                 sends = self._on_switch_vote(replica, message, now)
+            case messages.SwitchRequest():
+                if registry.is_member(replica) and message.quorum_id == self._quorum.quorum_id:
+                    self._quorum.needs_switch = True
             case messages.LeaveNotice():
                 if replica not in registry.leave_deadlines:
                     self._switch.hurry()
@@ -326,8 +331,10 @@ class LighthouseState:
         if isinstance(members, str):
             self._waits_for = members
             return []
-        self._answered = {m: self._registry.requests[m] for m in members}
-        self._results = self._assign_results(self._next_id, members, self._answered)
+        requests = self._answered = {m: self._registry.requests[m] for m in members}
+        if not self._registry.leave_deadlines.keys().isdisjoint(members):
+            requests = {m: replace(q, catch_up=False) for m, q in requests.items()}
+        self._results = self._assign_results(self._next_id, members, requests)
         self._registry.set_quorum(self._next_id, members, now)
         self._switch = StepAgreement(_AHEAD_S, self._switch.number)
         if self._registry.requests:  # excluded by shrink_only: do not switch again at once
@@ -353,6 +360,7 @@ class LighthouseState:
         )
         is_needed = (
             self._is_probing
+            or active.needs_switch
             or registry.has_newcomers
             or not registry.leave_deadlines.keys().isdisjoint(active.members)
         )

@@ -223,6 +223,11 @@ class ManagerClient:
             with contextlib.suppress(ManagerServerLostError):
                 self._send(messages.QuorumAborted(quorum_id, reason))
 
+    def request_switch(self) -> None:
+        """Request another quorum, at a step at which none has to fail."""
+        with contextlib.suppress(ManagerServerLostError):
+            self._send(messages.SwitchRequest(self.steps.quorum_id))
+
     def report_mismatch(self, mismatch: messages.StateMismatch) -> None:
         """Report that this worker's state differs from its counterparts', for the run's events."""
         with contextlib.suppress(ManagerServerLostError):

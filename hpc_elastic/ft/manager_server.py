@@ -112,6 +112,8 @@ class ManagerServer:
         self._quorum_step = 0
         self._proposal_number = 0
         self._switch_votes: dict[int, messages.SwitchVote] = {}
+        self._switch_requests: set[int] = set()
+        """Ranks that request a switch of the present quorum."""
         self._commit_votes = CommitVotes()
 
     # ---- life ---------------------------------------------------------------------------
@@ -210,6 +212,7 @@ class ManagerServer:
             )
         if self._lost_reason is not None:
             self._send_up(messages.WorkersLost(self._lost_reason))
+        self._request_switch_if_complete()
         if self._leave_at is not None:
             left_s = self._leave_at - asyncio.get_running_loop().time()
             self._send_up(messages.LeaveNotice(max(0.0, left_s)))
@@ -259,6 +262,7 @@ class ManagerServer:
             return  # of an older request: the newer one aborts that quorum at the lighthouse
         requests, self._requests, self._sent = self._requests, {}, None
         self._result, self._is_aborted, self._quorum_step = ranks[0], False, 0
+        self._switch_requests.clear()
         for rank, result in enumerate(ranks):
             self._workers[rank].send(messages.QuorumResults((result,), requests[rank].number))
 
@@ -298,6 +302,10 @@ class ManagerServer:
                     self._send_up(message)
             case messages.SwitchVote():
                 self._on_switch_vote(rank, message)
+            case messages.SwitchRequest():
+                if self._result is not None and message.quorum_id == self._result.quorum_id:
+                    self._switch_requests.add(rank)
+                    self._request_switch_if_complete()
             case messages.CommitVote():
                 self._commit_votes.add_vote(rank, message)
                 self._decide_commit()
@@ -438,6 +446,10 @@ class ManagerServer:
             furthest, rate = max(v.quorum_step for v in votes), max(v.rate for v in votes)
             ok = all(v.ok for v in votes)
             self._send_up(replace(vote, ok=ok, quorum_step=furthest, rate=rate))
+
+    def _request_switch_if_complete(self) -> None:
+        if self._result is not None and self._is_complete(self._switch_requests):
+            self._send_up(messages.SwitchRequest(self._result.quorum_id))
 
     def _decide_commit(self) -> None:
         all_live = self._is_complete(self._workers)
@@ -647,6 +659,7 @@ def combine_requests(requests: Mapping[int, messages.QuorumRequest]) -> messages
         shrink_only=any(q.shrink_only for q in ranks),
         metadata=tuple(text for q in ranks for text in q.metadata),
         is_saved=all(q.is_saved for q in ranks),
+        catch_up=all(q.catch_up for q in ranks),
     )
 
 

@@ -18,8 +18,9 @@ worker requests another quorum when
 - its last step was not committed, or the quorum is *aborted*: a member was lost or cannot go on.
   The lighthouse has notified every member, and their collectives have been aborted. A member that
   is done (`Shutdown`) costs no step that has its part: the others complete that one first;
-- the *switch* is reached: where a group joins, or leaves as announced, the lighthouse proposes a
-  quorum step ahead of all members (`ProposeSwitch`). Each worker answers whether it can still
+- the *switch* is reached: where a group joins, has caught up (`SwitchRequest`), or leaves as
+  announced, the lighthouse proposes a quorum step ahead of all members (`ProposeSwitch`). Each
+  worker answers whether it can still
   request a quorum there (`SwitchVote`), and the lighthouse confirms it (`ConfirmSwitch`). A worker
   that reaches the proposed step earlier waits for the confirmation, so all members request at the
   same step and no step fails.
@@ -30,6 +31,10 @@ next.
 *State version*. A committed step makes a new version out of the last one and the quorum in which it
 was made (`quorum`). Groups with equal step and version have the same parameters; equal steps alone
 prove nothing. Groups at another step, or at the same step with another version, heal.
+
+*Catching up*. A state that takes long to fetch is not waited for: in a quorum with ``catch_up`` the
+members that heal add zero to every step, and fetch a part of the state in each (`catch_up`). One
+that has all of it requests a switch, and is a full member of the next quorum.
 
 Every message is a JSON object: the fields of its dataclass, and its class name as ``type``. Between
 a worker and its server, which are on one node, it is one line of text. Those lines are not signed:
@@ -102,6 +107,7 @@ class QuorumRequest(Message):
         metadata: What a peer needs to fetch the state, by group rank (of a worker: its own alone).
         number: Counts the requests of a group; the same when one is repeated.
         is_saved: The script had the chance to save this state as the only one that has it.
+        catch_up: It can fetch a state in parts, or give one, and the state is large enough for it.
     """
 
     quorum_step: int
@@ -115,6 +121,7 @@ class QuorumRequest(Message):
     metadata: tuple[str, ...]
     number: int = 0
     is_saved: bool = False
+    catch_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,16 @@ class SwitchVote(Message):
 
 
 @dataclass(frozen=True)
+class SwitchRequest(Message):
+    """Up: a member that catches up needs another quorum, since it has the whole state, or cannot.
+
+    No step has to fail for it: the lighthouse starts a switch.
+    """
+
+    quorum_id: int
+
+
+@dataclass(frozen=True)
 class ConfirmSwitch(Message):
     """Down: all members request the next quorum at the proposed step.
 
@@ -207,6 +224,7 @@ class QuorumResult(Message):
         source_of: Replica ranks of all members that have it among their sources.
         next_store: Where the members will probably meet if the one with ``store`` is lost. Workers
             connect ahead, since that can take seconds where name servers are slow.
+        catch_up: The members that heal do so beside the training, a part in each step.
     """
 
     quorum_id: int
@@ -221,6 +239,7 @@ class QuorumResult(Message):
     first_source_of: tuple[int, ...] = ()
     source_of: tuple[int, ...] = ()
     next_store: str = ""
+    catch_up: bool = False
 
     @property
     def heals(self) -> bool:

@@ -34,6 +34,9 @@ initialised at random have different versions at step 0, so all but one member h
 
 Each worker that heals gets several sources, and they are spread: the i-th healing member starts, in
 its r-th worker, with the (i + r)-th member of the cohort.
+
+The healing members *catch up* beside the training (`messages`) if all members can, and the cohort
+is large enough for the steps to be committed without them. At step 0 no state is worth a step.
 """
 
 from __future__ import annotations
@@ -91,6 +94,7 @@ class ActiveQuorum:
         formed_at: When it was formed, or adopted.
         is_adopted: A lighthouse before this one formed it.
         group_world_size: Workers of each group; 0 if unknown.
+        needs_switch: A member has requested a switch.
         first_shutdown: The member that was done first, and when, until the others are aborted.
     """
 
@@ -104,6 +108,7 @@ class ActiveQuorum:
         self.size = len(self.members)
         self.is_adopted = False
         self.group_world_size = 0
+        self.needs_switch = False
         self.first_shutdown: tuple[str, float] | None = None
         self._ranks: dict[str, int] = {m: i for i, m in enumerate(self.members)}
         self._first_request_at: float | None = None
@@ -349,6 +354,17 @@ def find_cohort(requests: Sequence[messages.QuorumRequest]) -> Cohort:
     return Cohort(step, version, ranks, tuple(i for i, h in enumerate(has) if not h))
 
 
+def should_catch_up(requests: Sequence[messages.QuorumRequest], cohort: Cohort) -> bool:
+    """Return whether the members that heal do so beside the training of the cohort."""
+    least = max(r.min_replicas for r in requests)
+    return (
+        bool(cohort.healing)
+        and cohort.step > 0
+        and len(cohort.ranks) >= least
+        and all(r.catch_up for r in requests)
+    )
+
+
 def assign_results(
     quorum_id: int, members: Sequence[str], requests: Mapping[str, messages.QuorumRequest]
 ) -> dict[str, messages.QuorumResults]:
@@ -377,6 +393,7 @@ def _results_of_rank(
     primary = cohort.ranks[group_rank % size]
     following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
     store, next_store = requests[primary].store, requests[following].store
+    catch_up = should_catch_up(requests, cohort)
     cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
     all_sources = [messages.HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
     sources: dict[int, tuple[messages.HealSource, ...]] = {}
@@ -393,7 +410,7 @@ def _results_of_rank(
         messages.QuorumResult(
             quorum_id, rank, num, store, cohort.step, cohort.state_version, cohort_rank.get(rank),
             size, sources.get(rank, ()), tuple(first_source_of.get(rank, ())),
-            tuple(source_of.get(rank, ())), next_store,
+            tuple(source_of.get(rank, ())), next_store, catch_up,
         )
         for rank in range(num)
     ]  # fmt: skip

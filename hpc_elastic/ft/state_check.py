@@ -13,15 +13,6 @@ counterparts in the other groups, in the process group of the step:
 It finds what differs *now*: parameters, and an optimizer's state. It does not find a wrong gradient
 that was averaged, since all replicas have applied it. Groups with different hardware or libraries
 may round differently, and differ by nature.
-
-*Digest*. The bytes of a tensor are 64-bit words; their sum over each row of `_ROW_WORDS`, modulo
-2**64, is multiplied by an odd number of that row, and the products are added. Integer sums depend
-on no order, so the digest is deterministic on any device, and reads memory once, at its speed. A
-change within one word changes the sum of its row by less than 2**64 and not by 0, and an odd factor
-keeps that, so every flipped bit, or any other change of one word, changes the digest. Several
-changed words go unnoticed if their differences cancel: with probability 2**-64 for random changes,
-1/128 for two flipped bits in one row, and far less in different rows. Tensors of one state are
-combined likewise, by their place.
 """
 
 from __future__ import annotations
@@ -37,12 +28,8 @@ import torch
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft.checkpointing import _layout
 
-_ROW_WORDS = 4096
 _NAME_BYTES = 128
 _LISTED = 3
-_MASK = (1 << 64) - 1
-_FACTOR = 0x9E3779B97F4A7C15
-"""An odd number whose multiples by small odd numbers are spread over 64 bits."""
 
 
 class CorruptedStateError(HpcElasticError):
@@ -67,27 +54,6 @@ def find_tensors(state: object, path: str = "") -> Iterator[tuple[str, torch.Ten
             yield path, local
 
 
-def digest_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the digest of a tensor's bits: one int64, on its device."""
-    raw = _layout.as_bytes(_layout.plain(tensor))
-    if raw.storage_offset() % 8:  # torch has no words at such an address
-        raw = raw.clone()
-    num_words = len(raw) // 8
-    words, rest = raw[: 8 * num_words].view(torch.int64), raw[8 * num_words :]
-    num_rows = num_words // _ROW_WORDS
-    sums = [words[num_rows * _ROW_WORDS :].sum()[None]]
-    if num_rows:
-        sums.append(words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS).sum(1))
-    if len(rest):
-        places = torch.arange(0, 8 * len(rest), 8, device=rest.device)
-        sums.append((rest.to(torch.int64) << places).sum()[None])
-    all_sums = torch.cat(sums)
-    if len(all_sums) == 1:
-        return all_sums[0]
-    odd = torch.arange(1, 2 * len(all_sums), 2, device=all_sums.device)
-    return (all_sums * (odd * _signed(_FACTOR))).sum()
-
-
 @dataclass(frozen=True)
 class StateDigest:
     """The digests of a state's tensors.
@@ -106,33 +72,19 @@ class StateDigest:
 
     @classmethod
     def of(cls, state: object) -> StateDigest:
-        """Return the digest of a state's dense tensors; it waits for their devices once each."""
+        """Return the digest of a state's dense tensors."""
         found = list(find_tensors(state))
-        by_device: dict[torch.device, list[int]] = {}
-        for number, (_, tensor) in enumerate(found):
-            by_device.setdefault(tensor.device, []).append(number)
-        digests = [0] * len(found)
-        for numbers in by_device.values():
-            values = torch.stack([digest_tensor(found[n][1]) for n in numbers]).tolist()
-            for number, value in zip(numbers, values, strict=True):
-                digests[number] = value
+        digests = _layout.digest_tensors([tensor for _, tensor in found])
         form = json.dumps([(path, str(t.dtype), list(t.shape)) for path, t in found])
         hashed = blake2b(form.encode(), digest_size=8).digest()
-        total = sum(d * (2 * n + 1) * _FACTOR for n, d in enumerate(digests))
         return cls(
             tuple(path for path, _ in found), int.from_bytes(hashed, "big", signed=True),
-            tuple(digests), _signed(total),
+            tuple(digests), _layout.combine_digests(digests),
         )  # fmt: skip
 
     def form_alone(self) -> StateDigest:
         """Return what is compared in detail where members have different tensors."""
         return replace(self, paths=("names, types or shapes of the tensors",), tensors=(self.form,))
-
-
-def _signed(number: int) -> int:
-    """Return a number modulo 2**64 as an int64."""
-    number &= _MASK
-    return number - (1 << 64) if number >> 63 else number
 
 
 # ---- what the members exchange

@@ -14,7 +14,7 @@ def test_whoever_fails_the_rest_give_everything(seed):
     """At the end each byte came from a live or dead source, the small ones from the last owner."""
     draw = random.Random(seed)
     live = [Fetcher(source, number) for source in range(3) for number in range(2)]
-    board, got, busy = RangeScheduler(SMALL, ALL, owner=0), {}, {}
+    board, got, busy = RangeScheduler([(0, SMALL)], [(SMALL, ALL)], owner=0), {}, {}
     while not board.is_complete:
         who = draw.choice(live)
         if who in busy and draw.random() < 0.15 and len(live) > 1:
@@ -36,14 +36,14 @@ def test_whoever_fails_the_rest_give_everything(seed):
 
 def test_an_empty_state_is_complete():
     """There is nothing to take."""
-    board = RangeScheduler(0, 0, owner=0)
+    board = RangeScheduler([(0, 0)], [], owner=0)
     assert board.is_complete
     assert board.take_piece(Fetcher(0, 0), 0.0) is None
 
 
 def test_who_takes_much_longer_than_all_before_is_cut_off_by_another_source():
     """Not by another connection to the same source, and not before its time."""
-    board = RangeScheduler(0, 3 * PIECE_BYTES, owner=0)
+    board = RangeScheduler([], [(0, 3 * PIECE_BYTES)], owner=0)
     slow, same, other = Fetcher(0, 0), Fetcher(0, 1), Fetcher(1, 0)
     for who in (slow, same, other):
         board.take_piece(who, 10.0)

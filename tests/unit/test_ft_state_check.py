@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from hpc_elastic.ft.checkpointing._layout import digest_tensor
 from hpc_elastic.ft.state_check import (
     Mismatch,
     StateDigest,
     detail_row,
-    digest_tensor,
     find_corrupted,
     find_tensors,
 )

@@ -3,6 +3,7 @@
     GET /<token>/layout?step=5&client=..&nonce=..&wait_s=60 HTTP/1.1    the layout (`_layout`)
     GET /<token>/data?...&digest=..&begin=0&end=8388608 HTTP/1.1        a range of its bytes
 
+    GET /<token>/digests?...&digest=.. HTTP/1.1                         those of its tensors, JSON
     GET /<token>/done?step=5&client=..&nonce=.. HTTP/1.1                others gave all of it
 
 The path is signed with the key that the replicas share; the token is the server's, drawn when it
@@ -23,6 +24,7 @@ arrive before the offer.
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import secrets
 import socket
@@ -38,9 +40,10 @@ from hashlib import blake2b
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
+import torch
 import xxhash
 
-from hpc_elastic.ft.checkpointing._layout import Part
+from hpc_elastic.ft.checkpointing import _layout
 from hpc_elastic.transport.auth import AuthenticationError, is_signed, sign
 from hpc_elastic.transport.interface import own_addresses
 
@@ -53,7 +56,7 @@ MAX_LAYOUT_BYTES = 1 << 30
 END = b"\r\n\r\n"
 OK, FORBIDDEN, CONFLICT = 200, 403, 409
 
-Verb = Literal["layout", "data", "done"]
+Verb = Literal["layout", "data", "digests", "done"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +67,12 @@ class HealRequest:
 
     Attributes:
         token: The server's.
-        verb: The layout, a range of the bytes, or nothing any more.
+        verb: The layout, a range of the bytes, the digests of the tensors, or nothing any more.
         step: Of the state that is wanted.
         client: Names the replica's whole fetch, over all its connections.
         nonce: Never used before.
         wait_s: How long to wait for a state that is not offered yet.
-        digest: Of the layout that the range belongs to.
+        digest: Of the layout that the range or the tensors belong to.
         begin, end: The range.
     """
 
@@ -197,7 +200,7 @@ _MAX_VIEWS = 512
 class Pieces:
     """Buffers as one stream of bytes."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[_layout.Part]) -> None:
         """Join parts that follow each other."""
         self._parts = parts
         self._begins = [begin for begin, _, _ in parts]
@@ -330,15 +333,15 @@ class Offer:
     Attributes:
         step: Of the state.
         layout: As it is sent.
-        digest: Of the layout.
-        pieces: The state's bytes, where they are.
+        raw: The bytes of each tensor.
+        pieces: The same as one stream.
         num_clients: Number of destinations that are announced.
         timeout_s: How long they may take.
     """
 
     step: int
     layout: bytes
-    digest: str
+    raw: Sequence[torch.Tensor]
     pieces: Pieces
     num_clients: int
     timeout_s: float
@@ -346,6 +349,11 @@ class Offer:
     is_open: bool = True
     clients: dict[str, set[socket.socket]] = field(default_factory=dict)
     nonces: set[str] = field(default_factory=set)
+
+    @cached_property
+    def digest(self) -> str:
+        """That of the layout."""
+        return _layout.digest(self.layout)
 
     def wait_s(self) -> float:
         """Return for how long clients are still to be waited for, in seconds; 0 if for none."""
@@ -521,6 +529,9 @@ class StateServer:
         if request.verb == "layout":
             answer(OK, found.layout)
             return True
+        if request.verb == "digests":
+            answer(OK, self._read_digests(found))
+            return False
         send(connection, [answer_head(self._key, request.nonce, OK, request.num_body_bytes)])
         sums = [self._send_block(connection, found, begin, end) for begin, end in request.blocks()]
         send(connection, [seal_sums(self._key, request.nonce, sums)])
@@ -530,7 +541,7 @@ class StateServer:
         """Return the offer that a request is for, or why there is none; wait for one if it may."""
         until = time.monotonic() + min(request.wait_s, _LONGEST_WAIT_S)
         with self._changed:
-            while not self._offer and not self._closed and (rest_s := until - time.monotonic()) > 0:
+            while not self._is_offered(request.step) and (rest_s := until - time.monotonic()) > 0:
                 self._changed.wait(min(rest_s, _POLL_S))
                 if is_gone(connection):  # it is not to count as one that has come
                     raise ConnectionResetError("the peer did not wait")
@@ -539,7 +550,7 @@ class StateServer:
                 return f"it offers no state (step {request.step} is asked for)"
             if offer.step != request.step:
                 return f"it offers step {offer.step}, not {request.step}"
-            if request.verb == "data" and offer.digest != request.digest:
+            if request.verb != "layout" and offer.digest != request.digest:
                 return "its state is not the one whose layout was given"
             if request.nonce in offer.nonces:
                 raise AuthenticationError("a request that was made before")
@@ -547,19 +558,35 @@ class StateServer:
             offer.clients.setdefault(request.client, set()).add(connection)
             return offer
 
+    def _is_offered(self, step: int) -> bool:
+        """Return whether to answer a request now; one for parts may be a step early."""
+        offer = self._offer
+        is_early = offer is None or (offer.num_clients == 0 and offer.step < step)
+        return self._closed or not is_early
+
+    def _read_digests(self, offer: Offer) -> bytes:
+        with self._reading(offer):
+            return json.dumps(_layout.digest_tensors(offer.raw)).encode()
+
     def _send_block(self, to: socket.socket, offer: Offer, begin: int, end: int) -> bytes:
-        """Send a block, which `withdraw` waits for; return its checksum."""
-        with self._changed:
-            if not offer.is_open:
-                raise ConnectionAbortedError("the offer is over")
-            self._num_reading += 1
-        try:
+        """Send a block; return its checksum."""
+        with self._reading(offer):
             views = list(offer.pieces.cut(begin, end))
             checksum = xxhash.xxh3_64()
             for view in views:  # first: what is sent next is in the cache then
                 checksum.update(view)
             send(to, views)
             return checksum.digest()
+
+    @contextmanager
+    def _reading(self, offer: Offer) -> Iterator[None]:
+        """Read the tensors of an offer, which `withdraw` waits for."""
+        with self._changed:
+            if not offer.is_open:
+                raise ConnectionAbortedError("the offer is over")
+            self._num_reading += 1
+        try:
+            yield
         finally:
             with self._changed:
                 self._num_reading -= 1

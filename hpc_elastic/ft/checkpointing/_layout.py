@@ -447,3 +447,65 @@ def stream_parts(layout: StateLayout, raw: Sequence[torch.Tensor]) -> list[Part]
     rows = zip(layout.specs, raw, strict=True)
     ordered = sorted((row for row in rows if row[0].num_bytes), key=lambda row: row[0].begin)
     return [(spec.begin, spec.num_bytes, reader(tensor)) for spec, tensor in ordered]
+
+
+# ---- Digests of tensors' bits
+# The bytes of a tensor are 64-bit words; their sum over each row of `_ROW_WORDS`, modulo 2**64, is
+# multiplied by an odd number of that row, and the products are added. Integer sums depend on no
+# order, so the digest is deterministic on any device, and reads memory once, at its speed. A change
+# within one word changes the sum of its row by less than 2**64 and not by 0, and an odd factor keeps
+# that, so every flipped bit, or any other change of one word, changes the digest. Several changed
+# words go unnoticed if their differences cancel: with probability 2**-64 for random changes, 1/128
+# for two flipped bits in one row, and far less in different rows. Tensors of one state are combined
+# likewise, by their place.
+
+
+_ROW_WORDS = 4096
+_MASK = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15
+"""An odd number whose multiples by small odd numbers are spread over 64 bits."""
+
+
+def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the digest of each of these tensors; their devices are waited for once each."""
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    digests = [0] * len(tensors)
+    for numbers in by_device.values():
+        values = torch.stack([digest_tensor(tensors[n]) for n in numbers]).tolist()
+        for number, value in zip(numbers, values, strict=True):
+            digests[number] = value
+    return digests
+
+
+def digest_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the digest of a tensor's bits: one int64, on its device."""
+    raw = as_bytes(plain(tensor))
+    if raw.storage_offset() % 8:  # torch has no words at such an address
+        raw = raw.clone()
+    num_words = len(raw) // 8
+    words, rest = raw[: 8 * num_words].view(torch.int64), raw[8 * num_words :]
+    num_rows = num_words // _ROW_WORDS
+    sums = [words[num_rows * _ROW_WORDS :].sum()[None]]
+    if num_rows:
+        sums.append(words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS).sum(1))
+    if len(rest):
+        places = torch.arange(0, 8 * len(rest), 8, device=rest.device)
+        sums.append((rest.to(torch.int64) << places).sum()[None])
+    all_sums = torch.cat(sums)
+    if len(all_sums) == 1:
+        return all_sums[0]
+    odd = torch.arange(1, 2 * len(all_sums), 2, device=all_sums.device)
+    return (all_sums * (odd * _signed(_FACTOR))).sum()
+
+
+def combine_digests(digests: Sequence[int]) -> int:
+    """Return one digest of several, which depends on their order."""
+    return _signed(sum(d * (2 * n + 1) * _FACTOR for n, d in enumerate(digests)))
+
+
+def _signed(number: int) -> int:
+    """Return a number modulo 2**64 as an int64."""
+    number &= _MASK
+    return number - (1 << 64) if number >> 63 else number

@@ -37,6 +37,8 @@ from hpc_elastic.transport.auth import peers_secret
 
 T = TypeVar("T")
 
+Range = tuple[int, int]
+"""Begin and end in the stream of a state's bytes."""
 _NUM_CONNECTIONS = 2
 """One thread alone is slower than a network of 25 Gbit/s or the loopback."""
 
@@ -87,6 +89,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._server = StateServer(self._key)
         self._lock = threading.Lock()
         self._fetch: Fetch | None = None
+        self._asking: socket.socket | None = None
         self._aborted = False
 
     def metadata(self) -> str:
@@ -117,22 +120,31 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             ConfigError: Something in the state cannot be sent; the message names its path.
         """
-        state = _layout.PackedState(state_dict, step)
-        pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
-        self._offer(dst_ranks, step, state.layout.to_json(), pieces, timeout)
+        self._offer(len(dst_ranks), step, _layout.PackedState(state_dict, step), timeout)
+
+    def offer_parts(self, step: int, state_dict: T, timeout: timedelta) -> None:
+        """Offer a state to peers that fetch parts of it; returns at once.
+
+        `disallow_checkpoint` waits only for peers that are fetching then.
+
+        Raises:
+            ConfigError: As `send_checkpoint`.
+        """
+        self._offer(0, step, _layout.PackedState(state_dict, step), timeout)
 
     def refuse_checkpoint(
         self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta
     ) -> None:
         """See the base class."""
         layout = _layout.encode_refusal(step, reason)
-        self._offer(dst_ranks, step, layout, Pieces([]), timeout)
+        self._server.offer(Offer(step, layout, (), Pieces([]), len(dst_ranks), _seconds(timeout)))
 
     def _offer(
-        self, dst_ranks: list[int], step: int, layout: bytes, pieces: Pieces, timeout: timedelta
+        self, num_clients: int, step: int, state: _layout.PackedState, timeout: timedelta
     ) -> None:
-        digest, timeout_s = _layout.digest(layout), timeout.total_seconds()
-        self._server.offer(Offer(step, layout, digest, pieces, len(dst_ranks), timeout_s))
+        pieces = Pieces(_layout.stream_parts(state.layout, state.raw))
+        layout = state.layout.to_json()
+        self._server.offer(Offer(step, layout, state.raw, pieces, num_clients, _seconds(timeout)))
 
     def disallow_checkpoint(self) -> None:
         """Return once the state that was offered may change.
@@ -162,34 +174,109 @@ class HTTPTransport(CheckpointTransport[T]):
         sources = json.loads(metadata) if metadata.startswith("[") else [metadata]
         target: list[_layout.Target] = []
 
-        def allocate(layout: _layout.StateLayout) -> Pieces:
+        def plan(layout: _layout.StateLayout) -> FetchPlan:
             target.append(_layout.Target(layout, self.state_dict, in_place=self.in_place))
-            return Pieces(_layout.stream_parts(layout, target[0].raw))
+            return FetchPlan.whole(target[0])
 
-        timeout_s = timeout.total_seconds()
-        fetch = Fetch(sources, self._key, step, timeout_s, self._num_connections, allocate)
+        try:
+            self._run_fetch(sources, step, timeout, plan)
+        except HealError as e:
+            e.add_note(f"the best source is replica {src_rank}")
+            raise
+        took_s = time.monotonic() - began
+        done = target[0].layout.num_bytes / 1e6
+        _log.info("step %d: %.1f MB from %d peers in %.3f s", step, done, len(sources), took_s)
+        return cast(T, target[0].state())
+
+    def fetch_parts(
+        self,
+        sources: Sequence[str],
+        step: int,
+        plan: Callable[[_layout.StateLayout], FetchPlan],
+        timeout: timedelta,
+        is_enough: Callable[[set[Range]], bool],
+    ) -> set[Range]:
+        """Fetch parts of the state of peers, until all that was planned is there, or enough is.
+
+        Args:
+            sources: What their `metadata` returned, the best first.
+            step: Which step the state must be at.
+            plan: Called once with the layout, on a thread of this call.
+            timeout: For everything.
+            is_enough: Whether these ranges suffice; called often.
+
+        Returns:
+            The ranges that have come; ranges of the plan are cut at `PIECE_BYTES`. Other planned
+            memory may have changed, too.
+
+        Raises:
+            HealError: As `recv_checkpoint`.
+        """
+        return self._run_fetch(sources, step, timeout, plan, is_enough)
+
+    def fetch_digests(
+        self, source: str, step: int, layout: _layout.StateLayout, timeout: timedelta
+    ) -> list[int]:
+        """Return the digests (`_layout.digest_tensor`) of a peer's tensors, by their number.
+
+        Args:
+            source: What its `metadata` returned.
+            step: Which step its state must be at.
+            layout: That its state must have.
+            timeout: For the answer.
+
+        Raises:
+            HealError: It does not give them.
+            OSError: It cannot be reached, or `abort` was called.
+        """
+        digest, timeout_s = _layout.digest(layout.to_json()), _seconds(timeout)
+        client, wait_s = secrets.token_hex(16), timeout_s
+        request = HealRequest("", "digests", step, client, "", wait_s, digest)
+        answer = json.loads(ask_first(source, self._key, request, timeout_s, self._hold))
+        if not isinstance(answer, list) or len(answer) != len(layout.specs):
+            raise HealError(f"no digests of {len(layout.specs)} tensors: {str(answer)[:80]}")
+        return [int(digest) for digest in answer]
+
+    def _hold(self, connection: socket.socket | None) -> None:
+        with self._lock:
+            self._asking = connection
+            if self._aborted and connection:
+                _http.cut(connection)
+
+    def look_again(self) -> None:
+        """Let `fetch_parts` ask at once whether it has enough (any thread)."""
+        with self._lock:
+            fetch = self._fetch
+        if fetch:
+            fetch.look_again()
+
+    def _run_fetch(
+        self,
+        sources: Sequence[str],
+        step: int,
+        timeout: timedelta,
+        plan: Callable[[_layout.StateLayout], FetchPlan],
+        is_enough: Callable[[set[Range]], bool] = lambda _: False,
+    ) -> set[Range]:
+        timeout_s, num = _seconds(timeout), self._num_connections
+        fetch = Fetch(sources, self._key, step, timeout_s, num, plan, is_enough)
         try:
             with self._lock:
                 if self._aborted:
                     raise HealError(_ABORTED)
                 self._fetch = fetch
-            fetch.run()
-        except HealError as e:
-            e.add_note(f"the best source is replica {src_rank}")
-            raise
+            return fetch.run()
         finally:
             with self._lock:
                 self._fetch = None
-        took_s = time.monotonic() - began
-        done = target[0].layout.num_bytes / 1e6
-        _log.info("step %d: %.1f MB from %d peers in %.3f s", step, done, len(sources), took_s)
-        return cast(T, target[0].state())
 
     def abort(self) -> None:
         """See the base class."""
         with self._lock:
             self._aborted = True
             fetch = self._fetch
+            if self._asking:
+                _http.cut(self._asking)
         self._server.abort()
         if fetch:
             fetch.abort()
@@ -221,6 +308,29 @@ _WORTH_BYTES = 32 << 20
 _FAILURES = (OSError, HealError)
 
 
+@dataclass(frozen=True)
+class FetchPlan:
+    """What to fetch of a state, and where to.
+
+    Attributes:
+        memory: Of the whole state's bytes; nothing is written outside of the ranges.
+        small: Ranges that have to come from one source.
+        rest: Other ranges, in the order in which to fetch them.
+    """
+
+    memory: Pieces
+    small: Sequence[Range]
+    rest: Sequence[Range]
+
+    @classmethod
+    def whole(cls, target: _layout.Target) -> FetchPlan:
+        """Return the plan to fetch all of a state."""
+        layout = target.layout
+        memory = Pieces(_layout.stream_parts(layout, target.raw))
+        small, end = layout.small_bytes, layout.num_bytes
+        return cls(memory, [(0, small)], [(small, end)])
+
+
 class Fetch:
     """One fetch of a state: `run` once."""
 
@@ -231,7 +341,8 @@ class Fetch:
         step: int,
         timeout_s: float,
         num_connections: int,
-        allocate: Callable[[_layout.StateLayout], Pieces],
+        plan: Callable[[_layout.StateLayout], FetchPlan],
+        is_enough: Callable[[set[Range]], bool],
     ) -> None:
         """Prepare it.
 
@@ -241,13 +352,14 @@ class Fetch:
             step: Of the state.
             timeout_s: For everything.
             num_connections: In all, if there are fewer sources; one to each at least.
-            allocate: Called once with the layout; returns the memory to fill.
+            plan: Called once with the layout.
+            is_enough: Whether these ranges suffice; called often.
         """
         self._sources = sources
         self._key = key
         self._step = step
         self._timeout_s = timeout_s
-        self._allocate = allocate
+        self._plan, self._is_enough = plan, is_enough
         self._client = secrets.token_hex(16)
         self._until = time.monotonic() + timeout_s
         self._changed = threading.Condition()
@@ -265,8 +377,10 @@ class Fetch:
         self._stopped = False
         self._fatal: BaseException | None = None
 
-    def run(self) -> None:
-        """Return once the memory is filled; nothing is written into it after that, or an error.
+    def run(self) -> set[Range]:
+        """Return the ranges that have come, once they are enough, or all.
+
+        Nothing is written into the memory after that, or after an error.
 
         Raises:
             HealError: No source could give all of it; the message has the reason of each.
@@ -282,11 +396,14 @@ class Fetch:
             while not self._is_over() and (rest_s := self._until - time.monotonic()) > 0:
                 self._changed.wait(rest_s)
             aborted, live = self._stopped, {fetcher.source for fetcher in self._live}
+            has_enough = self._has_enough()
         self.abort()
         for thread in threads:
             thread.join()
         if self._fatal:
             raise self._fatal
+        if has_enough:
+            return self._ranges.finished if self._ranges else set()
         if not (self._ranges and self._ranges.is_complete):
             if aborted:
                 raise HealError(_ABORTED)
@@ -303,6 +420,12 @@ class Fetch:
                 done = HealRequest("", "done", self._step, self._client, "")
                 args = urls, self._key, done
                 threading.Thread(target=send_done, args=args, name="heal-done", daemon=True).start()
+        return self._ranges.finished
+
+    def look_again(self) -> None:
+        """Ask at once whether there is enough (any thread)."""
+        with self._changed:
+            self._changed.notify_all()
 
     def abort(self) -> None:
         """End it, at once (any thread)."""
@@ -314,7 +437,11 @@ class Fetch:
 
     def _is_over(self) -> bool:
         complete = self._ranges is not None and self._ranges.is_complete
-        return complete or self._stopped or not self._live or self._fatal is not None
+        is_ended = self._stopped or not self._live or self._fatal is not None
+        return complete or is_ended or self._has_enough()
+
+    def _has_enough(self) -> bool:
+        return self._is_enough(self._ranges.finished if self._ranges else set())
 
     def _name(self, source: int) -> str:
         return re.sub(r"/[0-9a-f]*(?=,|$)", "", self._sources[source])  # without its tokens
@@ -447,12 +574,12 @@ class Fetch:
             if chosen is not None:
                 layout, self._digest = self._layouts[chosen]
         if chosen is not None:
-            memory = self._allocate(layout)  # outside of the lock, for `abort`
+            plan = self._plan(layout)  # outside of the lock, for `abort`
             with self._changed:
                 live = {f.source for f in self._live}
                 owner = chosen if chosen in live else min(live)
-                self._memory = memory
-                self._ranges = RangeScheduler(layout.small_bytes, layout.num_bytes, owner)
+                self._memory = plan.memory
+                self._ranges = RangeScheduler(plan.small, plan.rest, owner)
                 self._changed.notify_all()
         with self._changed:
             while not self._ranges and not self._is_over():
@@ -528,34 +655,39 @@ class RangeScheduler:
     """The ranges of one state.
 
     Attributes:
-        small_bytes: Number of bytes at the beginning that are the owner's.
-        num_bytes: Of the state.
+        small: Ranges that are the owner's.
+        rest: Other ranges, in the order in which they are to come.
         owner: A source.
+        finished: The pieces that have come.
     """
 
-    small_bytes: int
-    num_bytes: int
+    small: Sequence[Range]
+    rest: Sequence[Range]
     owner: int
+    finished: set[Range] = field(default_factory=set)
     _todo: list[FetchedPiece] = field(init=False)
     _small: list[FetchedPiece] = field(init=False)
     _under_way: dict[Fetcher, tuple[FetchedPiece, float]] = field(default_factory=dict)
-    _num_done: int = 0
     _slowest_s: float = 0.0
 
     def __post_init__(self) -> None:
-        def cut(begin: int, end: int, is_small: bool) -> list[FetchedPiece]:
-            starts = range(begin, end, PIECE_BYTES)
-            return [FetchedPiece(at, min(at + PIECE_BYTES, end), is_small) for at in starts]
+        def cut(ranges: Sequence[Range], *, is_small: bool) -> list[FetchedPiece]:
+            return [FetchedPiece(*piece, is_small) for r in ranges for piece in cut_range(r)]
 
-        self._small = cut(0, self.small_bytes, True)
-        self._todo = cut(self.small_bytes, self.num_bytes, False)[::-1]
+        self._small = cut(self.small, is_small=True)
+        self._todo = cut(self.rest, is_small=False)[::-1]
         self._num_pieces = len(self._small) + len(self._todo)
         self._smalls = tuple(self._small)
 
     @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all ranges."""
+        return sum(end - begin for begin, end in (*self.small, *self.rest))
+
+    @property
     def is_complete(self) -> bool:
         """Whether everything is there."""
-        return self._num_done == self._num_pieces
+        return len(self.finished) == self._num_pieces
 
     def take_piece(self, fetcher: Fetcher, now: float) -> FetchedPiece | None:
         """Return what a connection is to fetch next; None if there is nothing for it now."""
@@ -574,9 +706,9 @@ class RangeScheduler:
 
     def finish(self, fetcher: Fetcher, now: float) -> None:
         """Note that a connection has fetched what it took."""
-        _, since = self._under_way.pop(fetcher)
+        piece, since = self._under_way.pop(fetcher)
         self._slowest_s = max(self._slowest_s, now - since)
-        self._num_done += 1
+        self.finished.add((piece.begin, piece.end))
 
     def put_back(self, fetcher: Fetcher) -> None:
         """Note that a connection has failed: others take what it had."""
@@ -590,7 +722,7 @@ class RangeScheduler:
 
         Nothing of the last one is under way any more.
         """
-        self._num_done -= len(self._smalls) - len(self._small)
+        self.finished -= {(piece.begin, piece.end) for piece in self._smalls}
         self._small = list(self._smalls)
         self.owner = source
 
@@ -603,6 +735,12 @@ class RangeScheduler:
         since, fetcher = min(taken, key=lambda pair: pair[0])
         rest_s = since + limit_s - now
         return (fetcher, 0.0) if rest_s <= 0 else (None, rest_s)
+
+
+def cut_range(whole: Range) -> list[Range]:
+    """Return the pieces of a range, of `PIECE_BYTES` each but the last; none if it is empty."""
+    begin, end = whole
+    return [(at, min(at + PIECE_BYTES, end)) for at in range(begin, end, PIECE_BYTES)]
 
 
 # ---- one request to a peer's server
@@ -633,17 +771,51 @@ def request_body(connection: socket.socket, key: bytes, request: HealRequest) ->
     return body
 
 
-def send_done(urls: str, key: bytes, done: HealRequest) -> None:
-    """Send `done`, without its token and nonce yet, to the first of a peer's URLs that answers."""
+def ask_first(
+    urls: str,
+    key: bytes,
+    request: HealRequest,
+    timeout_s: float,
+    hold: Callable[[socket.socket | None], None] = lambda _: None,
+) -> bytes:
+    """Return the answer of the first of a peer's URLs that is reached.
+
+    Args:
+        urls: Of the peer.
+        key: Known to all replicas.
+        request: Without its token and nonce yet.
+        timeout_s: For the answer.
+        hold: Called with the connection, which may be cut then, and with None at its end.
+
+    Raises:
+        HealError: The peer refuses.
+        OSError: It is not reached, or does not answer.
+    """
+    failure: OSError = ConnectionError("it has no address")
     for url in urls.split(","):
-        try:
-            connection, address, token = _open_socket(url)
-            with connection:
+        connection, address, token = _open_socket(url)
+        with connection:
+            hold(connection)
+            try:
                 connection.settimeout(CONNECT_TIMEOUT_S)
                 connection.connect(address)
-                _http.prepare(connection, CONNECT_TIMEOUT_S)
-                request = replace(done, token=token, nonce=secrets.token_hex(16))
-                request_body(connection, key, request)
-                return
-        except _FAILURES as e:
-            _log.debug("%s did not get `done`: %s", url, e)
+                _http.prepare(connection, timeout_s)
+                sealed = replace(request, token=token, nonce=secrets.token_hex(16))
+                return request_body(connection, key, sealed)
+            except OSError as e:
+                failure = e
+            finally:
+                hold(None)
+    raise failure
+
+
+def send_done(urls: str, key: bytes, done: HealRequest) -> None:
+    """Send `done` to a peer, if it can be reached."""
+    try:
+        ask_first(urls, key, done, CONNECT_TIMEOUT_S)
+    except _FAILURES as e:
+        _log.debug("%s did not get `done`: %s", urls, e)
+
+
+def _seconds(timeout: timedelta) -> float:
+    return timeout.total_seconds()

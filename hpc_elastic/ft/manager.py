@@ -42,6 +42,7 @@ from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.block_int8 import MAX_MEMBERS, sum_quantized
+from hpc_elastic.ft.catch_up import CatchUp, SkipCopiesOntoItself
 from hpc_elastic.ft.checkpointing import (
     CheckpointTransport,
     HTTPTransport,
@@ -73,6 +74,7 @@ from hpc_elastic.ft.state_check import (
     Mismatch,
     StateDigest,
     detail_row,
+    find_tensors,
     is_complete,
     summary_row,
 )
@@ -142,6 +144,7 @@ class Manager:
         check_every: int | None = None,
         check_state: Callable[[], Any] | None = None,
         heal_corrupted: bool = True,
+        catch_up_bytes: int | None = 256 << 20,
     ) -> None:
         """Connect to the group's server; the first `start_quorum` enters a quorum.
 
@@ -181,6 +184,10 @@ class Manager:
                 Running means of batch norm and the states of random generators are not equal.
             heal_corrupted: Let a group heal whose state differs from that of most others: it does
                 not commit that step. With two groups neither does, as it is unknown which is right.
+            catch_up_bytes: The smallest state, in bytes of one worker, that a newcomer takes over
+                beside the training, over several steps, with nobody waiting for it; None: none.
+                Needs an `OptimizerWrapper` and the default transport, on all groups. Until it has
+                the state, a newcomer computes without meaning, so its losses are not to be read.
 
         Raises:
             ConfigError: There is no lighthouse, the group's place is unknown, or an argument is out
@@ -242,6 +249,10 @@ class Manager:
         self._quorum = QuorumClient(
             self._client, pg, self._transport, self._peer_state, self._limits, self._place
         )
+        self._catch_up_bytes = catch_up_bytes
+        self._catch_up: CatchUp | None = None
+        """This replica catches up with the others."""
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._save_agreement: SaveAgreement | None = None
         checkpoint_trigger.set_checkpoint_policy(self._should_checkpoint)
 
@@ -267,13 +278,18 @@ class Manager:
         last = self._step
         self._close_step(last)
         step = self._step = last.next_step(allow_heal=allow_heal, shrink_only=shrink_only)
-        must_heal = allow_heal and step.quorum is not None and not step.all_current
+        must_heal = (
+            allow_heal
+            and step.quorum is not None
+            and not (step.all_current or step.quorum.catch_up)
+        )
         if self._client.start_step(last_failed=step.needs_quorum or must_heal):
             seconds = self._limits.quorum_timeout_s if timeout is None else timeout.total_seconds()
             progress = self._progress
             waits = not self._use_async_quorum or (allow_heal and self._progress.step == 0)
             if not waits:  # in a forward pass FSDP's modules have other parameters
                 step.kept_state = self._keep_state()
+            step.can_catch_up = allow_heal and self._can_catch_up(step.kept_state)
             enter = run_at_once if waits else run_in_background
             step.entering = enter(lambda: self._enter_quorum(step, progress, seconds))
             if waits:
@@ -286,6 +302,8 @@ class Manager:
             reason = self._client.steps.abort_reason
             if self._place.world_size > 1 and reason is not None:
                 step.fail(RuntimeError(f"the quorum is aborted: {reason}"))
+            if allow_heal and step.quorum.catch_up:
+                self._start_part(step, step.quorum)
 
     def begin_step(self) -> None:
         """Call `start_quorum`, unless a step has been started and nothing was done in it yet."""
@@ -387,6 +405,7 @@ class Manager:
         if step.is_started:
             self.wait_quorum()
         step.wait_for_works()
+        self._end_part(step)
         synchronize_device()
         group_error = self._pg.errored()
         # A quorum that was aborted after all collectives of the step costs nothing. But it is
@@ -411,7 +430,7 @@ class Manager:
                 self._client.steps.quorum_id, step.participation.size
             )
             step.commit_failures = 0
-            step.all_current |= step.allow_heal
+            step.all_current |= step.allow_heal and not (step.quorum and step.quorum.catch_up)
             return True
         reason = "another rank of the group could not commit"
         if is_too_small:
@@ -535,6 +554,13 @@ class Manager:
         if key in self._loads:
             raise ValueError(f"key={key!r}: a state of that key is registered already")
         self._loads[key], self._saves[key] = load_state_dict, state_dict
+
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add an optimizer whose steps change the state; `OptimizerWrapper` calls it.
+
+        A replica can only catch up beside the training if all of them are known.
+        """
+        self._optimizers.append(optimizer)
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
@@ -668,6 +694,7 @@ class Manager:
                 commit_failures=step.commit_failures,
                 allow_heal=step.allow_heal,
                 shrink_only=step.shrink_only,
+                catch_up=step.can_catch_up,
             )
         except CheckpointBeforeLeaveError as e:
             _log.warning("%s", e)
@@ -675,15 +702,23 @@ class Manager:
             step.fail(e)
             return
         quorum = step.quorum = entered.result
-        heals_first = step.allow_heal and (not self._use_async_quorum or quorum.max_step == 0)
+        heals_first = (
+            step.allow_heal
+            and not quorum.catch_up
+            and (not self._use_async_quorum or quorum.max_step == 0)
+        )
         step.participation = find_participation(
             quorum, self._max_participants, all_current=heals_first
         )
         step.all_current = quorum.cohort_size == quorum.replica_world_size
         step.needs_quorum = False
         step.healed = entered.healed
+        if not (quorum.heals and quorum.catch_up):
+            self._catch_up = None
         if entered.error is not None:
             step.fail(entered.error)
+        elif quorum.heals and quorum.catch_up:
+            self._begin_catch_up(quorum)
         elif quorum.heals and heals_first and is_late:
             self._fail_step(step, RuntimeError("the state came after the forward pass"))
         elif not quorum.heals:
@@ -705,15 +740,85 @@ class Manager:
             if missing:
                 text = f"the peer's state has no {missing}: register the same keys on all"
                 raise UnusableStateError(text)
-            for key, load in self._loads.items():
-                load(healed.user[key])
+            with SkipCopiesOntoItself() if self._catch_up else contextlib.nullcontext():
+                for key, load in self._loads.items():
+                    load(healed.user[key])
             step.healed, self._progress = None, healed.progress
             _log.info("healed: now at step %d", healed.progress.step)
+
+    # ---- catching up beside the training ---------------------------------------------------
+
+    def _can_catch_up(self, kept: concurrent.futures.Future[dict[str, Any]] | None) -> bool:
+        """Return whether the state can be given in parts, and is large enough for it."""
+        is_able = isinstance(self._transport, HTTPTransport) and not self._quorum.one_source
+        if self._catch_up_bytes is None or not is_able or not self._optimizers:
+            return False
+        kept = kept or self._keep_state()
+        if kept.exception() is not None:
+            return False
+        num_bytes = sum(tensor.nbytes for _, tensor in find_tensors(kept.result()))
+        return num_bytes >= self._catch_up_bytes
+
+    def _begin_catch_up(self, quorum: QuorumResult) -> None:
+        """Take the progress of the others, unless what has come so far is of it already."""
+        newest, own = (quorum.max_step, quorum.state_version), self._progress
+        if self._catch_up is None or (own.step, own.state_version) != newest:
+            timeout = timedelta(seconds=self._limits.timeout_s)
+            transport = cast(HTTPTransport[Any], self._transport)
+            self._catch_up = CatchUp(transport, self._optimizers, timeout)
+            step, version = newest
+            self._progress = replace(own, step=step, state_version=version)
+
+    def _start_part(self, step: StepState, quorum: QuorumResult) -> None:
+        """Begin to fetch a part of the state, or to offer it to those that catch up."""
+        progress = asdict(self._progress)
+        transport = cast(HTTPTransport[Any], self._transport)
+        timeout = timedelta(seconds=self._limits.timeout_s)
+        if self._catch_up is not None:
+            own = {"user": self._read_parts(), "torchft": progress}
+            if not self._catch_up.is_complete:
+                sources = [source.metadata for source in quorum.sources]
+                self._catch_up.start_step(sources, self._progress, lambda: own)
+        elif quorum.source_of:
+            kept, number = self._keep_state(), self._progress.step
+
+            def offer() -> None:
+                try:
+                    state = {"user": kept.result(), "torchft": progress}
+                    transport.offer_parts(number, state, timeout)
+                except Exception as e:
+                    _log.error("replicas %s cannot catch up: %s", quorum.source_of, e)
+                    transport.refuse_checkpoint([], number, f"{type(e).__name__}: {e}", timeout)
+
+            step.offering = run_in_background(offer)
+
+    def _end_part(self, step: StepState) -> None:
+        """Leave nothing under way that writes into the state; take what is to be loaded."""
+        if step.offering is not None:
+            concurrent.futures.wait([step.offering])
+            step.offering = None
+        catch_up = self._catch_up
+        if catch_up is None:
+            return
+        try:
+            state = catch_up.end_step()
+        except Exception as e:
+            _log.warning("this replica heals while the others wait, as it cannot catch up: %r", e)
+            self._catch_up, self._catch_up_bytes = None, None
+            self._client.request_switch()
+            return
+        if state is not None:
+            step.healed = HealedState(state["user"], CommittedProgress(**state["torchft"]))
+        if catch_up.is_complete:
+            self._quorum.is_damaged = False
+            self._client.request_switch()
 
     def _compare_state(self, step: StepState) -> None:
         """Compare the state with the other groups', if that is due; record what differs."""
         quorum, every = step.quorum, self._check_every
         if every is None or quorum is None or quorum.replica_world_size == 1 or step.error:
+            return
+        if quorum.catch_up:
             return
         number = quorum.max_step + self._client.steps.quorum_step  # the same on all members
         if number % every:
@@ -780,6 +885,7 @@ class Manager:
             if error is not None:
                 _log.warning("the quorum of the last step could not be entered: %s", error)
             step.entering = None
+        self._end_part(step)
         if not step.is_over and not step.is_fresh:
             self._abandon_step(step, "a step was started and not committed")
         self._apply_healed(step)
@@ -857,6 +963,8 @@ class StepState:
         entering: The quorum is being entered.
         kept_state: The parts of the state at the beginning of the step, for peers, if the quorum is
             entered beside the forward pass.
+        can_catch_up: The state may be given or taken in parts.
+        offering: The state of this step is being offered in parts.
         quorum: The last quorum entered; None before the first.
         all_current: All members of the quorum have the newest state.
         participation: This group's part in the step.
@@ -875,6 +983,8 @@ class StepState:
     is_started: bool = True
     entering: concurrent.futures.Future[None] | None = None
     kept_state: concurrent.futures.Future[dict[str, Any]] | None = None
+    can_catch_up: bool = False
+    offering: concurrent.futures.Future[None] | None = None
     quorum: QuorumResult | None = None
     all_current: bool = False
     participation: Participation = Participation(None, 0)

@@ -27,6 +27,7 @@ class OptimizerWrapper(Optimizer):
         # Not Optimizer's own __init__: everything that it would create is the wrapped one's.
         self.optim = optim
         self.manager = manager
+        manager.register_optimizer(optim)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a step, unless one was started in which nothing was done yet; clear the gradients.

@@ -122,6 +122,8 @@ class QuorumClient:
     Attributes:
         one_source: Heal from one peer, though the transport could use several; the same on all
             members.
+        is_damaged: The parameters are of no step: a heal in place has failed, or the replica has
+            not caught up yet.
     """
 
     def __init__(
@@ -144,8 +146,7 @@ class QuorumClient:
         self._entering = NO_QUORUM
         self._configured = NO_QUORUM
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
-        self._is_damaged = False
-        """A heal in place has failed: the parameters are of no step."""
+        self.is_damaged = False
         self._num_lasting_errors = 0
 
     # ---- abort ----------------------------------------------------------------------------
@@ -188,6 +189,7 @@ class QuorumClient:
         commit_failures: int,
         allow_heal: bool,
         shrink_only: bool,
+        catch_up: bool = False,
     ) -> Entered:
         """Request a quorum until one is entered, or the attempts are used up.
 
@@ -197,6 +199,7 @@ class QuorumClient:
             commit_failures: Steps in a row that were not committed.
             allow_heal: Whether states are sent and fetched.
             shrink_only: No group may join now.
+            catch_up: This replica can catch up, or be caught up with, beside the training.
 
         Raises:
             CheckpointBeforeLeaveError: There is none; the state has to be saved at the end of this
@@ -215,8 +218,8 @@ class QuorumClient:
             requested_at = time.monotonic()
             request = QuorumRequest(
                 quorum_step=client.steps.quorum_step,
-                step=-1 if self._is_damaged else progress.step,
-                state_version=random_version() if self._is_damaged else progress.state_version,
+                step=-1 if self.is_damaged else progress.step,
+                state_version=random_version() if self.is_damaged else progress.state_version,
                 quorum_id=client.steps.quorum_id,
                 commit_failures=commit_failures,
                 min_replicas=self._limits.min_replicas,
@@ -224,13 +227,15 @@ class QuorumClient:
                 store=self._place.store,
                 metadata=(self._transport.metadata(),),
                 is_saved=client.steps.is_saved,
+                catch_up=catch_up,
             )
             result = self._request_result(request, timeout_s)
             answered_at = time.monotonic()
             try:
-                healed = self._join(result, progress if allow_heal else None)
+                moves = allow_heal and not result.catch_up
+                healed = self._join(result, progress if moves else None)
             except Exception as e:
-                self._is_damaged |= result.heals and getattr(self._transport, "in_place", False)
+                self.is_damaged |= result.heals and getattr(self._transport, "in_place", False)
                 own_failures += client.steps.abort_reason is None
                 if isinstance(e, QuorumAbortedError) or client.steps.abort_reason is not None:
                     text = "quorum %d was aborted while it was entered: %s"
@@ -252,6 +257,7 @@ class QuorumClient:
                     result.max_step, answered_at - requested_at, time.monotonic() - answered_at,
                 )  # fmt: skip
                 self._num_lasting_errors = 0
+                self.is_damaged |= result.heals and result.catch_up
                 return Entered(result, healed)
 
     def _request_result(self, request: QuorumRequest, timeout_s: float) -> QuorumResult:
@@ -271,11 +277,12 @@ class QuorumClient:
                 threading.Event().wait()
         if isinstance(answer, CheckpointBeforeLeave):
             raise CheckpointBeforeLeaveError
-        if self._is_damaged and not answer.heals:
+        if self.is_damaged and not answer.heals:
             self._client.report_abort(answer.quorum_id, "a member's state is damaged")
             raise DamagedStateError(
                 "a peer was lost while this replica received its state in place, and no other has "
-                "it: start again from a checkpoint (without in_place, a heal cannot do this)"
+                "it: start again from a checkpoint (a heal cannot do this without in_place, and "
+                "with catch_up_bytes=None)"
             )
         return answer
 
@@ -361,7 +368,7 @@ class QuorumClient:
                         f"a peer sent the state of step {fetched.step}, with another history than "
                         f"that of the quorum (step {step})"
                     )
-                self._is_damaged = False
+                self.is_damaged = False
                 healed = HealedState(state["user"], fetched)
         if self._stream is not None:
             self._stream.synchronize()

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpc_elastic.ft import Manager, Optimizer, ProcessGroupGloo
-from hpc_elastic.ft.checkpointing import HTTPTransport
+from hpc_elastic.ft import Manager, Optimizer, ProcessGroupGloo, catch_up, manager
+from hpc_elastic.ft.checkpointing import HTTPTransport, _http, _layout
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
 
 HOST = "127.0.0.1"
@@ -125,10 +125,13 @@ class Trainer:
         sync: bool = False,
         transport: str = "",
         fault: str = "",
+        catches_up: bool = False,
     ) -> None:
         self._driver = driver
         self._draws = torch.Generator().manual_seed(1000 * slot + rank)
         self._fault = fault
+        if catches_up:
+            make_network_slow()
         torch.manual_seed(slot)
         store = dist.TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
         dist.init_process_group(
@@ -154,6 +157,7 @@ class Trainer:
             store_port=store.port,
             lighthouse_addr=lighthouse,
             replica_id=f"slot{slot}",
+            catch_up_bytes=1 if catches_up else None,
             checkpoint_transport={
                 "": lambda: None,
                 "http": lambda: HTTPTransport(TIMEOUT),
@@ -213,6 +217,19 @@ class Trainer:
         self.schedule.load_state_dict(state["schedule"])
         for name, tensor in state["average"].items():
             self.average[name].copy_(tensor)
+
+
+def make_network_slow() -> None:
+    """Let most tensors be large, and the answers to requests for them take long."""
+    for module in (_layout, catch_up, manager):
+        module.SMALL_BYTES = 256
+    receive = _http.receive_into
+
+    def receive_slowly(*arguments: Any) -> None:
+        time.sleep(FORWARD_S / 2)
+        receive(*arguments)
+
+    _http.receive_into = receive_slowly
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,15 @@ CASES = [
 ]  # fmt: skip
 
 
+CATCH_UP_CASES = [
+    *((model, True) for model in ("fsdp", "fsdp x tp", "cpu offload")),
+    ("hsdp", False),
+    ("mixed precision", False),
+    ("shared and frozen", False),
+    ("compiled", False),
+]
+
+
 @pytest.mark.parametrize(("model", "sync", "transport"), CASES)
 def test_a_fresh_sharded_replica_heals(crew, start, model, sync, transport):
     """It has other weights, and no state of the optimizer; the survivor fails one step at most."""
@@ -96,6 +105,26 @@ def test_a_fresh_sharded_replica_heals(crew, start, model, sync, transport):
     for old, new in zip(survivor, newcomer, strict=True):
         states = {step: state for step, state, _ in commits(old)}
         common = [c for c in commits(new) if c[0] in states]
+        assert len(common) >= 25
+        assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
+
+
+@pytest.mark.parametrize(("model", "sync"), CATCH_UP_CASES)
+def test_a_fresh_sharded_replica_catches_up_beside_the_training(crew, start, model, sync):
+    """Over several steps, none of which fails; then its state is the survivor's, bit by bit."""
+    arguments = {"model": model, "sync": sync, "catches_up": True}
+    survivor = start(0, **arguments)
+    need_steps(crew, survivor, 1, 3)
+    newcomer = start(1, **arguments)
+    for group in (newcomer, survivor):
+        need_steps(crew, group, 2, 30)
+    assert failed(survivor) == failed(newcomer) == [[], []]
+    assert not any("cannot catch up" in m.log.read_text() for m in newcomer)
+    for old, new in zip(survivor, newcomer, strict=True):
+        states = {step: state for step, state, _ in commits(old)}
+        alone = [c for c in commits(new) if c[2] == 1]
+        assert len(alone) >= 3  # it adds zero until it has caught up
+        common = [c for c in commits(new) if c[2] == 2 and c[0] in states]
         assert len(common) >= 25
         assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
 

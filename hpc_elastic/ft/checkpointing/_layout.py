@@ -171,6 +171,7 @@ class Target:
         *,
         in_place: bool,
         device: str = "cpu",
+        staged: bool = False,
     ) -> None:
         """Make the memory.
 
@@ -181,18 +182,24 @@ class Target:
             in_place: Receive into the tensors of ``like()``, as far as they are on the device and
                 of the same form; else, and for the others, into fresh memory on the CPU.
             device: Type of the device whose memory can be received into.
+            staged: Receive also what is of the same form on another device: into memory on the CPU,
+                from where `land` copies it.
         """
         self.layout = layout
         self._get_own = like
-        self._in_place: set[int] = set()
+        self.in_place: dict[int, torch.Tensor] = {}
+        """The own memory of tensors that are received into it, by number."""
         self.raw: list[torch.Tensor] = []
         for number, spec in enumerate(layout.specs):
             own = self._own.get(spec.path) if in_place else None
-            if own is not None and own.raw.device.type == device and own.can_hold(spec):
-                self._in_place.add(number)
-                self.raw.append(own.raw)
-            else:
-                self.raw.append(allocate(spec.num_bytes))
+            is_direct = own is not None and own.raw.device.type == device
+            if own is not None and (is_direct or staged) and own.can_hold(spec):
+                self.in_place[number] = own.raw
+            self.raw.append(
+                self.in_place[number]
+                if is_direct and number in self.in_place
+                else allocate(spec.num_bytes)
+            )
 
     @cached_property
     def _own_state(self) -> PackedState:
@@ -209,6 +216,15 @@ class Target:
             # Two keys with one path, such as 1 and "1": neither is taken for the other.
             found[spec.path] = _OwnTensor(leaf, raw[:0] if spec.path in found else raw, spec)
         return found
+
+    def land(self, number: int) -> None:
+        """Copy a tensor that was received elsewhere into the own memory; not yet on other streams.
+
+        The version that autograd counts is not changed: nobody needs the gradients of this step.
+        """
+        own = self.in_place[number]
+        if own.data_ptr() != self.raw[number].data_ptr():
+            own.data.copy_(self.raw[number])
 
     def state(self) -> Any:
         """Return the state; call it once all bytes have arrived.
@@ -236,7 +252,7 @@ class Target:
     def _make_leaf(self, kind: str, of: Any) -> Any:
         number = of["tensor"] if kind in ("parameter", "dtensor") else of
         spec, raw = self.layout.specs[number], self.raw[number]
-        if number in self._in_place:
+        if number in self.in_place:
             return self._own[spec.path].leaf
         tensor = raw.view(getattr(torch, spec.dtype)).as_strided(spec.shape, spec.stride)
         if kind == "array":
@@ -453,11 +469,11 @@ def stream_parts(layout: StateLayout, raw: Sequence[torch.Tensor]) -> list[Part]
 # The bytes of a tensor are 64-bit words; their sum over each row of `_ROW_WORDS`, modulo 2**64, is
 # multiplied by an odd number of that row, and the products are added. Integer sums depend on no
 # order, so the digest is deterministic on any device, and reads memory once, at its speed. A change
-# within one word changes the sum of its row by less than 2**64 and not by 0, and an odd factor keeps
-# that, so every flipped bit, or any other change of one word, changes the digest. Several changed
-# words go unnoticed if their differences cancel: with probability 2**-64 for random changes, 1/128
-# for two flipped bits in one row, and far less in different rows. Tensors of one state are combined
-# likewise, by their place.
+# within one word changes the sum of its row by less than 2**64 and not by 0, and an odd factor
+# keeps that, so every flipped bit, or any other change of one word, changes the digest. Several
+# changed words go unnoticed if their differences cancel: with probability 2**-64 for random
+# changes, 1/128 for two flipped bits in one row, and far less in different rows. Tensors of one
+# state are combined likewise, by their place.
 
 
 _ROW_WORDS = 4096

@@ -1,4 +1,4 @@
-"""Trainings that faults happen to: parts b, c, d and g."""
+"""Trainings that faults happen to: parts b, c, d, g and h."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ class Training:
     Attributes:
         num_bytes: Of the state, and of the gradient.
         replicas: Those that are to be alive.
+        task: What they do: ``train``, or ``large``, whose gradients are small.
     """
 
     crew: Crew
     lighthouse: Lighthouse
     num_bytes: int
     replicas: list[Member] = field(default_factory=list)
+    task: str = "train"
 
-    def start(self, count: int) -> None:
+    def start(self, count: int, patience_s: float = 60.0) -> None:
         """Start replicas, and wait until all make steps together."""
         self.replicas += [self.prepare() for _ in range(count)]
         for member in self.replicas:
             self.let(member)
-        self.together()
+        self.together(patience_s)
 
     def prepare(self) -> Member:
         """Start one replica more, which waits after its imports."""
         return self.crew.start(
-            self.lighthouse.library, "train",
+            self.lighthouse.library, self.task,
             lighthouse=self.lighthouse.address, num_bytes=self.num_bytes,
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Replica groups of two ranks with a sharded model: a fresh group heals while the other trains."""
 
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -129,15 +130,52 @@ def test_a_fresh_sharded_replica_catches_up_beside_the_training(crew, start, mod
         assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
 
 
+def test_a_source_is_lost_while_a_replica_catches_up(crew, start):
+    """It goes on with what it has if the others have not made a step since, or begins again."""
+    arguments = {"model": "fsdp", "catches_up": True}
+    groups = [start(slot, **arguments) for slot in (0, 1)]
+    for group in groups:
+        need_steps(crew, group, 2, 3)
+    newcomer = start(2, **arguments)
+    need_steps(crew, newcomer, 2, 2)  # with the zeros that it adds
+    for member in groups[0]:
+        member.signal(signal.SIGKILL)
+    survivor = groups[1]
+    for group in (newcomer, survivor):
+        need_steps(crew, group, 2, len(commits(survivor[0])) + 30)
+    assert all(len(steps) <= 1 for steps in failed(survivor)), failed(survivor)
+    for old, new in zip(survivor, newcomer, strict=True):
+        states = {step: state for step, state, _ in commits(old)}
+        last = commits(new)[-20:]
+        assert [c[:2] for c in last] == [[c[0], states[c[0]]] for c in last]
+
+
+def test_all_sources_are_lost_while_a_replica_catches_up(crew, start):
+    """It does not go on with the parts of a state: it ends, with the remedy."""
+    survivor = start(0, model="fsdp", catches_up=True)
+    need_steps(crew, survivor, 1, 3)
+    newcomer = start(1, model="fsdp", catches_up=True)
+    need_steps(crew, newcomer, 1, 2)
+    for member in survivor:
+        member.signal(signal.SIGKILL)
+    crew.need(lambda: all(m.gone for m in newcomer), "the newcomer's end", PATIENCE_S)
+    assert all("start again from a checkpoint" in m.error for m in newcomer)
+
+
 @pytest.mark.parametrize(
     ("survivor_has", "newcomer_has", "error"),
     [
         ({}, {"fault": "key"}, "KeyError: 'nothing'"),
         ({}, {"fault": "type"}, "UnusableStateError.*state: /user/default/extra"),
         ({"fault": "type"}, {}, "UnusableStateError.*state: /user/default/extra"),
+        (
+            {"fault": "type", "catches_up": True},
+            {"catches_up": True},
+            "UnusableStateError.*state: /user/default/extra",
+        ),
         ({}, {"model": "hsdp"}, "UnusableStateError.*states are not resharded"),
     ],
-    ids=["a key is missing", "own type", "type at the peer", "another mesh"],
+    ids=["a key is missing", "own type", "type at the peer", "beside", "another mesh"],
 )
 def test_an_error_that_stays_ends_the_fresh_replica(crew, start, survivor_has, newcomer_has, error):
     """Its peers go on without it, and lose two steps at most."""

@@ -1,0 +1,90 @@
+"""Part h: a replica with a large state joins others over a slow network.
+
+The network is the loopback of a network namespace of its own, with a token bucket (tc-tbf(8)):
+gradients, votes and states all go over it. That takes root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ft.crew import crew
+from ft.libraries import OURS, PEER, lighthouse
+from ft.report import Row
+from ft.settings import Settings
+from ft.training import MB, Training, longest_gap, median_step
+
+NUM_OTHERS = 2
+BYTES, QUICK_BYTES = 2000 * MB, 300 * MB
+RATE_MBIT = 1600
+PATIENCE_S = 180.0
+_SLOW = (
+    "ip link set lo up && "
+    f"tc qdisc add dev lo root tbf rate {RATE_MBIT}mbit burst 4mb latency 200ms && "
+    'exec "$@"'
+)
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Time how long the others wait in all, and at most between two commits."""
+    if os.geteuid() or not (shutil.which("tc") and shutil.which("unshare")):
+        print("part h is left out: it needs root, and the programs tc and unshare", flush=True)
+        return
+    num_bytes = QUICK_BYTES if settings.quick else BYTES
+    found: dict[str, dict[str, list[float]]] = {library: {} for library in (OURS, PEER)}
+    for _ in range(1 if settings.quick else min(3, settings.repeats)):
+        for library in settings.libraries:
+            for what, seconds in one_in_slow_network(library, num_bytes).items():
+                found[library].setdefault(what, []).append(seconds)
+    name = f"{num_bytes // MB} MB at {RATE_MBIT // 8} MB/s, {NUM_OTHERS} others"
+    for what in found[settings.libraries[0]]:
+        ours, peer = found[OURS].get(what, []), found[PEER].get(what, [])
+        limit = 1.0 if "stall" in what else None
+        yield Row("h join", f"{name}: {what}", "s", ours, peer, limit=limit)
+
+
+def one_in_slow_network(library: str, num_bytes: int) -> dict[str, float]:
+    """Return the same as `one`, from a process in a network namespace of its own."""
+    command = [sys.executable, "-m", "ft.joins", library, str(num_bytes)]
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", _SLOW, "sh", *command],
+        cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
+
+
+def one(library: str, num_bytes: int) -> dict[str, float]:
+    """Return seconds: what the others wait, and until the newcomer is one of them."""
+    with crew() as people, lighthouse(library) as light:
+        training = Training(people, light, num_bytes, task="large")
+        training.start(NUM_OTHERS, PATIENCE_S)
+        others = list(training.replicas)
+        fresh = training.prepare()
+        training.replicas.append(fresh)
+        begun = training.let(fresh)
+        training.together(PATIENCE_S)
+        step_s = median_step(others, NUM_OTHERS)
+        full = next(s for s in others[0].commits if s.participants > NUM_OTHERS)
+        stalls = []
+        for member in others:
+            ends = [begun, *(s.ended for s in member.commits if begun < s.ended <= full.ended)]
+            waits = [max(0.0, b - a - step_s) for a, b in zip(ends, ends[1:], strict=False)]
+            stalls.append(sum(waits))
+        longest = max(longest_gap(m, begun, full.ended) for m in others)
+        return {
+            "the others' longest stall": max(0.0, longest - step_s),
+            "the others' stall in all": max(stalls),
+            "until the newcomer takes part": full.ended - begun,
+            "a step of the others": step_s,
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(one(sys.argv[1], int(sys.argv[2]))))

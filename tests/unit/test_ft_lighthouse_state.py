@@ -17,6 +17,7 @@ from hpc_elastic.ft.messages import (
     QuorumResults,
     ReplicaStatus,
     Shutdown,
+    SwitchRequest,
     SwitchVote,
     WorkersLost,
 )
@@ -99,6 +100,31 @@ def test_another_process_of_the_same_name_is_no_member():
 
 
 # ---- switches --------------------------------------------------------------------------------
+
+
+def test_a_member_that_has_caught_up_gets_its_switch():
+    """No step fails for it; a request from an older quorum counts for nothing."""
+    groups, first = formed("a", "b")
+    assert groups.send("b", SwitchRequest(first - 1)) == {}
+    sent = groups.send("b", SwitchRequest(first))
+    assert [of(sent[n], ProposeSwitch) for n in "ab"] == [ProposeSwitch(first, 1, 0)] * 2
+    step, confirms = groups.agree("a", "b")
+    assert set(confirms) == {"a", "b"} and not any(c.leaves for c in confirms.values())
+    assert quorum_of(groups.request("a", "b", quorum_id=first, quorum_step=step)) == first + 1
+    assert groups.send("b", SwitchRequest(first)) == {}
+
+
+def test_nobody_catches_up_with_a_member_under_notice():
+    """It has to give its state before it leaves, so all wait for those that heal."""
+    for is_leaving in (False, True):
+        groups = Groups("a", "b")
+        if is_leaving:
+            groups.send("a", LeaveNotice(60.0))
+        groups.request("b", catch_up=True)
+        groups.request("a", step=3, state_version="x", catch_up=True)
+        found = of(groups.received["b"], QuorumResults).ranks[0]
+        assert found.heals
+        assert found.catch_up is not is_leaving
 
 
 def test_newcomer_joins_at_a_switch():

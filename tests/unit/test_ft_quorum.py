@@ -314,6 +314,32 @@ def test_results_have_the_newest_state_and_the_own_rank():
     assert [p.heals for p in places] == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("states", "changes", "expected"),
+    [
+        ([(3, "x"), (0, "n")], {}, True),
+        ([(3, "x"), (3, "x"), (0, "n")], {1: {"min_replicas": 2}}, True),
+        ([(3, "x"), (3, "x")], {}, False),
+        ([(0, "x"), (0, "n")], {}, False),
+        ([(3, "x"), (0, "n")], {0: {"catch_up": False}}, False),
+        ([(3, "x"), (0, "n")], {1: {"catch_up": False}}, False),
+        ([(3, "x"), (0, "n")], {0: {"min_replicas": 2}}, False),
+    ],
+    ids=[
+        "all can", "the cohort is large enough", "nobody heals", "no step yet",
+        "the source cannot", "the newcomer cannot", "the cohort is too small",
+    ],
+)  # fmt: skip
+def test_members_catch_up_if_all_can_and_the_cohort_commits_alone(states, changes, expected):
+    """Otherwise all wait for those that heal."""
+    requests = {
+        f"r{i}": request(step=s, state_version=v, **{"catch_up": True, **changes.get(i, {})})
+        for i, (s, v) in enumerate(states)
+    }
+    results = assign_results(9, list(requests), requests).values()
+    assert {r.ranks[0].catch_up for r in results} == {expected}
+
+
 def test_workers_of_a_group_use_stores_of_different_members():
     """The r-th that of the r-th of the cohort; all members of one rank the same."""
     places = results_of([(1, "x"), (3, "y"), (3, "y")], workers=3)

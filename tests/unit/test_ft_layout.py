@@ -160,6 +160,22 @@ def test_in_place_fills_the_own_tensors_that_fit():
     assert back["s"].equal(torch.ones(2))
 
 
+def test_what_is_on_another_device_is_staged():
+    """It is received elsewhere, and is in the own tensor once it has landed."""
+    sent, own = {"w": torch.ones(3), "b": torch.ones(2)}, {"w": torch.zeros(3), "b": torch.zeros(4)}
+    state = PackedState(sent, 5)
+    target = Target(state.layout, lambda: own, in_place=True, device="nowhere", staged=True)
+    for memory, raw in zip(target.raw, state.raw, strict=True):
+        memory.copy_(raw)
+    assert [*target.in_place] == [0]
+    assert own["w"].tolist() == [0, 0, 0]
+    target.land(0)
+    back = target.state()
+    assert back["w"] is own["w"]
+    assert own["w"].tolist() == [1, 1, 1]
+    assert back["b"].tolist() == [1, 1]
+
+
 def test_keys_with_one_path_are_not_taken_for_each_other():
     """The keys 1 and "1" have the same path, and each gets its own tensor."""
     own = {1: torch.zeros(2), "1": torch.zeros(2)}

@@ -17,7 +17,9 @@ One process a replica, on CPU gloo over loopback; the workers of both libraries 
   others' longest step takes meanwhile;
 - e: a state of 1 GB is fetched from peers;
 - f: a round of the quorum, of 16 to 256 members on one coordinator;
-- g: SIGSTOP of a replica to the next commit of the others.
+- g: SIGSTOP of a replica to the next commit of the others;
+- h: a replica with a large state comes to others over a slow network: how long they wait. Takes
+  root.
 
 Each cell is a median, with its range and number of samples. A bound (15 s for ours, 75 s for
 torchft) stands where somebody did not go on at all.
@@ -34,7 +36,7 @@ from pathlib import Path
 from evidence.machine import package_version
 from evidence.result import About, Peer, Result
 from evidence.show import options, present, rich_table
-from ft import faults, healing, overhead, returns, rounds
+from ft import faults, healing, joins, overhead, returns, rounds
 from ft.libraries import OURS, PEER, is_installed
 from ft.report import Row, Steal, table
 from ft.settings import Settings
@@ -48,6 +50,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "e": healing.measure,
     "f": rounds.measure,
     "g": faults.stopped,
+    "h": joins.measure,
 }
 
 ABOUT = About(
@@ -59,7 +62,9 @@ ABOUT = About(
     "commits, and who crashes. (d) A replica comes to others that train: from its imports to its "
     "first commit, and how long the others' longest step takes meanwhile. (e) A state of 1 GB is "
     "fetched from peers. (f) A round of the quorum. (g) SIGSTOP of a replica to the others' next "
-    "commit. A bound (15 s for ours, 75 s for torchft) stands where somebody did not go on at all.",
+    "commit. (h) A replica with a large state comes to others over a network of 200 MB/s: how long "
+    "they wait, more than a step of theirs takes. A bound (15 s for ours, 75 s for torchft) stands "
+    "where somebody did not go on at all.",
     does_not_show=(
         "NCCL and GPUs: all of this is gloo on CPU.",
         "A network, or nodes: all replicas share the cores and the memory of one machine; "

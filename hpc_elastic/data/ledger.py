@@ -17,8 +17,10 @@ Lines hold positions, not indices, and one line covers all steps that follow the
 steps between two flushes, except at the end of an epoch.
 
 A *stretch* is what one group trains from one loaded state on. It is named by (entry, number of
-states loaded before), or by (quorum, number of states loaded in it). A state carries the name of
-the stretch that made it, so a stretch's parent is known, and the step at which it branched off.
+states loaded before), or by (quorum, number of states loaded in it). A replica that catches up
+(`hpc_elastic.ft`) loads a state that was made in its own quorum, and branches off the stretch of
+the others there, which has the number 0. A state carries the name of the stretch that made it, so a
+stretch's parent is known, and the step at which it branched off.
 
 A step is recorded once it is trained. It is written at the next save at the latest
 (`ElasticSampler.state_dict`), before that checkpoint can be complete, and otherwise every ten
@@ -381,15 +383,15 @@ class LedgerWriter:
         """
         if self._origin is None or self._group()[0] != 0:
             return
-        last, number = self._stretch or (None, -1)
-        if self._begun and last == quorum_id:
+        if self._begun and self._stretch and self._stretch[0] == quorum_id:
             return
         with self._lock:
             if self._begun:
                 self._parent = self._stretch
-            self._begin_stretch(
-                (quorum_id, number + 1 if last == quorum_id else 0), plan, place, 0, 1
-            )
+            known = [name for name in (self._stretch, self._parent) if name]
+            numbers = [number for by, number in known if by == quorum_id]
+            name = quorum_id, max(numbers, default=-1) + 1
+            self._begin_stretch(name, plan, place, 0, 1)
 
     def record_step(self, before: SamplePosition, start: int, count: int) -> None:
         """Record the step after a position, with its range of the epoch's positions."""

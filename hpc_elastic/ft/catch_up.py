@@ -1,4 +1,4 @@
-"""Catching up: a replica takes over a large state beside the training, and nobody waits for it.
+"""Catching up: a replica takes over a large state beside the training; the others do not wait.
 
 A newcomer in a quorum with ``catch_up`` (`messages`) is a member that adds zero. In each step it
 fetches a part of the state from members that have it, which offer it while the step lasts, out of

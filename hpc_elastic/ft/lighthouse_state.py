@@ -21,11 +21,10 @@ Switch
 ------
 A switch is started for newcomers that request while the quorum is active, for members under notice,
 and for a member that has caught up: the members agree on the quorum step at which all request the
-next quorum
-(`hpc_elastic.step_agreement`), so no step fails. Votes have a time-out, steps have none: they may
-take an hour, and a confirmed switch is valid until the quorum ends. Numbers of proposals rise over
-all switches and lighthouses. A member that is confirmed to leave gets its `LeaveGranted` at the
-switch step, once all have reached it, so that no collective is cut off.
+next quorum (`hpc_elastic.step_agreement`), so no step fails. Votes have a time-out, steps have
+none: they may take an hour, and a confirmed switch is valid until the quorum ends. Numbers of
+proposals rise over all switches and lighthouses. A member that is confirmed to leave gets its
+`LeaveGranted` at the switch step, once all have reached it, so that no collective is cut off.
 
 Leaving
 -------
@@ -33,7 +32,7 @@ A group under notice leaves at a switch. Outside of an active quorum it leaves w
 but the lighthouse first waits for the live previous members, to see whether one of them has the
 same state. If no group that stays has it, the leaving group becomes a member once more, so that the
 others heal from it, and leaves at the switch after that. That takes time: with less than
-`ENOUGH_TO_HEAL_S` left it leaves at once. Nobody catches up beside a member under notice: all wait
+`ENOUGH_TO_HEAL_S` left it leaves at once. No member catches up beside one under notice: all wait
 until the others have healed.
 
 If the newest state leaves with members of a quorum, they learn it one step before (``last``).

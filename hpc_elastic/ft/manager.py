@@ -185,7 +185,8 @@ class Manager:
             heal_corrupted: Let a group heal whose state differs from that of most others: it does
                 not commit that step. With two groups neither does, as it is unknown which is right.
             catch_up_bytes: The smallest state, in bytes of one worker, that a newcomer takes over
-                beside the training, over several steps, with nobody waiting for it; None: none.
+                beside the training, over several steps, for which the others do not wait; None:
+                none.
                 Needs an `OptimizerWrapper` and the default transport, on all groups. Until it has
                 the state, a newcomer computes without meaning, so its losses are not to be read.
 

@@ -20,10 +20,9 @@ worker requests another quorum when
   is done (`Shutdown`) costs no step that has its part: the others complete that one first;
 - the *switch* is reached: where a group joins, has caught up (`SwitchRequest`), or leaves as
   announced, the lighthouse proposes a quorum step ahead of all members (`ProposeSwitch`). Each
-  worker answers whether it can still
-  request a quorum there (`SwitchVote`), and the lighthouse confirms it (`ConfirmSwitch`). A worker
-  that reaches the proposed step earlier waits for the confirmation, so all members request at the
-  same step and no step fails.
+  worker answers whether it can still request a quorum there (`SwitchVote`), and the lighthouse
+  confirms it (`ConfirmSwitch`). A worker that reaches the proposed step earlier waits for the
+  confirmation, so all members request at the same step and no step fails.
 
 Quorum ids are ``term << TERM_SHIFT | count``: they always rise, also from one lighthouse to the
 next.

@@ -195,7 +195,7 @@ def test_a_source_with_another_history_is_refused(pair):
     for _ in range(2):
         make_step(source, newcomer, catch_up, 100, ends_early=False)
         newcomer.progress = CommittedProgress(source.progress.step, 0, "other")
-    with pytest.raises(HealError, match="no part of the state came in 3 steps.*another history"):
+    with pytest.raises(HealError, match=r"no part of the state came in 3 steps.*another history"):
         make_step(source, newcomer, catch_up, 100, ends_early=False)
     source.transport.disallow_checkpoint()
 

@@ -70,11 +70,12 @@ def test_a_loader_that_reads_ahead_is_begun_anew(monkeypatch, persistent):
     assert (i, sampler.step, sampler.epoch) == (13, 12, 1)
 
 
-def test_a_replica_that_is_killed_and_comes_back_loses_no_sample(tmp_path, capsys):
+@pytest.mark.parametrize("catch_up_bytes", [None, 1], ids=["all wait", "beside the training"])
+def test_a_replica_that_is_killed_loses_no_sample(tmp_path, capsys, catch_up_bytes):
     """Counted by the parameters themselves, and proven from the ledger."""
     result = launch(
-        train, str(tmp_path), nodes="1:2", nproc_per_node=1, launcher="local", ft=True,
-        run_dir=tmp_path / "run", poll_interval_s=0.2, max_restarts=3,
+        train, str(tmp_path), catch_up_bytes, nodes="1:2", nproc_per_node=1, launcher="local",
+        ft=True, run_dir=tmp_path / "run", poll_interval_s=0.2, max_restarts=3,
     )  # fmt: skip
     for counts in dict(result).values():
         assert counts == pytest.approx([NUM_EPOCHS] * LENGTH)

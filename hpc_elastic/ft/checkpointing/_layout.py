@@ -220,7 +220,7 @@ class Target:
     def land(self, number: int) -> None:
         """Copy a tensor that was received elsewhere into the own memory; not yet on other streams.
 
-        The version that autograd counts is not changed: nobody needs the gradients of this step.
+        The version that autograd counts is not changed: the gradients of this step are of no use.
         """
         own = self.in_place[number]
         if own.data_ptr() != self.raw[number].data_ptr():

@@ -20,7 +20,7 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory):
-    made = Crew(tmp_path_factory.mktemp("crew"), "ft_sharded")
+    made = Crew(tmp_path_factory.mktemp("crew"), "ft.sharded_worker")
     yield made
     made.close()
 

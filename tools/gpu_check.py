@@ -459,10 +459,12 @@ class Check:
         run: What each rank does.
         what: Its line in the report.
         limit_s: After this it has failed.
-        fewest: Ranks that it needs; it runs on one alone if this is 1.
-        needs_group: It makes no sense where NCCL forms no group of several ranks.
-        kills: The last rank kills itself: once, if it is then started again.
-        restarts: It is.
+        fewest: The fewest ranks that it needs; 0: it is one process, however many GPUs there are.
+        needs_group: Its ranks need an NCCL group. Where NCCL forms none of several ranks on one
+            GPU, it runs on one rank, or is skipped.
+        kills: The last rank kills itself.
+        restarts: Another process then takes its place.
+        hint: For the error at the limit.
     """
 
     run: Callable[[Place], Facts]
@@ -472,8 +474,10 @@ class Check:
     needs_group: bool = True
     kills: bool = False
     restarts: bool = False
+    hint: str = ""
 
 
+_LESS = ": a smaller --gb, or another --directory, takes less time"
 CHECKS = {
     "collectives": Check(check_collectives, "collectives of the process group"),
     "abort": Check(check_abort, "abort and configure again, ten times"),
@@ -486,8 +490,10 @@ CHECKS = {
         check_training, "replicas train, one is killed, comes back and heals", fewest=2,
         needs_group=False, kills=True, restarts=True,
     ),
-    "checkpoint": Check(check_checkpoint, "a large state is saved and restored", 240.0, 0),
-    "memory": Check(check_memory, "the same in the node's memory", 240.0, 0),
+    "checkpoint": Check(
+        check_checkpoint, "a large state is saved and restored", 300.0, fewest=0, hint=_LESS
+    ),
+    "memory": Check(check_memory, "the same in the node's memory", 300.0, fewest=0, hint=_LESS),
 }  # fmt: skip
 
 
@@ -530,7 +536,8 @@ class Ranks:
             ready = wait(list(self._living), max(0.0, deadline - time.monotonic()))
             if not ready:
                 ranks = sorted(rank for rank, _ in self._living.values())
-                raise RuntimeError(f"no end of ranks {ranks} within {self._check.limit_s:g} s")
+                text = f"no end of ranks {ranks} within {self._check.limit_s:g} s"
+                raise RuntimeError(f"{text}{self._check.hint}")
             for pipe in ready:
                 self._receive(pipe)  # type: ignore[arg-type]
         return self._answers
@@ -720,11 +727,15 @@ def main(argv: list[str] | None = None) -> int:
     report |= {"has_nccl_group": place.has_nccl and not args.cpu, "ranks": place.size}
     args.report.write_text(json.dumps({**report, "checks": [vars(o) for o in outcomes]}, indent=1))
     has_failed = any(o.verdict == "FAIL" for o in outcomes)
-    print(
-        f"\n{'A check has failed' if has_failed else 'All is well'}. What to send us: "
-        f"{args.report}, in an issue of\nthe repository that you have cloned, also if all is well. "
-        "It has versions, hardware,\nfigures, and the last log lines of checks that failed."
-    )
+    print(f"\n{'A check has failed' if has_failed else 'All is well'}: see {args.report}.")
+    if args.cpu:
+        print("This was the rehearsal: it says nothing of NCCL, CUDA or GPUs.")
+    else:
+        print(
+            f"What to send us: {args.report}, in an issue of the repository that you have cloned,\n"
+            "also if all is well. It has versions, hardware, figures, and the last log lines of\n"
+            "checks that failed."
+        )
     return 1 if has_failed else 0
 
 

@@ -729,7 +729,7 @@ def main(argv: list[str] | None = None) -> int:
     has_failed = any(o.verdict == "FAIL" for o in outcomes)
     print(f"\n{'A check has failed' if has_failed else 'All is well'}: see {args.report}.")
     if args.cpu:
-        print("This was the rehearsal: it says nothing of NCCL, CUDA or GPUs.")
+        print("This was the rehearsal: it shows nothing of NCCL, CUDA or GPUs.")
     else:
         print(
             f"What to send us: {args.report}, in an issue of the repository that you have cloned,\n"

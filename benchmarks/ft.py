@@ -19,7 +19,10 @@ One process a replica, on CPU gloo over loopback; the workers of both libraries 
 - f: a round of the quorum, of 16 to 256 members on one coordinator;
 - g: SIGSTOP of a replica to the next commit of the others;
 - h: a replica with a large state comes to others over a slow network: how long they wait. Takes
-  root.
+  root;
+- s: a fresh replica with a sharded model (FSDP2, with tensor parallelism, with CPU offload) joins
+  one that trains, both of two ranks: whether all their bits are equal after 30 steps, and how many
+  steps of the other failed.
 
 Each cell is a median, with its range and number of samples. A bound (15 s for ours, 75 s for
 torchft) stands where somebody did not go on at all.
@@ -36,7 +39,7 @@ from pathlib import Path
 from evidence.machine import package_version
 from evidence.result import About, Peer, Result
 from evidence.show import options, present, rich_table
-from ft import faults, healing, joins, overhead, returns, rounds
+from ft import faults, healing, joins, overhead, returns, rounds, sharded
 from ft.libraries import OURS, PEER, is_installed
 from ft.report import Row, Steal, table
 from ft.settings import Settings
@@ -51,6 +54,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "f": rounds.measure,
     "g": faults.stopped,
     "h": joins.measure,
+    "s": sharded.measure,
 }
 
 ABOUT = About(
@@ -63,8 +67,10 @@ ABOUT = About(
     "first commit, and how long the others' longest step takes meanwhile. (e) A state of 1 GB is "
     "fetched from peers. (f) A round of the quorum. (g) SIGSTOP of a replica to the others' next "
     "commit. (h) A replica with a large state comes to others over a network of 200 MB/s: how long "
-    "they wait, more than a step of theirs takes. A bound (15 s for ours, 75 s for torchft) stands "
-    "where somebody did not go on at all.",
+    "they wait, more than a step of theirs takes. (s) A fresh replica with a sharded model joins "
+    "one that trains, both of two ranks: whether all bits are equal after 30 steps, and the "
+    "other's failed steps. A bound (15 s for ours, 75 s for torchft) stands where somebody did not "
+    "go on at all.",
     does_not_show=(
         "NCCL and GPUs: all of this is gloo on CPU.",
         "A network, or nodes: all replicas share the cores and the memory of one machine; "

@@ -207,10 +207,10 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew() -> Iterator[Crew]:
-    """A crew that ends with the block."""
+def crew(tasks: str = "ft.worker") -> Iterator[Crew]:
+    """A crew that ends with the block; its workers do the tasks of that module."""
     with tempfile.TemporaryDirectory(prefix="ft-") as name:
-        made = Crew(Path(name))
+        made = Crew(Path(name), tasks)
         try:
             yield made
         finally:

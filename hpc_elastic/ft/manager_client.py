@@ -212,16 +212,25 @@ class ManagerClient:
                 break
         raise self._lost_error(self._closed_reason or "it does not answer")
 
-    def report_abort(self, quorum_id: int, reason: str) -> None:
+    def report_abort(self, quorum_id: int, reason: str, *, is_lasting: bool = False) -> None:
         """Report that this quorum cannot go on; may be repeated, and costs one message.
 
         A server that has ended is no error here: the next request raises it.
+
+        Args:
+            quorum_id: The quorum's.
+            reason: What is wrong.
+            is_lasting: Another attempt does not cure it: it is in `QuorumSteps.lasting_errors` of
+                all ranks of the group before they enter another quorum.
         """
         with self._changed:
             is_news = self.steps.mark_aborted(quorum_id, reason)
+            if is_lasting:
+                self.steps.lasting_errors[quorum_id] = reason
         if is_news:
+            aborted = messages.QuorumAborted(quorum_id, reason, is_lasting=is_lasting)
             with contextlib.suppress(ManagerServerLostError):
-                self._send(messages.QuorumAborted(quorum_id, reason))
+                self._send(aborted)
 
     def request_switch(self) -> None:
         """Request another quorum, at a step at which none has to fail."""
@@ -352,6 +361,8 @@ class QuorumSteps:
         quorum_id: The quorum's; `NO_QUORUM` if none.
         quorum_step: Number of the last step started, from 0: the one that requested the quorum.
         abort_reason: Why the quorum is aborted; None if it is not.
+        lasting_errors: Errors that another attempt does not cure, of any rank of the group, by the
+            quorum that could not be entered; the worker clears it when it has entered one.
         must_request: A step that starts now needs a new quorum.
         proposal: The switch that this worker has accepted.
         confirmation: Its confirmation.
@@ -368,6 +379,7 @@ class QuorumSteps:
         self._is_single = is_single
         self._interval_s: float | None = None
         self._started_at: float | None = None
+        self.lasting_errors: dict[int, str] = {}
         self.enter_quorum(messages.NO_QUORUM)
         self.quorum_step = -1
 
@@ -480,6 +492,8 @@ class QuorumSteps:
         """
         if aborted.quorum_id != self.quorum_id:
             return False
+        if aborted.is_lasting:
+            self.lasting_errors[aborted.quorum_id] = aborted.reason
         # all ranks of a group get this in the same place among the group's decisions
         known = self.quorum_step - 1 if self._is_single else self._decided
         if known < aborted.after_step:

@@ -135,11 +135,14 @@ class QuorumAborted(Message):
     Attributes:
         after_step: Members may complete the quorum steps up to this one, since a member that is
             done has sent all of its part in them; -1: none.
+        is_lasting: Another attempt does not cure the error; the ranks of one group count these
+            together. Never set in a lighthouse's message.
     """
 
     quorum_id: int
     reason: str
     after_step: int = -1
+    is_lasting: bool = False
 
 
 @dataclass(frozen=True)

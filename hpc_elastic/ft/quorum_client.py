@@ -147,7 +147,6 @@ class QuorumClient:
         self._configured = NO_QUORUM
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
         self.is_damaged = False
-        self._num_lasting_errors = 0
 
     # ---- abort ----------------------------------------------------------------------------
 
@@ -207,9 +206,10 @@ class QuorumClient:
             TimeoutError: No quorum came; it names what is waited for.
             LeftQuorumError: This replica has left, as announced.
             ManagerServerLostError: The group's server has ended; start the worker again.
-            UnusableStateError: The peers' state does not fit here, at the second attempt. Errors of
-                Python's own for wrong types, values and keys are raised likewise. This replica has
-                to end, so that the others go on without it.
+            UnusableStateError: The peers' state does not fit here, at the second attempt, be it for
+                this rank or for another of the replica. Errors of Python's own for wrong types,
+                values and keys are raised likewise. This replica has to end, so that the others go
+                on without it.
         """
         client = self._client
         deadline = time.monotonic() + timeout_s
@@ -243,10 +243,15 @@ class QuorumClient:
                 else:
                     text = "quorum %d could not be entered"
                     _log.warning(text, result.quorum_id, exc_info=e)
-                client.report_abort(result.quorum_id, f"a member could not enter it: {e}")
-                self._num_lasting_errors += isinstance(e, _LASTING_ERRORS)
-                if self._num_lasting_errors > 1:
+                reason = f"a member could not enter it: {e}"
+                is_lasting = isinstance(e, _LASTING_ERRORS)
+                client.report_abort(result.quorum_id, reason, is_lasting=is_lasting)
+                lasting = client.steps.lasting_errors
+                if len(lasting) > 1 and is_lasting:
                     raise
+                if len(lasting) > 1:
+                    text = f"another rank of this replica has failed: {[*lasting.values()][-1]}"
+                    raise UnusableStateError(text) from e
                 is_late = time.monotonic() > deadline or own_failures >= _MAX_OWN_FAILURES
                 if is_late or self._place.world_size > 1:
                     return Entered(result, error=e)
@@ -256,8 +261,8 @@ class QuorumClient:
                     result.quorum_id, result.replica_rank, result.replica_world_size,
                     result.max_step, answered_at - requested_at, time.monotonic() - answered_at,
                 )  # fmt: skip
-                self._num_lasting_errors = 0
                 self.is_damaged |= result.heals and result.catch_up
+                client.steps.lasting_errors.clear()
                 return Entered(result, healed)
 
     def _request_result(self, request: QuorumRequest, timeout_s: float) -> QuorumResult:

@@ -153,6 +153,10 @@ class Bench:
         self._ends.append(client.close)
         return client
 
+    def add_end(self, end: Callable[[], None]) -> None:
+        """Call this at the end, before the server is stopped."""
+        self._ends.append(end)
+
     def worker(self) -> Worker:
         """Start a worker in a process of its own."""
         worker = Worker(self.server.path)

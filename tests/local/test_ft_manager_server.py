@@ -8,22 +8,27 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from ft_server import PATIENCE_S, Bench, Q, request_of, until
 from scarcity import no_descriptors
 
-from hpc_elastic.ft.manager_client import ManagerClient, ManagerServerLostError
+from hpc_elastic.ft.checkpointing.transport import HealError, UnusableStateError
+from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient, ManagerServerLostError
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CancelRequest,
     CheckpointBeforeLeave,
     ConfirmSwitch,
+    HealSource,
     LeaveGranted,
     LeaveNotice,
     ProposeSwitch,
     QuorumAborted,
     QuorumRequest,
+    QuorumResult,
+    QuorumResults,
     QuorumWaiting,
     ReplicaStatus,
     Shutdown,
@@ -31,6 +36,8 @@ from hpc_elastic.ft.messages import (
     SwitchVote,
     WorkersLost,
 )
+from hpc_elastic.ft.quorum import CommittedProgress
+from hpc_elastic.ft.quorum_client import Entered, Limits, QuorumClient
 
 
 @pytest.fixture
@@ -111,6 +118,70 @@ def test_abort_by_one_rank_reaches_all(bench):
     assert server.received.next(QuorumAborted) == QuorumAborted(Q, "mine")
     until(lambda: bench.aborts == [(Q, "mine")])  # the other rank's
     assert not server.received.messages
+
+
+class HealingRank:
+    """A worker whose peer refuses its state; or it only sees that the quorum is aborted."""
+
+    needs_group = multi_source = False
+
+    def __init__(self, bench: Bench, rank: int) -> None:
+        self._aborted = threading.Event()
+        self._is_refused = False
+        self._client = ManagerClient(
+            bench.server.path, rank, 2, timeout_s=PATIENCE_S,
+            on_abort=lambda quorum_id, reason: self._quorum.on_abort(quorum_id, reason),
+        )  # fmt: skip
+        group = SimpleNamespace(configure=lambda *_: None, abort=lambda: None)
+        limits, place = Limits(PATIENCE_S, PATIENCE_S, 0, 1), GroupPlace(rank, 2, "h", 1)
+        self._quorum = QuorumClient(self._client, group, self, dict, limits, place)
+        bench.add_end(self._client.close)
+
+    def enter(self, *, is_refused: bool) -> Entered:
+        """Enter a quorum, in a step after one that was not committed."""
+        self._is_refused = is_refused
+        self._client.start_step(last_failed=True)
+        progress = CommittedProgress.initial(init_sync=True)
+        flags = {"commit_failures": 0, "allow_heal": True, "shrink_only": False}
+        return self._quorum.enter_quorum(progress, PATIENCE_S, **flags)
+
+    def metadata(self) -> str:
+        """As a transport."""
+        return "here"
+
+    def resume(self) -> None:
+        """As a transport."""
+        self._aborted.clear()
+
+    def abort(self) -> None:
+        """As a transport."""
+        self._aborted.set()
+
+    def recv_checkpoint(self, *_: object) -> dict:
+        """As a transport."""
+        if self._is_refused:
+            raise UnusableStateError("a lock has no state")
+        assert self._aborted.wait(PATIENCE_S)
+        raise HealError("aborted")
+
+
+def test_an_error_that_stays_counts_for_all_ranks_together(bench):
+    """One rank gets it at the first attempt, another at the second: that one ends the group."""
+    server = bench.serve(size=2)
+    ranks = [HealingRank(bench, rank) for rank in (0, 1)]
+    heals = {"sources": (HealSource(0, "there"),), "cohort_rank": None, "cohort_size": 1}
+    for refused in (0, 1):
+        entering = [bench.threads.submit(r.enter, is_refused=r is ranks[refused]) for r in ranks]
+        server.received.next(QuorumRequest)
+        result = QuorumResult(Q + refused, 1, 2, "h:1", 7, "version", **heals)
+        server.send(QuorumResults((result, result), server.received.last_request))
+        outcomes = [e.exception(PATIENCE_S) or e.result().error for e in entering]
+        if refused == 0:
+            assert [type(error) for error in outcomes] == [UnusableStateError, HealError]
+        else:
+            assert isinstance(entering[1].exception(), UnusableStateError)
+            assert "a lock has no state" in str(outcomes[0])
+            assert isinstance(entering[0].exception(), UnusableStateError)
 
 
 def test_group_commits_if_all_ranks_can(bench):

@@ -21,7 +21,7 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory):
-    made = Crew(tmp_path_factory.mktemp("crew"), "ft_sharded")
+    made = Crew(tmp_path_factory.mktemp("crew"), "ft.sharded_worker")
     yield made
     made.close()
 
@@ -85,11 +85,12 @@ CASES = [
 
 
 CATCH_UP_CASES = [
-    *((model, True) for model in ("fsdp", "fsdp x tp", "cpu offload")),
-    ("hsdp", False),
-    ("mixed precision", False),
+    ("fsdp x tp", True),
     ("shared and frozen", False),
-    ("compiled", False),
+    *(
+        pytest.param(model, False, marks=pytest.mark.long)
+        for model in ("fsdp", "cpu offload", "hsdp", "mixed precision", "compiled")
+    ),
 ]
 
 

@@ -23,6 +23,7 @@ class FakeClient:
         self.quorum_id = NO_QUORUM
         self.quorum_step = -1
         self.abort_reason = None
+        self.lasting_errors = {}
         self.answers = deque()
         self.requests = []
         self.timeouts = []
@@ -50,7 +51,9 @@ class FakeClient:
         self.must_save = isinstance(answer, CheckpointBeforeLeave)
         return answer
 
-    def report_abort(self, quorum_id, reason):
+    def report_abort(self, quorum_id, reason, *, is_lasting=False):
+        if is_lasting:
+            self.lasting_errors[quorum_id] = reason
         if quorum_id == self.quorum_id and self.abort_reason is None:
             self.abort_reason = reason
             self.reports.append((quorum_id, reason))

@@ -12,6 +12,7 @@ from evidence.result import Figure
 from ft.crew import Member, Step
 from ft.report import Row, cell
 from ft.rounds import exponent
+from ft.sharded import Outcome, rows
 from ft.training import delays, has_gone_on, longest_gap, median_step
 
 
@@ -72,3 +73,16 @@ def test_what_never_came_about_is_counted():
 def test_exponent_of_a_power():
     """The growth exponent of a power law is its power."""
     assert exponent([(n, 3 * n**1.5) for n in (16, 64, 256)]) == pytest.approx(1.5)
+
+
+def test_sharded_rows_count_every_sample():
+    """One heal in which the bits differ misses the target, and so does one second failed step."""
+    ours = [Outcome(True, 0, ""), Outcome(True, 2, ""), Outcome(False, 1, "")]
+    lost = Outcome(False, 3, "the survivor ended: a reason")
+    equal, failed = rows("fsdp, sync", {"ours": ours, "torchft": [lost, lost]})
+    assert equal.ours == [pytest.approx(2 / 3)] and equal.peer == [0.0]
+    assert equal.note == "ours 2 of 3; torchft 0 of 2: the survivor ended: a reason"
+    assert failed.ours == [2.0] and math.isnan(failed.peer[0])
+    assert [t.met for row in (equal, failed) for t in row.targets] == [False, False]
+    equal, failed = rows("fsdp, sync", {"ours": ours[:1], "torchft": []})
+    assert [t.met for row in (equal, failed) for t in row.targets] == [True, True]

@@ -1,9 +1,12 @@
 """A worker of a replica group that trains a sharded model, for a nursery.
 
-A group is a process group of torch's own, over which the model is sharded. The gradients' shards
-are averaged with the counterparts in the other groups. The groups differ in what they draw, and in
-their parameters until they have met.
+Both libraries run the same lines; only where the classes are imported from differs. A group is a
+process group of torch's own, over which the model is sharded. The gradients' shards are averaged
+with the counterparts in the other groups. The groups differ in what they draw, and in their
+parameters until they have met.
 """
+
+from __future__ import annotations
 
 import hashlib
 import time
@@ -23,9 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpc_elastic.ft import Manager, Optimizer, ProcessGroupGloo, catch_up, manager
-from hpc_elastic.ft.checkpointing import HTTPTransport, _http, _layout
-from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
+from ft.libraries import part_of
+from ft.lines import Lines
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(seconds=20)
@@ -33,7 +35,9 @@ FORWARD_S = 0.01
 
 
 def preload(library: str) -> None:
-    """Import what torch imports only when the first optimizer is made."""
+    """Import what the task needs, and what torch imports when the first optimizer is made."""
+    for name in ("manager", "optim", "process_group", "checkpointing.pg_transport"):
+        part_of(library, name)
     torch.set_num_threads(1)
     torch.optim.AdamW(nn.Linear(1, 1).parameters())
 
@@ -116,7 +120,8 @@ class Trainer:
 
     def __init__(
         self,
-        driver: Any,
+        driver: Lines,
+        library: str,
         lighthouse: str,
         slot: int,
         rank: int,
@@ -127,11 +132,11 @@ class Trainer:
         fault: str = "",
         catches_up: bool = False,
     ) -> None:
-        self._driver = driver
+        self._driver, self._library = driver, library
         self._draws = torch.Generator().manual_seed(1000 * slot + rank)
         self._fault = fault
         if catches_up:
-            make_network_slow()
+            make_network_slow(library)
         torch.manual_seed(slot)
         store = dist.TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
         dist.init_process_group(
@@ -142,8 +147,10 @@ class Trainer:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.01)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
-        group = ProcessGroupGloo(TIMEOUT)
-        self.manager = Manager(
+        group = part_of(library, "process_group").ProcessGroupGloo(TIMEOUT)
+        http = part_of(library, "checkpointing").HTTPTransport
+        through_group = part_of(library, "checkpointing.pg_transport").PGTransport
+        self.manager = part_of(library, "manager").Manager(
             pg=group,
             load_state_dict=self._load,
             state_dict=self._save,
@@ -157,25 +164,30 @@ class Trainer:
             store_port=store.port,
             lighthouse_addr=lighthouse,
             replica_id=f"slot{slot}",
-            catch_up_bytes=1 if catches_up else None,
             checkpoint_transport={
                 "": lambda: None,
-                "http": lambda: HTTPTransport(TIMEOUT),
-                "pg": lambda: PGTransport(group, TIMEOUT, torch.device("cpu")),
+                "http": lambda: http(TIMEOUT, 0),
+                "pg": lambda: through_group(group, TIMEOUT, torch.device("cpu")),
             }[transport](),
+            **({"catch_up_bytes": 1} if catches_up else {}),
         )
 
     def train(self) -> None:
         """Make steps, and send the outcome of each."""
-        optimizer = Optimizer(self.manager, self.optimizer)
+        wrapper = part_of(self._library, "optim").OptimizerWrapper
+        optimizer = wrapper(self.manager, self.optimizer)
         while True:
             before = self.manager.current_step()
             optimizer.zero_grad()
             x = torch.randn(4, 16, generator=self._draws)
             (self.model(x) - x.flip(1)).float().square().mean().backward()
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    self.manager.allreduce(local(p.grad))
+            works = [
+                self.manager.allreduce(local(p.grad))
+                for p in self.model.parameters()
+                if p.grad is not None
+            ]
+            for work in works:
+                work.wait()
             optimizer.step()
             error, step = self.manager.errored(), self.manager.current_step()
             if error is not None or step == before:
@@ -219,17 +231,18 @@ class Trainer:
             self.average[name].copy_(tensor)
 
 
-def make_network_slow() -> None:
-    """Let most tensors be large, and the answers to requests for them take long."""
-    for module in (_layout, catch_up, manager):
-        module.SMALL_BYTES = 256
-    receive = _http.receive_into
+def make_network_slow(library: str) -> None:
+    """Let most tensors be large, and the answers to requests for them take long (ours alone)."""
+    for name in ("checkpointing._layout", "catch_up", "manager"):
+        part_of(library, name).SMALL_BYTES = 256
+    http = part_of(library, "checkpointing._http")
+    receive = http.receive_into
 
     def receive_slowly(*arguments: Any) -> None:
         time.sleep(FORWARD_S / 2)
         receive(*arguments)
 
-    _http.receive_into = receive_slowly
+    http.receive_into = receive_slowly
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,9 +251,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train(driver: Any, library: str, **arguments: Any) -> None:
+def train(driver: Lines, library: str, **arguments: Any) -> None:
     """Train until this process is ended."""
-    Trainer(driver, **arguments).train()
+    Trainer(driver, library, **arguments).train()
 
 
 TASKS = {"train": train}

@@ -10,7 +10,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic.ft.manager_client import QuorumSteps
-from hpc_elastic.ft.manager_server import CommitVotes, combine_requests
+from hpc_elastic.ft.manager_state import CommitVotes, combine_requests
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CommitDecision,

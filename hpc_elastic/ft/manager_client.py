@@ -84,6 +84,7 @@ class ManagerClient:
         """
         self.replica_id = ""
         self._path = path
+        self._is_single = group_world_size == 1
         self._on_abort = on_abort
         self.steps = QuorumSteps(is_single=group_world_size == 1)
         self._changed = threading.Condition(threading.Lock())
@@ -273,8 +274,14 @@ class ManagerClient:
         except (OSError, ValueError) as e:
             reason = str(e)
         with self._changed:
+            quorum_id = self.steps.quorum_id
+            # without the votes of the others no step can be committed, and no abort arrives
+            aborts = self._closed_reason is None and not self._is_single
+            aborts = aborts and self.steps.mark_aborted(quorum_id, reason)
             self._closed_reason = self._closed_reason or reason
             self._changed.notify_all()
+        if aborts:
+            self._call_on_abort(quorum_id, f"the server of this replica group is gone: {reason}")
 
     def _on_message(self, message: messages.Message) -> None:
         reply: messages.Message | None = None
@@ -315,10 +322,13 @@ class ManagerClient:
         if reply is not None:
             self._send(reply)
         if aborted is not None:
-            try:
-                self._on_abort(aborted.quorum_id, aborted.reason)
-            except Exception:
-                _log.exception("quorum %d was aborted, and its handler failed", aborted.quorum_id)
+            self._call_on_abort(aborted.quorum_id, aborted.reason)
+
+    def _call_on_abort(self, quorum_id: int, reason: str) -> None:
+        try:
+            self._on_abort(quorum_id, reason)
+        except Exception:
+            _log.exception("quorum %d was aborted, and its handler failed", quorum_id)
 
     def _set_answer(self, answer: QuorumAnswer) -> None:
         self._answer = answer
@@ -475,6 +485,8 @@ class QuorumSteps:
         """
         if aborted.quorum_id != self.quorum_id:
             return False
+        if self.confirmation is None:  # no decision about a switch comes any more
+            self.proposal = None
         # all ranks of a group get this in the same place among the group's decisions
         known = self.quorum_step - 1 if self._is_single else self._decided
         if known < aborted.after_step:

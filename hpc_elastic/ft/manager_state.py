@@ -112,9 +112,10 @@ class ManagerState:
         self._size: int | None = None
         self.has_left = False
         self.on_mismatch: Callable[[messages.StateMismatch], None] = lambda _: None
-        self._leave_at: float | None = None
-        self._connections: set[Worker] = set()
-        """All of this node, also those without a `Hello`."""
+        self._leave_deadlines: dict[RemoteNode | None, float] = {}
+        """When nodes of the group are lost that are under notice; None: this one."""
+        self._connections: dict[Worker, None] = {}
+        """All of this node, also those without a `Hello` (ordered set)."""
         self._workers: dict[int, Worker] = {}
         self._number = 0
         """Of the last request, over the life of this server."""
@@ -150,6 +151,7 @@ class ManagerState:
             self._lose_workers("its workers are started again")
         self._close_connections()
         self._reset()
+        self._leave_deadlines.clear()  # agents announce what holds for the new group
         self._size = group_world_size
         self.has_left = False
         if relay is not None:
@@ -176,13 +178,17 @@ class ManagerState:
         """Whether the present workers have been in a quorum."""
         return self._result is not None
 
-    def announce_leave(self, left_s: float) -> None:
-        """Announce that the node is lost within this number of seconds."""
+    def announce_leave(self, left_s: float, node: RemoteNode | None = None) -> None:
+        """Announce that a node is lost within this number of seconds; None: this one."""
         if self._relay is not None:
             self._relay.send({"type": "leave", "left_s": left_s})
             return
-        self._leave_at = self._clock() + left_s
+        self._leave_deadlines[node] = self._clock() + left_s
         self._send_up(messages.LeaveNotice(left_s))
+
+    def forget_leave(self, node: RemoteNode) -> None:
+        """Forget the notice of a node that is gone, so that no later lighthouse obeys it."""
+        self._leave_deadlines.pop(node, None)
 
     # ---- the lighthouse -----------------------------------------------------------------
 
@@ -203,9 +209,8 @@ class ManagerState:
             )
         if self._lost_reason is not None:
             self._send_up(messages.WorkersLost(self._lost_reason))
-        if self._leave_at is not None:
-            left_s = self._leave_at - self._clock()
-            self._send_up(messages.LeaveNotice(max(0.0, left_s)))
+        else:
+            self._repeat_leave_notice()
         if self._is_done:
             self._send_shutdown()
         self._repeat_request()
@@ -229,7 +234,9 @@ class ManagerState:
             case messages.ConfirmSwitch():
                 self._send_down(self._workers, message)
             case messages.LeaveGranted() | messages.CheckpointBeforeLeave():
-                self.has_left |= isinstance(message, messages.LeaveGranted)
+                if isinstance(message, messages.LeaveGranted):
+                    self.has_left = True
+                    self._leave_deadlines.clear()
                 self._requests, self._sent = {}, None
                 self._send_down(self._workers, message)
             case messages.QuorumWaiting():
@@ -268,7 +275,7 @@ class ManagerState:
 
     def add_connection(self, worker: Worker) -> None:
         """Add a worker of this node that has connected; its `Hello` follows."""
-        self._connections.add(worker)
+        self._connections[worker] = None
 
     def on_worker_message(self, worker: Worker, message: messages.Message) -> None:
         """Handle a message of a worker; raise ValueError if it is none, or out of order."""
@@ -310,7 +317,7 @@ class ManagerState:
 
     def on_worker_disconnect(self, worker: Worker, reason: str) -> None:
         """Handle the end of a worker's connection or process."""
-        self._connections.discard(worker)
+        self._connections.pop(worker, None)
         self._stopped.discard(worker)
         rank = worker.rank
         if rank is not None and self._relay is not None:
@@ -367,7 +374,7 @@ class ManagerState:
             worker.send(messages.Welcome(self._replica_id))
 
     def _close_connections(self) -> None:
-        for worker in {*self._connections, *self._workers.values()}:
+        for worker in dict.fromkeys((*self._connections, *self._workers.values())):
             worker.close()
         self._connections.clear()
         self._workers.clear()
@@ -421,8 +428,19 @@ class ManagerState:
         if self._sent is None:
             self._request_if_complete()
         elif not self._stopped:
-            self._lost_reason = None
+            if self._lost_reason is not None:
+                self._lost_reason = None
+                self._repeat_leave_notice()
             self._send_up(self._sent)
+
+    def _repeat_leave_notice(self) -> None:
+        """Send the notice to a lighthouse that may not have it.
+
+        Not while workers are lost: if they are started again, the agents announce what holds then.
+        """
+        if self._leave_deadlines:
+            left_s = min(self._leave_deadlines.values()) - self._clock()
+            self._send_up(messages.LeaveNotice(max(0.0, left_s)))
 
     def _on_switch_vote(self, rank: int, vote: messages.SwitchVote) -> None:
         self._quorum_step = max(self._quorum_step, vote.quorum_step)
@@ -610,7 +628,10 @@ class RemoteNodes:
     def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
         """Handle the end of a relay's connection: the group has lost the workers behind it."""
         node = self._nodes.pop(connection, None)
-        if node is None or not node.is_open or self._owner is None:
+        if node is None or self._owner is None:
+            return
+        self._owner.forget_leave(node)
+        if not node.is_open:
             return
         node.is_open = False
         for worker in node.workers.values():
@@ -620,7 +641,7 @@ class RemoteNodes:
         owner = self._owner
         assert owner is not None
         if frame["type"] == "leave":
-            owner.announce_leave(float(frame["left_s"]))
+            owner.announce_leave(float(frame["left_s"]), node)
             return
         rank = int(frame["rank"])
         match frame["type"]:

@@ -63,6 +63,8 @@ class LeftQuorumError(HpcElasticError, RuntimeError):
 class DamagedStateError(HpcElasticError, RuntimeError):
     """A state was received in place and only in part, and no peer is left to heal from.
 
+    Or some workers of this replica have healed, and others not, and no peer is left.
+
     Start the script again from its last checkpoint.
     """
 
@@ -225,7 +227,7 @@ class QuorumClient:
                 metadata=(self._transport.metadata(),),
                 is_saved=client.steps.is_saved,
             )
-            result = self._request_result(request, timeout_s)
+            result = self._request_result(request, progress, timeout_s)
             answered_at = time.monotonic()
             try:
                 healed = self._join(result, progress if allow_heal else None)
@@ -254,9 +256,14 @@ class QuorumClient:
                 self._num_lasting_errors = 0
                 return Entered(result, healed)
 
-    def _request_result(self, request: QuorumRequest, timeout_s: float) -> QuorumResult:
-        answer = None
-        for _ in range(self._limits.quorum_retries):
+    def _request_result(
+        self, request: QuorumRequest, progress: CommittedProgress, timeout_s: float
+    ) -> QuorumResult:
+        answer, retries = None, self._limits.quorum_retries
+        if self._place.world_size > 1:
+            # a request that is withdrawn may cross its answer, which the other ranks rely on
+            timeout_s, retries = timeout_s * (1 + retries), 0
+        for _ in range(retries):
             with suppress(TimeoutError):
                 answer = self._client.request_quorum(request, timeout_s)
                 break
@@ -276,6 +283,13 @@ class QuorumClient:
             raise DamagedStateError(
                 "a peer was lost while this replica received its state in place, and no other has "
                 "it: start again from a checkpoint (without in_place, a heal cannot do this)"
+            )
+        if self._place.world_size > 1 and not progress.is_part_of(answer):
+            self._client.report_abort(answer.quorum_id, "a member's ranks have different states")
+            raise DamagedStateError(
+                f"a peer was lost when some ranks of this replica had received its state, and no "
+                f"other has it: this rank is at step {progress.step}, another at step "
+                f"{answer.max_step}: start again from a checkpoint"
             )
         return answer
 

@@ -11,6 +11,7 @@ from typing import Any
 from hpc_elastic.ft import quorum
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.manager_client import QuorumSteps
+from hpc_elastic.ft.manager_state import ManagerState
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CheckpointBeforeLeave,
@@ -24,6 +25,7 @@ from hpc_elastic.ft.messages import (
     WorkersLost,
 )
 from hpc_elastic.ft.quorum import ActiveQuorum
+from hpc_elastic.ft.state_check import Mismatch
 from hpc_elastic.rendezvous.term import Gate
 from hpc_elastic.step_agreement import AgreementState, Confirmation, Proposal
 from simulation.ft.cluster import Components
@@ -199,9 +201,20 @@ class RunsPast(QuorumSteps):
         pass
 
 
-def _trust_the_first(digests: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], bool]:
+def _trust_the_first(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
     """Conclude that all are wrong that differ from the first member."""
-    return tuple(rank for rank, own in enumerate(digests) if own != digests[0]), True
+    own = [tuple(row[-len(paths) :]) for row in table]
+    suspects = tuple(rank for rank, digests in enumerate(own) if digests != own[0])
+    return replace(Mismatch.of(table, paths), suspects=suspects, is_certain=True)
+
+
+class ReportsNoQuorum(ManagerState):
+    """Does not report its quorum to a new keeper."""
+
+    def on_connect(self) -> None:
+        result, self._result = self._result, None
+        super().on_connect()
+        self._result = result
 
 
 class AdoptsAnything(LighthouseState):
@@ -222,7 +235,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(terms_rise=False), "a quorum id came again|the status went back",
     ),
     "groups do not report their quorum": (
-        Components(reports_status=False), "costs a step|not all make",
+        Components(manager=ReportsNoQuorum), "costs a step|not all make",
     ),
     "continues its duties": (Components(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
@@ -243,6 +256,6 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "agrees to all": (Components(steps=AgreesToAll), "costs a step|not all make steps"),
     "runs past": (Components(steps=RunsPast), "costs a step|not all make steps"),
     "adopts anything": (Components(AdoptsAnything), "minority|came again|not all make"),
-    "trusts the first": (Components(find_corrupted=_trust_the_first), "a check blames others"),
+    "trusts the first": (Components(conclude=_trust_the_first), "a check blames others"),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""

@@ -113,6 +113,15 @@ class ManagerServer(ManagerState):
         if self.relays is not None:
             self.relays.stop()
 
+    def on_relay_end(self, reason: str) -> None:
+        """See `ManagerState`; logs the reason."""
+        _log.warning("%s", reason)
+        super().on_relay_end(reason)
+
+    def _lose_workers(self, reason: str) -> None:
+        _log.warning("%s", reason)
+        super()._lose_workers(reason)
+
     def _accept_all(self) -> None:
         while self._listener is not None:
             try:

@@ -25,7 +25,6 @@ expects that one, its frames wait; a relay of an earlier one is disconnected.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
@@ -34,8 +33,6 @@ from typing import Any, Protocol
 from hpc_elastic.ft import messages
 
 _NO_CONNECTION = "there is no connection to the lighthouse"
-
-_log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
@@ -170,7 +167,6 @@ class ManagerState:
 
     def on_relay_end(self, reason: str) -> None:
         """Handle the end of the connection to the group's server: its workers have lost it."""
-        _log.warning("%s", reason)
         self._close_connections()
 
     @property
@@ -384,7 +380,6 @@ class ManagerState:
 
     def _lose_workers(self, reason: str) -> None:
         """Report that the group cannot go on, so that no worker waits for its next quorum."""
-        _log.warning("%s", reason)
         self._lost_reason = reason
         if not self._is_complete(self._requests):
             self._sent = None

@@ -154,8 +154,11 @@ class Env:
         if quorum_id == NO_QUORUM or keeper is None or lost.link is not lost.group.link_of(lost):
             return
         since, cuts, paused = self.world.now, self.num_cuts, lost.process.paused
-        if lost.group.up_since > since:
+        server = lost.group.server
+        if lost.group.up_since > since or server is None:
             return
+        if not server.process.alive and lost.rank > 0:
+            return  # only the time-out of its first node shows that
         waiting = [w for g in self.groups if g is not lost.group for w in g.workers]
 
         def is_held_up(worker: Worker) -> bool:
@@ -193,6 +196,8 @@ _RECONNECT_S = 0.05
 _STOPPED_S = 0.6
 _LOOK_S = 0.03
 _SILENCE_S = 5.0
+_STOP_S = 1.5
+"""Longest time until a run's leader has stopped the workers of a group."""
 
 
 # ---- a node: its server or relay, and the connections of its workers
@@ -519,7 +524,7 @@ class Node(Host):
             return
         self.up = False
         if worker is not None and worker.process.alive:
-            self.env.watch_lost_member(worker, _SILENCE_S + 1.0 if silently else 0.0)
+            self.env.watch_lost_member(worker, _SILENCE_S + _STOP_S if silently else 0.0)
             worker.process.alive = False
             if not silently:
                 worker.leave_meeting()
@@ -667,11 +672,14 @@ class Group:
             return
         self._is_placing = True
         rng = self._world.rng
+        if not self._num_starts:
+            self._world.after(0.1, None, self._place)
+            return
         for node in self.nodes:
-            self._world.after(0.3 * rng.random(), None, node.stop_worker)
+            self._world.after(_STOP_S * rng.random(), None, node.stop_worker)
         # a node that is gone has closed its connections before the leader places others
         closing_s = 2 * self.env.scenario.longest_delay_s if lacks_nodes else 0.0
-        self._world.after(0.3 + closing_s + 2 * rng.random(), None, self._place)
+        self._world.after(_STOP_S + closing_s + 2 * rng.random(), None, self._place)
 
     def _place(self) -> None:
         """Place the group on its live nodes and on spares, once there are enough."""

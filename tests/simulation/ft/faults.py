@@ -41,12 +41,14 @@ class Faults:
             ),
         }[self._env.scenario.kind]  # fmt: skip
         if self._env.scenario.kind is Kind.ALL and self._env.scenario.num_nodes > 1:
-            kinds += ("reset relay", "cut relay", "kill node", "lose node", "kill worker")
-        for _ in range(self._rng.randint(1, 6 if len(kinds) > 1 else 2)):
+            kinds += ("reset relay", "cut relay", "kill node", "lose node", "kill worker", "stop")
+            kinds += ("stop", "lose node")
+        most = 2 if len(kinds) == 1 else 5 + self._env.scenario.num_nodes
+        for _ in range(self._rng.randint(1, most)):
             at = 0.5 + (calm - 0.5) * self._rng.random()
             after(at, None, self._inject, self._rng.choice(kinds))
 
-        if self._env.scenario.kind is Kind.ALL and len(self._env.groups) > 2:
+        if self._env.scenario.kind is Kind.ALL:
             flips = random.Random(f"flips {self._env.seed}")
             for _ in range(flips.choice((0, 0, 1, 1, 2))):
                 after(0.5 + (calm - 0.5) * flips.random(), None, self._flip_bit, flips)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -72,7 +73,7 @@ class Scenario:
     @property
     def lost_bound_s(self) -> float:
         """Time within which a lost member no longer holds up the others."""
-        return 3.0 + 6 * self.longest_delay_s
+        return 1.0 + 6 * self.longest_delay_s
 
     @property
     def long_notice_s(self) -> float:
@@ -230,6 +231,8 @@ class Monitor:
             self.check(suspects == wrong, "a check blames others", step, suspects, wrong)
             self._wrong |= {(step, name) for name in wrong}
         if found.is_certain:
+            most = max(Counter((s.history, s.flips) for s in states.values()).values())
+            self.check(2 * most > len(states), "certain without a majority", step, suspects)
             self.corrupted += len(suspects) if heals else 0
         else:
             self.check(len(suspects) > 1, "a check blames one of equals", step, suspects)

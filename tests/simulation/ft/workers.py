@@ -8,7 +8,7 @@ with a vote.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -278,6 +278,9 @@ class Worker:
         if not self.is_single and not progress.is_part_of(place):
             self._die("the ranks of its group have different states")
             return
+        goes_on = self._was_corrupted and not place.heals and place.cohort_size > 1
+        self.monitor.check(not goes_on, "a corrupted state goes on", self.name, place)
+        self._was_corrupted = self._was_corrupted and place.heals
         self.place, self.doing = place, Doing.CONFIGURING
         self._snapshot, self._healed = replace(self.state, state_version=place.state_version), None
         self.leave_meeting()

@@ -29,12 +29,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.ft import messages
-from hpc_elastic.ft.manager_server import ManagerServerProcess, start_server_process
+from hpc_elastic.ft.manager_server import (
+    ManagerServerProcess,
+    start_relay_process,
+    start_server_process,
+)
+from hpc_elastic.transport.interface import own_address
 
 _SWITCH_S = 30.0
 """Longest wait for a switch decision. The lighthouse withdraws a proposal that is not confirmed
@@ -271,6 +277,8 @@ class ManagerClient:
                 for message in lines.feed(data):
                     self._on_message(message)
             reason = "it closed the connection"
+            if self._waits_for:
+                reason += f" ({self._waits_for})"
         except (OSError, ValueError) as e:
             reason = str(e)
         with self._changed:
@@ -333,6 +341,7 @@ class ManagerClient:
     def _set_answer(self, answer: QuorumAnswer) -> None:
         self._answer = answer
         self._is_requesting = False
+        self._waits_for = ""
 
 
 _clients: weakref.WeakSet[ManagerClient] = weakref.WeakSet()
@@ -516,7 +525,8 @@ class QuorumSteps:
 
 # ---- the worker's place in its group, and the group's server
 # In a run the agent has started the server, and names its socket in the environment. Elsewhere the
-# group's first rank starts one (`manager_server`), and publishes it in the group's store.
+# group's first rank starts one (`manager_server`), and publishes it in the group's store. On each
+# other host of the group, the rank that comes first starts a relay, and publishes it likewise.
 
 
 @dataclass(frozen=True)
@@ -581,8 +591,8 @@ def find_server(
         connect_timeout_s: For the connection to the group's store.
 
     Raises:
-        ConfigError: There is neither an agent nor a lighthouse, or the group's workers are on
-            several hosts.
+        ConfigError: There is neither an agent nor a lighthouse.
+        TimeoutError: The rank that starts the server, or the relay of this host, has not done so.
     """
     if path := os.environ.get(messages.SOCKET_ENV):
         return ManagerServerProcess(Path(path))
@@ -590,15 +600,11 @@ def find_server(
     key = f"hpc_elastic/ft/server/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     host = socket.gethostname()
     if place.rank > 0:
-        server = json.loads(place.connect_store(connect_timeout_s).get(key))
-        if server["host"] != host:
-            remedy = (
-                f"the workers of a replica group must be on one host; rank 0 is on "
-                f"{server['host']}, rank {place.rank} on {host}: make each host a replica group of "
-                "its own"
-            )
-            raise ConfigError("world_size", place.world_size, remedy)
-        return ManagerServerProcess(Path(server["path"]))
+        store = place.connect_store(connect_timeout_s)
+        server = json.loads(_read(store, key, place, "rank 0"))
+        if server["host"] == host:
+            return ManagerServerProcess(Path(server["path"]))
+        return _find_relay(place, store, f"{key}/{host}", server)
     lighthouse = lighthouse_addr or os.environ.get(messages.LIGHTHOUSE_ENV)
     if not lighthouse:
         remedy = (
@@ -609,8 +615,40 @@ def find_server(
         raise ConfigError("lighthouse_addr", lighthouse, remedy)
     unique = str(uuid.uuid4())
     name = f"{replica_id}:{unique}" if replica_id else unique
-    started = start_server_process(lighthouse, name, place.world_size)
+    is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(place.world_size)
+    address = None if is_on_one_host else own_address(place.store_addr)
+    started = start_server_process(lighthouse, name, place.world_size, relay_address=address)
     if place.world_size > 1:
-        text = json.dumps({"path": str(started.path), "host": host})
-        place.connect_store(connect_timeout_s).set(key, text)
+        published = {"path": str(started.path), "host": host, "relay": [address, started.port]}
+        place.connect_store(connect_timeout_s).set(key, json.dumps(published))
     return started
+
+
+def _find_relay(
+    place: GroupPlace, store: TCPStore, key: str, server: dict[str, Any]
+) -> ManagerServerProcess:
+    """Return the relay of this host to the group's server on another; start it if there is none."""
+    if store.add(f"{key}/ranks", 1) > 1:
+        path = _read(store, key, place, f"the first rank on {socket.gethostname()}")
+        return ManagerServerProcess(Path(path))
+    address, port = server["relay"]
+    if address is None:
+        remedy = (
+            f"rank 0 on {server['host']} has LOCAL_WORLD_SIZE={place.world_size}, and rank "
+            f"{place.rank} is on {socket.gethostname()}: set it to the number of ranks of a host"
+        )
+        raise ConfigError("world_size", place.world_size, remedy)
+    started = start_relay_process(address, port, place.world_size)
+    store.set(key, str(started.path))
+    return started
+
+
+def _read(store: TCPStore, key: str, place: GroupPlace, writer: str) -> str:
+    """Return what another rank publishes in the group's store."""
+    try:
+        return bytes(store.get(key)).decode()
+    except DistError as e:
+        raise TimeoutError(
+            f"rank {place.rank} waits for {writer} of its replica group, which has started no "
+            f"manager server for it in time (in the store at {place.store}): {e}"
+        ) from e

@@ -12,6 +12,11 @@ Frames of this connection, beside messages with the ``rank`` of a worker:
 ``leave``    ``left_s``: the relay's node is lost within this number of seconds.
 
 `manager_state` has the rules of both ends; this module has their connections.
+
+In a run, the leader notices that a node is lost. Elsewhere a relay is a process of its own
+(`manager_server`), and both ends send heartbeats:
+
+``beat``     answered by the server; an end that hears nothing for `SILENCE_S` gives up the other.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import Any
 
 from hpc_elastic.ft import messages
 from hpc_elastic.ft.manager_state import ManagerState, NodeConnection, RemoteNodes
-from hpc_elastic.transport.auth import sign
+from hpc_elastic.transport.auth import AuthenticationError, sign
 from hpc_elastic.transport.connection import (
     BUFFER_BYTES,
     CONNECTION_ERRORS,
@@ -37,6 +42,9 @@ from hpc_elastic.transport.connection import (
 
 STORE_KEY = "hpc_elastic/ft/server"
 """Key in a group's store: where its server accepts relays, as ``[address, port]`` in JSON."""
+SILENCE_S = 5.0
+"""How long one end waits for a sign of the other, where there is no leader."""
+_BEATS_PER_SILENCE = 5
 _SESSION = 0
 _TRIES, _RETRY_S = 20, 0.25
 
@@ -58,6 +66,8 @@ class Relay:
         host: This node's name.
         on_message: Called with each answer for a worker, and its rank.
         on_end: Called once, with the reason, when the connection has ended.
+        silence_s: Give up a server that is silent for so long, in seconds, and send it heartbeats;
+            None: a leader does that.
     """
 
     def __init__(
@@ -69,7 +79,11 @@ class Relay:
         host: str,
         on_message: Callable[[int, messages.Message], None],
         on_end: Callable[[str], None],
+        *,
+        silence_s: float | None = None,
     ) -> None:
+        self._silence_s = silence_s
+        self._has_received = False
         self._where = address, port
         self._secret = _secret(secret)
         self._hello = {"entry": entry, "host": host}
@@ -100,21 +114,40 @@ class Relay:
             stream = await self._connect()
         except OSError as e:
             address, port = self._where
-            self._on_end(f"the server of the replica group at {address}:{port}: {e}")
+            reason = f"the server of the replica group at {address}:{port}: {e}"
+            if self._silence_s is not None and isinstance(e, AuthenticationError):
+                reason += ". Hosts with homes of their own need the same ~/.config/hpc_elastic/key"
+            self._on_end(reason)
             return
+        beating = None
         try:
             self._stream = stream
             for frame in self._unsent:
                 stream.send(frame)
             self._unsent.clear()
+            if self._silence_s is not None:
+                beating = asyncio.create_task(self._send_heartbeats(stream, self._silence_s))
             while True:
                 frame = await stream.receive()
+                self._has_received = True
                 if frame["type"] == "ft":
                     self._on_message(int(frame["rank"]), messages.unpack(frame["message"]))
         except CONNECTION_ERRORS as e:
             self._on_end(f"the connection to the server of the replica group is lost: {e}")
         finally:
+            if beating is not None:
+                beating.cancel()
             await stream.close()
+
+    async def _send_heartbeats(self, stream: ClientConnection, silence_s: float) -> None:
+        silent_s, pause_s = 0.0, silence_s / _BEATS_PER_SILENCE
+        while silent_s < silence_s:
+            stream.send({"type": "beat"})
+            self._has_received = False
+            await asyncio.sleep(pause_s)
+            silent_s = 0.0 if self._has_received else silent_s + pause_s
+        _log.warning("the server of the replica group is silent for %g s", silence_s)
+        stream.abort()
 
     async def _connect(self) -> ClientConnection:
         for tries_left in reversed(range(_TRIES)):
@@ -136,13 +169,26 @@ class RelayPort(RemoteNodes):
     Args:
         address: Address of this node in the network of the run.
         secret: The run's.
+        listener: The port, if it is open already.
+        silence_s: Take a relay for lost that is silent for so long, in seconds; None: a leader
+            does that.
     """
 
-    def __init__(self, address: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        *,
+        listener: Listener | None = None,
+        silence_s: float | None = None,
+    ) -> None:
         super().__init__()
         self._address = address
         self._secret = _secret(secret)
-        self._listener = Listener(address)
+        self._listener = listener or Listener(address)
+        self._silence_s = silence_s
+        self._heard_at: dict[ServerConnection, float] = {}
+        self._checker: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._connections: set[ServerConnection] = set()
         """All, also those that are not authenticated yet."""
@@ -157,18 +203,44 @@ class RelayPort(RemoteNodes):
         """Accept relays from now on, in the running event loop."""
         super().start(owner)
         self._listener.serve(self._accept)
+        if self._silence_s is not None:
+            self._check_for_silence(self._silence_s)
 
     def stop(self) -> None:
         """Close the port and all connections. May be repeated."""
         self._listener.close()
+        if self._checker is not None:
+            self._checker.cancel()
         for task in list(self._opening):
             task.cancel()
         for connection in list(self._connections):
             connection.abort("the server ends")
 
+    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:  # type: ignore[override]
+        """See `ConnectionOwner`."""
+        super().on_connect(connection, hello)
+        self._heard_at[connection] = asyncio.get_running_loop().time()
+
+    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:  # type: ignore[override]
+        """See `ConnectionOwner`."""
+        self._heard_at[connection] = asyncio.get_running_loop().time()
+        if message["type"] == "beat":
+            connection.send(message)
+        else:
+            super().on_message(connection, message)
+
+    def _check_for_silence(self, silence_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        for connection, heard_at in list(self._heard_at.items()):
+            if loop.time() - heard_at >= silence_s:
+                connection.abort(f"it is silent for {silence_s:g} s")
+        pause_s = silence_s / _BEATS_PER_SILENCE
+        self._checker = loop.call_later(pause_s, self._check_for_silence, silence_s)
+
     def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
         """See `ConnectionOwner`."""
         self._connections -= {connection}
+        self._heard_at.pop(connection, None)  # type: ignore[call-overload]
         super().on_disconnect(connection, reason)
 
     def _accept(self, sock: socket.socket) -> None:

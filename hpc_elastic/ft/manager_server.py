@@ -10,7 +10,8 @@ In a run it is a part of the agent. Elsewhere the Manager of group rank 0 starts
 its own (`start_server_process`), and its lighthouse is a standalone one. That process sends its own
 heartbeats, reconnects for ever, and ends when its workers have disconnected. Its parent opens the
 socket, so workers can connect before it has started. It needs only the standard library and this
-package: it starts without site-packages.
+package: it starts without site-packages. Where a group stands on several hosts, it has a port too,
+and on each other host a process of the same kind relays (`start_relay_process`).
 """
 
 from __future__ import annotations
@@ -27,15 +28,22 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic._util import readable
 from hpc_elastic.ft import messages
-from hpc_elastic.ft.manager_relay import RelayPort
+from hpc_elastic.ft.manager_relay import SILENCE_S, Relay, RelayPort
 from hpc_elastic.ft.manager_state import ManagerState
 from hpc_elastic.transport.auth import AuthenticationError, user_secret
-from hpc_elastic.transport.connection import CONNECTION_ERRORS, ClientConnection, connect
+from hpc_elastic.transport.connection import (
+    CONNECTION_ERRORS,
+    ClientConnection,
+    Listener,
+    connect,
+)
 
 _CHECK_EVERY_S = 0.025
 _STOPPED_S = 0.075
@@ -308,6 +316,8 @@ _REST_S = 0.25
 _ORPHANED_S = 5.0
 """How long the workers of a group may outlive its rank 0."""
 _BEATS_PER_SILENCE = 5
+_RELAY_PURPOSE = "replica group"
+"""Purpose of the secret of a group's relays, which all its hosts derive from the user's key."""
 _SILENCE_S = 5.0
 """Until the lighthouse has sent its own."""
 
@@ -315,8 +325,8 @@ _SOURCE = str(Path(__file__).parents[2])
 _START = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from hpc_elastic.ft.manager_server import main
-main(*sys.argv[2:])
+from hpc_elastic.ft import manager_server
+getattr(manager_server, sys.argv[2])(*sys.argv[3:])
 """
 """Site-packages and the working directory are left out."""
 
@@ -328,10 +338,12 @@ class ManagerServerProcess:
     Attributes:
         path: The Unix socket for `manager_client.ManagerClient`.
         process: Its process; None if another process has started it.
+        port: Where it accepts relays; 0 if it does not.
     """
 
     path: Path
     process: subprocess.Popen[bytes] | None = None
+    port: int = 0
 
     def wait(self, timeout_s: float = 5.0, *, is_last: bool = True) -> None:
         """Wait for the process's end, once the client is closed; kill it if it takes longer.
@@ -354,7 +366,11 @@ class ManagerServerProcess:
 
 
 def start_server_process(
-    lighthouse_addr: str, replica_id: str, group_world_size: int
+    lighthouse_addr: str,
+    replica_id: str,
+    group_world_size: int,
+    *,
+    relay_address: str | None = None,
 ) -> ManagerServerProcess:
     """Start the server of this replica group; return at once, its socket accepts connections.
 
@@ -362,20 +378,50 @@ def start_server_process(
         lighthouse_addr: ``host:port`` or ``http://host:port``.
         replica_id: The group's name, different from that of any other.
         group_world_size: Number of its workers.
+        relay_address: Address of this host at which it accepts relays; None: the group has none.
 
     Raises:
-        ConfigError: The address has another form.
-        OSError: The socket or the process cannot be created.
+        ConfigError: The lighthouse's address has another form.
+        OSError: The socket, the port or the process cannot be created.
     """
     messages.parse_address(lighthouse_addr)
+    if relay_address is None:
+        return _start_process("serve_group", group_world_size, [lighthouse_addr, replica_id])
+    port = Listener(relay_address)
+    try:
+        arguments = [lighthouse_addr, replica_id, relay_address, str(port.fileno())]
+        started = _start_process("serve_group", group_world_size, arguments, port.fileno())
+        return replace(started, port=port.port)
+    finally:
+        os.close(port.detach())
+
+
+def start_relay_process(address: str, port: int, group_world_size: int) -> ManagerServerProcess:
+    """Start a relay to the server of this group on another host; return at once, as above.
+
+    Args:
+        address: The server's.
+        port: The same.
+        group_world_size: Number of workers of the group.
+
+    Raises:
+        OSError: The socket or the process cannot be created.
+    """
+    arguments = [address, str(port), socket.gethostname()]
+    return _start_process("relay_group", group_world_size, arguments)
+
+
+def _start_process(
+    function: str, group_world_size: int, arguments: list[str], *files: int
+) -> ManagerServerProcess:
     path = Path(tempfile.mkdtemp(prefix="hpc-elastic-ft-")) / "socket"
     try:
         with open_listener(str(path)) as listener:
-            numbers = [str(n) for n in (listener.fileno(), os.getpid(), group_world_size)]
+            numbers = f"{listener.fileno()} {os.getpid()} {group_world_size}"
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, _SOURCE, str(path), *numbers,
-                 lighthouse_addr, replica_id],
-                pass_fds=[listener.fileno()],
+                [sys.executable, "-I", "-S", "-c", _START, _SOURCE, function, str(path), numbers,
+                 *arguments],
+                pass_fds=[listener.fileno(), *files],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )  # fmt: skip
@@ -394,35 +440,84 @@ def _remove_socket(path: Path) -> None:
 # ---- in that process
 
 
-def main(
-    path: str, listener_fd: str, parent: str, size: str, lighthouse: str, replica_id: str
+Make = Callable[[int, socket.socket, asyncio.Event], tuple["ManagerServer", Any]]
+"""Returns, given the number of workers, the server, and what runs beside it, if anything."""
+
+
+def serve_group(
+    path: str,
+    numbers: str,
+    lighthouse: str,
+    replica_id: str,
+    relay_address: str = "",
+    relay_fd: str = "",
 ) -> None:
     """Serve one replica group until its workers have disconnected."""
+    link = LighthouseLink(lighthouse, replica_id)
+
+    def make(size: int, listener: socket.socket, over: asyncio.Event) -> tuple[ManagerServer, Any]:
+        relays = None
+        if relay_fd:
+            opened = socket.socket(fileno=int(relay_fd))
+            port = Listener(relay_address, opened=opened)
+            secret = user_secret(_RELAY_PURPOSE)
+            relays = RelayPort(relay_address, secret, listener=port, silence_s=SILENCE_S)
+        server = ManagerServer(
+            Path(path), replica_id, link.send, listener=listener, on_empty=over.set, relays=relays
+        )
+        server.expect_workers(size)
+        return server, link.run(server)
+
+    _run_process(path, numbers, make)
+
+
+def relay_group(path: str, numbers: str, address: str, port: str, host: str) -> None:
+    """Relay for the workers of this host until they have disconnected, or the server is lost."""
+
+    def make(size: int, listener: socket.socket, over: asyncio.Event) -> tuple[ManagerServer, Any]:
+        server = ManagerServer(
+            Path(path), host, lambda _: None, listener=listener, on_empty=over.set
+        )
+
+        def on_end(reason: str) -> None:
+            server.on_relay_end(reason)
+            over.set()
+
+        secret = user_secret(_RELAY_PURPOSE)
+        relay = partial(
+            Relay, address, int(port), secret, 0, host, server.on_relayed, on_end,
+            silence_s=SILENCE_S,
+        )  # fmt: skip
+        server.expect_workers(size, 0, relay)
+        return server, None
+
+    _run_process(path, numbers, make)
+
+
+def _run_process(path: str, numbers: str, make: Make) -> None:
+    """Run a server until it is over; the numbers are its listener, its parent and its workers."""
+    listener_fd, parent, size = map(int, numbers.split())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the training
         signal.signal(number, signal.SIG_IGN)
-    link = LighthouseLink(lighthouse, replica_id)
-    listener = socket.socket(fileno=int(listener_fd))
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        server, beside = make(size, socket.socket(fileno=listener_fd), over)
+        await server.start()
+        _end_after(parent, over)
+        running = [] if beside is None else [asyncio.create_task(beside)]
+        try:
+            await over.wait()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await server.stop()
+
     try:
-        asyncio.run(_serve(Path(path), listener, int(parent), int(size), link))
+        asyncio.run(serve())
     finally:
         _remove_socket(Path(path))
-
-
-async def _serve(
-    path: Path, listener: socket.socket, parent: int, size: int, link: LighthouseLink
-) -> None:
-    over = asyncio.Event()
-    server = ManagerServer(path, link.replica_id, link.send, listener=listener, on_empty=over.set)
-    server.expect_workers(size)
-    await server.start()
-    _end_after(parent, over)
-    linking = asyncio.create_task(link.run(server))
-    try:
-        await over.wait()
-    finally:
-        linking.cancel()
-        await asyncio.gather(linking, return_exceptions=True)
-        await server.stop()
 
 
 def _end_after(parent: int, over: asyncio.Event) -> None:

@@ -167,6 +167,7 @@ class ManagerState:
 
     def on_relay_end(self, reason: str) -> None:
         """Handle the end of the connection to the group's server: its workers have lost it."""
+        self._send_down(self._workers, messages.QuorumWaiting(reason))
         self._close_connections()
 
     @property
@@ -319,6 +320,8 @@ class ManagerState:
         if rank is not None and self._relay is not None:
             del self._workers[rank]
             self._relay.send({"type": "lost", "rank": rank, "why": reason})
+            if not self._workers:
+                self._on_empty()
         elif rank is not None:
             del self._workers[rank]
             self._requests.pop(rank, None)

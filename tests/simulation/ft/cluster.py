@@ -25,6 +25,7 @@ from hpc_elastic.ft.messages import (
     to_frame,
     unpack,
 )
+from hpc_elastic.ft.quorum import CommittedProgress
 from hpc_elastic.ft.state_check import Mismatch
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.term import Gate
@@ -51,6 +52,7 @@ class Components:
     """The state of a manager server, or of a relay."""
     relays: type[RemoteNodes] = RemoteNodes
     """The relays of a group, as its server sees them."""
+    progress: type[CommittedProgress] = CommittedProgress
     conclude: Callable[[Sequence[Sequence[int]], Sequence[str]], Mismatch] = Mismatch.of
     """Draws the conclusion from the digests of all members."""
     marks_corrupted: bool = True

@@ -28,6 +28,7 @@ from hpc_elastic.ft.messages import (
     ProposeSwitch,
     QuorumAborted,
     QuorumRequest,
+    QuorumResult,
     QuorumResults,
     ReplicaStatus,
     SwitchVote,
@@ -364,6 +365,13 @@ class RequestsAlone(QuorumSteps):
         super().__init__(is_single=True)
 
 
+class GoesOnInParts(quorum.CommittedProgress):
+    """Trains on with ranks of which some have healed and others not."""
+
+    def is_part_of(self, result: QuorumResult) -> bool:
+        return True
+
+
 # ---- states with a flipped bit
 
 
@@ -444,6 +452,9 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "waits for no switch": (Components(steps=WaitsForNoSwitch), "for ever|not all make"),
     "requests alone": (
         Components(steps=RequestsAlone), "ranks of a group part|not all make|costs a step",
+    ),
+    "goes on in parts": (
+        Components(progress=GoesOnInParts), "two commits|another state|two histories",
     ),
     "blames most": (Components(conclude=_blame_most), "a check blames others"),
     "blames nobody": (Components(conclude=_blame_nobody), "a check is not certain"),

@@ -274,7 +274,7 @@ class Worker:
             self._send(QuorumAborted(place.quorum_id, "a worker had given up waiting for it"))
             return
         self.steps.enter_quorum(place.quorum_id)
-        progress = quorum.CommittedProgress(self.state.step, 0, self.state.state_version)
+        progress = self._env.components.progress(self.state.step, 0, self.state.state_version)
         if not self.is_single and not progress.is_part_of(place):
             self._die("the ranks of its group have different states")
             return

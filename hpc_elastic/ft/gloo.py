@@ -26,7 +26,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
@@ -40,7 +39,7 @@ from hpc_elastic.ft.process_group import (
     ManagedWork,
     MemberPlace,
 )
-from hpc_elastic.transport.interface import address_towards
+from hpc_elastic.transport.interface import own_address
 
 _log = logging.getLogger(__name__)
 # All members have published their addresses when gloo connects them; it tries five times.
@@ -70,7 +69,7 @@ class ProcessGroupGloo(reconfigurable.ReconfigurableProcessGroup):
         store = reconfigurable.AbortableStore(place, task)
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         host = store.address.host
-        own = {"interface": interface} if interface else {"hostname": _own_address(host)}
+        own = {"interface": interface} if interface else {"hostname": own_address(host)}
         options: Any = TorchGloo._Options()  # type: ignore[attr-defined]
         options._devices = [TorchGloo.create_device(**own, lazy_init=False)]
         options._timeout = _CONNECT
@@ -156,17 +155,6 @@ class GlooGroup(LiveGroup):
             _log.debug("%s: gloo is stuck; its operations are given up", self.place)
             for work in list(self.pending):
                 work.end_future(None, error)
-
-
-def _own_address(store_host: str) -> str:
-    """Return this node's address for its peers, which reach the store as well."""
-    address = address_towards(store_host)
-    if address.startswith("127.") and store_host not in ("localhost", address):
-        # a hosts file may name this host 127.0.1.1
-        for known in (a for interface in psutil.net_if_addrs().values() for a in interface):
-            if known.family == socket.AF_INET and not known.address.startswith("127."):
-                return known.address
-    return address
 
 
 # ---- the TCP connections of one gloo group, found among all of this process, to break them

@@ -29,12 +29,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.ft import messages
-from hpc_elastic.ft.manager_server import ManagerServerProcess, start_server_process
+from hpc_elastic.ft.manager_server import (
+    ManagerServerProcess,
+    start_relay_process,
+    start_server_process,
+)
+from hpc_elastic.transport.interface import own_address
 
 _SWITCH_S = 30.0
 """Longest wait for a switch decision. The lighthouse withdraws a proposal that is not confirmed
@@ -84,6 +90,7 @@ class ManagerClient:
         """
         self.replica_id = ""
         self._path = path
+        self._is_single = group_world_size == 1
         self._on_abort = on_abort
         self.steps = QuorumSteps(is_single=group_world_size == 1)
         self._changed = threading.Condition(threading.Lock())
@@ -284,11 +291,19 @@ class ManagerClient:
                 for message in lines.feed(data):
                     self._on_message(message)
             reason = "it closed the connection"
+            if self._waits_for:
+                reason += f" ({self._waits_for})"
         except (OSError, ValueError) as e:
             reason = str(e)
         with self._changed:
+            quorum_id = self.steps.quorum_id
+            # without the votes of the others no step can be committed, and no abort arrives
+            aborts = self._closed_reason is None and not self._is_single
+            aborts = aborts and self.steps.mark_aborted(quorum_id, reason)
             self._closed_reason = self._closed_reason or reason
             self._changed.notify_all()
+        if aborts:
+            self._call_on_abort(quorum_id, f"the server of this replica group is gone: {reason}")
 
     def _on_message(self, message: messages.Message) -> None:
         reply: messages.Message | None = None
@@ -329,14 +344,18 @@ class ManagerClient:
         if reply is not None:
             self._send(reply)
         if aborted is not None:
-            try:
-                self._on_abort(aborted.quorum_id, aborted.reason)
-            except Exception:
-                _log.exception("quorum %d was aborted, and its handler failed", aborted.quorum_id)
+            self._call_on_abort(aborted.quorum_id, aborted.reason)
+
+    def _call_on_abort(self, quorum_id: int, reason: str) -> None:
+        try:
+            self._on_abort(quorum_id, reason)
+        except Exception:
+            _log.exception("quorum %d was aborted, and its handler failed", quorum_id)
 
     def _set_answer(self, answer: QuorumAnswer) -> None:
         self._answer = answer
         self._is_requesting = False
+        self._waits_for = ""
 
 
 _clients: weakref.WeakSet[ManagerClient] = weakref.WeakSet()
@@ -494,6 +513,8 @@ class QuorumSteps:
             return False
         if aborted.is_lasting:
             self.lasting_errors[aborted.quorum_id] = aborted.reason
+        if self.confirmation is None:  # no decision about a switch comes any more
+            self.proposal = None
         # all ranks of a group get this in the same place among the group's decisions
         known = self.quorum_step - 1 if self._is_single else self._decided
         if known < aborted.after_step:
@@ -523,7 +544,8 @@ class QuorumSteps:
 
 # ---- the worker's place in its group, and the group's server
 # In a run the agent has started the server, and names its socket in the environment. Elsewhere the
-# group's first rank starts one (`manager_server`), and publishes it in the group's store.
+# group's first rank starts one (`manager_server`), and publishes it in the group's store. On each
+# other host of the group, the rank that comes first starts a relay, and publishes it likewise.
 
 
 @dataclass(frozen=True)
@@ -588,8 +610,8 @@ def find_server(
         connect_timeout_s: For the connection to the group's store.
 
     Raises:
-        ConfigError: There is neither an agent nor a lighthouse, or the group's workers are on
-            several hosts.
+        ConfigError: There is neither an agent nor a lighthouse.
+        TimeoutError: The rank that starts the server, or the relay of this host, has not done so.
     """
     if path := os.environ.get(messages.SOCKET_ENV):
         return ManagerServerProcess(Path(path))
@@ -597,15 +619,11 @@ def find_server(
     key = f"hpc_elastic/ft/server/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     host = socket.gethostname()
     if place.rank > 0:
-        server = json.loads(place.connect_store(connect_timeout_s).get(key))
-        if server["host"] != host:
-            remedy = (
-                f"the workers of a replica group must be on one host; rank 0 is on "
-                f"{server['host']}, rank {place.rank} on {host}: make each host a replica group of "
-                "its own"
-            )
-            raise ConfigError("world_size", place.world_size, remedy)
-        return ManagerServerProcess(Path(server["path"]))
+        store = place.connect_store(connect_timeout_s)
+        server = json.loads(_read(store, key, place, "rank 0"))
+        if server["host"] == host:
+            return ManagerServerProcess(Path(server["path"]))
+        return _find_relay(place, store, f"{key}/{host}", server)
     lighthouse = lighthouse_addr or os.environ.get(messages.LIGHTHOUSE_ENV)
     if not lighthouse:
         remedy = (
@@ -616,8 +634,40 @@ def find_server(
         raise ConfigError("lighthouse_addr", lighthouse, remedy)
     unique = str(uuid.uuid4())
     name = f"{replica_id}:{unique}" if replica_id else unique
-    started = start_server_process(lighthouse, name, place.world_size)
+    is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(place.world_size)
+    address = None if is_on_one_host else own_address(place.store_addr)
+    started = start_server_process(lighthouse, name, place.world_size, relay_address=address)
     if place.world_size > 1:
-        text = json.dumps({"path": str(started.path), "host": host})
-        place.connect_store(connect_timeout_s).set(key, text)
+        published = {"path": str(started.path), "host": host, "relay": [address, started.port]}
+        place.connect_store(connect_timeout_s).set(key, json.dumps(published))
     return started
+
+
+def _find_relay(
+    place: GroupPlace, store: TCPStore, key: str, server: dict[str, Any]
+) -> ManagerServerProcess:
+    """Return the relay of this host to the group's server on another; start it if there is none."""
+    if store.add(f"{key}/ranks", 1) > 1:
+        path = _read(store, key, place, f"the first rank on {socket.gethostname()}")
+        return ManagerServerProcess(Path(path))
+    address, port = server["relay"]
+    if address is None:
+        remedy = (
+            f"rank 0 on {server['host']} has LOCAL_WORLD_SIZE={place.world_size}, and rank "
+            f"{place.rank} is on {socket.gethostname()}: set it to the number of ranks of a host"
+        )
+        raise ConfigError("world_size", place.world_size, remedy)
+    started = start_relay_process(address, port, place.world_size)
+    store.set(key, str(started.path))
+    return started
+
+
+def _read(store: TCPStore, key: str, place: GroupPlace, writer: str) -> str:
+    """Return what another rank publishes in the group's store."""
+    try:
+        return bytes(store.get(key)).decode()
+    except DistError as e:
+        raise TimeoutError(
+            f"rank {place.rank} waits for {writer} of its replica group, which has started no "
+            f"manager server for it in time (in the store at {place.store}): {e}"
+        ) from e

@@ -11,9 +11,12 @@ Frames of this connection, beside messages with the ``rank`` of a worker:
 ``stopped``  ``rank``, ``now``: whether a worker is stopped for long, or runs again.
 ``leave``    ``left_s``: the relay's node is lost within this number of seconds.
 
-The relay names the log entry that placed its group. A connection of a group that the server does
-not expect yet waits; one of an earlier group is closed. If the connection ends, the group has lost
-its workers on that node, and they have lost their group.
+`manager_state` has the rules of both ends; this module has their connections.
+
+In a run, the leader notices that a node is lost. Elsewhere a relay is a process of its own
+(`manager_server`), and both ends send heartbeats:
+
+``beat``     answered by the server; an end that hears nothing for `SILENCE_S` gives up the other.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_elastic.ft import messages
-from hpc_elastic.transport.auth import sign
+from hpc_elastic.ft.manager_state import ManagerState, NodeConnection, RemoteNodes
+from hpc_elastic.transport.auth import AuthenticationError, sign
 from hpc_elastic.transport.connection import (
     BUFFER_BYTES,
     CONNECTION_ERRORS,
@@ -39,6 +42,9 @@ from hpc_elastic.transport.connection import (
 
 STORE_KEY = "hpc_elastic/ft/server"
 """Key in a group's store: where its server accepts relays, as ``[address, port]`` in JSON."""
+SILENCE_S = 5.0
+"""How long one end waits for a sign of the other, where there is no leader."""
+_BEATS_PER_SILENCE = 5
 _SESSION = 0
 _TRIES, _RETRY_S = 20, 0.25
 
@@ -60,6 +66,8 @@ class Relay:
         host: This node's name.
         on_message: Called with each answer for a worker, and its rank.
         on_end: Called once, with the reason, when the connection has ended.
+        silence_s: Give up a server that is silent for so long, in seconds, and send it heartbeats;
+            None: a leader does that.
     """
 
     def __init__(
@@ -71,7 +79,11 @@ class Relay:
         host: str,
         on_message: Callable[[int, messages.Message], None],
         on_end: Callable[[str], None],
+        *,
+        silence_s: float | None = None,
     ) -> None:
+        self._silence_s = silence_s
+        self._has_received = False
         self._where = address, port
         self._secret = _secret(secret)
         self._hello = {"entry": entry, "host": host}
@@ -102,21 +114,40 @@ class Relay:
             stream = await self._connect()
         except OSError as e:
             address, port = self._where
-            self._on_end(f"the server of the replica group at {address}:{port}: {e}")
+            reason = f"the server of the replica group at {address}:{port}: {e}"
+            if self._silence_s is not None and isinstance(e, AuthenticationError):
+                reason += ". Hosts with homes of their own need the same ~/.config/hpc_elastic/key"
+            self._on_end(reason)
             return
+        beating = None
         try:
             self._stream = stream
             for frame in self._unsent:
                 stream.send(frame)
             self._unsent.clear()
+            if self._silence_s is not None:
+                beating = asyncio.create_task(self._send_heartbeats(stream, self._silence_s))
             while True:
                 frame = await stream.receive()
+                self._has_received = True
                 if frame["type"] == "ft":
                     self._on_message(int(frame["rank"]), messages.unpack(frame["message"]))
         except CONNECTION_ERRORS as e:
             self._on_end(f"the connection to the server of the replica group is lost: {e}")
         finally:
+            if beating is not None:
+                beating.cancel()
             await stream.close()
+
+    async def _send_heartbeats(self, stream: ClientConnection, silence_s: float) -> None:
+        silent_s, pause_s = 0.0, silence_s / _BEATS_PER_SILENCE
+        while silent_s < silence_s:
+            stream.send({"type": "beat"})
+            self._has_received = False
+            await asyncio.sleep(pause_s)
+            silent_s = 0.0 if self._has_received else silent_s + pause_s
+        _log.warning("the server of the replica group is silent for %g s", silence_s)
+        stream.abort()
 
     async def _connect(self) -> ClientConnection:
         for tries_left in reversed(range(_TRIES)):
@@ -132,160 +163,85 @@ class Relay:
 # ---- the server's end
 
 
-class RemoteWorker:
-    """A worker on another node; see `manager_server.WorkerConnection`.
-
-    Attributes:
-        rank: Its rank.
-        pid: A description of its process.
-    """
-
-    def __init__(self, node: RemoteNode, rank: int) -> None:
-        self.rank: int | None = None
-        self.pid = f"of rank {rank} on {node.host}"
-        self._node = node
-        self._number = rank
-        self._is_stopped = False
-
-    def send(self, message: messages.Message) -> None:
-        """Queue a message."""
-        self._node.connection.send({**messages.to_frame(message), "rank": self._number})
-
-    def close(self) -> None:
-        """Drop the connection to its node, without a report. May be repeated."""
-        self._node.close()
-
-    def is_stopped(self, now: float) -> bool:
-        """Return whether its node has reported that it is stopped for long."""
-        return self._is_stopped
-
-    def set_stopped(self, *, is_stopped: bool) -> None:
-        """Record what its node reports."""
-        self._is_stopped = is_stopped
-
-
-@dataclass(eq=False)
-class RemoteNode:
-    """A relay's connection, and the workers behind it."""
-
-    connection: ServerConnection
-    host: str
-    entry: int
-    workers: dict[int, RemoteWorker] = field(default_factory=dict)
-    early: list[dict[str, Any]] = field(default_factory=list)
-    """Frames that came before the server expected the group."""
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Drop the connection."""
-        self.is_open = False
-        self.connection.close()
-
-
-class WorkerOwner(Protocol):
-    """What `RelayPort` needs of the server of a group."""
-
-    def on_worker_message(self, worker: RemoteWorker, message: messages.Message) -> None:
-        """Handle a message of a worker; raise ValueError if it is none, or out of order."""
-
-    def on_worker_disconnect(self, worker: RemoteWorker, reason: str) -> None:
-        """Handle the end of a worker."""
-
-    def announce_leave(self, left_s: float) -> None:
-        """Announce that a node of the group is lost within this number of seconds."""
-
-
-class RelayPort:
+class RelayPort(RemoteNodes):
     """The port of a server for the relays of the other nodes of its group.
 
     Args:
         address: Address of this node in the network of the run.
         secret: The run's.
+        listener: The port, if it is open already.
+        silence_s: Take a relay for lost that is silent for so long, in seconds; None: a leader
+            does that.
     """
 
-    def __init__(self, address: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        *,
+        listener: Listener | None = None,
+        silence_s: float | None = None,
+    ) -> None:
+        super().__init__()
         self._address = address
         self._secret = _secret(secret)
-        self._listener = Listener(address)
+        self._listener = listener or Listener(address)
+        self._silence_s = silence_s
+        self._heard_at: dict[ServerConnection, float] = {}
+        self._checker: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._nodes: dict[ServerConnection, RemoteNode] = {}
         self._connections: set[ServerConnection] = set()
         """All, also those that are not authenticated yet."""
         self._opening: set[asyncio.Task[None]] = set()
-        self._entry = -1
-        self._owner: WorkerOwner | None = None
 
     @property
     def where(self) -> tuple[str, int]:
         """Its address and port."""
         return self._address, self._listener.port
 
-    def start(self, owner: WorkerOwner) -> None:
+    def start(self, owner: ManagerState) -> None:
         """Accept relays from now on, in the running event loop."""
-        self._owner = owner
+        super().start(owner)
         self._listener.serve(self._accept)
+        if self._silence_s is not None:
+            self._check_for_silence(self._silence_s)
 
     def stop(self) -> None:
         """Close the port and all connections. May be repeated."""
         self._listener.close()
+        if self._checker is not None:
+            self._checker.cancel()
         for task in list(self._opening):
             task.cancel()
         for connection in list(self._connections):
             connection.abort("the server ends")
 
-    def expect(self, entry: int) -> None:
-        """Serve the relays of the group that an entry has placed, and of no earlier one."""
-        self._entry = entry
-        for node in list(self._nodes.values()):
-            if node.entry < entry:
-                node.close()
-            elif node.entry == entry:
-                early, node.early = node.early, []
-                for frame in early:
-                    self._handle(node, frame)
-
-    # ---- what the connections call ------------------------------------------------------
-
-    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
+    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:  # type: ignore[override]
         """See `ConnectionOwner`."""
-        entry = int(hello["entry"])
-        if entry < self._entry:
-            raise ValueError(f"a relay of entry {entry}, and the group is of entry {self._entry}")
-        self._nodes[connection] = RemoteNode(connection, str(hello["host"]), entry)
+        super().on_connect(connection, hello)
+        self._heard_at[connection] = asyncio.get_running_loop().time()
 
-    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
+    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:  # type: ignore[override]
         """See `ConnectionOwner`."""
-        node = self._nodes[connection]
-        if node.entry > self._entry:
-            node.early.append(message)
-        elif node.is_open:
-            self._handle(node, message)
+        self._heard_at[connection] = asyncio.get_running_loop().time()
+        if message["type"] == "beat":
+            connection.send(message)
+        else:
+            super().on_message(connection, message)
 
-    def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
+    def _check_for_silence(self, silence_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        for connection, heard_at in list(self._heard_at.items()):
+            if loop.time() - heard_at >= silence_s:
+                connection.abort(f"it is silent for {silence_s:g} s")
+        pause_s = silence_s / _BEATS_PER_SILENCE
+        self._checker = loop.call_later(pause_s, self._check_for_silence, silence_s)
+
+    def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
         """See `ConnectionOwner`."""
-        self._connections.discard(connection)
-        node = self._nodes.pop(connection, None)
-        if node is None or not node.is_open or self._owner is None:
-            return
-        node.is_open = False
-        for worker in node.workers.values():
-            self._owner.on_worker_disconnect(worker, f"{node.host}: {reason}")
-
-    def _handle(self, node: RemoteNode, frame: dict[str, Any]) -> None:
-        owner = self._owner
-        assert owner is not None
-        if frame["type"] == "leave":
-            owner.announce_leave(float(frame["left_s"]))
-            return
-        rank = int(frame["rank"])
-        match frame["type"]:
-            case "ft":
-                worker = node.workers.setdefault(rank, RemoteWorker(node, rank))
-                owner.on_worker_message(worker, messages.unpack(frame["message"]))
-            case "lost" if rank in node.workers:
-                owner.on_worker_disconnect(node.workers.pop(rank), str(frame["why"]))
-            case "stopped" if rank in node.workers:
-                node.workers[rank].set_stopped(is_stopped=bool(frame["now"]))
+        self._connections -= {connection}
+        self._heard_at.pop(connection, None)  # type: ignore[call-overload]
+        super().on_disconnect(connection, reason)
 
     def _accept(self, sock: socket.socket) -> None:
         connection = ServerConnection(self._secret, _SESSION, self, self._buffer)

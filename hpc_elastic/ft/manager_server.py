@@ -1,23 +1,23 @@
 """Manager server: represents the workers of one replica group at the lighthouse.
 
 It runs outside of the training processes, so the group keeps its membership whatever they do to the
-interpreter lock. `messages` has the theory. The server combines what its workers send, notices
-within milliseconds if one dies and within 0.1 s if one is stopped, and keeps what a new
-lighthouse has to know. Without a connection to a lighthouse, workers go on as long as they need no
-quorum, and their requests wait for one.
+interpreter lock. `messages` has the theory, `manager_state` the decisions. The server combines what
+its workers send, notices within milliseconds if one dies and within 0.1 s if one is stopped, and
+keeps what a new lighthouse has to know. Without a connection to a lighthouse, workers go on as long
+as they need no quorum, and their requests wait for one.
 
 In a run it is a part of the agent. Elsewhere the Manager of group rank 0 starts it as a process of
 its own (`start_server_process`), and its lighthouse is a standalone one. That process sends its own
 heartbeats, reconnects for ever, and ends when its workers have disconnected. Its parent opens the
 socket, so workers can connect before it has started. It needs only the standard library and this
-package: it starts without site-packages.
+package: it starts without site-packages. Where a group stands on several hosts, it has a port too,
+and on each other host a process of the same kind relays (`start_relay_process`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import signal
@@ -27,15 +27,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic._util import readable
 from hpc_elastic.ft import messages
-from hpc_elastic.ft.manager_relay import Relay, RelayPort, RemoteWorker
+from hpc_elastic.ft.manager_relay import SILENCE_S, Relay, RelayPort
+from hpc_elastic.ft.manager_state import ManagerState
 from hpc_elastic.transport.auth import AuthenticationError, user_secret
-from hpc_elastic.transport.connection import CONNECTION_ERRORS, ClientConnection, connect
+from hpc_elastic.transport.connection import (
+    CONNECTION_ERRORS,
+    ClientConnection,
+    Listener,
+    connect,
+)
 
 _CHECK_EVERY_S = 0.025
 _STOPPED_S = 0.075
@@ -43,19 +51,19 @@ _STOPPED_S = 0.075
 was too early, it costs little: the worker joins again when it continues."""
 _TRACED_S = 0.5
 """The same for one that a debugger or profiler stops: those do so for moments, again and again."""
-_NO_CONNECTION = "there is no connection to the lighthouse"
 _ACCEPT_AGAIN_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
 
 _log = logging.getLogger(__name__)
 
 
-class ManagerServer:
-    """The server of one replica group; everything happens in one event loop.
+class ManagerServer(ManagerState):
+    """The server of one replica group, or a relay: its state, the socket and the workers' life.
+
+    Everything happens in one event loop.
 
     Attributes:
-        has_left: The group has left the quorum as announced: its workers wait to be stopped.
-        on_mismatch: Called when a worker's state differs from its counterparts'; may be replaced.
+        relays: Accepts the relays of the other nodes of the group; None if it may have none.
     """
 
     def __init__(
@@ -78,43 +86,11 @@ class ManagerServer:
             on_empty: Called when the last of its workers has disconnected.
             relays: Accepts the relays of the other nodes of the group, if it may have any.
         """
-        self.relays = relays
-        self._relay: Relay | None = None
-        """The connection to the server of the group, if that is on another node."""
+        super().__init__(replica_id, send, on_empty=on_empty, relays=relays)
         self._path = path
-        self._replica_id = replica_id
-        self._send = send
         self._listener = listener
-        self._on_empty = on_empty
-        self._is_connected = False
-        self._disconnect_reason = _NO_CONNECTION
-        self._size: int | None = None
-        self.has_left = False
-        self.on_mismatch: Callable[[messages.StateMismatch], None] = lambda _: None
-        self._leave_at: float | None = None
+        self.relays = relays
         self._checker: asyncio.Task[None] | None = None
-        self._connections: set[WorkerConnection] = set()
-        """All of this node, also those without a `Hello`."""
-        self._workers: dict[int, AnyWorker] = {}
-        self._number = 0
-        """Of the last request, over the life of this server."""
-        self._reset()
-
-    def _reset(self) -> None:
-        self._stopped: set[AnyWorker] = set()
-        self._done_ranks: dict[int, messages.Shutdown] = {}
-        self._lost_reason: str | None = None
-        self._requests: dict[int, messages.QuorumRequest] = {}
-        self._sent: messages.QuorumRequest | None = None
-        """The group's request, without an answer so far."""
-        self._result: messages.QuorumResult | None = None
-        self._is_aborted = False
-        self._quorum_step = 0
-        self._proposal_number = 0
-        self._switch_votes: dict[int, messages.SwitchVote] = {}
-        self._switch_requests: set[int] = set()
-        """Ranks that request a switch of the present quorum."""
-        self._commit_votes = CommitVotes()
 
     # ---- life ---------------------------------------------------------------------------
 
@@ -145,196 +121,14 @@ class ManagerServer:
         if self.relays is not None:
             self.relays.stop()
 
-    def expect_workers(
-        self, group_world_size: int, entry: int = 0, relay: Callable[[], Relay] | None = None
-    ) -> None:
-        """Forget the present workers, and wait for new ones, which the agent starts.
-
-        Args:
-            group_world_size: Number of workers of the group, those on other nodes included.
-            entry: Index of the log entry that placed the group.
-            relay: Connects to the server of the group, which is on another node; None: this is it.
-        """
-        if self._workers and not self._is_done and not self.has_left and self._relay is None:
-            self._lose_workers("its workers are started again")
-        self._close_connections()
-        self._reset()
-        self._size = group_world_size
-        self.has_left = False
-        if relay is not None:
-            self._relay = relay()
-        elif self.relays is not None:
-            self.relays.expect(entry)
-
-    def on_relayed(self, rank: int, message: messages.Message) -> None:
-        """Pass an answer of the group's server, on another node, to a worker of this node."""
-        match message:
-            case messages.QuorumResults():
-                self._result = message.ranks[0]
-            case messages.LeaveGranted():
-                self.has_left = True
-        self._send_down((rank,), message)
-
     def on_relay_end(self, reason: str) -> None:
-        """Handle the end of the connection to the group's server: its workers have lost it."""
+        """See `ManagerState`; logs the reason."""
         _log.warning("%s", reason)
-        self._close_connections()
+        super().on_relay_end(reason)
 
-    @property
-    def was_in_quorum(self) -> bool:
-        """Whether the present workers have been in a quorum."""
-        return self._result is not None
-
-    def announce_leave(self, left_s: float) -> None:
-        """Announce that the node is lost within this number of seconds."""
-        if self._relay is not None:
-            self._relay.send({"type": "leave", "left_s": left_s})
-            return
-        self._leave_at = asyncio.get_running_loop().time() + left_s
-        self._send_up(messages.LeaveNotice(left_s))
-
-    # ---- the lighthouse -----------------------------------------------------------------
-
-    def on_connect(self) -> None:
-        """Report the group's state to a newly connected lighthouse, and repeat its request."""
-        self._is_connected = True
-        if self._relay is not None:
-            return
-        result = self._result
-        if result is None:
-            self._send_up(messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False))
-        else:
-            rank, size = result.replica_rank, result.replica_world_size
-            self._send_up(
-                messages.ReplicaStatus(
-                    result.quorum_id, rank, size, self._quorum_step, self._is_aborted
-                )
-            )
-        if self._lost_reason is not None:
-            self._send_up(messages.WorkersLost(self._lost_reason))
-        self._request_switch_if_complete()
-        if self._leave_at is not None:
-            left_s = self._leave_at - asyncio.get_running_loop().time()
-            self._send_up(messages.LeaveNotice(max(0.0, left_s)))
-        if self._is_done:
-            self._send_shutdown()
-        self._repeat_request()
-
-    def on_disconnect(self, reason: str = _NO_CONNECTION) -> None:
-        """Handle the loss of the connection. May be repeated, to give another reason."""
-        self._is_connected = False
-        self._disconnect_reason = reason
-        self._send_down(self._requests, messages.QuorumWaiting(reason))
-
-    def on_message(self, message: messages.Message) -> None:
-        """Handle a message of the lighthouse; raise ValueError if it is not for a group."""
-        match message:
-            case messages.QuorumResults():
-                self._on_results(message)
-            case messages.QuorumAborted():
-                self._abort_quorum(message)
-            case messages.ProposeSwitch():
-                self._proposal_number, self._switch_votes = message.number, {}
-                self._send_down(self._workers, message)
-            case messages.ConfirmSwitch():
-                self._send_down(self._workers, message)
-            case messages.LeaveGranted() | messages.CheckpointBeforeLeave():
-                self.has_left |= isinstance(message, messages.LeaveGranted)
-                self._requests, self._sent = {}, None
-                self._send_down(self._workers, message)
-            case messages.QuorumWaiting():
-                self._send_down(self._requests, message)
-            case _:
-                raise ValueError(f"not for a group: {message}")
-
-    def _send_up(self, message: messages.Message) -> None:
-        if self._is_connected:
-            self._send(message)
-
-    def _on_results(self, results: messages.QuorumResults) -> None:
-        ranks = results.ranks
-        if self._sent is None or len(ranks) != self._size:
-            quorum_id = ranks[0].quorum_id if ranks else messages.NO_QUORUM
-            reason = f"{self._replica_id} had given up waiting for it"
-            self._send_up(messages.QuorumAborted(quorum_id, reason))
-            return
-        if results.number != self._sent.number:
-            return  # of an older request: the newer one aborts that quorum at the lighthouse
-        requests, self._requests, self._sent = self._requests, {}, None
-        self._result, self._is_aborted, self._quorum_step = ranks[0], False, 0
-        self._switch_requests.clear()
-        for rank, result in enumerate(ranks):
-            self._workers[rank].send(messages.QuorumResults((result,), requests[rank].number))
-
-    def _abort_quorum(self, aborted: messages.QuorumAborted) -> bool:
-        """Notify all workers, all in the same order relative to decisions; return if it is news."""
-        result = self._result
-        if result is None or aborted.quorum_id != result.quorum_id or self._is_aborted:
-            return False
-        self._is_aborted = aborted.after_step < 0
-        self._send_down(self._workers, aborted)
-        return True
-
-    # ---- workers ------------------------------------------------------------------------
-
-    def on_worker_message(self, worker: AnyWorker, message: messages.Message) -> None:
-        """Handle a message of a worker; raise ValueError if it is none, or out of order."""
-        if isinstance(message, messages.Hello):
-            self._add_worker(worker, message)
-            return
-        rank = worker.rank
-        if rank is None:
-            raise ValueError("a message before Hello")
-        if self._relay is not None:
-            self._relay.send_message(rank, message)
-            return
-        match message:
-            case messages.QuorumRequest():
-                self._requests[rank] = message
-                self._request_if_complete()
-            case messages.CancelRequest():
-                self._requests.pop(rank, None)
-                if self._sent is not None:
-                    self._sent = None
-                    self._send_up(message)
-            case messages.QuorumAborted():
-                if self._abort_quorum(message):
-                    self._send_up(message)
-            case messages.SwitchVote():
-                self._on_switch_vote(rank, message)
-            case messages.SwitchRequest():
-                if self._result is not None and message.quorum_id == self._result.quorum_id:
-                    self._switch_requests.add(rank)
-                    self._request_switch_if_complete()
-            case messages.CommitVote():
-                self._commit_votes.add_vote(rank, message)
-                self._decide_commit()
-            case messages.StateMismatch():
-                self.on_mismatch(message)
-            case messages.Shutdown():
-                self._done_ranks[rank] = message
-                self._requests.pop(rank, None)
-                if self._is_done:
-                    self._send_shutdown()
-            case _:
-                raise ValueError(f"not from a worker: {message}")
-
-    def on_worker_disconnect(self, worker: AnyWorker, reason: str) -> None:
-        """Handle the end of a worker's connection or process."""
-        if isinstance(worker, WorkerConnection):
-            self._connections.discard(worker)
-        self._stopped.discard(worker)
-        rank = worker.rank
-        if rank is not None and self._relay is not None:
-            del self._workers[rank]
-            self._relay.send({"type": "lost", "rank": rank, "why": reason})
-        elif rank is not None:
-            del self._workers[rank]
-            self._requests.pop(rank, None)
-            if rank not in self._done_ranks and not self.has_left:
-                self._lose_workers(f"rank {rank} of {self._replica_id}: {reason}")
-            if not self._workers:
-                self._on_empty()
+    def _lose_workers(self, reason: str) -> None:
+        _log.warning("%s", reason)
+        super()._lose_workers(reason)
 
     def _accept_all(self) -> None:
         while self._listener is not None:
@@ -349,7 +143,7 @@ class ManagerServer:
                 loop.call_later(_ACCEPT_AGAIN_S, self._resume_accepting)
                 return
             try:
-                self._connections.add(WorkerConnection(connection, self))
+                self.add_connection(WorkerConnection(connection, self))
             except OSError as e:
                 _log.warning("a worker's connection was refused: %s", e)
                 connection.close()
@@ -358,127 +152,10 @@ class ManagerServer:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener, self._accept_all)
 
-    def _add_worker(self, worker: AnyWorker, hello: messages.Hello) -> None:
-        if self._size is None:
-            self._size = hello.group_world_size
-        if hello.group_world_size != self._size or not 0 <= hello.group_rank < self._size:
-            raise ValueError(
-                f"rank {hello.group_rank} of {hello.group_world_size}, in a group of {self._size}"
-            )
-        known = self._workers.get(hello.group_rank)
-        if known is not None:
-            raise ValueError(f"rank {hello.group_rank} is process {known.pid} already")
-        if worker.rank is not None:
-            raise ValueError(f"it is rank {worker.rank} already")
-        worker.rank = hello.group_rank
-        self._done_ranks.pop(hello.group_rank, None)
-        self._workers[hello.group_rank] = worker
-        if self._relay is not None:
-            self._relay.send_message(hello.group_rank, hello)
-        else:
-            worker.send(messages.Welcome(self._replica_id))
-
-    def _close_connections(self) -> None:
-        for worker in {*self._connections, *self._workers.values()}:
-            worker.close()
-        self._connections.clear()
-        self._workers.clear()
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
-
-    def _lose_workers(self, reason: str) -> None:
-        """Report that the group cannot go on, so that no worker waits for its next quorum."""
-        _log.warning("%s", reason)
-        self._lost_reason = reason
-        if not self._is_complete(self._requests):
-            self._sent = None
-        self._send_up(messages.WorkersLost(reason))
-        if self._result is not None:
-            self._abort_quorum(messages.QuorumAborted(self._result.quorum_id, reason))
-        self._decide_commit()
-
-    def _send_shutdown(self) -> None:
-        """Report that the group is done, with the last step that all its workers completed."""
-        self._send_up(min(self._done_ranks.values(), key=lambda done: done.quorum_step))
-
-    @property
-    def _is_done(self) -> bool:
-        return self._is_complete(self._done_ranks)
-
-    def _is_complete(self, by_rank: Sized) -> bool:
-        return len(by_rank) == self._size
-
-    def _send_down(self, ranks: Iterable[int], message: messages.Message) -> None:
-        for rank in list(ranks):
-            if rank in self._workers:
-                self._workers[rank].send(message)
-
-    # ---- what the group sends as one ----------------------------------------------------
-
-    def _request_if_complete(self) -> None:
-        if not self._is_complete(self._requests):
-            ranks = (str(r) for r in range(self._size or 0) if r not in self._requests)
-            text = f"rank {', '.join(ranks)} of this replica group has not requested a quorum yet"
-            self._send_down(self._requests, messages.QuorumWaiting(text))
-        elif not self._is_connected:
-            self._send_down(self._requests, messages.QuorumWaiting(self._disconnect_reason))
-        elif self._sent is None:
-            self._number += 1
-            self._sent = replace(combine_requests(self._requests), number=self._number)
-            self._repeat_request()
-
-    def _repeat_request(self) -> None:
-        """Send the request to a lighthouse that may not have it, or has dropped a lost group."""
-        if self._sent is None:
-            self._request_if_complete()
-        elif not self._stopped:
-            self._lost_reason = None
-            self._send_up(self._sent)
-
-    def _on_switch_vote(self, rank: int, vote: messages.SwitchVote) -> None:
-        self._quorum_step = max(self._quorum_step, vote.quorum_step)
-        if vote.number != self._proposal_number:
-            return
-        self._switch_votes[rank] = vote
-        if self._is_complete(self._switch_votes):
-            votes = self._switch_votes.values()
-            furthest, rate = max(v.quorum_step for v in votes), max(v.rate for v in votes)
-            ok = all(v.ok for v in votes)
-            self._send_up(replace(vote, ok=ok, quorum_step=furthest, rate=rate))
-
-    def _request_switch_if_complete(self) -> None:
-        if self._result is not None and self._is_complete(self._switch_requests):
-            self._send_up(messages.SwitchRequest(self._result.quorum_id))
-
-    def _decide_commit(self) -> None:
-        all_live = self._is_complete(self._workers)
-        decision = self._commit_votes.decide(self._size or 1, all_live=all_live)
-        if decision is not None:
-            self._send_down(self._workers, decision)
-
     async def _check_for_stopped(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
-            for rank, worker in list(self._workers.items()):
-                if self._workers.get(rank) is not worker:
-                    continue  # lost meanwhile
-                is_stopped = worker.is_stopped(loop.time())
-                if self._relay is not None:
-                    if is_stopped is not None and is_stopped != (worker in self._stopped):
-                        self._relay.send({"type": "stopped", "rank": rank, "now": is_stopped})
-                        self._stopped ^= {worker}
-                    continue
-                if is_stopped is False and worker in self._stopped:
-                    self._stopped.discard(worker)
-                    self._repeat_request()
-                if not is_stopped or worker in self._stopped or self.has_left:
-                    continue
-                self._stopped.add(worker)
-                self._lose_workers(
-                    f"rank {rank} of {self._replica_id}: process {worker.pid} is stopped"
-                )
+            self.check_workers()
 
 
 class WorkerConnection:
@@ -609,10 +286,6 @@ class WorkerConnection:
             self._server.on_worker_disconnect(self, reason)
 
 
-AnyWorker = WorkerConnection | RemoteWorker
-"""A worker of this node, or of another one behind its relay."""
-
-
 def open_listener(path: str) -> socket.socket:
     """Open a Unix socket for workers of this user; its path may have 107 bytes."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -632,69 +305,6 @@ def open_listener(path: str) -> socket.socket:
     return listener
 
 
-# ---- messages of several workers combined into one of their group (pure)
-
-
-def combine_requests(requests: Mapping[int, messages.QuorumRequest]) -> messages.QuorumRequest:
-    """Return the request of a group, given those of all its workers by rank.
-
-    Workers at different steps, or one with a version of its own, are no copy of the model: the
-    group gets a state version of its own at the least step, so that it heals.
-    """
-    ranks = [requests[rank] for rank in sorted(requests)]
-    first = ranks[0]
-    step = min(q.step for q in ranks)
-    version = first.state_version
-    if len({(q.step, q.state_version) for q in ranks}) > 1:
-        text = "|".join(f"{q.step}:{q.state_version}" for q in ranks)
-        version = hashlib.blake2b(f"torn|{text}".encode(), digest_size=16).hexdigest()
-    return replace(
-        first,
-        quorum_step=max(q.quorum_step for q in ranks),
-        step=step,
-        state_version=version,
-        quorum_id=max(q.quorum_id for q in ranks),
-        commit_failures=max(q.commit_failures for q in ranks),
-        min_replicas=max(q.min_replicas for q in ranks),
-        shrink_only=any(q.shrink_only for q in ranks),
-        metadata=tuple(text for q in ranks for text in q.metadata),
-        is_saved=all(q.is_saved for q in ranks),
-        catch_up=all(q.catch_up for q in ranks),
-    )
-
-
-class CommitVotes:
-    """The votes of a group's workers on one step after the other."""
-
-    def __init__(self) -> None:
-        self._votes: dict[int, messages.CommitVote] = {}
-        self._is_decided = False
-
-    def add_vote(self, rank: int, vote: messages.CommitVote) -> None:
-        """Add a vote; ignore one on a step before the last."""
-        known = next(iter(self._votes.values()), None)
-        if known is not None and _step_of(vote) < _step_of(known):
-            return
-        if known is not None and _step_of(vote) > _step_of(known):
-            self._votes, self._is_decided = {}, False
-        self._votes[rank] = vote
-
-    def decide(self, group_world_size: int, *, all_live: bool) -> messages.CommitDecision | None:
-        """Return the decision on the last step, once there is one: one no, or a death, decides."""
-        if self._is_decided or not self._votes:
-            return None
-        commit = all_live and all(vote.commit for vote in self._votes.values())
-        if commit and len(self._votes) < group_world_size:
-            return None
-        self._is_decided = True
-        vote = next(iter(self._votes.values()))
-        return messages.CommitDecision(vote.quorum_id, vote.quorum_step, commit)
-
-
-def _step_of(vote: messages.CommitVote) -> tuple[int, int]:
-    return vote.quorum_id, vote.quorum_step
-
-
 # ---- the server as a process of its own, where there is no agent
 
 
@@ -706,6 +316,8 @@ _REST_S = 0.25
 _ORPHANED_S = 5.0
 """How long the workers of a group may outlive its rank 0."""
 _BEATS_PER_SILENCE = 5
+_RELAY_PURPOSE = "replica group"
+"""Purpose of the secret of a group's relays, which all its hosts derive from the user's key."""
 _SILENCE_S = 5.0
 """Until the lighthouse has sent its own."""
 
@@ -713,8 +325,8 @@ _SOURCE = str(Path(__file__).parents[2])
 _START = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from hpc_elastic.ft.manager_server import main
-main(*sys.argv[2:])
+from hpc_elastic.ft import manager_server
+getattr(manager_server, sys.argv[2])(*sys.argv[3:])
 """
 """Site-packages and the working directory are left out."""
 
@@ -726,10 +338,12 @@ class ManagerServerProcess:
     Attributes:
         path: The Unix socket for `manager_client.ManagerClient`.
         process: Its process; None if another process has started it.
+        port: Where it accepts relays; 0 if it does not.
     """
 
     path: Path
     process: subprocess.Popen[bytes] | None = None
+    port: int = 0
 
     def wait(self, timeout_s: float = 5.0, *, is_last: bool = True) -> None:
         """Wait for the process's end, once the client is closed; kill it if it takes longer.
@@ -752,7 +366,11 @@ class ManagerServerProcess:
 
 
 def start_server_process(
-    lighthouse_addr: str, replica_id: str, group_world_size: int
+    lighthouse_addr: str,
+    replica_id: str,
+    group_world_size: int,
+    *,
+    relay_address: str | None = None,
 ) -> ManagerServerProcess:
     """Start the server of this replica group; return at once, its socket accepts connections.
 
@@ -760,20 +378,50 @@ def start_server_process(
         lighthouse_addr: ``host:port`` or ``http://host:port``.
         replica_id: The group's name, different from that of any other.
         group_world_size: Number of its workers.
+        relay_address: Address of this host at which it accepts relays; None: the group has none.
 
     Raises:
-        ConfigError: The address has another form.
-        OSError: The socket or the process cannot be created.
+        ConfigError: The lighthouse's address has another form.
+        OSError: The socket, the port or the process cannot be created.
     """
     messages.parse_address(lighthouse_addr)
+    if relay_address is None:
+        return _start_process("serve_group", group_world_size, [lighthouse_addr, replica_id])
+    port = Listener(relay_address)
+    try:
+        arguments = [lighthouse_addr, replica_id, relay_address, str(port.fileno())]
+        started = _start_process("serve_group", group_world_size, arguments, port.fileno())
+        return replace(started, port=port.port)
+    finally:
+        os.close(port.detach())
+
+
+def start_relay_process(address: str, port: int, group_world_size: int) -> ManagerServerProcess:
+    """Start a relay to the server of this group on another host; return at once, as above.
+
+    Args:
+        address: The server's.
+        port: The same.
+        group_world_size: Number of workers of the group.
+
+    Raises:
+        OSError: The socket or the process cannot be created.
+    """
+    arguments = [address, str(port), socket.gethostname()]
+    return _start_process("relay_group", group_world_size, arguments)
+
+
+def _start_process(
+    function: str, group_world_size: int, arguments: list[str], *files: int
+) -> ManagerServerProcess:
     path = Path(tempfile.mkdtemp(prefix="hpc-elastic-ft-")) / "socket"
     try:
         with open_listener(str(path)) as listener:
-            numbers = [str(n) for n in (listener.fileno(), os.getpid(), group_world_size)]
+            numbers = f"{listener.fileno()} {os.getpid()} {group_world_size}"
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, _SOURCE, str(path), *numbers,
-                 lighthouse_addr, replica_id],
-                pass_fds=[listener.fileno()],
+                [sys.executable, "-I", "-S", "-c", _START, _SOURCE, function, str(path), numbers,
+                 *arguments],
+                pass_fds=[listener.fileno(), *files],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )  # fmt: skip
@@ -792,35 +440,84 @@ def _remove_socket(path: Path) -> None:
 # ---- in that process
 
 
-def main(
-    path: str, listener_fd: str, parent: str, size: str, lighthouse: str, replica_id: str
+Make = Callable[[int, socket.socket, asyncio.Event], tuple["ManagerServer", Any]]
+"""Returns, given the number of workers, the server, and what runs beside it, if anything."""
+
+
+def serve_group(
+    path: str,
+    numbers: str,
+    lighthouse: str,
+    replica_id: str,
+    relay_address: str = "",
+    relay_fd: str = "",
 ) -> None:
     """Serve one replica group until its workers have disconnected."""
+    link = LighthouseLink(lighthouse, replica_id)
+
+    def make(size: int, listener: socket.socket, over: asyncio.Event) -> tuple[ManagerServer, Any]:
+        relays = None
+        if relay_fd:
+            opened = socket.socket(fileno=int(relay_fd))
+            port = Listener(relay_address, opened=opened)
+            secret = user_secret(_RELAY_PURPOSE)
+            relays = RelayPort(relay_address, secret, listener=port, silence_s=SILENCE_S)
+        server = ManagerServer(
+            Path(path), replica_id, link.send, listener=listener, on_empty=over.set, relays=relays
+        )
+        server.expect_workers(size)
+        return server, link.run(server)
+
+    _run_process(path, numbers, make)
+
+
+def relay_group(path: str, numbers: str, address: str, port: str, host: str) -> None:
+    """Relay for the workers of this host until they have disconnected, or the server is lost."""
+
+    def make(size: int, listener: socket.socket, over: asyncio.Event) -> tuple[ManagerServer, Any]:
+        server = ManagerServer(
+            Path(path), host, lambda _: None, listener=listener, on_empty=over.set
+        )
+
+        def on_end(reason: str) -> None:
+            server.on_relay_end(reason)
+            over.set()
+
+        secret = user_secret(_RELAY_PURPOSE)
+        relay = partial(
+            Relay, address, int(port), secret, 0, host, server.on_relayed, on_end,
+            silence_s=SILENCE_S,
+        )  # fmt: skip
+        server.expect_workers(size, 0, relay)
+        return server, None
+
+    _run_process(path, numbers, make)
+
+
+def _run_process(path: str, numbers: str, make: Make) -> None:
+    """Run a server until it is over; the numbers are its listener, its parent and its workers."""
+    listener_fd, parent, size = map(int, numbers.split())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the training
         signal.signal(number, signal.SIG_IGN)
-    link = LighthouseLink(lighthouse, replica_id)
-    listener = socket.socket(fileno=int(listener_fd))
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        server, beside = make(size, socket.socket(fileno=listener_fd), over)
+        await server.start()
+        _end_after(parent, over)
+        running = [] if beside is None else [asyncio.create_task(beside)]
+        try:
+            await over.wait()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await server.stop()
+
     try:
-        asyncio.run(_serve(Path(path), listener, int(parent), int(size), link))
+        asyncio.run(serve())
     finally:
         _remove_socket(Path(path))
-
-
-async def _serve(
-    path: Path, listener: socket.socket, parent: int, size: int, link: LighthouseLink
-) -> None:
-    over = asyncio.Event()
-    server = ManagerServer(path, link.replica_id, link.send, listener=listener, on_empty=over.set)
-    server.expect_workers(size)
-    await server.start()
-    _end_after(parent, over)
-    linking = asyncio.create_task(link.run(server))
-    try:
-        await over.wait()
-    finally:
-        linking.cancel()
-        await asyncio.gather(linking, return_exceptions=True)
-        await server.stop()
 
 
 def _end_after(parent: int, over: asyncio.Event) -> None:

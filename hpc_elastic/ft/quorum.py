@@ -443,6 +443,16 @@ class CommittedProgress:
         """Return the progress of a checkpoint that all groups load alike."""
         return cls(step, batches_committed, _hash(f"loaded|{step}|{batches_committed}"))
 
+    def is_part_of(self, result: messages.QuorumResult) -> bool:
+        """Return whether a member that need not heal has the state that its result names.
+
+        It has not where some workers of its group have healed, and others not, and no group is left
+        that could heal it. States that a script has initialised may differ in any way.
+        """
+        own = self.step, self.state_version
+        is_initial = self.step == result.max_step == 0
+        return result.heals or is_initial or own == (result.max_step, result.state_version)
+
     def after_step(self, quorum_id: int, num_participants: int) -> CommittedProgress:
         """Return the progress after one more step, committed in a quorum by these contributors."""
         return replace(

@@ -63,6 +63,8 @@ class LeftQuorumError(HpcElasticError, RuntimeError):
 class DamagedStateError(HpcElasticError, RuntimeError):
     """A state was received in place and only in part, and no peer is left to heal from.
 
+    Or some workers of this replica have healed, and others not, and no peer is left.
+
     Start the script again from its last checkpoint.
     """
 
@@ -229,7 +231,7 @@ class QuorumClient:
                 is_saved=client.steps.is_saved,
                 catch_up=catch_up,
             )
-            result = self._request_result(request, timeout_s)
+            result = self._request_result(request, progress, timeout_s)
             answered_at = time.monotonic()
             try:
                 moves = allow_heal and not result.catch_up
@@ -265,9 +267,14 @@ class QuorumClient:
                 client.steps.lasting_errors.clear()
                 return Entered(result, healed)
 
-    def _request_result(self, request: QuorumRequest, timeout_s: float) -> QuorumResult:
-        answer = None
-        for _ in range(self._limits.quorum_retries):
+    def _request_result(
+        self, request: QuorumRequest, progress: CommittedProgress, timeout_s: float
+    ) -> QuorumResult:
+        answer, retries = None, self._limits.quorum_retries
+        if self._place.world_size > 1:
+            # a request that is withdrawn may cross its answer, which the other ranks rely on
+            timeout_s, retries = timeout_s * (1 + retries), 0
+        for _ in range(retries):
             with suppress(TimeoutError):
                 answer = self._client.request_quorum(request, timeout_s)
                 break
@@ -288,6 +295,13 @@ class QuorumClient:
                 "a peer was lost while this replica received its state in place, and no other has "
                 "it: start again from a checkpoint (a heal cannot do this without in_place, and "
                 "with catch_up_bytes=None)"
+            )
+        if self._place.world_size > 1 and not progress.is_part_of(answer):
+            self._client.report_abort(answer.quorum_id, "a member's ranks have different states")
+            raise DamagedStateError(
+                f"a peer was lost when some ranks of this replica had received its state, and no "
+                f"other has it: this rank is at step {progress.step}, another at step "
+                f"{answer.max_step}: start again from a checkpoint"
             )
         return answer
 

@@ -225,13 +225,18 @@ class Listener:
     A leader opens it before it claims a term, and closes it when it ends.
     """
 
-    def __init__(self, address: str, port: int = 0) -> None:
+    def __init__(self, address: str, port: int = 0, *, opened: socket.socket | None = None) -> None:
         """Open the port (0: any free one); ``::`` takes IPv4 as well.
+
+        Args:
+            address: Of this node.
+            port: Number of the port.
+            opened: The port, if it is open already.
 
         Raises:
             OSError: The address is not this node's, or the port is taken.
         """
-        self._socket = socket.create_server(
+        self._socket = opened or socket.create_server(
             (address, port),
             family=socket.AF_INET6 if ":" in address else socket.AF_INET,
             backlog=65_535,  # the system's limit applies (net.core.somaxconn)
@@ -244,6 +249,15 @@ class Listener:
     def port(self) -> int:
         """The port's number."""
         return int(self._socket.getsockname()[1])
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a process that is to inherit the port."""
+        return self._socket.fileno()
+
+    def detach(self) -> int:
+        """Give the descriptor up, to be closed by the caller; `serve` was not called."""
+        self._open = False
+        return self._socket.detach()
 
     def serve(self, on_accept: Callable[[socket.socket], None]) -> None:
         """Pass every connection to ``on_accept``, from now on, in the running event loop."""

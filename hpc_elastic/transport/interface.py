@@ -187,6 +187,17 @@ def address_towards(host: str) -> str:
         return _without_scope(str(sock.getsockname()[0]))
 
 
+def own_address(store_host: str) -> str:
+    """Return this node's address for its peers, which reach a store as well."""
+    address = address_towards(store_host)
+    if address.startswith("127.") and store_host not in ("localhost", address):
+        # a hosts file may name this host 127.0.1.1
+        for known in (a for interface in psutil.net_if_addrs().values() for a in interface):
+            if known.family == socket.AF_INET and not known.address.startswith("127."):
+                return known.address
+    return address
+
+
 def _within(timeout_s: float, ask: Callable[[], _T]) -> _T | None:
     """Return an answer, None if there is none in time: what hangs is left to a daemon thread."""
     answers: list[_T] = []

@@ -202,13 +202,21 @@ def report(*what):
     print(*what, flush=True)
 
 where, server = sys.argv[1], None
-if where.startswith("http"):
+rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+if size > 1:  # on a host of this name
+    import socket
+    socket.gethostname = lambda: sys.argv[2]
+    from hpc_elastic.ft.manager_client import find_server, resolve_place
+    place = resolve_place(None, None, None, None)
+    server = find_server(place, lighthouse_addr=where, replica_id="group", connect_timeout_s=20)
+    where = server.path
+elif where.startswith("http"):
     from hpc_elastic.ft.manager_server import start_server_process
     server = start_server_process(where, sys.argv[2], 1)
     where = server.path
 on_abort = lambda q, reason: report("aborted", q, reason)
-client = ManagerClient(Path(where), 0, 1, on_abort=on_abort, timeout_s=10)
-report("linked", server.process.pid if server else 0, where)
+client = ManagerClient(Path(where), rank, size, on_abort=on_abort, timeout_s=10)
+report("linked", server.process.pid if server and server.process else 0, where)
 for line in sys.stdin:
     what, _, number = line.strip().partition(" ")
     if what == "step":
@@ -217,7 +225,8 @@ for line in sys.stdin:
             continue
         known = quorum.CommittedProgress.loaded(0, 0).state_version
         request = QuorumRequest(
-            client.steps.quorum_step, 0, known, client.steps.quorum_id, 0, 1, False, "h:1", ("m",)
+            client.steps.quorum_step, 0, known, client.steps.quorum_id, 0, 1, False, "h:1",
+            (f"m{rank}",)
         )
         try:
             answer = client.request_quorum(request, float(number or 30))
@@ -228,6 +237,11 @@ for line in sys.stdin:
             report("left")
         else:
             report("placed", answer.quorum_id, answer.replica_rank, answer.replica_world_size)
+    elif what == "vote":
+        try:
+            report("voted", client.vote(number == "yes", 30.0))
+        except ConnectionError as e:
+            report("lost", e)
     elif what == "hold":  # the interpreter lock
         ctypes.PyDLL(None).sleep(int(number))
         report("held")
@@ -242,7 +256,7 @@ for line in sys.stdin:
     elif what == "close":
         client.close()
         if server:
-            server.wait()
+            server.wait(is_last=size == 1)
         report("closed")
 """
 
@@ -258,12 +272,15 @@ class Worker:
 
     place: list[str] | None = None
 
-    def __init__(self, where: Path | str, replica_id: str = "", **environment: str) -> None:
+    def __init__(
+        self, where: Path | str, replica_id: str = "", *, waits: bool = True, **environment: str
+    ) -> None:
         """Start it.
 
         Args:
             where: The server's socket; or the URL of a lighthouse: it starts a server process.
-            replica_id: The group's name, then.
+            replica_id: The group's name, then; or the name of its host, if WORLD_SIZE is above 1.
+            waits: Return when it is linked to its server.
             environment: Differences to this process's.
         """
         self.process = subprocess.Popen(
@@ -277,6 +294,11 @@ class Worker:
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        if waits:
+            self.wait_until_linked()
+
+    def wait_until_linked(self) -> None:
+        """Wait until it is connected to its server."""
         _, server_pid, path = self.wait_for("linked")
         self.server_pid, self.path = int(server_pid), Path(path)
 

@@ -594,6 +594,24 @@ def test_no_quorum_in_time(monkeypatch):
     assert one_step(made.manager)[1]
 
 
+def test_rank_of_a_group_does_not_withdraw_its_request(monkeypatch):
+    """It could cross its answer, which the other ranks rely on: it waits for longer instead."""
+    made = make(monkeypatch, place(), quorum_retries=2, world_size=2)
+    made.manager.start_quorum()
+    assert made.client.timeouts == [3 * 60.0] and len(made.client.requests) == 1
+
+
+@pytest.mark.parametrize(("step", "version"), [(2, "L"), (3, "torn")])
+def test_group_of_ranks_with_different_states_needs_a_peer(monkeypatch, step, version):
+    """Some have healed, others not, and the peer is gone: the script has to load a checkpoint."""
+    answer = place(size=1, cohort=(0, 1), step=step, version=version)
+    made = make(monkeypatch, answer, loaded=STEP_3, world_size=2)
+    made.manager.start_quorum()
+    with pytest.raises(DamagedStateError, match=r"rank is at step 3.*from a checkpoint"):
+        made.manager.wait_quorum()
+    assert "different states" in made.client.reports[0][1]
+
+
 # ---- leaving, and saving before that ------------------------------------------------------------
 
 

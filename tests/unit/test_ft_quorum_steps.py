@@ -10,7 +10,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic.ft.manager_client import QuorumSteps
-from hpc_elastic.ft.manager_server import CommitVotes, combine_requests
+from hpc_elastic.ft.manager_state import CommitVotes, combine_requests
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CommitDecision,
@@ -209,6 +209,22 @@ def test_group_requests_after_the_same_decision():
     assert not steps.must_request
     steps.on_commit_decision(CommitDecision(Q, 1, False))
     assert steps.must_request
+
+
+def test_group_does_not_wait_for_the_switch_of_an_aborted_quorum():
+    """No decision about it comes: the step goes on, and fails in all ranks alike."""
+    steps = in_quorum(is_single=False, started=1)
+    assert steps.on_proposal(ProposeSwitch(Q, 1, 2), 1.0).ok
+    steps.start_step(2.0)
+    assert steps.is_undecided
+    assert steps.on_abort(QuorumAborted(Q, "b died"))
+    assert not steps.is_undecided and not steps.must_request
+    confirmed = in_quorum(is_single=False, started=1)
+    confirmed.on_proposal(ProposeSwitch(Q, 1, 2), 1.0)
+    confirmed.on_confirmation(ConfirmSwitch(Q, 1))
+    confirmed.on_abort(QuorumAborted(Q, "b died"))
+    confirmed.start_step(2.0)
+    assert confirmed.must_request  # as in all other ranks, which have the confirmation too
 
 
 def test_own_abort_does_not_separate_a_group():

@@ -1,7 +1,8 @@
 """A deterministic simulator of the quorum, for tests and `benchmarks/simulate.py --ft`.
 
 invariants   the parameters of one random schedule, and its invariants
-cluster      replica groups: a node, its server, its worker; process groups; the classes under test
+cluster      nodes with their servers and relays, replica groups, spares; the classes under test
+workers      workers and the process groups of their quorums
 lighthouse   the adapter around `ft.lighthouse_state`, and the election of the next one
 faults       the faults of a schedule
 simulator    one schedule; `mutants`: the same with planted bugs

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from simulation.ft.cluster import Env, Group
+from simulation.ft.cluster import Env, Node
 from simulation.ft.invariants import Kind
 from simulation.ft.lighthouse import Coordinator
 from simulation.world import Host
@@ -22,7 +22,7 @@ class Faults:
         self._env = env
         self._keepers = keepers
         self._rng = env.world.rng
-        self._cuts: list[tuple[Group, Host]] = []
+        self._cuts: list[tuple[Node, Host]] = []
 
     def plan(self) -> None:
         """Draw the times of all faults."""
@@ -40,26 +40,31 @@ class Faults:
                 "stop", "hold the lock", "reset", "cut", "own failure", "bye",
             ),
         }[self._env.scenario.kind]  # fmt: skip
-        for _ in range(self._rng.randint(1, 6 if len(kinds) > 1 else 2)):
+        if self._env.scenario.kind is Kind.ALL and self._env.scenario.num_nodes > 1:
+            kinds += ("reset relay", "cut relay", "kill node", "lose node", "kill worker", "stop")
+            kinds += ("stop", "lose node")
+        most = 2 if len(kinds) == 1 else 5 + self._env.scenario.num_nodes
+        for _ in range(self._rng.randint(1, most)):
             at = 0.5 + (calm - 0.5) * self._rng.random()
             after(at, None, self._inject, self._rng.choice(kinds))
 
-        if self._env.scenario.kind is Kind.ALL and len(self._env.groups) > 2:
+        if self._env.scenario.kind is Kind.ALL:
             flips = random.Random(f"flips {self._env.seed}")
             for _ in range(flips.choice((0, 0, 1, 1, 2))):
                 after(0.5 + (calm - 0.5) * flips.random(), None, self._flip_bit, flips)
 
     def _request_leave(self, rng: random.Random) -> None:
-        up = [g for g in self._env.groups if g.up and not g.is_over]
+        up = [g for g in self._env.groups if g.first.up and not g.is_over]
         if up:
             self.count["notice file"] += 1
             self._env.shared.add_notice(rng.choice(up).name)
 
     def _flip_bit(self, rng: random.Random) -> None:
-        live = [w for g in self._env.groups if (w := g.worker) is not None and w.process.alive]
+        live = [w for g in self._env.groups for w in g.workers if w.process.alive]
         if live:
             self.count["flip a bit"] += 1
             worker = rng.choice(live)
+            self._env.world.log_event("fault", "flip a bit", worker.name)
             worker.state = replace(worker.state, flips=rng.getrandbits(60) | 1)
 
     def _depose_keeper(self, rng: random.Random) -> None:
@@ -67,92 +72,105 @@ class Faults:
         self._keepers.depose(0.3 + 6.0 * rng.random())
 
     def _inject(self, kind: str) -> None:
-        group = self._rng.choice(self._env.groups)
+        node = self._rng.choice(self._env.nodes)
         if kind == "kill keeper":
             self._keepers.kill()
-        elif not group.up:
+        elif not node.up:
             return
         else:
-            getattr(self, "_" + kind.replace(" ", "_"))(group)
+            getattr(self, "_" + kind.replace(" ", "_"))(node)
         self.count[kind] += 1
-        self._env.world.log_event("fault", kind, group.name)
+        self._env.world.log_event("fault", kind, node.name)
 
     # ---- kinds ----------------------------------------------------------------------------
 
-    def _notice(self, group: Group) -> None:
+    def _notice(self, node: Node) -> None:
         scenario = self._env.scenario
-        left_s = 30 * scenario.step_s + scenario.bound_s
+        left_s = scenario.long_notice_s
         if scenario.kind is Kind.ALL and self._rng.random() < 0.5:
             left_s = 3 * self._rng.random()
-        group.give_notice(left_s)
+        node.give_notice(left_s)
 
-    def _kill_worker(self, group: Group) -> None:
-        group.kill_worker()
-        self._env.world.after(2 * self._rng.random(), None, group.start_worker)
+    def _kill_worker(self, node: Node) -> None:
+        if node.group is not None and node.worker is not None:
+            node.group.worker_died(node.worker)
 
-    def _kill_node(self, group: Group) -> None:
-        group.crash(silently=False)
-        self._env.world.after(0.5 + 3 * self._rng.random(), None, group.boot)
+    def _kill_node(self, node: Node) -> None:
+        node.crash(silently=False)
+        self._env.world.after(0.5 + 3 * self._rng.random(), None, node.boot)
 
-    def _lose_node(self, group: Group) -> None:
-        group.crash(silently=True)
-        self._env.world.after(0.5 + 8 * self._rng.random(), None, self._reboot, group)
+    def _lose_node(self, node: Node) -> None:
+        node.crash(silently=True)
+        self._env.world.after(0.5 + 8 * self._rng.random(), None, self._reboot, node)
 
-    def _reboot(self, group: Group) -> None:
-        self._env.network.came_back(group)
-        group.boot()
+    def _reboot(self, node: Node) -> None:
+        self._env.network.came_back(node)
+        node.boot()
 
-    def _stop(self, group: Group) -> None:
-        group.pause_worker(stopped=True)
-        self._env.world.after(4 * self._rng.random(), None, group.resume_worker)
+    def _stop(self, node: Node) -> None:
+        node.pause_worker(stopped=True)
+        self._env.world.after(4 * self._rng.random(), None, node.resume_worker)
 
-    def _hold_the_lock(self, group: Group) -> None:
-        group.pause_worker(stopped=False)
-        self._env.world.after(10 * self._rng.random(), None, group.resume_worker)
+    def _hold_the_lock(self, node: Node) -> None:
+        node.pause_worker(stopped=False)
+        self._env.world.after(10 * self._rng.random(), None, node.resume_worker)
 
-    def _reset(self, group: Group) -> None:
-        if group.server is not None and group.server.connection is not None:
-            group.server.connection.reset()
+    def _reset(self, node: Node) -> None:
+        if node.server is not None and node.server.connection is not None:
+            node.server.connection.reset()
 
-    def _cut(self, group: Group) -> None:
+    def _reset_relay(self, node: Node) -> None:
+        if node.server is not None and node.server.relay is not None:
+            node.server.relay.reset()
+
+    def _cut(self, node: Node) -> None:
         keeper = self._keepers.keeper
-        if keeper is None or keeper.host is group:
+        if keeper is None or keeper.host is node:
             return
-        self._env.network.cut(group, keeper.host)
-        self._cuts.append((group, keeper.host))
-        self._env.world.after(_SILENCE_S, None, self._time_out, group, keeper.host)
-        self._env.world.after(8 * self._rng.random(), None, self._mend, group, keeper.host)
+        self._part(node, keeper.host, 8 * self._rng.random())
+        self._env.world.after(_SILENCE_S, None, self._time_out, node, keeper.host)
 
-    def _time_out(self, group: Group, host: Host) -> None:
-        if not self._env.network.is_cut(group, host):
+    def _cut_relay(self, node: Node) -> None:
+        if node.group is not None and node.group.first is not node:
+            self._part(node, node.group.first, 8 * self._rng.random())
+
+    def _part(self, node: Node, host: Host, for_s: float) -> None:
+        self._env.num_cuts += 1
+        self._env.network.cut(node, host)
+        self._cuts.append((node, host))
+        self._env.world.after(for_s, None, self._mend, node, host)
+
+    def _time_out(self, node: Node, host: Host) -> None:
+        if not self._env.network.is_cut(node, host):
             return
-        keeper, server = self._keepers.keeper, group.server
+        keeper, server = self._keepers.keeper, node.server
         if keeper is not None and keeper.host is host:
-            keeper.timed_out(group.name)
+            keeper.timed_out(node.name)
         if server is not None and server.connection is not None:
             server.lost(server.connection)
 
-    def _mend(self, group: Group, host: Host) -> None:
-        if (group, host) in self._cuts:
-            self._cuts.remove((group, host))
-            self._env.network.mend(group, host)
+    def _mend(self, node: Node, host: Host) -> None:
+        if (node, host) in self._cuts:
+            self._cuts.remove((node, host))
+            self._env.num_cuts += 1
+            self._env.network.mend(node, host)
 
-    def _own_failure(self, group: Group) -> None:
-        if group.worker is not None:
-            group.worker.fails_next = True
+    def _own_failure(self, node: Node) -> None:
+        if node.worker is not None:
+            node.worker.fails_next = True
 
-    def _bye(self, group: Group) -> None:
-        if group.worker is not None:
-            group.worker.ends_next = True
+    def _bye(self, node: Node) -> None:
+        if node.group is not None and node.group.placement is not None:
+            steps = [w.state.step for w in node.group.workers]
+            node.group.placement.ends_at = max(steps, default=0) + len(steps)
 
     def heal(self) -> None:
         """Heal all faults."""
-        for group, host in list(self._cuts):
-            self._mend(group, host)
-        for group in self._env.groups:
-            group.resume_worker()
-            if not group.up and not group.is_over:
-                self._reboot(group)
-            group.start_worker()
+        for node, host in list(self._cuts):
+            self._mend(node, host)
+        for node in self._env.nodes:
+            node.resume_worker()
+            if not node.up and not node.is_over:
+                self._reboot(node)
         self._keepers.resume_all()
         self._keepers.elect()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from hpc_elastic.ft.messages import QuorumResult
+from hpc_elastic.ft.messages import QuorumResult, StateMismatch
 from hpc_elastic.ft.quorum import QuorumRules
+from hpc_elastic.ft.state_check import Mismatch
 from hpc_elastic.step_agreement import VOTE_WITHIN_S
 from simulation.invariants import InvariantError
 from simulation.world import World
@@ -34,22 +36,28 @@ class Scenario:
 
     Attributes:
         num_groups: Replica groups, 2 to 5.
+        num_nodes: Nodes of each group, 1 to 3, with one worker each.
+        num_spares: Nodes that are of no group at first.
         num_late: Number of groups that start late.
         step_s: Mean duration of a step; the slowest replica may need three times as much.
         heal_s: Mean time to fetch a state.
         is_sync: Members fetch states before the forward pass, not during it.
         is_run: The keeper lives on the node of a group, and dies with it.
+        heals_corrupted: A group with a wrong state heals; else it is only named.
         calm_after_s: Time after which no fault is injected, and all are healed.
     """
 
     kind: Kind
     num_groups: int
+    num_nodes: int
+    num_spares: int
     num_late: int
     rules: QuorumRules
     step_s: float
     heal_s: float
     is_sync: bool
     is_run: bool
+    heals_corrupted: bool
     longest_delay_s: float
     calm_after_s: float
     tick_s: float
@@ -58,13 +66,26 @@ class Scenario:
     def bound_s(self) -> float:
         """Time of calm within which all replicas are in one quorum and have made steps."""
         waits = 12.0 + 8 * self.longest_delay_s + 4 * self.heal_s
+        if self.num_nodes > 1:  # a relay, a vote that comes too late, workers that start again
+            waits += 15.0 + 8 * self.longest_delay_s
         return waits + 20 * 3 * self.step_s + self.rules.reconnect_timeout_s
+
+    @property
+    def lost_bound_s(self) -> float:
+        """Time within which a lost member no longer holds up the others."""
+        return 1.0 + 6 * self.longest_delay_s
+
+    @property
+    def long_notice_s(self) -> float:
+        """A notice that leaves enough time for any group."""
+        return 30 * self.step_s + self.bound_s
 
 
 def draw(rng: random.Random) -> Scenario:
     """Return a random scenario."""
     kind = rng.choices(list(Kind), [3, 1, 8])[0]
     num_groups = rng.randint(2, 5)
+    num_nodes = rng.choices((1, 2, 3), (5, 4, 1))[0]
     is_rare = rng.random() < 0.04  # as LocalSGD: calls are far apart
     step_s = rng.uniform(8.0, 20.0) if is_rare else rng.choice((0.05, 0.1, 0.3))
     rules = QuorumRules(
@@ -74,12 +95,15 @@ def draw(rng: random.Random) -> Scenario:
     return Scenario(
         kind=kind,
         num_groups=num_groups,
+        num_nodes=num_nodes,
+        num_spares=rng.choice((0, 1, 2)) if num_nodes > 1 else 0,
         num_late=rng.randint(0, num_groups - 1),
         rules=rules,
         step_s=step_s,
         heal_s=rng.choice((0.02, 0.3, 1.0)),
         is_sync=rng.random() < 0.3,
         is_run=rng.random() < 0.6,
+        heals_corrupted=rng.random() < 0.8,
         longest_delay_s=rng.choice((0.02, 0.3, 2.0) if kind is Kind.ALL else (0.02, 0.3)),
         calm_after_s=150.0 if is_rare else rng.uniform(5.0, 9.0),
         tick_s=0.5 if is_rare else 0.1,
@@ -106,8 +130,13 @@ class State:
 # Last        Without other faults, a group that leaves with the newest state could save it.
 # Minority    A quorum has more members than it leaves out live members of the last one.
 # Switch      No group waits at a proposed call for long, unless there is no keeper.
-# Corruption  Where most members have states without a flipped bit, a check finds all the others,
-#             and none of them.
+# Votes       A group of several workers commits a step only with the votes of all its ranks on all
+#             nodes; all ranks that commit it have the same step and version, and all are in the
+#             same step of the same quorum whenever they meet in a collective of the group.
+# Held up     A member that is dead, stopped, or on a lost node holds the other groups up no longer
+#             than it takes to detect that.
+# Corruption  Where most members have states without a flipped bit, a check finds and names all the
+#             others, and none of them. A corrupted member that heals has the majority's state.
 # Files       Files that leaders share: see `simulation.storage`.
 # Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
 
@@ -122,13 +151,16 @@ class Monitor:
         self.failed_steps = 0
         self.heals = 0
         self.corrupted = 0
+        self.named_wrong = 0
+        self.completed = 0
         self.switches = 0
         self.leaves_granted = 0
         self.dropped = 0
         self._scenario = scenario
         self._world = world
         self._last_id = -1
-        self._histories: dict[tuple[int, str], int] = {}
+        self._histories: dict[tuple[int, str, int], int] = {}
+        self._wrong: set[tuple[int, str]] = set()
 
     def check(self, holds: bool, what: str, *facts: object) -> None:
         """Raise `InvariantError` with these facts unless an invariant holds."""
@@ -161,9 +193,10 @@ class Monitor:
 
     # ---- workers --------------------------------------------------------------------------
 
-    def state_reached(self, worker: str, state: State) -> None:
-        """A worker has committed a step or healed."""
-        known = self._histories.setdefault((state.step, state.state_version), state.history)
+    def state_reached(self, worker: str, rank: int, state: State) -> None:
+        """A worker of a rank in its group has committed a step or healed."""
+        key = state.step, state.state_version, rank
+        known = self._histories.setdefault(key, state.history)
         self.check(known == state.history, "two histories with one token", worker, state.step)
 
     def reduced(self, call: int, given: list[tuple[str, State]], divisors: set[int]) -> None:
@@ -178,12 +211,48 @@ class Monitor:
         self.check(len(states) == 1, "different states were averaged", call, given)
         self.check(divisors == {len(given)}, "the mean counts others", call, divisors, given)
 
-    def compared(self, step: int, states: Mapping[int, State], found: Sequence[int]) -> None:
-        """A check has found these members corrupted, by replica rank."""
-        self.corrupted += len(found)
-        wrong = [rank for rank, state in sorted(states.items()) if state.flips]
+    def compared(
+        self, step: int, names: Sequence[str], states: Mapping[int, State], found: Mismatch,
+        heals: bool,
+    ) -> None:  # fmt: skip
+        """A check has found that states differ.
+
+        Args:
+            step: The step of the check.
+            names: Of the members, by replica rank.
+            states: The same.
+            found: Its conclusion.
+            heals: Whether members with wrong states heal.
+        """
+        suspects = [found.names[rank] for rank in found.suspects]
+        wrong = [names[rank] for rank, state in sorted(states.items()) if state.flips]
         if 2 * len(wrong) < len(states):
-            self.check(list(found) == wrong, "a check blames others", step, found, wrong)
+            self.check(found.is_certain, "a check is not certain", step, suspects, wrong)
+            self.check(suspects == wrong, "a check blames others", step, suspects, wrong)
+            self._wrong |= {(step, name) for name in wrong}
+        if found.is_certain:
+            most = max(Counter((s.history, s.flips) for s in states.values()).values())
+            self.check(2 * most > len(states), "certain without a majority", step, suspects)
+            self.corrupted += len(suspects) if heals else 0
+        else:
+            self.check(len(suspects) > 1, "a check blames one of equals", step, suspects)
+
+    def named(self, mismatch: StateMismatch) -> None:
+        """The server of a group has received the name of a worker with a wrong state."""
+        self.named_wrong += (mismatch.step, mismatch.worker) in self._wrong
+
+    def healed_corrupted(self, worker: str, state: State, others: Sequence[State]) -> None:
+        """A worker whose state was found to be wrong has fetched another one.
+
+        Args:
+            worker: Its name.
+            state: What it has fetched.
+            others: The states of the other members of the quorum.
+        """
+        newest = [s for s in others if s.step == state.step]
+        clean = [s for s in newest if not s.flips]
+        if 2 * len(clean) > len(newest) and len(clean) == len(newest):
+            self.check(not state.flips, "healed to a wrong state", worker, state, others)
 
     def step_failed(self, worker: str, why: str) -> None:
         """A worker's step was not committed."""
@@ -214,5 +283,6 @@ class Monitor:
         def check() -> None:
             self.check(not waits(), "a worker waits at a proposed call for ever", worker)
 
-        bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
+        hops = 3 if self._scenario.num_nodes == 1 else 7
+        bound_s = VOTE_WITHIN_S + 1.0 + hops * self._scenario.longest_delay_s
         self._world.after(bound_s, None, check)

@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.effects import Effect, Show
 from hpc_elastic.rendezvous.leader_state import LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.term import TermFolder
-from simulation.ft.cluster import Env, Group, NoticeConfirmed, NoticeSent, Server
+from simulation.ft.cluster import Env, Group, Node, NoticeConfirmed, NoticeSent, Server
 from simulation.storage import LeadersFiles, Mount, NodeFiles
 from simulation.world import SERVER, Connection, Host, Process
 
@@ -107,7 +107,7 @@ class KeeperProcess:
     def accept(self, server: Server) -> Connection:
         """Connect a group."""
         connection = self._env.network.connect(server, self)
-        name = server.host.name  # type: ignore[attr-defined]
+        name = server.node.name
         connection.peer = name
         before = self._connections.get(name)
         if before is not None and self._env.world.rng.random() < 0.5:
@@ -159,7 +159,9 @@ class KeeperProcess:
         for send in sends:
             if isinstance(send.message, LeaveGranted):
                 self._absent.add(send.replica)
-                self._env.group(send.replica).leave_granted()
+                group = self._env.group(send.replica)
+                if group is not None:
+                    group.leave_granted()
         self._check_quorum(placed)
         for send in sends:
             self._env.world.log_event("keeper", f"to {send.replica}", send.message)
@@ -185,12 +187,12 @@ class KeeperProcess:
         self._absent.clear()
 
     def _could_request(self, group: Group) -> bool:
-        worker, name = group.worker, group.name
+        name = group.name
         if name not in self._members or name in self._absent or name not in self._connections:
             return False
-        if worker is None or worker.ends_next:
+        if any(w.ends_next for w in group.workers):
             return False
-        return group.takes_part and worker.is_settled
+        return group.takes_part and all(w.is_settled for w in group.workers)
 
 
 class Coordinator:
@@ -209,13 +211,13 @@ class Coordinator:
             return
         host: Host = self._lighthouse
         if self._env.scenario.is_run:
-            live = [g for g in self._env.groups if g.up]
+            live = [n for n in self._env.nodes if n.up]
             if not live:
                 self._env.world.after(0.2, None, self.elect, lost)
                 return
             host = self._env.world.rng.choice(live)
         self.term += 1 if self._env.components.terms_rise or not self.term else 0
-        dead = [n for n in lost if not any(g.name == n and g.up for g in self._env.groups)]
+        dead = [name for name in lost if not any(n.name == name and n.up for n in self._env.nodes)]
         self._env.world.log_event("keeper", f"term {self.term} on {host.slot}, lost", dead)
         self.keeper = KeeperProcess(self._env, self, host, self.term, dead)
 
@@ -251,27 +253,28 @@ class Coordinator:
         for keeper in self._deposed:
             self._resume(keeper)
 
-    def host_died(self, group: Group, silently: bool) -> None:
+    def host_died(self, node: Node, silently: bool) -> None:
         """A node is dead, and so is a keeper on it."""
         for deposed in self._deposed:
-            deposed.process.alive = deposed.process.alive and deposed.host is not group
-        if self.keeper is not None and self.keeper.host is group:
-            self.kill((group.name,))
-        elif not silently and self._env.scenario.is_run:
-            self._env.world.after(1.0, None, self._report_lost_node, group)
+            deposed.process.alive = deposed.process.alive and deposed.host is not node
+        is_first = node.group is not None and node.group.first is node
+        if self.keeper is not None and self.keeper.host is node:
+            self.kill((node.name,) if is_first else ())
+        elif not silently and is_first and self._env.scenario.is_run:
+            self._env.world.after(1.0, None, self._report_lost_node, node)
 
-    def _report_lost_node(self, group: Group) -> None:
-        if self.keeper is not None and not group.up:
-            self.keeper.node_lost(group.name)
+    def _report_lost_node(self, node: Node) -> None:
+        if self.keeper is not None and not node.up:
+            self.keeper.node_lost(node.name)
 
-    def timed_out(self, group: Group, server: Server | None = None) -> None:
-        """A group was out of reach for the keeper's timeout."""
+    def timed_out(self, node: Node, server: Server | None = None) -> None:
+        """A node was out of reach for the keeper's timeout."""
         if self.keeper is not None:
-            self.keeper.timed_out(group.name, server)
+            self.keeper.timed_out(node.name, server)
 
-    def reachable_from(self, group: Group) -> KeeperProcess | None:
+    def reachable_from(self, node: Node) -> KeeperProcess | None:
         """Return the keeper, or None if there is none or a partition separates it."""
         keeper = self.keeper
-        if keeper is None or self._env.network.is_cut(group, keeper.host):
+        if keeper is None or self._env.network.is_cut(node, keeper.host):
             return None
         return keeper

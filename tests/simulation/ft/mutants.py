@@ -11,19 +11,31 @@ from typing import Any
 from hpc_elastic.ft import quorum
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.manager_client import QuorumSteps
+from hpc_elastic.ft.manager_state import (
+    CommitVotes,
+    ManagerState,
+    NodeConnection,
+    RemoteNodes,
+    RemoteWorker,
+    Worker,
+)
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CheckpointBeforeLeave,
+    CommitDecision,
     ConfirmSwitch,
     LeaveGranted,
     ProposeSwitch,
+    QuorumAborted,
     QuorumRequest,
+    QuorumResult,
     QuorumResults,
     ReplicaStatus,
     SwitchVote,
     WorkersLost,
 )
 from hpc_elastic.ft.quorum import ActiveQuorum
+from hpc_elastic.ft.state_check import Mismatch
 from hpc_elastic.rendezvous.term import Gate
 from hpc_elastic.step_agreement import AgreementState, Confirmation, Proposal
 from simulation.ft.cluster import Components
@@ -199,9 +211,186 @@ class RunsPast(QuorumSteps):
         pass
 
 
-def _trust_the_first(digests: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], bool]:
+def _trust_the_first(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
     """Conclude that all are wrong that differ from the first member."""
-    return tuple(rank for rank, own in enumerate(digests) if own != digests[0]), True
+    own = [tuple(row[-len(paths) :]) for row in table]
+    suspects = tuple(rank for rank, digests in enumerate(own) if digests != own[0])
+    return replace(Mismatch.of(table, paths), suspects=suspects, is_certain=True)
+
+
+class ReportsNoQuorum(ManagerState):
+    """Does not report its quorum to a new keeper."""
+
+    def on_connect(self) -> None:
+        result, self._result = self._result, None
+        super().on_connect()
+        self._result = result
+
+
+# ---- groups of several nodes
+
+
+class _CountsMost(CommitVotes):
+    def decide(self, group_world_size: int, *, all_live: bool) -> CommitDecision | None:
+        return super().decide(max(1, group_world_size - 1), all_live=all_live)
+
+
+class CountsMostVotes(ManagerState):
+    """Commits a step before the last rank has voted."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._commit_votes = _CountsMost()
+
+
+class CommitsWithoutTheDead(ManagerState):
+    """Ignores, when it counts the votes, that a rank is lost."""
+
+    def _decide_commit(self) -> None:
+        decision = self._commit_votes.decide(len(self._workers), all_live=True)
+        if decision is not None:
+            self._send_down(self._workers, decision)
+
+
+class DecidesForItsNode(ManagerState):
+    """Sends decisions to the workers of its own node only."""
+
+    def _decide_commit(self) -> None:
+        decision = self._commit_votes.decide(
+            self._size or 1, all_live=self._is_complete(self._workers)
+        )
+        if decision is not None:
+            own = [r for r, w in self._workers.items() if not isinstance(w, RemoteWorker)]
+            self._send_down(own, decision)
+
+
+class AbortsForItsNode(ManagerState):
+    """Forwards aborts to the workers of its own node only."""
+
+    def _abort_quorum(self, aborted: QuorumAborted) -> bool:
+        workers = self._workers
+        self._workers = {r: w for r, w in workers.items() if not isinstance(w, RemoteWorker)}
+        try:
+            return super()._abort_quorum(aborted)
+        finally:
+            self._workers = workers
+
+
+class TakesTornForWhole(ManagerState):
+    """Requests with the state of its first rank, though the others have another one."""
+
+    def _request_if_complete(self) -> None:
+        requests = self._requests
+        if self._is_complete(requests):
+            step, version = requests[0].step, requests[0].state_version
+            self._requests = {
+                rank: replace(q, step=step, state_version=version) for rank, q in requests.items()
+            }
+        super()._request_if_complete()
+
+
+class _KeptNotices(dict[Any, float]):
+    def clear(self) -> None:
+        pass
+
+    def pop(self, *args: Any) -> None:  # type: ignore[override]
+        pass
+
+
+class KeepsOldNotices(ManagerState):
+    """Announces to each keeper a notice that was for the group before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leave_deadlines = _KeptNotices()
+
+
+class HidesLostWorkers(ManagerState):
+    """Does not report, as a relay, that a worker of its node is dead or stopped."""
+
+    def on_worker_disconnect(self, worker: Worker, reason: str) -> None:
+        if self._relay is None:
+            super().on_worker_disconnect(worker, reason)
+
+    def check_workers(self) -> None:
+        if self._relay is None:
+            super().check_workers()
+
+
+class KeepsItsWorkers(ManagerState):
+    """Keeps its workers, as a relay, although they have lost the server."""
+
+    def on_relay_end(self, reason: str) -> None:
+        pass
+
+
+class ForgetsEarlyFrames(RemoteNodes):
+    """Drops what a relay sends before its group is expected."""
+
+    def on_message(self, connection: NodeConnection, message: dict[str, Any]) -> None:
+        super().on_message(connection, message)
+        self._nodes[connection].early.clear()
+
+
+class IgnoresLostRelays(RemoteNodes):
+    """Does not notice that the connection to a node has ended."""
+
+    def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
+        self._nodes.pop(connection, None)
+
+
+class IgnoresStoppedWorkers(RemoteNodes):
+    """Ignores what a relay reports about stopped workers."""
+
+    def on_message(self, connection: NodeConnection, message: dict[str, Any]) -> None:
+        if message["type"] != "stopped":
+            super().on_message(connection, message)
+
+
+class WaitsForNoSwitch(QuorumSteps):
+    """Waits at a proposed call of a quorum that is aborted."""
+
+    def on_abort(self, aborted: QuorumAborted) -> bool:
+        proposal = self.proposal
+        is_news = super().on_abort(aborted)
+        if aborted.quorum_id == self.quorum_id:
+            self.proposal = proposal
+        return is_news
+
+
+class RequestsAlone(QuorumSteps):
+    """Requests another quorum at once, though the other ranks of its group may be ahead."""
+
+    def __init__(self, *, is_single: bool) -> None:
+        super().__init__(is_single=True)
+
+
+class GoesOnInParts(quorum.CommittedProgress):
+    """Trains on with ranks of which some have healed and others not."""
+
+    def is_part_of(self, result: QuorumResult) -> bool:
+        return True
+
+
+# ---- states with a flipped bit
+
+
+def _blame_most(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
+    """Conclude that the members with the state of most others are wrong."""
+    found = Mismatch.of(table, paths)
+    others = tuple(rank for rank in range(len(table)) if rank not in found.suspects)
+    return replace(found, suspects=others) if found.is_certain else found
+
+
+def _blame_nobody(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
+    """Conclude nothing for certain."""
+    return replace(Mismatch.of(table, paths), is_certain=False)
+
+
+def _blame_one(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
+    """Conclude that only the first suspect is wrong, also of two members that differ."""
+    found = Mismatch.of(table, paths)
+    return replace(found, suspects=found.suspects[:1], is_certain=True)
 
 
 class AdoptsAnything(LighthouseState):
@@ -222,7 +411,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(terms_rise=False), "a quorum id came again|the status went back",
     ),
     "groups do not report their quorum": (
-        Components(reports_status=False), "costs a step|not all make",
+        Components(manager=ReportsNoQuorum), "costs a step|not all make",
     ),
     "continues its duties": (Components(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
@@ -243,6 +432,36 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "agrees to all": (Components(steps=AgreesToAll), "costs a step|not all make steps"),
     "runs past": (Components(steps=RunsPast), "costs a step|not all make steps"),
     "adopts anything": (Components(AdoptsAnything), "minority|came again|not all make"),
-    "trusts the first": (Components(find_corrupted=_trust_the_first), "a check blames others"),
+    "counts most votes": (Components(manager=CountsMostVotes), "without the votes of all ranks"),
+    "commits without the dead": (
+        Components(manager=CommitsWithoutTheDead), "without the votes of all ranks",
+    ),
+    "decides for its node": (Components(manager=DecidesForItsNode), "costs a step|not all make"),
+    "aborts for its node": (
+        Components(manager=AbortsForItsNode), "holds up others|not all make|ranks of a group part",
+    ),
+    "takes torn for whole": (
+        Components(manager=TakesTornForWhole), "different states|two histories|another state",
+    ),
+    "keeps old notices": (Components(manager=KeepsOldNotices), "leaves without a notice"),
+    "hides lost workers": (Components(manager=HidesLostWorkers), "holds up others|not all make"),
+    "keeps its workers": (Components(manager=KeepsItsWorkers), "not all make|holds up others"),
+    "forgets early frames": (Components(relays=ForgetsEarlyFrames), "not all make"),
+    "ignores lost relays": (Components(relays=IgnoresLostRelays), "holds up others|not all make"),
+    "ignores stopped workers": (Components(relays=IgnoresStoppedWorkers), "holds up others"),
+    "waits for no switch": (Components(steps=WaitsForNoSwitch), "for ever|not all make"),
+    "requests alone": (
+        Components(steps=RequestsAlone), "ranks of a group part|not all make|costs a step",
+    ),
+    "goes on in parts": (
+        Components(progress=GoesOnInParts), "two commits|another state|two histories",
+    ),
+    "blames most": (Components(conclude=_blame_most), "a check blames others"),
+    "blames nobody": (Components(conclude=_blame_nobody), "a check is not certain"),
+    "blames one of two": (Components(conclude=_blame_one), "blames|certain without a majority"),
+    "does not mark the corrupted": (
+        Components(marks_corrupted=False), "a corrupted state goes on",
+    ),
+    "trusts the first": (Components(conclude=_trust_the_first), "a check blames others"),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""

@@ -1,8 +1,9 @@
 """One random schedule: a few replica groups in virtual time, with faults.
 
-The protocol's own classes run here: `ft.lighthouse_state`, `ft.manager_client` and, through them,
-`ft.quorum`. Models replace the servers of the groups, the process groups and the Manager. All
-random numbers come from one seed, so a failure is reproducible.
+The protocol's own classes run here: `ft.lighthouse_state`, `ft.manager_state`, `ft.manager_client`,
+`ft.state_check` and, through them, `ft.quorum`. Models replace the sockets, the process groups, the
+Manager, and what a run's leader does for the nodes of its replicas. All random numbers come from
+one seed, so a failure is reproducible.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from simulation.campaign import Tally
-from simulation.ft.cluster import SOUND, Components, Doing, Env, Group
+from simulation.ft.cluster import SOUND, Components, Env, Group
 from simulation.ft.faults import Faults
 from simulation.ft.invariants import Monitor, draw
 from simulation.ft.lighthouse import Coordinator
+from simulation.ft.workers import Doing, Worker
 from simulation.invariants import InvariantError
 from simulation.world import World
 
@@ -31,7 +33,13 @@ class Outcome(Tally):
     failed_steps: int = 0
     heals: int = 0
     corrupted: int = 0
-    """States that a check has found to be wrong."""
+    """States that a check has found to be wrong, and that have healed."""
+    named: int = 0
+    """The same, as the servers have received their names, healed or not."""
+    completed: int = 0
+    """Spares that have completed a group."""
+    relayed: int = 0
+    """Schedules with groups of several nodes."""
     proposals: int = 0
     leaves_granted: int = 0
     dropped: int = 0
@@ -68,18 +76,20 @@ class Simulator:
         """
         scenario, rng = self.scenario, self.world.rng
         for group in self.env.groups:
-            late = group.slot >= len(self.env.groups) - scenario.num_late
+            late = group.index >= len(self.env.groups) - scenario.num_late
             latest = scenario.calm_after_s if late else 1.0
-            self.world.after(latest * rng.random(), None, group.boot)
+            for node in group.nodes:
+                self.world.after(latest * rng.random(), None, node.boot)
+        for node in self.env.spares:
+            self.world.after(1.0 * rng.random(), None, node.boot)
         self.world.after(1.0 * rng.random(), None, self.coordinator.elect)
         self.faults.plan()
         self.world.run(scenario.calm_after_s)
         self.world.log_event("world", "is calm from now on")
         self.faults.heal()
-        begun = {g.name: g.worker.commits if g.worker else 0 for g in self.env.groups}
-        lives = {g.name: g.worker for g in self.env.groups}
+        begun = {w: w.commits for g in self.env.groups for w in g.workers}
         end = self.world.now + self.scenario.bound_s
-        while not self._has_progressed(begun, lives):
+        while not self._has_progressed(begun):
             if self.world.now > end:
                 raise InvariantError(self._complaint())
             self.world.run(self.world.now + _CHECK_EVERY_S)
@@ -87,32 +97,30 @@ class Simulator:
     def _live_groups(self) -> list[Group]:
         return [g for g in self.env.groups if not g.is_over and not g.is_done]
 
-    def _has_progressed(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
+    def _has_progressed(self, begun: Mapping[Worker, int]) -> bool:
         """Return whether all live groups are in one quorum and have made steps there."""
         live = self._live_groups()
         if any(map(self.env.is_named_alive, self.env.shared.notices)):
             return False
-        if any(g.server is not None and g.server.notice_at is not None for g in live):
+        if any(n.notice_at is not None for g in live for n in g.nodes):
             return False
         if len(live) < self.scenario.rules.min_replicas:
             return True
-        workers = [g.worker for g in live if g.worker is not None]
-        if len(workers) < len(live):
+        if not all(g.is_complete for g in live):
             return False
+        workers = [w for g in live for w in g.workers]
         ids = {w.steps.quorum_id for w in workers}
-        made = all(
-            w.commits >= _COMMITS + (begun[g.name] if lives[g.name] is w else 0)
-            for g, w in zip(live, workers, strict=True)
-        )
+        made = all(w.commits >= _COMMITS + begun.get(w, 0) for w in workers)
         same = len(ids) <= 1 and all(w.is_settled for w in workers)
         self._stood = same and made and bool(workers)
         return same and made
 
     def _complaint(self) -> str:
         at = [
-            (g.name, w.doing.value, w.steps.quorum_id & 0xFFFFF, w.steps.quorum_step, w.commits)
+            (w.name, w.doing.value, w.steps.quorum_id & 0xFFFFF, w.steps.quorum_step, w.commits)
             for g in self._live_groups()
-            if (w := g.worker) is not None and w.doing is not Doing.OVER
+            for w in g.workers
+            if w.doing is not Doing.OVER
         ]
         notices = self.env.shared.notices
         if any(map(self.env.is_named_alive, notices)):
@@ -126,6 +134,7 @@ class Simulator:
             schedules=1, virtual_s=self.world.now, events=self.world.num_events,
             checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
             failed_steps=m.failed_steps, heals=m.heals, corrupted=m.corrupted, proposals=m.switches,
+            named=m.named_wrong, completed=m.completed, relayed=int(self.scenario.num_nodes > 1),
             shown=self.env.shared.monitor.shown, notices=self.env.shared.monitor.obeyed,
             leaves_granted=m.leaves_granted, dropped=m.dropped, keepers=self.coordinator.term,
             stood=int(self._stood),

@@ -1,6 +1,7 @@
 """A disk of its own for a test, which may be full or read-only for a while."""
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +25,20 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def read_only(disk: Path) -> Iterator[None]:
-    """Lay a read-only view of a disk over it: what is open for writing, as a lease is, stays so."""
-    assert mount("--bind", disk, disk)
+    """Lay a read-only view of a disk over it: what is open for writing, as a lease is, stays so.
+
+    The view is made elsewhere first: the kernel makes none of a mount in which a file is open for
+    writing, and processes may open one as soon as the mount is on the disk's folder.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        view = Path(name)
+        assert mount("--bind", disk, view)
+        try:
+            assert mount("-o", "remount,bind,ro", view)
+            assert mount("--bind", view, disk)  # as read-only as its source
+        finally:
+            unmount(view)
     try:
-        assert mount("-o", "remount,bind,ro", disk)
         yield
     finally:
         unmount(disk)

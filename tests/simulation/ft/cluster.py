@@ -150,16 +150,22 @@ class Env:
         server = None if group is None else group.server
         return server is not None and server.is_first and server.node.up
 
-    def watch_lost_member(self, lost: Worker, silent_s: float = 0.0) -> None:
-        """Check that a lost member does not hold up those of other groups for long."""
+    def watch_lost_member(
+        self, lost: Worker, silent_s: float = 0.0, *, is_node_silent: bool = False
+    ) -> None:
+        """Check that a lost member does not hold up those of other groups for long.
+
+        Args:
+            lost: It is dead, or stopped.
+            silent_s: Time that it takes to detect that, beside the messages.
+            is_node_silent: Its node was lost, and closed no connection.
+        """
         quorum_id, keeper = lost.steps.quorum_id, self.keepers.keeper
         if quorum_id == NO_QUORUM or keeper is None or lost.link is not lost.group.link_of(lost):
             return
         since, cuts, paused = self.world.now, self.num_cuts, lost.process.paused
-        server = lost.group.server
-        if lost.group.up_since > since or server is None:
-            return
-        if not server.process.alive and lost.rank > 0:
+        servers = [n.server for n in lost.group.nodes if n.server is not None]
+        if lost.group.up_since > since or not servers[0].process.alive:
             return  # only the time-out of its first node shows that
         waiting = [w for g in self.groups if g is not lost.group for w in g.workers]
 
@@ -177,6 +183,8 @@ class Env:
             is_back = paused and not lost.process.paused
             if self.keepers.keeper is not keeper or self.num_cuts != cuts or is_back:
                 return
+            if not is_node_silent and any(server.is_silent for server in servers):
+                return  # a node has been lost since
             held_up = [w.name for w in waiting if is_held_up(w)]
             self.monitor.check(not held_up, "a lost member holds up others", lost.name, held_up)
 
@@ -382,6 +390,8 @@ class Server:
         self.node = node
         self.host: Host = node
         self.is_first = False
+        self.is_silent = False
+        """Its node is lost, and no other has noticed."""
         self.up_since = math.inf
         self.connection: Connection | None = None
         self.relay: RelayClient | None = None
@@ -526,11 +536,12 @@ class Node(Host):
             return
         self.up = False
         if worker is not None and worker.process.alive:
-            self.env.watch_lost_member(worker, _SILENCE_S + _STOP_S if silently else 0.0)
+            silent_s = _SILENCE_S + _STOP_S if silently else 0.0
+            self.env.watch_lost_member(worker, silent_s, is_node_silent=silently)
             worker.process.alive = False
             if not silently:
                 worker.leave_meeting()
-        server.process.alive = False
+        server.process.alive, server.is_silent = False, silently
         self.env.network.crashed(server.process, silently, lambda: False)
         self.env.keepers.host_died(self, silently)
         after_s = _SILENCE_S if silently else 0.0

@@ -6,6 +6,7 @@ their parameters until they have met.
 """
 
 import hashlib
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -125,7 +126,10 @@ class Trainer:
         sync: bool = False,
         transport: str = "",
         fault: str = "",
+        hosts: str = "",
     ) -> None:
+        if hosts:  # the name of each rank's host
+            socket.gethostname = lambda: hosts.split()[rank]  # type: ignore[assignment]
         self._driver = driver
         self._draws = torch.Generator().manual_seed(1000 * slot + rank)
         self._fault = fault

@@ -1,6 +1,7 @@
 """Replica groups of two ranks with a sharded model: a fresh group heals while the other trains."""
 
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -98,6 +99,20 @@ def test_a_fresh_sharded_replica_heals(crew, start, model, sync, transport):
         common = [c for c in commits(new) if c[0] in states]
         assert len(common) >= 25
         assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
+
+
+def test_a_replica_on_two_hosts_joins_and_is_lost(crew, start):
+    """Without a run: a relay on the second host. The survivor fails one step for each change."""
+    survivor = start(0)
+    need_steps(crew, survivor, 1, 3)
+    newcomer = start(1, hosts="first second")
+    for group in (newcomer, survivor):
+        need_steps(crew, group, 2, 10)
+    states = {step: state for step, state, _ in commits(survivor[1])}
+    assert any(states.get(step) == state for step, state, _ in commits(newcomer[1]))
+    newcomer[1].signal(signal.SIGKILL)
+    need_steps(crew, survivor, 1, len(commits(survivor[0])) + 10)
+    assert all(len(steps) <= 2 for steps in failed(survivor)), failed(survivor)
 
 
 @pytest.mark.parametrize(

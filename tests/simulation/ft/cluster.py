@@ -249,7 +249,7 @@ class LocalPort:
         if self.is_open:
             self._server.state.on_worker_message(self, message)
 
-    def end(self) -> None:
+    def on_worker_end(self) -> None:
         """The worker's process has ended."""
         if self.is_open:
             self.is_open = False
@@ -306,7 +306,7 @@ class RelayClient:
         elif tries_left:
             self._server.world.after(_RETRY_S, self.process, self._connect, tries_left - 1)
         else:
-            self._end("it does not answer")
+            self._end_connection("it does not answer")
 
     def received(self, connection: Connection, frame: dict[str, Any]) -> None:
         """Handle a frame of the server."""
@@ -315,9 +315,9 @@ class RelayClient:
 
     def lost(self, connection: Connection) -> None:
         """The connection has ended."""
-        self._end("the connection is lost")
+        self._end_connection("the connection is lost")
 
-    def _end(self, reason: str) -> None:
+    def _end_connection(self, reason: str) -> None:
         if self._is_open:
             self._is_open = False
             self._server.state.on_relay_end(reason)
@@ -341,7 +341,7 @@ class RelayedNode:
 
     def close(self) -> None:
         """Close the connection."""
-        self._end("closed by the server")
+        self._end_connection("closed by the server")
 
     def received(self, connection: Connection, frame: dict[str, Any]) -> None:
         """Handle a frame of the relay; the first one is its hello."""
@@ -357,15 +357,15 @@ class RelayedNode:
                 relays.on_connect(self, frame)
         except ValueError as e:
             self._server.world.log_event(self._server.node.name, "refuses a relay", e)
-            self._end(str(e))
+            self._end_connection(str(e))
         if frame.get("type") == "stopped":
             self._server.look_at_workers()
 
     def lost(self, connection: Connection) -> None:
         """The connection has ended."""
-        self._end("the connection is lost")
+        self._end_connection("the connection is lost")
 
-    def _end(self, reason: str) -> None:
+    def _end_connection(self, reason: str) -> None:
         if self._is_open:
             self._is_open = False
             if self._connection is not None:
@@ -405,7 +405,7 @@ class Server:
         self.state.on_mismatch = self._on_mismatch
         self.relays.start(self.state)
         self._has_session = True
-        self.state.on_connect()  # to the run's leader; the keeper hears only first nodes
+        self.state.on_connect()  # to the run's leader; only first nodes have a keeper
 
     # ---- the keeper -----------------------------------------------------------------------
 
@@ -456,7 +456,7 @@ class Server:
             return
         self.state.on_message(message)
         if isinstance(message, LeaveGranted) and self.node.group is not None:
-            self.world.after(0.05, None, self.node.group.left, self)
+            self.world.after(0.05, None, self.node.group.leave_nodes, self)
 
     def _send(self, message: Message) -> None:
         if self.connection is not None:
@@ -527,7 +527,7 @@ class Node(Host):
         worker.process.alive = False
         worker.leave_meeting()
         if isinstance(worker.link, LocalPort):
-            self.env.world.after(0.005, server.process, worker.link.end)
+            self.env.world.after(0.005, server.process, worker.link.on_worker_end)
 
     def crash(self, silently: bool) -> None:
         """The node dies."""
@@ -752,7 +752,7 @@ class Group:
             saved = worker.saved if worker.saves else worker.state
             self.env.monitor.leave_granted(worker.name, worker.state, saved, others)
 
-    def left(self, server: Server) -> None:
+    def leave_nodes(self, server: Server) -> None:
         """The group has left the quorum: nodes under notice are left, the others go on."""
         if server is not self.server or not server.state.has_left:
             return

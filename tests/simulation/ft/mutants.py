@@ -359,7 +359,7 @@ class RequestsAlone(QuorumSteps):
 
 
 class GoesOnInParts(quorum.CommittedProgress):
-    """Trains on with ranks of which some have healed and others not."""
+    """Trains on though some ranks have healed and others not."""
 
     def is_part_of(self, result: QuorumResult) -> bool:
         return True
@@ -375,7 +375,7 @@ def _blame_most(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatc
     return replace(found, suspects=others) if found.is_certain else found
 
 
-def _blame_nobody(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
+def _doubt_all(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
     """Conclude nothing for certain."""
     return replace(Mismatch.of(table, paths), is_certain=False)
 
@@ -449,7 +449,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(progress=GoesOnInParts), "two commits|another state|two histories",
     ),
     "blames most": (Components(conclude=_blame_most), "a check blames others"),
-    "blames nobody": (Components(conclude=_blame_nobody), "a check is not certain"),
+    "is never certain": (Components(conclude=_doubt_all), "a check is not certain"),
     "blames one of two": (Components(conclude=_blame_one), "blames|certain without a majority"),
     "does not mark the corrupted": (
         Components(marks_corrupted=False), "a corrupted state goes on",

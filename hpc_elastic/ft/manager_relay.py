@@ -16,7 +16,7 @@ Frames of this connection, beside messages with the ``rank`` of a worker:
 In a run, the leader notices that a node is lost. Elsewhere a relay is a process of its own
 (`manager_server`), and both ends send heartbeats:
 
-``beat``     answered by the server; one that receives nothing for `SILENCE_S` gives up the other end.
+``beat``     answered by the server; one that receives none for `SILENCE_S` gives up the other end.
 """
 
 from __future__ import annotations

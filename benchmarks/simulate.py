@@ -44,7 +44,8 @@ ABOUT = About(
 )
 ABOUT_FT = About(
     title="The quorum of fault tolerance in virtual time",
-    measured="Random schedules of the quorum of `ft=true`, its keepers and its members, likewise.",
+    measured="Random schedules of the quorum of `ft=true`, its keepers and its members, likewise: "
+    "replicas of one to three nodes with their relays and spares, and flipped bits.",
     does_not_show=_DOES_NOT_SHOW,
 )
 
@@ -165,6 +166,9 @@ def of_quorums(total: ft.Outcome) -> dict[str, float]:
         "steps that failed": total.failed_steps,
         "states healed": total.heals,
         "corrupted states found": total.corrupted,
+        "the same, as their servers know": total.named,
+        "schedules with replicas of several nodes": total.relayed,
+        "spares that completed a replica": total.completed,
         "proposals of a switch": total.proposals,
         "replicas that left as announced": total.leaves_granted,
         "statuses shown": total.shown,

@@ -18,7 +18,7 @@
     |
     |  per-step fault tolerance, defined in the modules of `hpc_elastic.ft` that raise them:
     |- LeftQuorumError (RuntimeError)    this replica has left, as announced
-    |- DamagedStateError (RuntimeError)  a state was received in place only in part, for good
+    |- DamagedStateError (RuntimeError)  a state was received only in part, for good
     |- QuorumAbortedError (RuntimeError) a member was lost, or has reported an error
     |- CheckpointBeforeLeaveError        this replica leaves once it has saved its state
     |- ManagerServerLostError (ConnectionError, RuntimeError)    the group's server has ended

@@ -9,6 +9,7 @@ parameters until they have met.
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -131,7 +132,10 @@ class Trainer:
         transport: str = "",
         fault: str = "",
         catches_up: bool = False,
+        hosts: str = "",
     ) -> None:
+        if hosts:  # the name of each rank's host
+            socket.gethostname = lambda: hosts.split()[rank]  # type: ignore[assignment]
         self._driver, self._library = driver, library
         self._draws = torch.Generator().manual_seed(1000 * slot + rank)
         self._fault = fault

@@ -16,7 +16,7 @@ Frames of this connection, beside messages with the ``rank`` of a worker:
 In a run, the leader notices that a node is lost. Elsewhere a relay is a process of its own
 (`manager_server`), and both ends send heartbeats:
 
-``beat``     answered by the server; an end that hears nothing for `SILENCE_S` gives up the other.
+``beat``     answered by the server; one that receives none for `SILENCE_S` gives up the other end.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class RelayPort(RemoteNodes):
         self._secret = _secret(secret)
         self._listener = listener or Listener(address)
         self._silence_s = silence_s
-        self._heard_at: dict[ServerConnection, float] = {}
+        self._heard_at: dict[NodeConnection, float] = {}
         self._checker: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._connections: set[ServerConnection] = set()
@@ -216,12 +216,12 @@ class RelayPort(RemoteNodes):
         for connection in list(self._connections):
             connection.abort("the server ends")
 
-    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:  # type: ignore[override]
+    def on_connect(self, connection: NodeConnection, hello: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
         super().on_connect(connection, hello)
         self._heard_at[connection] = asyncio.get_running_loop().time()
 
-    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:  # type: ignore[override]
+    def on_message(self, connection: NodeConnection, message: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
         self._heard_at[connection] = asyncio.get_running_loop().time()
         if message["type"] == "beat":
@@ -231,8 +231,9 @@ class RelayPort(RemoteNodes):
 
     def _check_for_silence(self, silence_s: float) -> None:
         loop = asyncio.get_running_loop()
-        for connection, heard_at in list(self._heard_at.items()):
-            if loop.time() - heard_at >= silence_s:
+        for connection in list(self._connections):
+            heard_at = self._heard_at.get(connection)
+            if heard_at is not None and loop.time() - heard_at >= silence_s:
                 connection.abort(f"it is silent for {silence_s:g} s")
         pause_s = silence_s / _BEATS_PER_SILENCE
         self._checker = loop.call_later(pause_s, self._check_for_silence, silence_s)
@@ -240,7 +241,7 @@ class RelayPort(RemoteNodes):
     def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
         """See `ConnectionOwner`."""
         self._connections -= {connection}
-        self._heard_at.pop(connection, None)  # type: ignore[call-overload]
+        self._heard_at.pop(connection, None)
         super().on_disconnect(connection, reason)
 
     def _accept(self, sock: socket.socket) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -416,6 +418,41 @@ def test_stopped_worker_is_lost_until_it_continues(bench):
     os.kill(worker.pid, signal.SIGSTOP)
     assert "stopped" in server.received.next(WorkersLost).reason
     os.kill(worker.pid, signal.SIGCONT)
+    server.received.next(QuorumRequest)
+    server.place(Q)
+    worker.wait_for("placed")
+
+
+_TRACER = """
+import ctypes, os, sys
+pid, libc = int(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
+def ptrace(request):
+    if libc.ptrace(request, pid, None, None) < 0:
+        sys.exit(os.strerror(ctypes.get_errno()))
+ptrace(0x4206)  # PTRACE_SEIZE, of the main thread
+ptrace(0x4207)  # PTRACE_INTERRUPT
+os.waitpid(pid, 0x40000000)  # __WALL
+print("stopped", flush=True)
+sys.stdin.read()
+ptrace(17)  # PTRACE_DETACH
+"""
+
+
+def test_worker_that_a_debugger_stops_is_lost_until_it_continues(bench):
+    """One that a debugger holds for long; its request is sent again then."""
+    server = bench.serve()
+    worker = bench.worker()
+    worker.order("step")
+    server.received.next(QuorumRequest)
+    tracer = subprocess.Popen(
+        [sys.executable, "-c", _TRACER, str(worker.pid)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with tracer:
+        if tracer.stdout.readline() != "stopped\n":
+            pytest.skip(f"no process may be traced here: {tracer.stderr.read()}")
+        assert "stopped" in server.received.next(WorkersLost).reason
+        tracer.stdin.close()
     server.received.next(QuorumRequest)
     server.place(Q)
     worker.wait_for("placed")

@@ -163,6 +163,20 @@ def test_all_sources_are_lost_while_a_replica_catches_up(crew, start):
     assert all("start again from a checkpoint" in m.error for m in newcomer)
 
 
+def test_a_replica_on_two_hosts_joins_and_is_lost(crew, start):
+    """Without a run: a relay on the second host. The survivor fails one step for each change."""
+    survivor = start(0)
+    need_steps(crew, survivor, 1, 3)
+    newcomer = start(1, hosts="first second")
+    for group in (newcomer, survivor):
+        need_steps(crew, group, 2, 10)
+    states = {step: state for step, state, _ in commits(survivor[1])}
+    assert any(states.get(step) == state for step, state, _ in commits(newcomer[1]))
+    newcomer[1].signal(signal.SIGKILL)
+    need_steps(crew, survivor, 1, len(commits(survivor[0])) + 10)
+    assert all(len(steps) <= 2 for steps in failed(survivor)), failed(survivor)
+
+
 @pytest.mark.parametrize(
     ("survivor_has", "newcomer_has", "error"),
     [

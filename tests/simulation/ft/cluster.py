@@ -150,16 +150,22 @@ class Env:
         server = None if group is None else group.server
         return server is not None and server.is_first and server.node.up
 
-    def watch_lost_member(self, lost: Worker, silent_s: float = 0.0) -> None:
-        """Check that a lost member does not hold up those of other groups for long."""
+    def watch_lost_member(
+        self, lost: Worker, silent_s: float = 0.0, *, is_node_silent: bool = False
+    ) -> None:
+        """Check that a lost member does not hold up those of other groups for long.
+
+        Args:
+            lost: It is dead, or stopped.
+            silent_s: Time that it takes to detect that, beside the messages.
+            is_node_silent: Its node was lost, and closed no connection.
+        """
         quorum_id, keeper = lost.steps.quorum_id, self.keepers.keeper
         if quorum_id == NO_QUORUM or keeper is None or lost.link is not lost.group.link_of(lost):
             return
         since, cuts, paused = self.world.now, self.num_cuts, lost.process.paused
-        server = lost.group.server
-        if lost.group.up_since > since or server is None:
-            return
-        if not server.process.alive and lost.rank > 0:
+        servers = [n.server for n in lost.group.nodes if n.server is not None]
+        if lost.group.up_since > since or not servers[0].process.alive:
             return  # only the time-out of its first node shows that
         waiting = [w for g in self.groups if g is not lost.group for w in g.workers]
 
@@ -177,6 +183,8 @@ class Env:
             is_back = paused and not lost.process.paused
             if self.keepers.keeper is not keeper or self.num_cuts != cuts or is_back:
                 return
+            if not is_node_silent and any(server.is_silent for server in servers):
+                return  # a node has been lost since
             held_up = [w.name for w in waiting if is_held_up(w)]
             self.monitor.check(not held_up, "a lost member holds up others", lost.name, held_up)
 
@@ -241,7 +249,7 @@ class LocalPort:
         if self.is_open:
             self._server.state.on_worker_message(self, message)
 
-    def end(self) -> None:
+    def on_worker_end(self) -> None:
         """The worker's process has ended."""
         if self.is_open:
             self.is_open = False
@@ -298,7 +306,7 @@ class RelayClient:
         elif tries_left:
             self._server.world.after(_RETRY_S, self.process, self._connect, tries_left - 1)
         else:
-            self._end("it does not answer")
+            self._end_connection("it does not answer")
 
     def received(self, connection: Connection, frame: dict[str, Any]) -> None:
         """Handle a frame of the server."""
@@ -307,9 +315,9 @@ class RelayClient:
 
     def lost(self, connection: Connection) -> None:
         """The connection has ended."""
-        self._end("the connection is lost")
+        self._end_connection("the connection is lost")
 
-    def _end(self, reason: str) -> None:
+    def _end_connection(self, reason: str) -> None:
         if self._is_open:
             self._is_open = False
             self._server.state.on_relay_end(reason)
@@ -333,7 +341,7 @@ class RelayedNode:
 
     def close(self) -> None:
         """Close the connection."""
-        self._end("closed by the server")
+        self._end_connection("closed by the server")
 
     def received(self, connection: Connection, frame: dict[str, Any]) -> None:
         """Handle a frame of the relay; the first one is its hello."""
@@ -349,15 +357,15 @@ class RelayedNode:
                 relays.on_connect(self, frame)
         except ValueError as e:
             self._server.world.log_event(self._server.node.name, "refuses a relay", e)
-            self._end(str(e))
+            self._end_connection(str(e))
         if frame.get("type") == "stopped":
             self._server.look_at_workers()
 
     def lost(self, connection: Connection) -> None:
         """The connection has ended."""
-        self._end("the connection is lost")
+        self._end_connection("the connection is lost")
 
-    def _end(self, reason: str) -> None:
+    def _end_connection(self, reason: str) -> None:
         if self._is_open:
             self._is_open = False
             if self._connection is not None:
@@ -382,6 +390,8 @@ class Server:
         self.node = node
         self.host: Host = node
         self.is_first = False
+        self.is_silent = False
+        """Its node is lost, and no other has noticed."""
         self.up_since = math.inf
         self.connection: Connection | None = None
         self.relay: RelayClient | None = None
@@ -395,7 +405,7 @@ class Server:
         self.state.on_mismatch = self._on_mismatch
         self.relays.start(self.state)
         self._has_session = True
-        self.state.on_connect()  # to the run's leader; the keeper hears only first nodes
+        self.state.on_connect()  # to the run's leader; only first nodes have a keeper
 
     # ---- the keeper -----------------------------------------------------------------------
 
@@ -446,7 +456,7 @@ class Server:
             return
         self.state.on_message(message)
         if isinstance(message, LeaveGranted) and self.node.group is not None:
-            self.world.after(0.05, None, self.node.group.left, self)
+            self.world.after(0.05, None, self.node.group.leave_nodes, self)
 
     def _send(self, message: Message) -> None:
         if self.connection is not None:
@@ -517,7 +527,7 @@ class Node(Host):
         worker.process.alive = False
         worker.leave_meeting()
         if isinstance(worker.link, LocalPort):
-            self.env.world.after(0.005, server.process, worker.link.end)
+            self.env.world.after(0.005, server.process, worker.link.on_worker_end)
 
     def crash(self, silently: bool) -> None:
         """The node dies."""
@@ -526,11 +536,12 @@ class Node(Host):
             return
         self.up = False
         if worker is not None and worker.process.alive:
-            self.env.watch_lost_member(worker, _SILENCE_S + _STOP_S if silently else 0.0)
+            silent_s = _SILENCE_S + _STOP_S if silently else 0.0
+            self.env.watch_lost_member(worker, silent_s, is_node_silent=silently)
             worker.process.alive = False
             if not silently:
                 worker.leave_meeting()
-        server.process.alive = False
+        server.process.alive, server.is_silent = False, silently
         self.env.network.crashed(server.process, silently, lambda: False)
         self.env.keepers.host_died(self, silently)
         after_s = _SILENCE_S if silently else 0.0
@@ -741,7 +752,7 @@ class Group:
             saved = worker.saved if worker.saves else worker.state
             self.env.monitor.leave_granted(worker.name, worker.state, saved, others)
 
-    def left(self, server: Server) -> None:
+    def leave_nodes(self, server: Server) -> None:
         """The group has left the quorum: nodes under notice are left, the others go on."""
         if server is not self.server or not server.state.has_left:
             return

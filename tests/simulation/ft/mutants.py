@@ -332,13 +332,6 @@ class ForgetsEarlyFrames(RemoteNodes):
         self._nodes[connection].early.clear()
 
 
-class IgnoresLostRelays(RemoteNodes):
-    """Does not notice that the connection to a node has ended."""
-
-    def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
-        self._nodes.pop(connection, None)
-
-
 class IgnoresStoppedWorkers(RemoteNodes):
     """Ignores what a relay reports about stopped workers."""
 
@@ -366,7 +359,7 @@ class RequestsAlone(QuorumSteps):
 
 
 class GoesOnInParts(quorum.CommittedProgress):
-    """Trains on with ranks of which some have healed and others not."""
+    """Trains on though some ranks have healed and others not."""
 
     def is_part_of(self, result: QuorumResult) -> bool:
         return True
@@ -382,7 +375,7 @@ def _blame_most(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatc
     return replace(found, suspects=others) if found.is_certain else found
 
 
-def _blame_nobody(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
+def _doubt_all(table: Sequence[Sequence[int]], paths: Sequence[str]) -> Mismatch:
     """Conclude nothing for certain."""
     return replace(Mismatch.of(table, paths), is_certain=False)
 
@@ -417,7 +410,7 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
     "waits for no group": (Components(WaitsForNoGroup), "a minority"),
     "informs no group": (Components(InformsNoGroup), "not all make steps|for ever"),
-    "ignores failures": (Components(IgnoresFailures), "not all make steps"),
+    "ignores failures": (Components(IgnoresFailures), "not all make steps|holds up others"),
     "confirms too early": (Components(ConfirmsTooEarly), "costs a step|not all make steps"),
     "grants a leave at once": (Components(GrantsLeaveAtOnce), "costs a step|leaves unnoticed"),
     "forgets the last": (Components(ForgetsTheLast), "leaves unnoticed"),
@@ -447,7 +440,6 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "hides lost workers": (Components(manager=HidesLostWorkers), "holds up others|not all make"),
     "keeps its workers": (Components(manager=KeepsItsWorkers), "not all make|holds up others"),
     "forgets early frames": (Components(relays=ForgetsEarlyFrames), "not all make"),
-    "ignores lost relays": (Components(relays=IgnoresLostRelays), "holds up others|not all make"),
     "ignores stopped workers": (Components(relays=IgnoresStoppedWorkers), "holds up others"),
     "waits for no switch": (Components(steps=WaitsForNoSwitch), "for ever|not all make"),
     "requests alone": (
@@ -457,11 +449,13 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(progress=GoesOnInParts), "two commits|another state|two histories",
     ),
     "blames most": (Components(conclude=_blame_most), "a check blames others"),
-    "blames nobody": (Components(conclude=_blame_nobody), "a check is not certain"),
+    "is never certain": (Components(conclude=_doubt_all), "a check is not certain"),
     "blames one of two": (Components(conclude=_blame_one), "blames|certain without a majority"),
     "does not mark the corrupted": (
         Components(marks_corrupted=False), "a corrupted state goes on",
     ),
-    "trusts the first": (Components(conclude=_trust_the_first), "a check blames others"),
+    "trusts the first": (
+        Components(conclude=_trust_the_first), "a check blames others|certain without",
+    ),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""

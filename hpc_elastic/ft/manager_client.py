@@ -240,7 +240,7 @@ class ManagerClient:
                 self._send(aborted)
 
     def request_switch(self) -> None:
-        """Request another quorum, at a step at which none has to fail."""
+        """Request another quorum, at a step at which none has to fail; to be repeated each step."""
         with contextlib.suppress(ManagerServerLostError):
             self._send(messages.SwitchRequest(self.steps.quorum_id))
 

@@ -210,7 +210,6 @@ class ManagerState:
             self._send_up(messages.WorkersLost(self._lost_reason))
         else:
             self._repeat_leave_notice()
-        self._request_switch_if_complete()
         if self._is_done:
             self._send_shutdown()
         self._repeat_request()
@@ -304,9 +303,7 @@ class ManagerState:
             case messages.SwitchVote():
                 self._on_switch_vote(rank, message)
             case messages.SwitchRequest():
-                if self._result is not None and message.quorum_id == self._result.quorum_id:
-                    self._switch_requests.add(rank)
-                    self._request_switch_if_complete()
+                self._on_switch_request(rank, message)
             case messages.CommitVote():
                 self._commit_votes.add_vote(rank, message)
                 self._decide_commit()
@@ -459,9 +456,12 @@ class ManagerState:
             ok = all(v.ok for v in votes)
             self._send_up(replace(vote, ok=ok, quorum_step=furthest, rate=rate))
 
-    def _request_switch_if_complete(self) -> None:
-        if self._result is not None and self._is_complete(self._switch_requests):
-            self._send_up(messages.SwitchRequest(self._result.quorum_id))
+    def _on_switch_request(self, rank: int, request: messages.SwitchRequest) -> None:
+        """Request a switch if all ranks do, which repeat it at the end of each step."""
+        if self._result is not None and request.quorum_id == self._result.quorum_id:
+            self._switch_requests.add(rank)
+            if self._is_complete(self._switch_requests):
+                self._send_up(request)
 
     def _decide_commit(self) -> None:
         all_live = self._is_complete(self._workers)

@@ -34,6 +34,7 @@ def test_schedules_contain_what_is_to_be_tested(total):
     """Quorums, heals, leaves, spares and relays, keepers, under every kind of fault."""
     assert total.schedules == SCHEDULES
     assert min(total.quorums, total.keepers, total.heals, total.proposals) > SCHEDULES
+    assert total.caught_up > SCHEDULES / 4
     assert total.failed_steps > SCHEDULES / 2
     assert total.leaves_granted > SCHEDULES / 10
     assert min(total.corrupted, total.named) > SCHEDULES / 20

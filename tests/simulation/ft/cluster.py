@@ -105,6 +105,8 @@ class Env:
         self, seed: int, world: World, scenario: Scenario, components: Components, monitor: Monitor
     ) -> None:
         self.seed = seed
+        self.catches_up = seed % 3 == 0
+        """Whether states are large: a replica takes one over beside the training."""
         self.world = world
         self.scenario = scenario
         self.components = components
@@ -649,6 +651,11 @@ class Group:
         return all(n.up for n in self.nodes) and not any(w.process.paused for w in self.workers)
 
     @property
+    def is_partial(self) -> bool:
+        """Whether one of its workers has not the whole state."""
+        return any(w.is_partial for w in self.workers)
+
+    @property
     def is_done(self) -> bool:
         """Whether its workers end, or have ended, without a failure."""
         return self.is_complete and all(w.ends_next for w in self.workers)
@@ -747,8 +754,8 @@ class Group:
     def leave_granted(self) -> None:
         """The keeper has granted the leave, and its message has not arrived yet."""
         others = [w.state for g in self.env.groups if g is not self and g.takes_part
-                  for w in g.workers[:1]]  # fmt: skip
-        for worker in self.workers[:1]:
+                  for w in g.workers[:1] if not g.is_partial]  # fmt: skip
+        for worker in self.workers[:1] if not self.is_partial else ():
             saved = worker.saved if worker.saves else worker.state
             self.env.monitor.leave_granted(worker.name, worker.state, saved, others)
 

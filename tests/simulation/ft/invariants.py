@@ -150,6 +150,7 @@ class Monitor:
         self.commits = 0
         self.failed_steps = 0
         self.heals = 0
+        self.caught_up = 0
         self.corrupted = 0
         self.named_wrong = 0
         self.completed = 0

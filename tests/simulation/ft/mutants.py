@@ -25,12 +25,14 @@ from hpc_elastic.ft.messages import (
     CommitDecision,
     ConfirmSwitch,
     LeaveGranted,
+    Message,
     ProposeSwitch,
     QuorumAborted,
     QuorumRequest,
     QuorumResult,
     QuorumResults,
     ReplicaStatus,
+    SwitchRequest,
     SwitchVote,
     WorkersLost,
 )
@@ -365,6 +367,27 @@ class GoesOnInParts(quorum.CommittedProgress):
         return True
 
 
+# ---- replicas that catch up
+
+
+class KeepsNewcomersApart(LighthouseState):
+    """Starts no switch for a member that has caught up."""
+
+    def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
+        return (
+            [] if isinstance(message, SwitchRequest) else super().on_message(replica, message, now)
+        )
+
+
+class AbortsForAMember(LighthouseState):
+    """Aborts the quorum for a member that has caught up, rather than switch."""
+
+    def on_message(self, replica: str, message: Message, now: float) -> list[ReplicaMessage]:
+        sends = super().on_message(replica, message, now)
+        is_asked = isinstance(message, SwitchRequest) and self._registry.is_member(replica)
+        return [*sends, *self._abort_quorum(f"{replica} has caught up")] if is_asked else sends
+
+
 # ---- states with a flipped bit
 
 
@@ -409,6 +432,8 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
     "continues its duties": (Components(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Components(fenced_files=False), "the status went back|a notice was"),
     "waits for no group": (Components(WaitsForNoGroup), "a minority"),
+    "keeps newcomers apart": (Components(KeepsNewcomersApart), "not all make steps"),
+    "aborts for a member": (Components(AbortsForAMember), "costs a step|not all make"),
     "informs no group": (Components(InformsNoGroup), "not all make steps|for ever"),
     "ignores failures": (Components(IgnoresFailures), "not all make steps|holds up others"),
     "confirms too early": (Components(ConfirmsTooEarly), "costs a step|not all make steps"),

@@ -32,6 +32,8 @@ class Outcome(Tally):
     commits: int = 0
     failed_steps: int = 0
     heals: int = 0
+    caught_up: int = 0
+    """Workers that have taken a state over beside the training."""
     corrupted: int = 0
     """States that a check has found to be wrong, and that have healed."""
     named: int = 0
@@ -111,7 +113,7 @@ class Simulator:
         workers = [w for g in live for w in g.workers]
         ids = {w.steps.quorum_id for w in workers}
         made = all(w.commits >= _COMMITS + begun.get(w, 0) for w in workers)
-        same = len(ids) <= 1 and all(w.is_settled for w in workers)
+        same = len(ids) <= 1 and all(w.is_settled and w.is_full for w in workers)
         self._stood = same and made and bool(workers)
         return same and made
 
@@ -133,8 +135,9 @@ class Simulator:
         return Outcome(
             schedules=1, virtual_s=self.world.now, events=self.world.num_events,
             checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
-            failed_steps=m.failed_steps, heals=m.heals, corrupted=m.corrupted, proposals=m.switches,
-            named=m.named_wrong, completed=m.completed, relayed=int(self.scenario.num_nodes > 1),
+            failed_steps=m.failed_steps, heals=m.heals, caught_up=m.caught_up,
+            corrupted=m.corrupted, proposals=m.switches, named=m.named_wrong,
+            completed=m.completed, relayed=int(self.scenario.num_nodes > 1),
             shown=self.env.shared.monitor.shown, notices=self.env.shared.monitor.obeyed,
             leaves_granted=m.leaves_granted, dropped=m.dropped, keepers=self.coordinator.term,
             stood=int(self._stood),

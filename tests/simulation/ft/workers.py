@@ -31,6 +31,7 @@ from hpc_elastic.ft.messages import (
     QuorumResults,
     Shutdown,
     StateMismatch,
+    SwitchRequest,
     Welcome,
 )
 from hpc_elastic.ft.state_check import Mismatch, StateDigest, detail_row
@@ -39,6 +40,7 @@ from simulation.world import Process, World
 
 LOCAL_S = 0.0003
 _BETWEEN_S = 0.0005
+_MOST_PARTS = 6
 _CHECK_EVERY = 5
 """Steps between two comparisons of the states."""
 _WELCOME_S = 10.0
@@ -75,6 +77,7 @@ class Shared(Protocol):
     """What workers use of the objects of a schedule (`simulation.ft.cluster.Env`)."""
 
     seed: int
+    catches_up: bool
     world: World
     scenario: Scenario
     monitor: Monitor
@@ -166,6 +169,11 @@ class Worker:
         self._contributors: tuple[str, ...] = ()
         self._fetching: set[str] = set()
         """The peers that fetch this worker's state."""
+        self.is_partial = False
+        """It catches up: its parameters are of no step yet, and ``state`` names that of others."""
+        self._parts_left = 0
+        self.given: dict[tuple[int, int], State] = {}
+        """Its states in the last steps, by quorum and step: what peers take over in parts."""
 
     @property
     def is_single(self) -> bool:
@@ -248,10 +256,12 @@ class Worker:
         is_calm = self._world.now >= scenario.calm_after_s
         may_shrink = is_wild and not is_calm and scenario.rules.min_replicas == 1
         shrink_only = may_shrink and self._world.rng.random() < 0.05
+        if self.is_partial:
+            state = replace(state, step=-1, state_version=f"parts {self.name} {self._num_steps}")
         request = QuorumRequest(
             steps.quorum_step, state.step, state.state_version, steps.quorum_id, self._failures,
             1, shrink_only, self.name, (self.name,),
-            number=self._num_requests, is_saved=steps.is_saved,
+            number=self._num_requests, is_saved=steps.is_saved, catch_up=self._env.catches_up,
         )  # fmt: skip
         self._send(request)
         if is_wild and (self.is_single or not is_calm) and self._world.rng.random() < 0.2:
@@ -278,6 +288,10 @@ class Worker:
         if not self.is_single and not progress.is_part_of(place):
             self._die("the ranks of its group have different states")
             return
+        if self.is_partial and not place.heals:
+            self._send(QuorumAborted(place.quorum_id, "a member's state is damaged"))
+            self._die("no other has the state of which it has parts")
+            return
         goes_on = self._was_corrupted and not place.heals and place.cohort_size > 1
         self.monitor.check(not goes_on, "a corrupted state goes on", self.name, place)
         self._was_corrupted = self._was_corrupted and place.heals
@@ -286,6 +300,8 @@ class Worker:
         self.leave_meeting()
         self._meeting = self._env.meeting(place, self.rank)
         self._fetching = {f"{place.quorum_id} {rank}" for rank in place.first_source_of}
+        if place.catch_up:
+            self._fetching.clear()
         self._meeting.join(place.replica_rank, self)
 
     def configured(self, quorum_id: int) -> None:
@@ -293,6 +309,11 @@ class Worker:
         if quorum_id != self.steps.quorum_id or self.doing is not Doing.CONFIGURING:
             return
         assert self.place is not None and self._meeting is not None
+        if self.place.heals and self.place.catch_up:
+            self._begin_catch_up(self.place)
+            self._compute()
+            return
+        self.is_partial = self.is_partial and self.place.heals
         if not self.place.heals:
             self.state = replace(self.state, state_version=self.place.state_version)
             self._compute()
@@ -320,6 +341,34 @@ class Worker:
         if self._all_contribute:
             self._apply_healed()
         self._compute()
+
+    def _begin_catch_up(self, place: QuorumResult) -> None:
+        """Name the state of the others, unless the parts that have come are of it already."""
+        if (self.state.step, self.state.state_version) != (place.max_step, place.state_version):
+            num = self.state.history % _MOST_PARTS + 1
+            self.state = State(place.max_step, place.state_version, 0)
+            self.is_partial, self._parts_left = True, num
+
+    def _take_part(self, call: int) -> None:
+        """Take over a part of the state as of the beginning of this step; request a switch."""
+        assert self.place is not None and self._meeting is not None
+        if self.is_partial and call > 0:
+            source = self._meeting.members[self.place.sources[0].replica_rank]
+            given = source.given.get((self.steps.quorum_id, call))
+            if given is None or not source.process.alive:
+                return
+            self._parts_left -= 1
+            if self._parts_left <= 0:
+                same = (given.step, given.state_version) == (
+                    self.state.step,
+                    self.state.state_version,
+                )
+                self.monitor.check(same, "caught up with another state", self.name, given)
+                self.state, self.is_partial, self._was_corrupted = given, False, False
+                self.monitor.caught_up += 1
+                self.monitor.state_reached(self.name, self.rank, self.state)
+        if not self.is_partial:
+            self._send(SwitchRequest(self.steps.quorum_id))
 
     @property
     def snapshot(self) -> State:
@@ -365,6 +414,9 @@ class Worker:
             return
         assert self.place is not None and self._meeting is not None
         place, all_give = self.place, steps.quorum_step > 0 or self._all_contribute
+        all_give = all_give and not place.catch_up
+        self.given = {k: v for k, v in self.given.items() if k[0] == at[0] and k[1] >= at[1] - 2}
+        self.given[at] = self.state
         divisor = place.replica_world_size if all_give else place.cohort_size
         gives = all_give or not place.heals
         state = self.state if gives else None
@@ -383,6 +435,8 @@ class Worker:
         if not self._is_at(quorum_id, call):
             return
         self._apply_healed()
+        if self.place is not None and self.place.heals and self.place.catch_up:
+            self._take_part(call)
         self._contributors = contributors
         if self.is_single:
             self._serve_or_commit()
@@ -442,7 +496,8 @@ class Worker:
         token = quorum.next_version(state.state_version, self.steps.quorum_id, num)
         history = hash((state.history, self._contributors))
         self.state = State(state.step + 1, token, history, state.flips)
-        self.monitor.state_reached(self.name, self.rank, self.state)
+        if not self.is_partial:
+            self.monitor.state_reached(self.name, self.rank, self.state)
         at, made = (self.steps.quorum_id, self.steps.quorum_step), (self.state.step, token)
         known = self.placement.commits.setdefault(at, made)
         self.monitor.check(known == made, "two commits of a step", self.name, known, made)
@@ -540,7 +595,7 @@ class Worker:
         healed, announced = self._healed, (self.place.max_step, self.place.state_version)
         same = (healed.step, healed.state_version) == announced
         self.monitor.check(same, "healed to another state than announced", self.name)
-        self.state, self._healed = healed, None
+        self.state, self._healed, self.is_partial = healed, None, False
         self.monitor.state_reached(self.name, self.rank, self.state)
 
     def leave_meeting(self) -> None:
@@ -601,6 +656,11 @@ class Worker:
         return self._healed or self.state
 
     @property
+    def is_full(self) -> bool:
+        """Whether it takes part in the mean of its quorum's steps, as all others do."""
+        return self.place is not None and not self.place.catch_up
+
+    @property
     def is_settled(self) -> bool:
         """Whether it is in a quorum, and has received no abort of it."""
         return self.steps.quorum_id != NO_QUORUM and self.steps.abort_reason is None
@@ -621,6 +681,7 @@ class Meeting:
         self.quorum_id = placement.quorum_id
         self.size = placement.replica_world_size
         self._max_step = placement.max_step
+        self._catch_up = placement.catch_up
         self.members: dict[int, Worker] = {}
         self.closed: set[int] = set()
         self._env = env
@@ -689,7 +750,7 @@ class Meeting:
     def _compare_states(self, call: int, states: Mapping[int, State]) -> Mismatch | None:
         """Return what a check finds where states differ; not all steps have one."""
         step = self._max_step + call
-        if step % _CHECK_EVERY or self.size == 1:
+        if step % _CHECK_EVERY or self.size == 1 or self._catch_up:
             return None
         digests = [(hash(s.history), s.flips) for _, s in sorted(states.items())]
         if len(set(digests)) == 1:

@@ -25,7 +25,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
@@ -752,6 +751,8 @@ def start_server_process(
         ConfigError: The address has another form.
         OSError: The socket or the process cannot be created.
     """
+    import tempfile  # not in the server's own process
+
     messages.parse_address(lighthouse_addr)
     path = Path(tempfile.mkdtemp(prefix="hpc-elastic-ft-")) / "socket"
     try:

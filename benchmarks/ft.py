@@ -8,7 +8,7 @@ One process a replica, on CPU gloo over loopback; the workers of both libraries 
 (`ft/worker.py`), and are forked after their imports. Ours and torchft's take turns. Parts:
 
 - a: a step of start_quorum, allreduce and should_commit, less a plain gloo step of the same
-  process: allreduce, and the division by the number of replicas;
+  process: allreduce, and the division by the number of replicas; both take turns;
 - b: SIGKILL of a replica to the next commit of the others (of a step begun after the signal), with
   the defaults of the Python API, and with those of the lighthouse's command line;
 - c: the lighthouse is killed, and comes back or does not: the longest gap between commits, and who
@@ -16,11 +16,14 @@ One process a replica, on CPU gloo over loopback; the workers of both libraries 
 - d: a replica comes to others that train: from its imports to its first commit, and how long the
   others' longest step takes meanwhile;
 - e: a state of 1 GB is fetched from peers;
-- f: a round of the quorum, of 16 to 256 members on one coordinator;
+- f: a round of the quorum, of 16 to 256 members on one coordinator, and of 64 and 256 groups of
+  eight ranks, over sockets and simulated;
 - g: SIGSTOP of a replica to the next commit of the others;
-- h: a replica with a large state comes to others over a slow network: how long they wait. Takes
+- h: the same as a, b and d with two replica groups of two ranks, which shard the model inside;
+- i: the check for silent data corruption: its share of the time of 100 steps;
+- j: a replica with a large state comes to others over a slow network: how long they wait. Takes
   root;
-- s: a fresh replica with a sharded model (FSDP2, with tensor parallelism, with CPU offload) joins
+- k: a fresh replica with a sharded model (FSDP2, with tensor parallelism, with CPU offload) joins
   one that trains, both of two ranks: whether all their bits are equal after 30 steps, and how many
   steps of the other failed.
 
@@ -39,7 +42,7 @@ from pathlib import Path
 from evidence.machine import package_version
 from evidence.result import About, Peer, Result
 from evidence.show import options, present, rich_table
-from ft import faults, healing, joins, overhead, returns, rounds, sharded
+from ft import faults, healing, hsdp, joins, overhead, returns, rounds, sharded
 from ft.libraries import OURS, PEER, is_installed
 from ft.report import Row, Steal, table
 from ft.settings import Settings
@@ -53,30 +56,40 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "e": healing.measure,
     "f": rounds.measure,
     "g": faults.stopped,
-    "h": joins.measure,
-    "s": sharded.measure,
+    "h": hsdp.measure,
+    "i": overhead.checks,
+    "j": joins.measure,
+    "k": sharded.measure,
 }
 
 ABOUT = About(
     title="Fault tolerance per step, beside torchft",
     measured="One process a replica, on CPU gloo over loopback; the workers of both libraries run "
-    "the same lines and take turns. (a) A step of start_quorum, allreduce and should_commit, less "
-    "a plain gloo step of the same process. (b) SIGKILL of a replica to the next commit of the "
-    "others. (c) The lighthouse is killed, and comes back or does not: the longest gap between "
-    "commits, and who crashes. (d) A replica comes to others that train: from its imports to its "
-    "first commit, and how long the others' longest step takes meanwhile. (e) A state of 1 GB is "
-    "fetched from peers. (f) A round of the quorum. (g) SIGSTOP of a replica to the others' next "
-    "commit. (h) A replica with a large state comes to others over a network of 200 MB/s: how long "
-    "they wait, more than a step of theirs takes. (s) A fresh replica with a sharded model joins "
-    "one that trains, both of two ranks: whether all bits are equal after 30 steps, and the "
-    "other's failed steps. A bound (15 s for ours, 75 s for torchft) stands where somebody did not "
-    "go on at all.",
+    "the same lines and take turns. (a) A step of start_quorum, allreduce and "
+    "should_commit, less a plain gloo step of the same process; both take turns. (b) "
+    "SIGKILL of a replica to the next commit of the others. (c) The lighthouse is killed, "
+    "and comes back or does not: the longest gap between commits, and who crashes. (d) A "
+    "replica comes to others that train: from its imports to its first commit, and how long "
+    "the others' longest step takes meanwhile. (e) A state of 1 GB is fetched from peers. "
+    "(f) A round of the quorum; of groups of eight ranks over sockets, and the decisions "
+    "alone, simulated. (g) SIGSTOP of a replica to the others' next commit. (h) Two replica "
+    "groups of two ranks, with a collective inside the group in each step; sizes are those "
+    "of a rank's shard. (i) The check for silent data corruption: the longer commit of the "
+    "steps that have it, of the time of 100 steps. (j) A replica with a large "
+    "state comes to others over a network of 200 MB/s: how long they wait, more than a step of "
+    "theirs takes. (k) A fresh replica with a sharded model joins one that trains, both of two "
+    "ranks: whether all bits are equal after 30 steps, and the other's failed steps. A bound (15 s "
+    "for ours, 75 s for torchft) stands where somebody did not go on at all.",
     does_not_show=(
         "NCCL and GPUs: all of this is gloo on CPU.",
         "A network, or nodes: all replicas share the cores and the memory of one machine; "
         "healing is limited by memory copies there.",
-        "Overhead at 100 MB: it is lost in the noise of plain steps that are as long. Rounds "
-        "of part a in which the host took more than 5 % of the cores are left out.",
+        "Overhead of a step with a forward pass: the time of these is the collective's. Rounds "
+        "of parts a and h in which the host took more than 5 % of the cores are left out.",
+        "Gaps below 1 step: the others' longest gap is one of many steps, so that it is above "
+        "the median of them even where nobody is held up.",
+        "Groups of eight ranks on nodes of their own: what their ranks and their manager server "
+        "say to each other there is not in part f.",
         "Whole jobs: no launcher, no Slurm, no restore from disk; the recovery benchmark has them.",
     ),
 )

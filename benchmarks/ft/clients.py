@@ -18,17 +18,25 @@ from ft.lines import Lines
 TIMEOUT = timedelta(seconds=60)
 
 
-def clients(driver: Lines, library: str, *, address: str, names: list[str]) -> None:
-    """Ask for a quorum with all clients at once, each time when the driver says so."""
+def clients(driver: Lines, library: str, *, address: str, names: list[str], ranks: int = 1) -> None:
+    """Ask for a quorum with all clients at once, each time when the driver says so.
+
+    Args:
+        driver: The driver.
+        library: Whose clients.
+        address: Of the lighthouse.
+        names: Of the replica groups, one client each.
+        ranks: Workers in each group.
+    """
     if library == OURS:
-        asyncio.run(_our_rounds(driver, address, names))
+        asyncio.run(_our_rounds(driver, address, names, ranks))
     else:
-        _peers_rounds(driver, address, names)
+        _peers_rounds(driver, address, names, ranks)
 
 
-def _peers_rounds(driver: Lines, address: str, names: list[str]) -> None:
+def _peers_rounds(driver: Lines, address: str, names: list[str], ranks: int) -> None:
     with ThreadPoolExecutor(len(names)) as pool:
-        made = list(pool.map(lambda name: _peer(address, name), names))
+        made = list(pool.map(lambda name: _peer(address, name, ranks), names))
         driver.send({"ready": True})
         while driver.receive() is not None:
             begun = time.monotonic()
@@ -36,7 +44,7 @@ def _peers_rounds(driver: Lines, address: str, names: list[str]) -> None:
             driver.send({"round": [begun, time.monotonic()], "members": min(sizes)})
 
 
-def _peer(address: str, name: str) -> Any:
+def _peer(address: str, name: str, ranks: int) -> Any:
     client = part_of(PEER, "coordination").LighthouseClient(address, TIMEOUT)
     step = 0
 
@@ -45,15 +53,15 @@ def _peer(address: str, name: str) -> Any:
         step += 1
         quorum = client.quorum(
             replica_id=name, timeout=TIMEOUT, address="a", store_address="b", step=step,
-            world_size=1,
+            world_size=ranks,
         )  # fmt: skip
         return len(quorum.participants)
 
     return ask
 
 
-async def _our_rounds(driver: Lines, address: str, names: list[str]) -> None:
-    members = [_Member(name) for name in names]
+async def _our_rounds(driver: Lines, address: str, names: list[str], ranks: int) -> None:
+    members = [_Member(name, ranks) for name in names]
     for member in members:
         await member.connect(address)
     driver.send({"ready": True})
@@ -70,8 +78,9 @@ async def _our_rounds(driver: Lines, address: str, names: list[str]) -> None:
 class _Member:
     """One authenticated connection; it says what a group's server would."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ranks: int) -> None:
         self._name = name
+        self._ranks = ranks
         self._quorum_id = -1
         self._step = 0
 
@@ -92,7 +101,7 @@ class _Member:
         self._send(
             self._messages.QuorumRequest(
                 1, self._step, "version", self._quorum_id, self._quorum_id >= 0, 1, False,
-                "127.0.0.1:29500", ("http://127.0.0.1:29501/state",),
+                "127.0.0.1:29500", ("http://127.0.0.1:29501/state",) * self._ranks,
             )
         )  # fmt: skip
 

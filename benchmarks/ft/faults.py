@@ -1,4 +1,4 @@
-"""Parts b, c and g: a replica is killed or stopped, the coordinator is killed."""
+"""Parts b, c, g and h: a replica is killed or stopped, the coordinator is killed."""
 
 from __future__ import annotations
 
@@ -43,20 +43,40 @@ def _hit(settings: Settings, part: str, number: signal.Signals) -> Iterator[Row]
                 yield from _rows(hit, _delays(settings, people, hit))
 
 
+def killed_groups(settings: Settings) -> Iterator[Row]:
+    """SIGKILL of one or of all workers of one of two groups of two ranks."""
+    with crew() as people:
+        for num_hit in (1, 2) if not settings.quick else (2,):
+            hit = Hit("h HSDP", signal.SIGKILL, 2, by_cli=False, ranks=2, num_hit=num_hit)
+            yield from _rows(hit, _delays(settings, people, hit))
+
+
 @dataclass(frozen=True)
 class Hit:
-    """What happens to one of so many replicas, under which lighthouse's defaults."""
+    """What happens to one of so many replicas, under which lighthouse's defaults.
+
+    Attributes:
+        ranks: Workers of each replica.
+        num_hit: How many of one replica's get the signal.
+    """
 
     part: str
     number: signal.Signals
     world_size: int
     by_cli: bool
+    ranks: int = 1
+    num_hit: int = 1
 
 
 def _rows(hit: Hit, found: dict[str, list[list[float]]]) -> Iterator[Row]:
     defaults = "CLI" if hit.by_cli else "Python"
     what = f"to the next commit, n = {hit.world_size}, {defaults} defaults"
     ours, peer = found.get(OURS, []), found.get(PEER, [])
+    if hit.ranks > 1:
+        what = f"{hit.num_hit} of {hit.ranks} ranks of a group killed, {what}"
+        slowest = [max(d) for d in ours], [max(d) for d in peer]
+        yield Row(hit.part, f"{what}, slowest survivor", "s", *slowest, of_peer=1.0)
+        return
     slowest = [max(d) for d in ours], [max(d) for d in peer]
     yield Row(hit.part, f"{what}, slowest survivor", "s", *slowest, limit=0.2)
     if hit.world_size > 2:
@@ -73,19 +93,20 @@ def _delays(settings: Settings, people: Crew, hit: Hit) -> dict[str, list[list[f
             if spent[library] < CONFIGURATION_S:
                 begun = time.monotonic()
                 with lighthouse(library, by_cli=hit.by_cli) as light:
-                    training = Training(people, light, NUM_BYTES)
+                    training = Training(people, light, NUM_BYTES, hit.ranks)
                     training.start(hit.world_size)
-                    found[library].append(_one(people, training, hit.number))
+                    found[library].append(_one(people, training, hit))
                     training.end()
                 spent[library] += time.monotonic() - begun
     return found
 
 
-def _one(people: Crew, training: Training, number: signal.Signals) -> list[float]:
-    victim, *survivors = training.replicas
+def _one(people: Crew, training: Training, hit: Hit) -> list[float]:
+    survivors = training.replicas[hit.ranks :]
     bound = BOUND_S[training.lighthouse.library]
     moment = time.monotonic()
-    victim.signal(number)
+    for victim in training.replicas[: hit.num_hit]:
+        victim.signal(hit.number)
     people.wait(lambda: has_gone_on([m for m in survivors if not m.gone], moment), bound)
     return [bound if math.isnan(d) else d for d in delays(survivors, moment)]
 

@@ -17,6 +17,7 @@ from ft.settings import Settings
 from ft.worker import HOST
 
 GB = 1_000_000_000
+LEAST_GB_S = 4.0
 Ways = dict[str, tuple[str, str, int]]
 """By name: library, transport, number of sources."""
 WAYS: Ways = {
@@ -46,9 +47,14 @@ def measure(settings: Settings) -> Iterator[Row]:
     size = f"{num_bytes / GB:g} GB"
     for name, (library, transport, _) in WAYS.items():
         if library == OURS:
-            limit = None if transport == "pg" else 3.0
+            limit = None if transport == "pg" else LEAST_GB_S
             peer = rates["torchft http" if transport == "http" else "torchft pg"]
             yield _row(f"{size}, {name}", rates[name], peer, limit=limit)
+    for name in ("http", "http in place"):
+        one, two = (rates[f"{name}, {sources}"] for sources in ("one source", "two sources"))
+        gains = [both / single for both, single in zip(two, one, strict=True)]
+        what = f"{size}, {name}: two sources by one"
+        yield Row("e heal", what, "", gains, limit=1.0, more_is_better=True)
 
 
 def _row(what: str, ours: list[float], peer: list[float], limit: float | None = None) -> Row:

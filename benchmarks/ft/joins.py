@@ -1,4 +1,4 @@
-"""Part h: a replica with a large state joins others over a slow network.
+"""Part j: a replica with a large state joins others over a slow network.
 
 The network is the loopback of a network namespace of its own, with a token bucket (tc-tbf(8)):
 gradients, votes and states all go over it. That takes root.
@@ -38,7 +38,7 @@ _SLOW = (
 def measure(settings: Settings) -> Iterator[Row]:
     """Time how long the others wait in all, and at most between two commits."""
     if os.geteuid() or not (shutil.which("tc") and shutil.which("unshare")):
-        print("part h is left out: it needs root, and the programs tc and unshare", flush=True)
+        print("part j is left out: it needs root, and the programs tc and unshare", flush=True)
         return
     num_bytes = QUICK_BYTES if settings.quick else BYTES
     found: dict[str, dict[str, list[float]]] = {library: {} for library in (OURS, PEER)}
@@ -51,7 +51,7 @@ def measure(settings: Settings) -> Iterator[Row]:
     for what in (LONGEST, ALL, JOINED, STEP):
         ours, peer = found[OURS].get(what, []), found[PEER].get(what, [])
         limit = 1.0 if what in (LONGEST, ALL) else None
-        yield Row("h join", f"{name}: {what}", "s", ours, peer, limit=limit)
+        yield Row("j join", f"{name}: {what}", "s", ours, peer, limit=limit)
 
 
 def one_in_slow_network(library: str, num_bytes: int) -> dict[str, float]:
@@ -78,7 +78,7 @@ def one(library: str, num_bytes: int) -> dict[str, float]:
         training.start(NUM_OTHERS, PATIENCE_S)
         others = list(training.replicas)
         fresh = training.prepare()
-        training.replicas.append(fresh)
+        training.replicas += fresh
         begun = training.let(fresh)
         training.together(PATIENCE_S)
         step_s = median_step(others, NUM_OTHERS)

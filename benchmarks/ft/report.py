@@ -58,7 +58,7 @@ class Row:
             bound = self.limit
             found.append(Target(what, bound, value, self.unit, self.more_is_better, why))
         if self.of_peer is not None and peer:
-            share = "torchft's" if self.of_peer == 1.0 else f"{self.of_peer:g} of torchft's"
+            share = "torchft's" if self.of_peer == 1.0 else f"{self.of_peer:.3g} of torchft's"
             bound = self.of_peer * statistics.median(peer)
             if _is_noise(peer):
                 value, why = None, "torchft's own is lost in the noise"

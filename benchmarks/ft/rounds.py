@@ -1,17 +1,27 @@
-"""Part f: how long a round of the quorum takes, by the number of members on one coordinator."""
+"""Part f: how long a round of the quorum takes, by the number of members on one coordinator.
+
+With groups of eight ranks, a member asks for all of its group, as its manager server does, and is
+told the place of each rank; their own connections to that server are on a node of their own. The
+same round is simulated as well: the decisions alone, without any socket, for which virtual time
+stands still.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ft.crew import crew
-from ft.libraries import OURS, PEER, lighthouse
+from ft.libraries import OURS, PEER, lighthouse, part_of
 from ft.report import Row
 from ft.settings import Settings
 
 MEMBERS = (16, 64, 256)
+GROUPS, RANKS = (64, 256), 8
 ROUNDS = 30
 MAX_EXPONENT = 1.2
 
@@ -35,6 +45,56 @@ def measure(settings: Settings) -> Iterator[Row]:
     }
     ours, peer = exponents.get(OURS, []), exponents.get(PEER, [])
     yield Row("f quorum round", "growth exponent", "", ours, peer, limit=MAX_EXPONENT)
+    for count in GROUPS if not settings.quick else GROUPS[:1]:
+        yield from _of_groups(settings, count)
+
+
+def _of_groups(settings: Settings, count: int) -> Iterator[Row]:
+    """Measure groups of eight ranks, over sockets and simulated."""
+    found: dict[str, list[float]] = {OURS: [], PEER: []}
+    simulated = []
+    for _ in range(settings.repeats):
+        for library in settings.libraries:
+            taken = [1000 * s for s in _rounds(library, count, RANKS)]
+            found[library].append(statistics.median(taken))
+        if OURS in settings.libraries:
+            simulated.append(1000 * statistics.median(_simulated(count)))
+    what, part = f"{count} groups of {RANKS} ranks", "f quorum round"
+    yield Row(part, f"{what}, over sockets", "ms", found[OURS], found[PEER], of_peer=1.0)
+    yield Row(part, f"{what}, simulated: decisions alone", "ms", simulated)
+
+
+def _simulated(count: int) -> list[float]:
+    """Return the seconds that our groups' and lighthouse's decisions on a round take."""
+    messages, state = part_of(OURS, "messages"), part_of(OURS, "lighthouse_state")
+    combine = part_of(OURS, "manager_server").combine_requests
+    rules = part_of(OURS, "quorum").QuorumRules(1)
+    lighthouse, names = state.LighthouseState(1, rules), [f"group{i}" for i in range(count)]
+    for name in names:
+        lighthouse.on_connect(name, 0.0)
+        none = messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False)
+        lighthouse.on_message(name, none, 0.0)
+    quorum_id, step, taken = messages.NO_QUORUM, 0, []
+    gc.collect()
+    for number in range(ROUNDS):
+        begun, answers, now = time.perf_counter(), dict[str, Any](), 100.0 * number
+        sends = []
+        for name in names:
+            of_rank = messages.QuorumRequest(
+                1, step, "version", quorum_id, int(number > 0), 1, False, "127.0.0.1:29500",
+                ("http://127.0.0.1:29501/state",), number,
+            )  # fmt: skip
+            request = combine(dict.fromkeys(range(RANKS), of_rank))
+            sends += lighthouse.on_message(name, request, now)
+        sends += lighthouse.on_tick(now + 50.0)
+        for sent in sends:
+            if isinstance(sent.message, messages.QuorumResults):
+                answers[sent.replica] = sent.message.ranks
+        taken.append(time.perf_counter() - begun)
+        if len(answers) != count or any(len(ranks) != RANKS for ranks in answers.values()):
+            raise RuntimeError(f"{len(answers)} of {count} groups are in the simulated quorum")
+        quorum_id, step = answers[names[0]][0].quorum_id, answers[names[0]][0].max_step
+    return taken
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
@@ -44,11 +104,11 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
     return slope
 
 
-def _rounds(library: str, count: int) -> list[float]:
+def _rounds(library: str, count: int, ranks: int = 1) -> list[float]:
     """Return the seconds from the first ask of a round to its last answer."""
     with crew() as people, lighthouse(library) as light:
         names = [f"member{i}" for i in range(count)]
-        member = people.start(library, "clients", address=light.address, names=names)
+        member = people.start(library, "clients", address=light.address, names=names, ranks=ranks)
         people.need(lambda: bool(member.events) or member.gone, f"{count} clients connect")
         taken = []
         for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Part s: a fresh replica with a sharded model joins one that trains; are both equal afterwards?
+"""Part k: a fresh replica with a sharded model joins one that trains; are both equal afterwards?
 
 Each replica has two ranks, over which its model is sharded. The fresh one has other weights, and no
 state of the optimizer. Thirty steps of both later, all parameters, optimizer states and schedules
@@ -64,11 +64,11 @@ def rows(name: str, found: dict[str, list[Outcome]]) -> Iterator[Row]:
         if num:
             notes.append(f"{library} {num_equal} of {num}" + "".join(f": {e}" for e in errors[:1]))
     yield Row(
-        "s sharded", f"{name}: equal bit by bit after {STEPS} steps", "share", equal[OURS],
+        "k sharded", f"{name}: equal bit by bit after {STEPS} steps", "share", equal[OURS],
         equal[PEER], limit=1.0, more_is_better=True, note="; ".join(notes),
     )  # fmt: skip
     yield Row(
-        "s sharded", f"{name}: the most failed steps of the survivor", "steps", failed[OURS],
+        "k sharded", f"{name}: the most failed steps of the survivor", "steps", failed[OURS],
         failed[PEER], limit=1.0, note="where it trained on with the fresh one",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Trainings that faults happen to: parts b, c, d, g and h."""
+"""Trainings that faults happen to: parts b, c, d, g, h and j."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ft.crew import Crew, Member
-from ft.libraries import Lighthouse
+from ft.libraries import Lighthouse, free_port
 
 WARM_STEPS = 5
 """Steps that all make together before something happens to them."""
@@ -21,40 +21,51 @@ class Training:
     """Some replicas of one library that make steps together.
 
     Attributes:
-        num_bytes: Of the state, and of the gradient.
-        replicas: Those that are to be alive.
+        num_bytes: Of the state of a worker, and of its gradient.
+        ranks: Workers of each replica.
+        replicas: The workers that are to be alive, replica by replica.
         task: What they do: ``train``, or ``large``, whose gradients are small.
     """
 
     crew: Crew
     lighthouse: Lighthouse
     num_bytes: int
+    ranks: int = 1
     replicas: list[Member] = field(default_factory=list)
     task: str = "train"
 
     def start(self, count: int, patience_s: float = 60.0) -> None:
         """Start replicas, and wait until all make steps together."""
-        self.replicas += [self.prepare() for _ in range(count)]
-        for member in self.replicas:
-            self.let(member)
+        for replica in [self.prepare() for _ in range(count)]:
+            self.let(replica)
+            self.replicas += replica
         self.together(patience_s)
 
-    def prepare(self) -> Member:
-        """Start one replica more, which waits after its imports."""
-        return self.crew.start(
-            self.lighthouse.library, self.task,
-            lighthouse=self.lighthouse.address, num_bytes=self.num_bytes,
-        )  # fmt: skip
+    def prepare(self) -> list[Member]:
+        """Start the workers of one replica more, which wait after their imports."""
+        port = free_port() if self.ranks > 1 else 0
+        return [
+            self.crew.start(
+                self.lighthouse.library, self.task, lighthouse=self.lighthouse.address,
+                num_bytes=self.num_bytes, rank=rank, ranks=self.ranks, port=port,
+            )
+            for rank in range(self.ranks)
+        ]  # fmt: skip
 
-    def let(self, member: Member) -> float:
-        """Let it go on from its imports; return when."""
-        self.crew.need(lambda: member.gone or bool(member.first("imported")), "a replica starts")
-        member.tell({"go": True})
+    def let(self, replica: Sequence[Member]) -> float:
+        """Let its workers go on from their imports; return when."""
+
+        def have_started() -> bool:
+            return all(member.gone or bool(member.first("imported")) for member in replica)
+
+        self.crew.need(have_started, "a replica starts")
+        for member in replica:
+            member.tell({"go": True})
         return time.monotonic()
 
     def together(self, patience_s: float = 60.0) -> None:
         """Wait until all have committed steps of all."""
-        now, everybody = time.monotonic(), len(self.replicas)
+        now, everybody = time.monotonic(), len(self.replicas) // self.ranks
 
         def done() -> bool:
             return all(

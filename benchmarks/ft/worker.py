@@ -38,28 +38,66 @@ def preload(library: str) -> None:
 
 
 class Replica:
-    """A replica group of one worker: a state of so many bytes, a gradient of the same size."""
+    """A worker of a replica group: a state of so many bytes, a gradient of the same size.
 
-    def __init__(self, library: str, lighthouse: str, num_bytes: int, *, sync: bool = True) -> None:
+    In a group of several ranks these are one rank's shards, and a step also has a collective of the
+    same size inside the group, as the reduce-scatter of a sharded model is one.
+    """
+
+    def __init__(
+        self,
+        library: str,
+        lighthouse: str,
+        num_bytes: int,
+        *,
+        sync: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
+        port: int = 0,
+        **options: Any,
+    ) -> None:
+        """Connect.
+
+        Args:
+            library: Whose Manager.
+            lighthouse: Its address.
+            num_bytes: Of the state.
+            sync: Argument ``init_sync`` of the Manager.
+            rank: This worker's in its group.
+            ranks: Workers of the group.
+            port: Of the group's store, which rank 0 opens; 0 if there is one rank.
+            options: Further arguments of the Manager.
+        """
         self.state = torch.zeros(num_bytes // 4)
         self.gradient = torch.ones(num_bytes // 4)
-        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(HOST, port, is_master=rank == 0, wait_for_workers=False)
+        self._shards = None
+        if ranks > 1:
+            inside = PrefixStore("inside", self._store)
+            self._shards = dist.ProcessGroupGloo(inside, rank, ranks, TIMEOUT)
         self.manager = part_of(library, "manager").Manager(
             pg=part_of(library, "process_group").ProcessGroupGloo(),
             load_state_dict=lambda s: self.state.copy_(s["state"]),
             state_dict=lambda: {"state": self.state},
             min_replica_size=1,
-            rank=0,
-            world_size=1,
+            rank=rank,
+            world_size=ranks,
             store_addr=HOST,
             store_port=self._store.port,
             lighthouse_addr=lighthouse,
             init_sync=sync,
+            **options,
         )
+
+    def reduce_inside(self, tensor: torch.Tensor) -> None:
+        """Make the collective inside the group, if there are several ranks."""
+        if self._shards is not None:
+            self._shards.allreduce([tensor]).wait()  # type: ignore[attr-defined]
 
     def step(self) -> tuple[bool, int]:
         """Make one step; return whether it was committed, and by how many."""
         self.manager.start_quorum()
+        self.reduce_inside(self.gradient)
         self.manager.allreduce(self.gradient).wait()
         if committed := self.manager.should_commit():
             self.state.add_(self.gradient, alpha=1e-3)
@@ -114,13 +152,19 @@ class LargeReplica:
         return self.manager.current_step() > before, self.manager.num_participants()
 
 
-def train(driver: Lines, library: str, *, lighthouse: str, num_bytes: int) -> None:
-    """Once the driver says so, make steps until it says so again; tell it of each."""
-    _train(driver, lambda: Replica(library, lighthouse, num_bytes))
+def train(driver: Lines, library: str, **of: Any) -> None:
+    """Once the driver says so, make steps until it says so again; tell it of each.
+
+    Args:
+        driver: The driver.
+        library: Whose Manager.
+        of: Arguments of `Replica`.
+    """
+    _train(driver, lambda: Replica(library, **of))
 
 
-def train_large(driver: Lines, library: str, *, lighthouse: str, num_bytes: int) -> None:
-    """Do the same with a large state."""
+def train_large(driver: Lines, library: str, *, lighthouse: str, num_bytes: int, **_: Any) -> None:
+    """Do the same with a large state, in one worker."""
     _train(driver, lambda: LargeReplica(library, lighthouse, num_bytes))
 
 
@@ -143,37 +187,74 @@ def _stop_when_told(driver: Lines, stop: threading.Event) -> None:
 
 
 def blocks(
-    driver: Lines, library: str, *, lighthouse: str, store_port: int, rank: int, world_size: int
-) -> None:
-    """Make blocks of steps, as the driver orders: by a Manager, or by plain gloo."""
+    driver: Lines, library: str, *, lighthouse: str, store_port: int, replica: int, replicas: int,
+    rank: int = 0, ranks: int = 1, port: int = 0,
+) -> None:  # fmt: skip
+    """Make pairs of blocks of steps, as the driver orders: first by plain gloo, then by a Manager.
+
+    All of a block's time counts, so also what is left over from its last step.
+    """
     store = TCPStore(HOST, store_port, is_master=False, wait_for_workers=False)
-    plain = dist.ProcessGroupGloo(PrefixStore("plain", store), rank, world_size, TIMEOUT)
-    replica = Replica(library, lighthouse, 4, sync=False)
+    plain = dist.ProcessGroupGloo(PrefixStore(f"plain{rank}", store), replica, replicas, TIMEOUT)
+    worker = Replica(library, lighthouse, 4, sync=False, rank=rank, ranks=ranks, port=port)
     while (order := driver.receive()) is not None:
         tensor = torch.ones(order["num_bytes"] // 4)
-        replica.gradient = tensor
-        taken = []
-        for _ in range(order["steps"]):
-            begun = time.perf_counter()
-            if order["managed"]:
-                replica.manager.start_quorum()
-                replica.manager.allreduce(tensor).wait()
-                committed = replica.manager.should_commit()
-                if not committed or replica.manager.num_participants() != world_size:
-                    committed = False
-            else:
-                plain.allreduce([tensor]).wait()  # type: ignore[attr-defined]
-                tensor /= world_size
-                committed = True
-            if committed:
-                taken.append(time.perf_counter() - begun)
-        driver.send({"taken": taken})
+
+        def plain_step(tensor: torch.Tensor = tensor) -> bool:
+            worker.reduce_inside(tensor)
+            plain.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+            tensor /= replicas
+            return True
+
+        def managed_step(tensor: torch.Tensor = tensor) -> bool:
+            worker.manager.start_quorum()
+            worker.reduce_inside(tensor)
+            worker.manager.allreduce(tensor).wait()
+            committed: bool = worker.manager.should_commit()
+            return committed and worker.manager.num_participants() == replicas
+
+        found = []
+        for _ in range(order["pairs"]):
+            pair, all_committed = [], True
+            for step in (plain_step, managed_step):
+                begun = time.perf_counter()
+                for _ in range(order["steps"]):
+                    all_committed &= step()
+                pair.append((time.perf_counter() - begun) / order["steps"])
+            if all_committed:
+                found.append(pair)
+        driver.send({"pairs": found})
+
+
+def checks(
+    driver: Lines, library: str, *, lighthouse: str, num_bytes: int, every: int, rounds: int
+) -> None:
+    """Make steps of two replicas, which compare their states every so many steps.
+
+    Tells of each step whether it had such a check, its seconds, and those of its commit.
+    """
+    replica = Replica(library, lighthouse, num_bytes, sync=False, check_every=every)
+    manager, samples = replica.manager, list[tuple[bool, float, float]]()
+    while sum(is_checked for is_checked, _, _ in samples) < rounds:
+        is_checked, begun = manager.current_step() % every == 0, time.perf_counter()
+        manager.start_quorum()
+        manager.allreduce(replica.gradient).wait()
+        reduced = time.perf_counter()
+        committed = manager.should_commit()
+        ended = time.perf_counter()
+        replica.state.add_(replica.gradient, alpha=1e-3)
+        if committed and manager.num_participants() == 2:
+            samples.append((is_checked, time.perf_counter() - begun, ended - reduced))
+        else:
+            samples.clear()
+    driver.send({"samples": samples})
 
 
 TASKS: dict[str, Any] = {
     "train": train,
     "large": train_large,
     "blocks": blocks,
+    "checks": checks,
     "heal": heal,
     "clients": clients,
 }

@@ -25,7 +25,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -414,6 +413,8 @@ def start_relay_process(address: str, port: int, group_world_size: int) -> Manag
 def _start_process(
     function: str, group_world_size: int, arguments: list[str], *files: int
 ) -> ManagerServerProcess:
+    import tempfile  # not in the server's own process
+
     path = Path(tempfile.mkdtemp(prefix="hpc-elastic-ft-")) / "socket"
     try:
         with open_listener(str(path)) as listener:

@@ -368,7 +368,7 @@ _NESTED: dict[Any, dict[str, Any]] = {
     QuorumResult: {"sources": HealSource},
     QuorumResults: {"ranks": QuorumResult},
 }
-_FIELDS = {t: tuple(f.name for f in fields(t)) for t in (*_TYPES.values(), HealSource)}
+_FIELDS = {t: {f.name for f in fields(t)} for t in (*_TYPES.values(), HealSource)}
 
 M = TypeVar("M")
 
@@ -382,7 +382,12 @@ def _plain(item: Any) -> Json:
     """Return the fields; `dataclasses.asdict` copies deeply and takes longer than a signature."""
     plain = dict(vars(item))
     for name in _NESTED.get(type(item), ()):
-        plain[name] = tuple(_plain(part) for part in plain[name])
+        plain[name] = [_plain(part) for part in plain[name]]
+    if type(item) is QuorumResults:  # the ranks of a group differ in little
+        first, *others = plain["ranks"] or [{}]
+        plain["ranks"][1:] = [
+            {name: value for name, value in of.items() if value != first[name]} for of in others
+        ]
     return plain
 
 
@@ -403,16 +408,24 @@ def unpack(raw: Json) -> Message:
 
 
 def _build(type_: type[M], raw: Json) -> M:
-    nested = _NESTED.get(type_, {})
+    return type_(**_read_fields(type_, raw))
+
+
+def _read_fields(type_: type[Any], raw: Json) -> Json:
+    known, nested = _FIELDS[type_], _NESTED.get(type_, {})
     given = {}
-    for name in _FIELDS[type_]:
-        if name in raw:
-            value = raw[name]
-            if isinstance(value, (list, tuple)):
-                part = nested.get(name)
+    for name, value in raw.items():
+        if name not in known:
+            continue
+        if isinstance(value, (list, tuple)):
+            part = nested.get(name)
+            if part is QuorumResult and value:
+                first = _read_fields(part, value[0])
+                value = tuple(part(**{**first, **_read_fields(part, of)}) for of in value)
+            else:
                 value = tuple(_build(part, p) for p in value) if part else tuple(value)
-            given[name] = value
-    return type_(**given)
+        given[name] = value
+    return given
 
 
 def to_frame(message: Message) -> Json:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run.fencing import own_entry
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNPROVED_BYTES = 4096
@@ -216,10 +215,12 @@ def peers_secret() -> bytes:
         OSError: It cannot be read.
         PermissionError: Other users may read the user's key.
     """
+    from hpc_elastic.run.fencing import own_entry  # not in a manager server process
+
     entry = own_entry()
     if entry is None:
         return user_secret("peers")
-    from hpc_elastic.run.directory import RunDir  # not in a manager server process
+    from hpc_elastic.run.directory import RunDir
 
     return sign(RunDir(entry.parent.parent).secret.read_bytes(), "peers").encode()
 

@@ -1,5 +1,7 @@
 """A state becomes JSON and bytes, and comes back with the same types, values and ties."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -200,6 +202,20 @@ def test_what_can_not_be_sent_is_named(value, word):
     """The error names the path of the object, and what it is."""
     with pytest.raises(ConfigError, match=r"state: /user/0/x.*" + word):
         PackedState({"user": [{"x": value}]}, 1)
+
+
+def test_received_tensors_share_memory_and_no_storage():
+    """A tensor that is saved alone takes no bytes of others, and none overlaps another."""
+    sizes = [1000, 0, 5 << 20, 1, layouts._SHARED_BYTES + 1, 8]
+    made = layouts.allocate(sizes)
+    assert [raw.untyped_storage().nbytes() for raw in made] == sizes
+    for number, raw in enumerate(made):
+        raw.fill_(number)
+    assert all(bool((raw == number).all()) for number, raw in enumerate(made))
+    assert all(raw.data_ptr() % 8 == 0 for raw in made if len(raw))
+    saved = io.BytesIO()
+    torch.save(made[0], saved)
+    assert saved.tell() < 1 << 16
 
 
 def test_small_tensors_stand_first():

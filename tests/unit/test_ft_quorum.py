@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from ft_groups import Groups, aborted, formed, of, quorum_of, request, results, with_newcomer
@@ -10,10 +11,14 @@ from hpc_elastic.ft.messages import (
     TERM_SHIFT,
     CancelRequest,
     HealSource,
+    LineReader,
     QuorumAborted,
+    QuorumResult,
+    QuorumResults,
     QuorumWaiting,
     Shutdown,
     WorkersLost,
+    to_line,
 )
 from hpc_elastic.ft.quorum import MAX_SOURCES, CommittedProgress, assign_results, find_cohort
 
@@ -412,3 +417,19 @@ def test_state_versions_tell_histories_apart():
     versions = [start, start.after_step(9, 2), start.after_step(9, 1), start.after_step(8, 2)]
     versions += [CommittedProgress.initial(init_sync=True) for _ in range(2)]
     assert len({progress.state_version for progress in versions}) == len(versions)
+
+
+# ---- messages ---------------------------------------------------------------------------------
+
+
+def test_results_of_a_group_are_sent_as_differences():
+    """They come back whole, and each further rank costs a fraction of the first."""
+    first = QuorumResult(
+        5, 1, 3, "a:1", 7, "v", None, 2, (HealSource(0, "url"),), (), (2,), "b:1"
+    )  # fmt: skip
+    others = [replace(first, store="b:1"), replace(first, sources=(), cohort_rank=1, source_of=())]
+    message = QuorumResults((first, *others, *[first] * 5), 9)
+    sent = to_line(message)
+    assert LineReader().feed(sent) == [message]
+    assert LineReader().feed(to_line(QuorumResults())) == [QuorumResults()]
+    assert len(sent) < 3 * len(to_line(QuorumResults((first,))))

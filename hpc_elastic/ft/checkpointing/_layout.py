@@ -14,11 +14,12 @@ fresh replica does not have, is sharded as the parameters are.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
+import mmap
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -189,17 +190,19 @@ class Target:
         self._get_own = like
         self.in_place: dict[int, torch.Tensor] = {}
         """The own memory of tensors that are received into it, by number."""
-        self.raw: list[torch.Tensor] = []
+        found: dict[int, torch.Tensor] = {}
         for number, spec in enumerate(layout.specs):
             own = self._own.get(spec.path) if in_place else None
-            is_direct = own is not None and own.raw.device.type == device
-            if own is not None and (is_direct or staged) and own.can_hold(spec):
-                self.in_place[number] = own.raw
-            self.raw.append(
-                self.in_place[number]
-                if is_direct and number in self.in_place
-                else allocate(spec.num_bytes)
-            )
+            if own is not None and own.can_hold(spec):
+                is_direct = own.raw.device.type == device
+                if is_direct or staged:
+                    self.in_place[number] = own.raw
+                if is_direct:
+                    found[number] = own.raw
+        fresh = [number for number in range(len(layout.specs)) if number not in found]
+        sizes = [layout.specs[number].num_bytes for number in fresh]
+        found.update(zip(fresh, allocate(sizes), strict=True))
+        self.raw = [found[number] for number in range(len(layout.specs))]
 
     @cached_property
     def _own_state(self) -> PackedState:
@@ -384,8 +387,8 @@ def _local(leaf: Any) -> Any:
 Part = tuple[int, int, Callable[[int, int], memoryview]]
 """Place in a stream of bytes, length, and how to get a range of it."""
 _HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
-_libc = ctypes.CDLL(None, use_errno=True)
+_SHARED_BYTES = 64 << 20
+_ALIGNMENT = 64
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -418,17 +421,40 @@ def view(raw: torch.Tensor) -> memoryview:
     return memoryview(raw.numpy())  # type: ignore[arg-type]  # NumPy's stubs before 3.12
 
 
-def allocate(num_bytes: int) -> torch.Tensor:
-    """Return fresh bytes on the CPU, in huge pages if they are many.
+def allocate(sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return fresh bytes on the CPU for each size, in huge pages if they are many.
 
-    Fresh memory in small pages costs several times what the copy into it does.
+    Fresh memory in small pages costs several times what the copy into it does, and so do the ends
+    of tensors that fill no huge page. So tensors share memory, but each has a storage of its own. A
+    tensor that is kept keeps no more than `_SHARED_BYTES` of others.
     """
-    raw = torch.empty(num_bytes, dtype=torch.uint8)
-    begin = -(-raw.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    length = (raw.data_ptr() + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if length > 0:  # a hint: where the system refuses it, pages are small
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
-    return raw
+    made: list[torch.Tensor] = []
+    begin = 0
+    while begin < len(sizes):
+        end, places = begin, [0]
+        while end < len(sizes) and (end == begin or places[-1] + sizes[end] <= _SHARED_BYTES):
+            places.append(-(-(places[-1] + sizes[end]) // _ALIGNMENT) * _ALIGNMENT)
+            end += 1
+        memory = _map_memory(places[-1]) if places[-1] else b""
+        for size, place in zip(sizes[begin:end], places, strict=False):
+            made.append(
+                torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
+                if size
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        begin = end
+    return made
+
+
+def _map_memory(num_bytes: int) -> mmap.mmap:
+    is_large = num_bytes >= 2 * _HUGE_PAGE_BYTES
+    if is_large:
+        num_bytes = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_large:
+        with suppress(OSError):  # a hint: where the system refuses it, pages are small
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def reader(raw: torch.Tensor) -> Callable[[int, int], memoryview]:

@@ -290,7 +290,7 @@ class Worker:
             return
         if self.is_partial and not place.heals:
             self._send(QuorumAborted(place.quorum_id, "a member's state is damaged"))
-            self._die("no other has the state of which it has parts")
+            self._die("it has parts of a state that no other has")
             return
         goes_on = self._was_corrupted and not place.heals and place.cohort_size > 1
         self.monitor.check(not goes_on, "a corrupted state goes on", self.name, place)

@@ -22,6 +22,7 @@ def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_rehearsal_runs_all_checks(tmp_path):
     """All is well on the CPU; the report has the figures, and no name of this host."""
     done = check(tmp_path, "--cpu", "--gb", "0.02", "--ranks", "2")

@@ -444,7 +444,9 @@ class LighthouseState:
         others_may_heal = bool(silent or registry.num_unconnected or staying)
         sends = []
         for replica in leavers:
-            is_free = active.is_active or _is_held(requests[replica], staying)
+            # of an adopted quorum it may be the member that is missing, and has its state alone
+            others_go_on = active.is_active and self._is_complete
+            is_free = others_go_on or _is_held(requests[replica], staying)
             if not is_free and others_may_heal and self._has_time(replica, now):
                 continue
             if must_save and replica == newest and not is_free:

@@ -636,3 +636,18 @@ def test_last_member_saves_at_the_switch_of_an_earlier_lighthouse():
     assert groups.request("a", quorum_id=old, quorum_step=0, step=6, is_saved=True) == {
         "a": [LeaveGranted()]
     }
+
+
+def test_member_that_does_not_know_its_quorum_does_not_leave_with_its_state():
+    """The other member, known to a new lighthouse first, was to heal from it and has not."""
+    groups = Groups(term=2)
+    groups.connect("b")
+    groups.send("b", ReplicaStatus(8, 1, 2, 0, False))
+    groups.connect("a")
+    groups.send("a", ReplicaStatus(7, 0, 2, 4, False))
+    notice(groups, "a")
+    groups.request("a", quorum_id=7, quorum_step=4, step=4)
+    assert LeaveGranted() not in groups.received["a"]
+    assert "b" in aborted(groups.wait(6.0))
+    placed = results(groups.request("b", quorum_id=8, step=0, state_version="other"))
+    assert placed["b"].heals and not placed["a"].heals

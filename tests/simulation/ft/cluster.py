@@ -720,7 +720,7 @@ class Group:
         env.spares = [n for n in (*env.spares, *out) if n not in nodes]
         for node in out:
             self._release(node)
-        if self.first is not nodes[0] and self.first.server is not None:
+        if out and self.first.server is not None:  # the unit is dissolved that has lost a node
             self.first.server.set_first(False)
         self.nodes = nodes
         self._num_starts += 1

@@ -10,6 +10,7 @@ import pytest
 from sweeps import ROOT, Sweep, eventually, unhurried
 
 MADE = "            time.sleep("
+SIZE = "min_replica_size=1,"
 SAYS = "            print('step', sampler.step, manager.num_participants(), flush=True)\n"
 
 
@@ -17,13 +18,19 @@ class Replicas:
     """A run of an example that says its steps, and goes slowly until it is to end."""
 
     def __init__(
-        self, folder: Path, sweep: Callable[..., Sweep], example: str, *overrides: str
+        self,
+        folder: Path,
+        sweep: Callable[..., Sweep],
+        example: str,
+        *overrides: str,
+        catch_up_bytes: int | None = None,
     ) -> None:
         original = ROOT / "examples" / example
         script = folder / original.name
         text = unhurried(original.read_text(), folder)
-        assert MADE in text
-        script.write_text(text.replace(MADE, SAYS + MADE))
+        assert MADE in text and SIZE in text
+        text = text.replace(MADE, SAYS + MADE)
+        script.write_text(text.replace(SIZE, f"{SIZE}\n        catch_up_bytes={catch_up_bytes},"))
         shutil.copy(original.with_suffix(".yaml"), folder)
         self.sweep = sweep("launcher=slurm", *overrides, script=script)
 

@@ -26,11 +26,11 @@ def units(sweep) -> list[set[str]]:
 def test_replicas_of_two_nodes_outlive_each_others_nodes(slurm, sweep, tmp_path):
     """A sharded model: a node dies, then its partner; a pair is preempted; the leader's node dies.
 
-    The partner of a dead node completes the next replica. All replicas end with the same
-    parameters, and every sample is trained exactly once.
+    The partner of a dead node completes the next replica. Replicas catch up beside the training.
+    All end with the same parameters, and every sample is trained exactly once.
     """
-    slow = ("epochs=2", "batch_size=16", "pause_s=0.5", "save_every_s=10")
-    run = Replicas(tmp_path, sweep, "gpt/train.py", *PAIRS, *slow)
+    slow = ("epochs=2", "batch_size=16", "pause_s=0.5", "save_every_s=10", "width=128")
+    run = Replicas(tmp_path, sweep, "gpt/train.py", *PAIRS, *slow, catch_up_bytes=1)
     run.train(2)
     leader = leader_host(run.sweep)
     pair = next(unit for unit in units(run.sweep) if leader not in unit)

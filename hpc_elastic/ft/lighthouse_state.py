@@ -408,7 +408,8 @@ class LighthouseState:
         if self._is_state_unsaved(leavers):
             return [*sends, *self._grant_leaves(now)]
         for replica in leavers:
-            sends.append(ReplicaMessage(replica, messages.LeaveGranted()))
+            granted = messages.LeaveGranted(requests[replica].number)
+            sends.append(ReplicaMessage(replica, granted))
             self._registry.drop_replica(replica)
         return sends
 
@@ -446,16 +447,17 @@ class LighthouseState:
         for replica in leavers:
             # of an adopted quorum it may be the member that is missing, and has its state alone
             others_go_on = active.is_active and self._is_complete
+            number = requests[replica].number
             is_free = others_go_on or _is_held(requests[replica], staying)
             if not is_free and others_may_heal and self._has_time(replica, now):
                 continue
             if must_save and replica == newest and not is_free:
                 # it requests again once it has saved, and is waited for
+                sends.append(ReplicaMessage(replica, messages.CheckpointBeforeLeave(number)))
                 registry.remove_request(replica)
-                sends.append(ReplicaMessage(replica, messages.CheckpointBeforeLeave()))
             else:
+                sends.append(ReplicaMessage(replica, messages.LeaveGranted(number)))
                 registry.drop_replica(replica)
-                sends.append(ReplicaMessage(replica, messages.LeaveGranted()))
         return sends
 
     def _has_time(self, replica: str, now: float) -> bool:

@@ -233,6 +233,8 @@ class ManagerState:
             case messages.ConfirmSwitch():
                 self._send_down(self._workers, message)
             case messages.LeaveGranted() | messages.CheckpointBeforeLeave():
+                if self._sent is None or message.number != self._sent.number:
+                    return  # of an older request, perhaps of workers that have been restarted since
                 if isinstance(message, messages.LeaveGranted):
                     self.has_left = True
                     self._leave_deadlines.clear()

@@ -264,7 +264,13 @@ class QuorumResults(Message):
 
 @dataclass(frozen=True)
 class LeaveGranted(Message):
-    """Down, in answer to `QuorumRequest`: the group has left the quorum as announced."""
+    """Down, in answer to `QuorumRequest`: the group has left the quorum as announced.
+
+    Attributes:
+        number: Of the request that it answers.
+    """
+
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -273,7 +279,12 @@ class CheckpointBeforeLeave(Message):
 
     No other group has that state. There is no quorum for the step that requested one: it fails, and
     the script can save at its end.
+
+    Attributes:
+        number: Of the request that it answers.
     """
+
+    number: int = 0
 
 
 @dataclass(frozen=True)

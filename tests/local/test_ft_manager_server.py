@@ -330,8 +330,10 @@ def test_leave_is_granted(bench):
     assert server.received.next(LeaveNotice).left_s == 60.0
     answer = bench.request(client, failures=1)
     server.received.next(QuorumRequest)
-    server.send(LeaveGranted())
-    assert answer.result(PATIENCE_S) == LeaveGranted()
+    number = server.received.last_request
+    server.send(LeaveGranted(number - 1))  # of an older request
+    server.send(LeaveGranted(number))
+    assert answer.result(PATIENCE_S) == LeaveGranted(number)
     assert server.server.has_left
     client._socket.shutdown(socket.SHUT_RDWR)
     assert server.is_empty.wait(PATIENCE_S)
@@ -346,8 +348,9 @@ def test_checkpoint_before_leave(bench):
     assert not any(vote.result(PATIENCE_S) for vote in votes)
     answers = [bench.request(client, rank) for rank, client in enumerate(clients)]
     assert not server.received.next(QuorumRequest).is_saved
-    server.send(CheckpointBeforeLeave())
-    assert [answer.result(PATIENCE_S) for answer in answers] == [CheckpointBeforeLeave()] * 2
+    message = CheckpointBeforeLeave(server.received.last_request)
+    server.send(message)
+    assert [answer.result(PATIENCE_S) for answer in answers] == [message] * 2
     assert not server.server.has_left
     votes = [bench.threads.submit(client.vote, False, PATIENCE_S) for client in clients]
     assert not any(vote.result(PATIENCE_S) for vote in votes)

@@ -9,6 +9,7 @@ import pytest
 from hpc_elastic.ft.manager_state import ManagerState, RemoteNodes
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
+    CheckpointBeforeLeave,
     CommitVote,
     Hello,
     LeaveGranted,
@@ -64,6 +65,14 @@ class Group:
         self.relays.on_message(relay, {**to_frame(Hello(1, 2, 1)), "rank": 1})
         return relay
 
+    def request(self, relay: Port) -> int:
+        """Let both workers request a quorum; return the number of the group's request."""
+        self.state.on_worker_message(self.worker, request(0))
+        self.relays.on_message(relay, {**to_frame(request(1)), "rank": 1})
+        sent = self.up[-1]
+        assert isinstance(sent, QuorumRequest)
+        return sent.number
+
     def reconnect(self) -> list[object]:
         """Return what another lighthouse is sent."""
         self.state.on_disconnect()
@@ -110,11 +119,28 @@ def test_notice_is_repeated_once_the_workers_run_again():
 def test_notice_is_over_once_the_leave_is_granted():
     """Whatever the node does after that."""
     group = Group()
-    group.start(1)
+    relay = group.start(1)
     group.state.announce_leave(30.0)
-    group.state.on_message(LeaveGranted())
+    number = group.request(relay)
+    group.state.on_message(LeaveGranted(number))
     assert group.state.has_left
     assert group.reconnect() == [ReplicaStatus]
+
+
+@pytest.mark.parametrize("answer", [LeaveGranted, CheckpointBeforeLeave])
+def test_answer_to_workers_that_have_been_restarted_is_ignored(answer):
+    """The new ones would part: one has requested already, and another has not."""
+    group = Group()
+    number = group.request(group.start(1))
+    relay = group.start(2)
+    group.state.on_worker_message(group.worker, request(0))
+    group.state.on_message(answer(number))
+    assert not any(isinstance(message, answer) for message in group.worker.sent)
+    assert group.request(relay) == number + 1
+    group.state.on_message(answer(number))
+    assert not group.state.has_left
+    group.state.on_message(answer(number + 1))
+    assert any(isinstance(message, answer) for message in group.worker.sent)
 
 
 def test_relay_of_an_earlier_group_is_refused_and_one_of_a_later_group_waits():

@@ -96,7 +96,7 @@ class GrantsLeaveAtOnce(LighthouseState):
     def _on_request(self, replica: str, request: QuorumRequest, now: float) -> list[ReplicaMessage]:
         if replica in self._leavers and self._registry.is_member(replica):
             self._registry.drop_replica(replica)
-            return [ReplicaMessage(replica, LeaveGranted())]
+            return [ReplicaMessage(replica, LeaveGranted(request.number))]
         return super()._on_request(replica, request, now)
 
 
@@ -122,7 +122,7 @@ class LetsTheLastGo(LighthouseState):
 
     def _advance(self, now: float) -> list[ReplicaMessage]:
         return [
-            replace(s, message=LeaveGranted())
+            replace(s, message=LeaveGranted(s.message.number))
             if isinstance(s.message, CheckpointBeforeLeave)
             else s
             for s in super()._advance(now)

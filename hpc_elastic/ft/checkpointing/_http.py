@@ -47,7 +47,7 @@ from hpc_elastic.ft.checkpointing import _layout
 from hpc_elastic.transport.auth import AuthenticationError, is_signed, sign
 from hpc_elastic.transport.interface import own_addresses
 
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 1 << 20
 """One checksum each. A block fits into a core's cache, where the sum costs little."""
 SUM_BYTES = 8
 MAC_BYTES = 32
@@ -193,8 +193,6 @@ def _open_head(raw: bytes) -> tuple[str, dict[str, str]]:
 
 
 _BUFFER_BYTES = 1 << 20
-_LOCAL_BUFFER_BYTES = 128 << 10
-"""To a peer on this node, nothing is under way: the buffer stays in the cache with the block."""
 _MAX_VIEWS = 512
 """In one call; the system takes 1024."""
 
@@ -223,9 +221,7 @@ def prepare(sock: socket.socket, timeout_s: float) -> None:
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    is_local = sock.getsockname()[0] == sock.getpeername()[0]
-    size = _LOCAL_BUFFER_BYTES if is_local else _BUFFER_BYTES
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -11,8 +11,9 @@ from simulation.ft import MUTANTS, Simulator
 SCHEDULES = 2_000
 MUTANT_SCHEDULES = 600
 RARE = {
-    "greets no group": 1300, "lets the last go": 500, "renames are not fenced": 2000,
+    "greets no group": 1450, "lets the last go": 500, "renames are not fenced": 2000,
     "takes back at once": 2500, "waits for no switch": 500, "keeps its workers": 500,
+    "does not mark the corrupted": 1000,
 }  # fmt: skip
 """Planted bugs that take luck: the seed to begin with."""
 
@@ -37,7 +38,7 @@ def test_schedules_contain_what_is_to_be_tested(total):
     assert total.caught_up > SCHEDULES / 4
     assert total.failed_steps > SCHEDULES / 2
     assert total.leaves_granted > SCHEDULES / 10
-    assert min(total.corrupted, total.named) > SCHEDULES / 20
+    assert min(total.corrupted, total.named) > SCHEDULES / 30
     assert total.relayed > 0.4 * SCHEDULES and total.completed > SCHEDULES / 2
     assert total.stood > 0.9 * SCHEDULES
     assert total.shown > 5 * SCHEDULES and total.notices > SCHEDULES / 10

@@ -85,6 +85,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark("checkpoint-4gib", "checkpoint.py", "--gib 4 --repeats 2",
               "--gib 0.2 --repeats 1", 15),
     Benchmark("ft", "ft.py", "--repeats 5", "--quick", 40, (TORCHFT,)),
+    Benchmark("ft-joins", "ft.py", "--parts j k --repeats 3", "--parts j k --quick", 30,
+              (TORCHFT,)),
     Benchmark("islands", "islands.py", "--repeats 3", "--repeats 1 --seconds 10 --every-s 5", 12),
     Benchmark("operate", "operate.py", "--repeats 5", "--repeats 1 --faults 20", 5),
     Benchmark("scheduler-load", "scheduler_load.py", "--sizes 16,32", "--sizes 4 --runs 20 --quick",

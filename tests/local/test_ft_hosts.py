@@ -66,7 +66,9 @@ def test_ranks_of_two_hosts_are_one_group(group):
     until(lambda: not group[1].path.exists() and not group[0].path.exists())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_dead_or_stopped_worker_on_the_other_host_is_noticed(group, number):
     """The first host learns it by the relay, and no rank commits."""
     group[0].order("vote yes")
@@ -93,6 +95,7 @@ def test_lost_host_is_noticed_by_its_silence(group):
     assert "gone" in " ".join(group[1].wait_for("aborted"))
 
 
+@pytest.mark.long
 def test_lost_first_host_is_noticed_by_its_silence(group):
     """The relay ends, and so its workers do not wait."""
     os.kill(group[0].server_pid, signal.SIGSTOP)

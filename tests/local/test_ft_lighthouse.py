@@ -150,7 +150,7 @@ def test_interpreter_lock_costs_no_membership(site):
     """A worker that holds the interpreter lock for longer than the silence stays a member."""
     a, b = site.quorum("a", "b")
     (c,) = site.workers("c")  # first: its start takes long where the machine is busy
-    a.order("hold 2")
+    a.order("hold 4")  # c has withdrawn its request long before
     c.order("step 0.3")
     c.wait_for("late")
     a.wait_for("held")

@@ -39,7 +39,7 @@ ARGUMENTS = {
 }  # fmt: skip
 NOT_OURS = {"ProcessGroupGloo": {"pg"}}
 """Arguments that docs/reference/torchft.md lists as absent here."""
-ONLY_OURS = {"Manager": ["check_every", "check_state", "heal_corrupted"]}
+ONLY_OURS = {"Manager": ["check_every", "check_state", "heal_corrupted", "catch_up_bytes"]}
 """Arguments that it lists as new here."""
 
 

@@ -167,7 +167,8 @@ class Env:
             return
         since, cuts, paused = self.world.now, self.num_cuts, lost.process.paused
         servers = [n.server for n in lost.group.nodes if n.server is not None]
-        if lost.group.up_since > since or not servers[0].process.alive:
+        is_cut_off = self.keepers.reachable_from(lost.group.nodes[0]) is None
+        if lost.group.up_since > since or is_cut_off or not servers[0].process.alive:
             return  # only the time-out of its first node shows that
         waiting = [w for g in self.groups if g is not lost.group for w in g.workers]
 

@@ -53,7 +53,7 @@ def killed_groups(settings: Settings) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Hit:
-    """What happens to one of so many replicas, under which lighthouse's defaults.
+    """A fault of one replica: the number of replicas, and the defaults of the lighthouse.
 
     Attributes:
         ranks: Workers of each replica.

@@ -42,7 +42,7 @@ def overhead(
     settings: Settings, part: str, replicas: int, sizes: Sequence[str], ranks: int = 1, *,
     of_peer: float,
 ) -> Iterator[Row]:  # fmt: skip
-    """Measure replica groups of so many ranks; ours is to be at most a share of the peer's."""
+    """Measure replica groups of this number of ranks; ours may take a share of the peer's."""
     with contextlib.ExitStack() as stack:
         people = stack.enter_context(crew())
         groups = {
@@ -131,7 +131,7 @@ def checks(settings: Settings) -> Iterator[Row]:
 
 
 def _check_percent(size: str, rounds: int) -> list[float]:
-    """Return how much time each check took, in per cent of that of so many steps."""
+    """Return the time of each check, in per cent of that of the steps between two."""
     with crew() as people, lighthouse(OURS) as light:
         group = [
             people.start(

@@ -32,7 +32,7 @@ class Outcome:
         is_equal: The states were equal after each step of both; False also if they did not come
             to train together.
         failed: Steps of the replica that trained, which were not committed; the worst rank's.
-        error: What a rank ended with, or what was waited for in vain; empty if all went well.
+        error: What a rank ended with, or what did not come in time; empty if all went well.
     """
 
     is_equal: bool
@@ -102,7 +102,7 @@ def _start(people: Crew, light: Lighthouse, slot: int, model: str, sync: bool) -
 
 
 def _train(people: Crew, members: list[Member], participants: int, steps: int) -> str:
-    """Wait for that many steps of so many replicas; return what is wrong, if anything is."""
+    """Wait for steps of a number of replicas; return what is wrong, empty if nothing is."""
 
     def num_steps(member: Member) -> int:
         return sum(c[2] == participants for c in _commits(member))

@@ -101,7 +101,7 @@ def longest_gap(member: Member, begin: float, end: float) -> float:
 
 
 def median_step(members: Sequence[Member], participants: int) -> float:
-    """Return the median seconds between commits of steps of so many."""
+    """Return the median seconds between commits of steps of this number of replicas."""
     gaps = []
     for member in members:
         ended = [s.ended for s in member.commits if s.participants == participants]

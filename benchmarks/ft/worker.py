@@ -38,7 +38,7 @@ def preload(library: str) -> None:
 
 
 class Replica:
-    """A worker of a replica group: a state of so many bytes, a gradient of the same size.
+    """A worker of a replica group: a state, and a gradient of the same size.
 
     In a group of several ranks these are one rank's shards, and a step also has a collective of the
     same size inside the group, as the reduce-scatter of a sharded model is one.
@@ -229,7 +229,7 @@ def blocks(
 def checks(
     driver: Lines, library: str, *, lighthouse: str, num_bytes: int, every: int, rounds: int
 ) -> None:
-    """Make steps of two replicas, which compare their states every so many steps.
+    """Make steps of two replicas, which compare their states at regular steps.
 
     Tells of each step whether it had such a check, its seconds, and those of its commit.
     """

@@ -42,6 +42,7 @@ from hpc_elastic.ft.checkpointing._layout import (
     StateLayout,
     Target,
     digest_tensors,
+    local_part,
     stream_parts,
 )
 from hpc_elastic.ft.checkpointing.http_transport import FetchPlan, Range, cut_range
@@ -255,11 +256,11 @@ class _Part:
 
     def has(self, unit: Unit, finished: set[Range]) -> bool:
         """Return whether a unit has come."""
-        return all(piece in finished for n in unit for piece in cut_range(self._range(n)))
+        return _have_come([self._range(n) for n in unit], finished)
 
     def has_rest(self, finished: set[Range]) -> bool:
         """Return whether everything has come that is in no unit."""
-        return all(piece in finished for r in self._rest for piece in cut_range(r))
+        return _have_come(self._rest, finished)
 
     def land(self, unit: Unit) -> None:
         """Copy a unit that has come to its device."""
@@ -277,9 +278,7 @@ class _Part:
             HealError: It is not.
             UnusableStateError: It does not fit.
         """
-        for number in self.target.in_place:
-            if number not in self.large:
-                self.target.land(number)
+        self.land([*self.target.in_place.keys() - set(self.large)])
         state: dict[str, Any] = self.target.state()
         given = CommittedProgress(**state["torchft"])
         if (given.step, given.state_version) != (progress.step, progress.state_version):
@@ -298,6 +297,10 @@ class _Part:
         return spec.begin, spec.begin + spec.num_bytes
 
 
+def _have_come(ranges: Iterable[Range], finished: set[Range]) -> bool:
+    return all(piece in finished for whole in ranges for piece in cut_range(whole))
+
+
 def _kept_together(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[list[int]]:
     """Yield the addresses of each parameter and of what its optimizer keeps for it."""
     for optimizer in optimizers:
@@ -308,8 +311,7 @@ def _kept_together(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[list
 
 
 def _address(tensor: Any) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.data_ptr())
+    return int(local_part(tensor).data_ptr())
 
 
 class SkipCopiesOntoItself(TorchFunctionMode):

@@ -772,24 +772,24 @@ class Manager:
 
     def _start_part(self, step: StepState, quorum: QuorumResult) -> None:
         """Begin to fetch a part of the state, or to offer it to those that catch up."""
-        progress = asdict(self._progress)
+        progress = self._progress
         transport = cast(HTTPTransport[Any], self._transport)
         timeout = timedelta(seconds=self._limits.timeout_s)
         if self._catch_up is not None:
-            own = {"user": self._read_parts(), "torchft": progress}
             if not self._catch_up.is_complete:
+                own = {"user": self._read_parts(), "torchft": asdict(progress)}
                 sources = [source.metadata for source in quorum.sources]
-                self._catch_up.start_step(sources, self._progress, lambda: own)
+                self._catch_up.start_step(sources, progress, lambda: own)
         elif quorum.source_of:
-            kept, number = self._keep_state(), self._progress.step
+            step.kept_state = self._keep_state()
 
             def offer() -> None:
                 try:
-                    state = {"user": kept.result(), "torchft": progress}
-                    transport.offer_parts(number, state, timeout)
+                    transport.offer_parts(progress.step, self._peer_state(progress), timeout)
                 except Exception as e:
                     _log.error("replicas %s cannot catch up: %s", quorum.source_of, e)
-                    transport.refuse_checkpoint([], number, f"{type(e).__name__}: {e}", timeout)
+                    reason = f"{type(e).__name__}: {e}"
+                    transport.refuse_checkpoint([], progress.step, reason, timeout)
 
             step.offering = run_in_background(offer)
 

@@ -90,7 +90,6 @@ class ManagerClient:
         """
         self.replica_id = ""
         self._path = path
-        self._is_single = group_world_size == 1
         self._on_abort = on_abort
         self.steps = QuorumSteps(is_single=group_world_size == 1)
         self._changed = threading.Condition(threading.Lock())
@@ -298,7 +297,7 @@ class ManagerClient:
         with self._changed:
             quorum_id = self.steps.quorum_id
             # without the votes of the others no step can be committed, and no abort arrives
-            aborts = self._closed_reason is None and not self._is_single
+            aborts = self._closed_reason is None and not self.steps.is_single
             aborts = aborts and self.steps.mark_aborted(quorum_id, reason)
             self._closed_reason = self._closed_reason or reason
             self._changed.notify_all()
@@ -377,6 +376,7 @@ class QuorumSteps:
     or withdrawn; meanwhile it accepts other proposals for the same step.
 
     Attributes:
+        is_single: The group has no other worker.
         quorum_id: The quorum's; `NO_QUORUM` if none.
         quorum_step: Number of the last step started, from 0: the one that requested the quorum.
         abort_reason: Why the quorum is aborted; None if it is not.
@@ -395,7 +395,7 @@ class QuorumSteps:
             is_single: The group has no other worker, so this one may request as soon as the quorum
                 is aborted; else all do after the same decision.
         """
-        self._is_single = is_single
+        self.is_single = is_single
         self._interval_s: float | None = None
         self._started_at: float | None = None
         self.lasting_errors: dict[int, str] = {}
@@ -516,15 +516,15 @@ class QuorumSteps:
         if self.confirmation is None:  # no decision about a switch comes any more
             self.proposal = None
         # all ranks of a group get this in the same place among the group's decisions
-        known = self.quorum_step - 1 if self._is_single else self._decided
+        known = self.quorum_step - 1 if self.is_single else self._decided
         if known < aborted.after_step:
             self._all_know_abort = True
-            self.must_request = self.must_request or self._is_single
+            self.must_request = self.must_request or self.is_single
             return False
         is_news = self.abort_reason is None
         self.abort_reason = self.abort_reason or aborted.reason
         self._all_know_abort = True
-        self.must_request = self.must_request or self._is_single
+        self.must_request = self.must_request or self.is_single
         return is_news
 
     def mark_aborted(self, quorum_id: int, reason: str) -> bool:
@@ -532,7 +532,7 @@ class QuorumSteps:
         if quorum_id != self.quorum_id or self.abort_reason is not None:
             return False
         self.abort_reason = reason
-        self.must_request = self.must_request or self._is_single
+        self.must_request = self.must_request or self.is_single
         return True
 
     def on_commit_decision(self, decision: messages.CommitDecision) -> None:

@@ -377,8 +377,11 @@ def assign_results(
     """
     by_rank = [requests[m] for m in members]
     cohort = find_cohort(by_rank)
-    group_world_size = len(by_rank[0].metadata)
-    workers = [_results_of_rank(quorum_id, by_rank, cohort, r) for r in range(group_world_size)]
+    catch_up = should_catch_up(by_rank, cohort)
+    workers = [
+        _results_of_rank(quorum_id, by_rank, cohort, group_rank, catch_up=catch_up)
+        for group_rank in range(len(by_rank[0].metadata))
+    ]
     return {
         m: messages.QuorumResults(tuple(w[i] for w in workers), requests[m].number)
         for i, m in enumerate(members)
@@ -386,14 +389,18 @@ def assign_results(
 
 
 def _results_of_rank(
-    quorum_id: int, requests: Sequence[messages.QuorumRequest], cohort: Cohort, group_rank: int
+    quorum_id: int,
+    requests: Sequence[messages.QuorumRequest],
+    cohort: Cohort,
+    group_rank: int,
+    *,
+    catch_up: bool,
 ) -> list[messages.QuorumResult]:
     """Return the results of the workers with one rank in their groups, one of each group."""
     size, num = len(cohort.ranks), len(requests)
     primary = cohort.ranks[group_rank % size]
     following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
     store, next_store = requests[primary].store, requests[following].store
-    catch_up = should_catch_up(requests, cohort)
     cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
     all_sources = [messages.HealSource(r, requests[r].metadata[group_rank]) for r in cohort.ranks]
     sources: dict[int, tuple[messages.HealSource, ...]] = {}

@@ -48,7 +48,7 @@ def find_tensors(state: object, path: str = "") -> Iterator[tuple[str, torch.Ten
         for number, value in enumerate(state):
             yield from find_tensors(value, f"{path}.{number}" if path else str(number))
     elif isinstance(state, torch.Tensor):
-        local: torch.Tensor = state.to_local() if _layout.is_dtensor(state) else state  # type: ignore[attr-defined]
+        local: torch.Tensor = _layout.local_part(state)
         is_dense = type(local) in (torch.Tensor, torch.nn.Parameter)
         if is_dense and local.layout == torch.strided and not local.is_meta:
             yield path, local

@@ -134,7 +134,7 @@ class PackedState:
             return "array", self._add(path, leaf, array)
         if not isinstance(leaf, torch.Tensor):
             return None
-        local = _local(leaf)
+        local = local_part(leaf)
         if type(local) not in _TENSORS or local.layout != torch.strided or local.is_quantized:
             what = f"{type(local).__name__} of layout {local.layout}, dtype {local.dtype}"
             raise ConfigError(key, what, "only dense tensors can be sent: convert it")
@@ -282,7 +282,7 @@ class Target:
                     "several such meshes here: give their dimensions different names"
                 )
             own = alike[0] if alike else None
-        elif Sharding.of(own) != sharding or _local(own).shape != shard.shape:
+        elif Sharding.of(own) != sharding or local_part(own).shape != shard.shape:
             raise UnusableStateError(
                 f"state: {path} is a DTensor of shape {sharding.shape} at the peer, on "
                 f"{sharding.text}, here of {tuple(own.shape)} on {Sharding.of(own).text}: all "
@@ -326,7 +326,7 @@ class Sharding:
         mesh = tensor.device_mesh
         return cls(
             tuple(repr(p) for p in tensor.placements), tuple(mesh.shape),
-            tuple(mesh.mesh_dim_names or ()), _local(tensor).device.type,
+            tuple(mesh.mesh_dim_names or ()), local_part(tensor).device.type,
             tuple(tensor.shape), tuple(tensor.stride()),
         )  # fmt: skip
 
@@ -367,7 +367,7 @@ class _OwnTensor:
             return False
         if isinstance(self.leaf, np.ndarray):
             return bool(self.leaf.ctypes.data == self.raw.data_ptr())
-        return not len(self.raw) or bool(_local(self.leaf).data_ptr() == self.raw.data_ptr())
+        return not len(self.raw) or bool(local_part(self.leaf).data_ptr() == self.raw.data_ptr())
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -376,7 +376,7 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _local(leaf: Any) -> Any:
+def local_part(leaf: Any) -> Any:
     """Return this rank's part of a DTensor; other tensors as they are."""
     return leaf.to_local() if is_dtensor(leaf) else leaf
 

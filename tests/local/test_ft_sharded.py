@@ -70,6 +70,14 @@ def need_steps(crew, group, participants, steps):
     crew.need(is_done, f"{steps} steps of {participants}", PATIENCE_S)
 
 
+def assert_equal(old, new):
+    """Check that the steps that both have committed, 25 at least, made the same states."""
+    states = {step: state for step, state, _ in old}
+    common = [c for c in new if c[0] in states]
+    assert len(common) >= 25
+    assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
+
+
 CASES = [
     (model, sync, "")
     for model in ("fsdp", "fsdp x tp", "cpu offload")
@@ -105,10 +113,7 @@ def test_a_fresh_sharded_replica_heals(crew, start, model, sync, transport):
         need_steps(crew, group, 2, 30)
     assert all(len(steps) <= 1 for steps in failed(survivor)), failed(survivor)
     for old, new in zip(survivor, newcomer, strict=True):
-        states = {step: state for step, state, _ in commits(old)}
-        common = [c for c in commits(new) if c[0] in states]
-        assert len(common) >= 25
-        assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
+        assert_equal(commits(old), commits(new))
 
 
 @pytest.mark.parametrize(("model", "sync"), CATCH_UP_CASES)
@@ -123,12 +128,9 @@ def test_a_fresh_sharded_replica_catches_up_beside_the_training(crew, start, mod
     assert failed(survivor) == failed(newcomer) == [[], []]
     assert not any("cannot catch up" in m.log.read_text() for m in newcomer)
     for old, new in zip(survivor, newcomer, strict=True):
-        states = {step: state for step, state, _ in commits(old)}
         alone = [c for c in commits(new) if c[2] == 1]
         assert len(alone) >= 3  # it adds zero until it has caught up
-        common = [c for c in commits(new) if c[2] == 2 and c[0] in states]
-        assert len(common) >= 25
-        assert [c[:2] for c in common] == [[c[0], states[c[0]]] for c in common]
+        assert_equal(commits(old), [c for c in commits(new) if c[2] == 2])
 
 
 def test_a_source_is_lost_while_a_replica_catches_up(crew, start):

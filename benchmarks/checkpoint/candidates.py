@@ -43,7 +43,7 @@ class Ours:
     def save(self, folder: Path) -> float:
         """Copy; write, checksum, sync and commit behind."""
         if self._made is None:  # one for all saves, as in a training
-            self._made = Checkpointer(folder.parent / "ours", self._state, keep_last=100)
+            self._made = Checkpointer(self._state, folder.parent / "ours", keep_last=100)
         self._step += 1
         self._made.save(self._step)
         blocked = self._made.blocked_s
@@ -53,7 +53,7 @@ class Ours:
     def restore(self, folder: Path) -> None:
         """Verify, and fill in place."""
         options = CheckpointOptions(rng=False, asynchronous=False)
-        assert Checkpointer(folder.parent / "ours", self._state, options=options).restore()
+        assert Checkpointer(self._state, folder.parent / "ours", options=options).load_latest()
 
 
 class TorchSave:

@@ -75,7 +75,7 @@ def table(slowed: list[Slowdown]) -> Table:
 def slowdown(state: State, folder: Path, rounds: int) -> list[Slowdown]:
     """Time the steps of a training, alone and beside saves."""
     steps = training()
-    with Checkpointer(folder / "steps", {"state": state}, keep_last=1) as c:
+    with Checkpointer({"state": state}, folder / "steps", keep_last=1) as c:
         ours = measured("ours", steps, our_saves(c), rounds)
     return [ours, measured("DCP async_save", steps, dcp_saves(state, folder / "dcp"), rounds)]
 

@@ -67,7 +67,7 @@ def _of_groups(settings: Settings, count: int) -> Iterator[Row]:
 def _simulated(count: int) -> list[float]:
     """Return the seconds that our groups' and lighthouse's decisions on a round take."""
     messages, state = part_of(OURS, "messages"), part_of(OURS, "lighthouse_state")
-    combine = part_of(OURS, "manager_server").combine_requests
+    combine = part_of(OURS, "manager_state").combine_requests
     rules = part_of(OURS, "quorum").QuorumRules(1)
     lighthouse, names = state.LighthouseState(1, rules), [f"group{i}" for i in range(count)]
     for name in names:

@@ -30,8 +30,8 @@ def train(folder: str, shared: str) -> None:
     sampler = ElasticSampler(data, GLOBAL_BATCH, seed=SEED)
     loader = DataLoader(data, batch_sampler=sampler)
     state = {"net": net, "optimizer": optimizer, "sampler": sampler}
-    checkpoints = Checkpointer(Path(shared, "checkpoints"), state)
-    trail = Trail(Path(folder), checkpoints.restore() or 0)
+    checkpoints = Checkpointer(state, Path(shared, "checkpoints"))
+    trail = Trail(Path(folder), checkpoints.load_latest() or 0)
     model = DistributedDataParallel(net)
     for _ in sampler.epochs(EPOCHS):
         for batch in sampler.batches(loader):

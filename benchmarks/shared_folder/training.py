@@ -47,8 +47,8 @@ def train(local: str, checkpoints: str, mib: int, every_steps: int, pause_s: flo
     sizes = range(mib // _BALLAST_MIB)
     ballast = {f"t{n}": torch.rand(_BALLAST_MIB * (1 << 18)) for n in sizes}
     state = {"net": net, "optimizer": optimizer, "sampler": sampler, "ballast": ballast}
-    with Checkpointer(checkpoints, state) as checkpointer:
-        checkpointer.restore()
+    with Checkpointer(state, checkpoints) as checkpointer:
+        checkpointer.load_latest()
         model = DistributedDataParallel(net)
         _kept.append(model)
         saves = _Saves(checkpointer, folder, every_steps)

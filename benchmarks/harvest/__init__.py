@@ -1,0 +1,1 @@
+"""Runs in the holes that other jobs leave, in virtual time; see ``harvest.py``."""

@@ -24,7 +24,15 @@ from hpc_elastic.config import schema
 from hpc_elastic.report.node_time import Interval, NodeTime, Size
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import VERSION as REPORT_VERSION
-from hpc_elastic.report.report import About, Change, Configuration, Report, SavedCheckpoints, Spent
+from hpc_elastic.report.report import (
+    About,
+    Change,
+    Configuration,
+    Report,
+    SavedCheckpoints,
+    Spent,
+    WorkerFailure,
+)
 from hpc_elastic.report.timeline import Cause, Cost, TimelineEntry
 from hpc_elastic.run.event_schema import COMMON, KINDS, Field, Kind
 from hpc_elastic.run.events import VERSION as EVENTS_VERSION
@@ -57,6 +65,8 @@ def settings_page() -> str:
         _table(s for s in _group(schema.SlurmSettings) if s.key not in common),
         _LOCAL,
         _table(s for s in _group(schema.LocalSettings) if s.key not in common),
+        _SWEEPER,
+        _table(_group(schema.OptunaSettings, "hydra.sweeper")),
     ]
     return "\n".join(sections)
 
@@ -167,6 +177,11 @@ _LOCAL = """## `launcher=local` only
 Every node is a process on this machine.
 """
 
+_SWEEPER = """## `hydra/sweeper=elastic_optuna`
+
+The trials of an Optuna study as runs of `launcher=slurm` or `launcher=local` ([sweeps](../howto/sweeps.md)).
+"""  # noqa: E501
+
 
 # ---- reference/events.md -----------------------------------------------------------------
 
@@ -254,6 +269,7 @@ OBJECTS: tuple[tuple[str, type], ...] = (
     ("Each of `group`", Size),
     ("Each of `progress`", Point),
     ("Each of `changes`", Change),
+    ("Each of `failures`", WorkerFailure),
     ("`checkpoints`", SavedCheckpoints),
     ("`configuration`", Configuration),
 )

@@ -9,14 +9,13 @@ of the new size, at the step that was saved: no step is made twice for a node wh
 announced, no sample is seen twice or never, and the batch stays the same for any number of nodes.
 """
 
+import math
 import os
 import time
-from pathlib import Path
 
 import hydra
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -25,8 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic import Checkpointer, report, should_checkpoint
-from hpc_elastic.data import ElasticSampler
+from hpc_elastic import Checkpointer, ElasticSampler, report
 
 
 @hydra.main(version_base=None, config_path=".", config_name="train")
@@ -66,33 +64,26 @@ def train(cfg: DictConfig, data: TensorDataset, device: torch.device) -> nn.Modu
     )
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9, nesterov=True)
     sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed)
-    batches = DataLoader(data, batch_sampler=sampler)
-    state = {"net": net, "optimizer": optimizer, "sampler": sampler}
-    checkpoints = Checkpointer(Path(HydraConfig.get().runtime.output_dir, "checkpoints"), state)
-    checkpoints.restore()
+    loader = DataLoader(data, batch_sampler=sampler)
+    checkpointer = Checkpointer({"net": net, "optimizer": optimizer, "sampler": sampler})
+    checkpointer.load_latest()
 
-    model = DistributedDataParallel(net)
-    total_steps = cfg.epochs * sampler.num_batches
+    model = sampler.scale_gradients(DistributedDataParallel(net))
+    loss = torch.tensor(math.nan)  # after a restart, an epoch may have no batch left
     for epoch in sampler.epochs(cfg.epochs):
-        loss_sum = torch.zeros((), device=device)
-        for batch in sampler.batches(batches):
+        for images, labels in loader:
             optimizer.zero_grad()
-            for (images, labels), weight in batch.micro_batches(model):
-                loss = weight * cross_entropy(model(images), labels)
-                loss.backward()
-                loss_sum += loss.detach()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
             optimizer.step()
-            report(step=batch.step, loss=loss.item(), total_steps=total_steps)
+            report(step=sampler.step, loss=loss.item(), total_steps=sampler.total_steps)
             time.sleep(cfg.pause_s)
-            if should_checkpoint(batch.step, every_s=cfg.save_every_s):
-                checkpoints.save(batch.step)
+            checkpointer.save_if_due(sampler.step, every_s=cfg.save_every_s)
 
-        dist.all_reduce(loss_sum)
         if dist.get_rank() == 0:
             world_size = dist.get_world_size()
-            mean_loss = loss_sum.item() / world_size / sampler.num_batches
-            print(f"epoch {epoch}: loss {mean_loss:.4f} (world size {world_size})", flush=True)
-    checkpoints.save(total_steps)
+            print(f"epoch {epoch}: loss {loss.item():.4f} (world size {world_size})", flush=True)
+    checkpointer.save(sampler.step)
     return net
 
 

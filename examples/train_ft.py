@@ -10,11 +10,9 @@ Checkpoints on disk are for the case that all nodes are lost. See docs/howto/fau
 
 import hashlib
 import time
-from pathlib import Path
 
 import hydra
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -22,8 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic import Checkpointer, ft, report, should_checkpoint
-from hpc_elastic.data import ElasticSampler
+from hpc_elastic import Checkpointer, ElasticSampler, ft, report
 
 
 @hydra.main(version_base=None, config_path=".", config_name="train_ft")
@@ -68,11 +65,10 @@ def train(cfg: DictConfig, net: nn.Module, data: TensorDataset) -> None:
     sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed, manager=manager)
     batches = DataLoader(data, batch_sampler=sampler)
     state = {"net": net, "optimizer": sgd, "sampler": sampler, "manager": manager}
-    checkpoints = Checkpointer(Path(HydraConfig.get().runtime.output_dir, "checkpoints"), state)
-    checkpoints.restore()
+    checkpointer = Checkpointer(state)
+    checkpointer.load_latest()
 
     model, optimizer = ft.DistributedDataParallel(manager, net), ft.Optimizer(manager, sgd)
-    total_steps = cfg.epochs * sampler.num_batches
     for _ in sampler.epochs(cfg.epochs):
         for batch in sampler.batches(batches):
             optimizer.zero_grad()  # the quorum: who is there?
@@ -80,15 +76,14 @@ def train(cfg: DictConfig, net: nn.Module, data: TensorDataset) -> None:
                 loss = weight * cross_entropy(model(images), labels)
                 loss.backward()
             optimizer.step()  # if all went well; else the same batch comes again
-            report(step=sampler.step, loss=loss.item(), total_steps=total_steps)
+            report(step=sampler.step, loss=loss.item(), total_steps=sampler.total_steps)
             time.sleep(cfg.pause_s)
-            if should_checkpoint(sampler.step, every_s=cfg.save_every_s):
-                checkpoints.save(sampler.step)
+            checkpointer.save_if_due(sampler.step, every_s=cfg.save_every_s)
         if manager.participating_rank() == 0:
             replicas = manager.num_participants()
             print(f"epoch {batch.epoch}: loss {loss.item():.4f} (replicas {replicas})", flush=True)
     if manager.participating_rank() == 0:
-        checkpoints.save(total_steps)
+        checkpointer.save(sampler.step)
     manager.shutdown()
 
 

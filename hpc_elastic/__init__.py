@@ -1,7 +1,10 @@
 """Elastic PyTorch runs on Slurm: start when one node is free, grow, shrink, survive preemption.
 
     launch               start a function as an elastic run
+    Run                  a submitted run: its state and result, to cancel or resume it
+    ElasticExecutor      functions as elastic runs, by concurrent.futures
     Checkpointer         atomic, verified, asynchronous checkpoints
+    follow_checkpoints   use each new checkpoint of another run, beside its training
     ElasticSampler       each sample once an epoch, for any number of workers
     report               report the step, the loss and other metrics of a worker
     should_checkpoint    whether to save at this step, the same on all ranks
@@ -9,7 +12,7 @@
     preemption_deadline  when this node is taken
     release_node         give this worker's node back
     check_fence          raise if this worker may no longer commit a checkpoint
-    log_run_metrics      restarts and goodput in TensorBoard or Weights & Biases
+    log_run_metrics      restarts and goodput in an experiment tracker
     HpcElasticError      base class of the errors in `hpc_elastic.errors`
 
 Each is imported at its first use, so that `import hpc_elastic` is cheap.
@@ -21,8 +24,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_elastic.api import LaunchResult, launch
-    from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, MemoryTier
+    from hpc_elastic.api import ElasticExecutor, LaunchResult, Run, launch
+    from hpc_elastic.checkpoint import (
+        Checkpointer,
+        CheckpointOptions,
+        MemoryTier,
+        follow_checkpoints,
+    )
     from hpc_elastic.data import ElasticSampler, GlobalBatch
     from hpc_elastic.errors import HpcElasticError
     from hpc_elastic.run.fencing import check_fence
@@ -36,12 +44,15 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointOptions",
     "Checkpointer",
+    "ElasticExecutor",
     "ElasticSampler",
     "GlobalBatch",
     "HpcElasticError",
     "LaunchResult",
     "MemoryTier",
+    "Run",
     "check_fence",
+    "follow_checkpoints",
     "launch",
     "log_run_metrics",
     "mark_checkpoint",
@@ -54,11 +65,14 @@ __all__ = [
 _LAZY = {
     "CheckpointOptions": "hpc_elastic.checkpoint",
     "Checkpointer": "hpc_elastic.checkpoint",
+    "ElasticExecutor": "hpc_elastic.api",
     "ElasticSampler": "hpc_elastic.data",
     "GlobalBatch": "hpc_elastic.data",
     "HpcElasticError": "hpc_elastic.errors",
     "LaunchResult": "hpc_elastic.api",
     "MemoryTier": "hpc_elastic.checkpoint",
+    "Run": "hpc_elastic.api",
+    "follow_checkpoints": "hpc_elastic.checkpoint",
     "check_fence": "hpc_elastic.run.fencing",
     "mark_checkpoint": "hpc_elastic.worker.reporting",
     "launch": "hpc_elastic.api",

@@ -183,7 +183,7 @@ class ThroughputMeter:
         return (last - first) / seconds if seconds > 0 else None
 
 
-def folder(name: Literal["conf", "sbatch_templates"]) -> Path:
+def folder(name: Literal["conf", "examples", "sbatch_templates"]) -> Path:
     """Return a folder of files that ship with the package.
 
     A wheel has them inside of the package, a clone beside it.

@@ -1,6 +1,6 @@
-"""`launch`: an elastic run from a program, in the spirit of torch's elastic_launch.
+"""Elastic runs from a program: `launch` waits for one, `Run` and `ElasticExecutor` do not.
 
-    from hpc_elastic import launch
+    from hpc_elastic import ElasticExecutor, launch
 
     def train(lr):
         ...
@@ -10,21 +10,61 @@
         results = launch(train, 0.1, nodes="1:4", nproc_per_node=2)
         print(results[0])
 
+        run = launch(train, 0.1, nodes="1:4", wait=False)  # a Run
+        print(run.status(), run.result()[0])
+
+        with ElasticExecutor(launcher="slurm", nodes="1:4") as executor:
+            print(list(executor.map(train, [0.1, 0.01])))  # one job array
+
 Nothing is pickled: the function must be at module level, its arguments and its return value JSON.
+
+A `Run` is a run directory and nothing else: its methods read the run's files and query the
+scheduler, whichever process has submitted it. Runs of ``launcher="local"`` need a process that
+starts their tasks, which is the one that has submitted or resumed them here; a thread of it follows
+each submission, completes its futures, and ends with the process, and so do these runs. Runs in
+Slurm continue without it.
 """
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import json
+import logging
+import os
 import secrets
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import (
+    CancelledError,
+    Executor,
+    Future,
+    InvalidStateError,
+    ThreadPoolExecutor,
+)
+from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run.directory import Entry, RunDir
+from hpc_elastic.shared_files import read_json
+
+if TYPE_CHECKING:
+    import pandas
+
+    from hpc_elastic.launcher.run_handle import Outcome, RunHandle
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_NUM_CANCELLING = 16
+"""Runs that an executor cancels at a time."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +72,7 @@ class LaunchResult(Mapping[int, Any]):
     """Result of a run: a mapping from global rank to return value.
 
     Attributes:
-        by_rank: The return values by global rank; empty if the run was not waited for.
+        by_rank: The return values by global rank; empty after a dry run.
         run_dir: The run directory, with all logs.
         restarts: Number of restarts spent on workers' failures.
     """
@@ -54,6 +94,404 @@ class LaunchResult(Mapping[int, Any]):
         return len(self.by_rank)
 
 
+class Run:
+    """A submitted run, of this process or another one.
+
+    Attributes:
+        run_dir: The run directory, as an absolute path.
+
+    Args:
+        run_dir: The same.
+
+    Raises:
+        RunDirectoryError: It is no run directory.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.run_dir = Path(run_dir).absolute()
+        self._paths.load()
+
+    def __repr__(self) -> str:
+        """Return the expression that makes it."""
+        return f"Run({str(self.run_dir)!r})"
+
+    @property
+    def _paths(self) -> RunDir:
+        return RunDir(self.run_dir)
+
+    def status(self) -> str:
+        """Return what the run is doing; the scheduler is queried if it has no result.
+
+        Returns:
+            ``queued``, ``starting``, ``waiting`` (below its minimum of nodes), ``training``,
+            ``requeued``, ``not submitted`` (after a dry run), or ``unknown`` (the scheduler does
+            not answer); or how it ended: ``succeeded``, ``failed``, ``cancelled``, or ``lost`` (its
+            tasks have ended without a result).
+        """
+        from hpc_elastic.launcher.run_view import read_view
+
+        return read_view(self.run_dir).phase
+
+    def result(self, timeout: float | None = None) -> LaunchResult:
+        """Wait until the run has ended, and return the return values of its workers.
+
+        Args:
+            timeout: Most seconds to wait, at least 0; None: no limit.
+
+        Raises:
+            TimeoutError: It has no result yet; names the run and its state. It is not changed.
+            WorkerGroupError: It failed, or is lost.
+            concurrent.futures.CancelledError: It was cancelled.
+            RunDirectoryError: It was never submitted, or its files are damaged.
+        """
+        from hpc_elastic.launcher.run_view import CANCELLED
+        from hpc_elastic.launcher.wait import (
+            LoggedMessages,
+            Waiter,
+            find_submission,
+            read_handles,
+        )
+
+        deadline = None if timeout is None else time.monotonic() + timeout
+        (handle,) = read_handles(find_submission(self.run_dir), self.run_dir)
+        settings = (read_json(self._paths.settings) or {}).get("launcher", {})
+        poll_interval_s = float(settings.get("poll_interval_s", 1.0))
+        waiter = Waiter([handle], LoggedMessages(), poll_interval_s=poll_interval_s)
+        while (outcome := waiter.poll_runs()[0]) is None:
+            left_s = poll_interval_s if deadline is None else deadline - time.monotonic()
+            if left_s > 0:
+                time.sleep(min(left_s, poll_interval_s))
+                continue
+            state = self.status()
+            if state != CANCELLED:
+                raise self._timeout_error(timeout, state)
+            outcome = handle.lost({})  # the waiter allows for results that appear late
+        if outcome.status == "cancelled":
+            raise CancelledError(str(outcome.error))
+        if outcome.error is not None:
+            raise outcome.error
+        return LaunchResult(outcome.values, self.run_dir, outcome.restarts)
+
+    def cancel(self) -> bool:
+        """Cancel the run, and wait until its tasks are gone; it saves a checkpoint first.
+
+        The wait takes seconds, and at most 30 s more than the tasks may take to end.
+
+        Returns:
+            Whether it is cancelled. False if it has ended by itself, or tasks are left.
+
+        Raises:
+            RunDirectoryError: The run belongs to another user.
+            SlurmError: Slurm refuses, or does not answer.
+        """
+        from hpc_elastic.launcher import control
+        from hpc_elastic.launcher.run_view import CANCELLED, end_limit_s
+
+        target = control.CancelTarget.read(self.run_dir)
+        if control.nothing_to_do(target) is None:
+            control.cancel(target, wait_s=end_limit_s(target.spec), warn=_log.warning)
+        return self.status() == CANCELLED
+
+    def resume(self, *overrides: str) -> None:
+        """Restart the run, which has stopped, in the same directory, from its last checkpoint.
+
+        It returns when the new tasks are submitted. With ``launcher="local"`` they belong to this
+        process from now on.
+
+        Args:
+            *overrides: ``nodes=...``, ``nproc_per_node=...`` or ``launcher.KEY=...``, as for
+                `hpc-elastic resume`; all other settings stay as they were.
+
+        Raises:
+            RunDirectoryError: It has tasks, or has succeeded; cancel the first, resubmit the other.
+            ConfigError: An override cannot work, or would change the run itself.
+            SubmissionError: Another process is resuming it, or Slurm refuses.
+            SlurmError: Slurm does not answer.
+        """
+        from hpc_elastic.launcher.control import CancelTarget, resume
+        from hpc_elastic.launcher.run_view import end_limit_s
+
+        target = CancelTarget.read(self.run_dir)
+        deadline = time.monotonic() + end_limit_s(target.spec)
+        while target.left and target.result == "failed" and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # its tasks are ending
+            target = CancelTarget.read(self.run_dir)
+        resumption, handle = resume(self.run_dir, overrides)
+        if resumption.spec.launcher == "local":
+            _follow([handle], resumption.settings.launcher.poll_interval_s)
+
+    def progress(self) -> pandas.DataFrame:
+        """Return the progress of the run so far, for plots and tables.
+
+        Returns:
+            A row for each line of progress.jsonl and one for the present state, by ``time`` (UTC).
+            Columns: those of a line, such as ``nodes``, ``step``, ``loss`` and ``steps_per_s``, and
+            the script's own metrics; NaN for unknown values.
+
+        Raises:
+            ReportLibraryError: pandas is not installed.
+        """
+        from hpc_elastic.notebook import progress
+
+        return progress(self.run_dir)
+
+    def watch(self, every_s: float = 2.0) -> None:
+        """Show the run in a notebook, updated in place until it has ended or is interrupted.
+
+        Args:
+            every_s: Seconds between two updates, above 0. Of a long run they are further apart.
+
+        Raises:
+            ReportLibraryError: This is no notebook; `hpc-elastic status --watch` needs none.
+        """
+        from hpc_elastic.notebook import watch
+
+        watch(self.run_dir, every_s)
+
+    def _repr_html_(self) -> str:
+        """Return the run as a card; notebooks show it as the value of a cell."""
+        from hpc_elastic.notebook import card
+
+        return card(self.run_dir)
+
+    def _timeout_error(self, timeout: float | None, state: str) -> TimeoutError:
+        return TimeoutError(f"{self.run_dir} has no result after {timeout:g} s: it is {state}")
+
+
+class RunFuture(Future[Any]):
+    """Return value of rank 0 of a run; what `ElasticExecutor.submit` returns.
+
+    It is a `concurrent.futures.Future`, for `concurrent.futures.wait` and `as_completed` too. The
+    values of all ranks are ``future.run.result()``, and so are those of a run that is resumed: a
+    future completes once, at the first end of its run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run: Run | None = None
+        self._ending = threading.RLock()
+
+    @property
+    def run(self) -> Run:
+        """The run.
+
+        Raises:
+            RuntimeError: It is part of an `ElasticExecutor.batch` that was not submitted.
+        """
+        if self._run is None:
+            raise RuntimeError("a run is submitted at the end of its batch: use it after the block")
+        return self._run
+
+    def running(self) -> bool:
+        """Return whether a task of the run has started and the run has not ended."""
+        if self._run is None or self.done():
+            return False
+        return self._run.status() not in ("queued", "requeued", "unknown")
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the return value of rank 0; see `Run.result` for the arguments and errors."""
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if self._run is None:
+                raise TimeoutError("a run is submitted at the end of its batch") from None
+            raise self._run._timeout_error(timeout, self._run.status()) from None
+
+    def cancel(self) -> bool:
+        """Cancel the run, also while it trains; see `Run.cancel`.
+
+        Returns:
+            Whether it is cancelled. False if it has ended by itself, or tasks are left.
+        """
+        if not self.done() and (self._run is None or self._run.cancel()):
+            self._set_cancelled()
+        return self.cancelled()
+
+    def _set_cancelled(self) -> None:
+        with self._ending:
+            if not self.done():
+                super().cancel()
+                self.set_running_or_notify_cancel()
+
+    def _set_outcome(self, outcome: Outcome) -> None:
+        """Complete the future, unless it is."""
+        if outcome.status == "cancelled":
+            self._set_cancelled()
+        with self._ending:
+            if self.done():
+                return
+            if outcome.error is not None:
+                self.set_exception(outcome.error)
+            else:
+                self.set_result(outcome.value)
+
+
+class ElasticExecutor(Executor):
+    """Submits functions as elastic runs, and returns futures of their results.
+
+    Each call of `submit` is one submission, with a thread that follows it. Many runs are better
+    submitted together, by `map`, `map_array` or within `batch`: they are one job array, and are
+    followed by one query of Slurm.
+
+    As a context manager, it waits at the end of the block until all runs have ended. When the
+    process ends, its runs in Slurm continue (`Run` returns to them), and local runs are ended.
+
+    Args:
+        folder: Where each submission makes a directory.
+        **settings: ``nodes``, ``nproc_per_node``, ``launcher``, ``ft`` and others, as of `launch`.
+            With ``launcher="local"``, ``max_agents`` holds for each submission.
+
+    Raises:
+        ConfigError: A setting cannot work; names the remedy.
+    """
+
+    def __init__(self, folder: str | Path = "runs", **settings: Any) -> None:
+        from hpc_elastic.config.resolve import resolve
+
+        self._folder = Path(folder).absolute()
+        self._settings = resolve(_config(**{**settings, "wait": True}), overrides=_TYPED)
+        if self._settings.launcher.dry_run:
+            remedy = "an executor has no dry run: use launch(..., dry_run=True)"
+            raise ConfigError("launcher.dry_run", True, remedy)
+        self._lock = threading.RLock()
+        self._batch: list[tuple[RunFuture, Entry]] | None = None
+        self._open: set[RunFuture] = set()
+        self._is_shut_down = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RunFuture:
+        """Submit a call of a function as a run; every worker of it makes the call.
+
+        Args:
+            fn: As of `launch`.
+            *args: JSON values.
+            **kwargs: JSON values of parameters that have a position.
+
+        Returns:
+            The future of rank 0's return value.
+
+        Raises:
+            ConfigError: The function or an argument cannot work; names the remedy.
+            RunDirectoryError: The folder cannot be written.
+            SubmissionError: Slurm refused the job, or does not answer.
+            RuntimeError: The executor was shut down.
+        """
+        from hpc_elastic.launcher.user_code import entry_of
+
+        entry = entry_of(fn, "function", _json_arguments(fn, args, kwargs))
+        future = RunFuture()
+        with self._lock:
+            if self._is_shut_down:
+                raise RuntimeError("the executor was shut down: make another one")
+            if self._batch is not None:
+                self._batch.append((future, entry))
+                return future
+        self._submit([(future, entry)])
+        return future
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Collect the calls of `submit`; at the end of the block, submit them as one job array.
+
+        An array has at most MaxArraySize tasks, and several are submitted beyond that. Results are
+        available after the block. If the block raises, nothing is submitted, and the futures are
+        cancelled; a batch within another one is part of that.
+
+        Raises:
+            HpcElasticError: As of `submit`; nothing was submitted, and the futures are cancelled.
+        """
+        with self._lock:
+            is_inner = self._batch is not None
+            calls = self._batch = [] if self._batch is None else self._batch
+        if is_inner:
+            yield
+            return
+        try:
+            try:
+                yield
+            finally:
+                self._batch = None
+            calls = [(future, entry) for future, entry in calls if not future.cancelled()]
+            if calls:
+                self._submit(calls)
+        except BaseException:
+            for future, _ in calls:
+                if future._run is None:
+                    future.cancel()
+            raise
+
+    def map_array(self, fn: Callable[..., Any], *iterables: Iterable[Any]) -> list[RunFuture]:
+        """Submit a run for each set of arguments, in one `batch`; return their futures in order."""
+        with self.batch():
+            return [self.submit(fn, *args) for args in zip(*iterables, strict=False)]
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+    ) -> Iterator[Any]:
+        """Submit as `map_array` does, and iterate over the results in order.
+
+        A run that failed raises when its result is due; the others continue.
+
+        Args:
+            fn: As of `submit`.
+            *iterables: Its arguments; the shortest decides.
+            timeout: Most seconds from this call to each result; None: no limit.
+            chunksize: Has no effect.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        futures = self.map_array(fn, *iterables)
+
+        def left_s() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        return (future.result(left_s()) for future in futures)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Accept no further calls.
+
+        Args:
+            wait: Wait until all runs have ended.
+            cancel_futures: Cancel all runs that have not ended, also those that train.
+        """
+        with self._lock:
+            self._is_shut_down = True
+            remaining = list(self._open)
+        if cancel_futures:
+            with ThreadPoolExecutor(_NUM_CANCELLING) as pool:
+                list(pool.map(RunFuture.cancel, remaining))
+        if wait:
+            wait_for_futures(remaining)
+
+    def _submit(self, calls: Sequence[tuple[RunFuture, Entry]]) -> None:
+        from hpc_elastic.launcher.plan import RunRequest
+        from hpc_elastic.launcher.submit import released_on_failure, require_writable, submit
+
+        name = calls[0][1].qualname.rpartition(".")[2]
+        sweep = self._folder / _with_time(name)
+        require_writable(sweep)
+        dirs = [sweep / str(n) for n in range(len(calls))] if len(calls) > 1 else [sweep]
+        requests = [
+            RunRequest(path, self._settings, entry)
+            for path, (_, entry) in zip(dirs, calls, strict=True)
+        ]
+        runs = submit(requests, sweep=sweep, name=name)
+        futures = [future for future, _ in calls]
+        with released_on_failure(runs[0].jobs):
+            for future, run in zip(futures, runs, strict=True):
+                future._run = Run(run.dir)
+                self._open.add(future)
+                future.add_done_callback(self._open.discard)
+            _follow(runs, self._settings.launcher.poll_interval_s, futures)
+
+
+@overload
+def launch(fn: Callable[..., Any], *args: Any, wait: Literal[False], **settings: Any) -> Run: ...
+
+
+@overload
 def launch(
     fn: Callable[..., Any],
     *args: Any,
@@ -62,8 +500,22 @@ def launch(
     launcher: Literal["local", "slurm"] = "local",
     ft: bool = False,
     run_dir: str | Path | None = None,
+    wait: Literal[True] = True,
     **settings: Any,
-) -> LaunchResult:
+) -> LaunchResult: ...
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    nodes: int | str = 1,
+    nproc_per_node: Nproc = "auto",
+    launcher: Literal["local", "slurm"] = "local",
+    ft: bool = False,
+    run_dir: str | Path | None = None,
+    wait: bool = True,
+    **settings: Any,
+) -> LaunchResult | Run:
     """Run a function as an elastic worker group, and wait for it.
 
     Args:
@@ -76,11 +528,15 @@ def launch(
         ft: Each node is a replica group of its own, whose workers outlive those of the other nodes;
             for functions that train with `hpc_elastic.ft`.
         run_dir: An empty or new folder on the shared file system; None makes one in ``runs/``.
+        wait: False returns once the run is submitted. With ``launcher="local"`` it is ended when
+            this process exits; a signal that kills this process leaves its tasks running, and
+            `hpc-elastic cancel` ends them.
         **settings: ``launcher.*`` as in the config: ``partition="gpu"``, ``max_restarts=0``,
             ``rendezvous={"join_timeout_s": 60}``.
 
     Returns:
-        The return values by global rank; none with ``wait=False`` or ``dry_run=True``.
+        The return values by global rank, none with ``dry_run=True``; or the `Run` with
+        ``wait=False``.
 
     Raises:
         ConfigError: A setting, the function or an argument cannot work; names the remedy.
@@ -89,33 +545,159 @@ def launch(
         WorkerGroupError: The training failed; holds the first failure.
         SystemExit: Ctrl-C or SIGTERM; what has become of the run was printed.
     """
+    from hpc_elastic.launcher.user_code import entry_of
+
+    # a thread of this process waits for a local run
+    settings |= {"launcher": launcher, "wait": wait or launcher == "local"}
+    config = _config(nodes=nodes, nproc_per_node=nproc_per_node, ft=ft, **settings)
+    arguments = _json_arguments(fn, args, {})
+    return launch_entry(
+        lambda: entry_of(fn, "function", arguments),
+        fn.__name__,
+        config,
+        run_dir,
+        in_background=not wait,
+    )
+
+
+_TYPED = ("nodes=",)
+
+
+def launch_entry(
+    make_entry: Callable[[], Entry],
+    name: str,
+    config: Mapping[str, Any],
+    run_dir: str | Path | None = None,
+    typed: Sequence[str] = _TYPED,
+    *,
+    in_background: bool = False,
+) -> LaunchResult | Run:
+    """Run what workers import and call, and wait for it; see `launch`.
+
+    Args:
+        make_entry: Returns it, once the settings are checked.
+        name: Of the function or the script.
+        config: ``nodes``, ``nproc_per_node``, ``ft``, and the settings of the launcher.
+        run_dir: As of `launch`.
+        typed: The keys, each with ``=`` behind it, whose values YAML has not read.
+        in_background: Return the `Run` once it is submitted; with ``launcher.wait=false``, a run in
+            Slurm is not waited for either.
+    """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import RunRequest
     from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, require_writable, submit
-    from hpc_elastic.launcher.user_code import entry_of
     from hpc_elastic.launcher.wait import wait
 
-    config = {
-        "nodes": nodes,
-        "nproc_per_node": nproc_per_node,
-        "ft": ft,
-        "launcher": {**settings, "backend": launcher},
-    }
-    checked = resolve(config, overrides=["nodes="])
-    try:
-        arguments = json.loads(json.dumps(args, allow_nan=False))
-    except (TypeError, ValueError) as e:
-        why = f"arguments of the function must be JSON values: {e}"
-        raise ConfigError("args", args, why) from e
-    entry = entry_of(fn, "function", arguments)
-    stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
-    path = Path(run_dir or f"runs/{fn.__name__}_{stamp}").absolute()
+    checked = resolve(config, overrides=typed)
+    entry = make_entry()
+    path = Path(run_dir or f"runs/{_with_time(name)}").absolute()
     require_writable(path)
     with ended_by_interrupt():
-        runs = submit([RunRequest(path, checked, entry)], sweep=path, name=fn.__name__)
+        runs = submit([RunRequest(path, checked, entry)], sweep=path, name=name)
+        if in_background:
+            if is_awaited(checked.launcher):
+                _follow(runs, checked.launcher.poll_interval_s)
+            return Run(path)
         if not is_awaited(checked.launcher):
             return LaunchResult({}, path)
         (outcome,) = wait(runs, poll_interval_s=checked.launcher.poll_interval_s)
     if outcome.error is not None:
         raise outcome.error
     return LaunchResult(outcome.values, path, outcome.restarts)
+
+
+# ---- parts
+
+
+def _config(
+    *,
+    nodes: int | str = 1,
+    nproc_per_node: Nproc = "auto",
+    launcher: str = "local",
+    ft: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Return keyword arguments as the config tree of a run."""
+    return {
+        "nodes": nodes,
+        "nproc_per_node": nproc_per_node,
+        "ft": ft,
+        "launcher": {**settings, "backend": launcher},
+    }
+
+
+def _json_arguments(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Return the arguments of a call by position, as workers read them.
+
+    Raises:
+        ConfigError: One is no JSON value, or can only be given by name.
+        TypeError: The function does not have these parameters.
+    """
+    if kwargs:
+        call = inspect.signature(fn).bind(*args, **kwargs)
+        call.apply_defaults()
+        if call.kwargs:
+            remedy = "workers call the function by position: give these parameters a position"
+            raise ConfigError("kwargs", call.kwargs, remedy)
+        args = call.args
+    try:
+        found: list[Any] = json.loads(json.dumps(list(args), allow_nan=False))
+    except (TypeError, ValueError) as e:
+        why = f"arguments of the function must be JSON values: {e}"
+        raise ConfigError("args", tuple(args), why) from e
+    return found
+
+
+def _with_time(name: str) -> str:
+    """Return the name of a new directory."""
+    return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
+
+
+def _follow(
+    runs: Sequence[RunHandle], poll_interval_s: float, futures: Sequence[RunFuture] = ()
+) -> None:
+    """Follow the runs of one submission to their ends, in a thread of this process.
+
+    Args:
+        runs: The runs.
+        poll_interval_s: Seconds between two polls.
+        futures: Their futures, in the same order; none if there are none to complete.
+    """
+    from hpc_elastic.launcher.wait import LoggedMessages, Waiter
+
+    jobs, owner = runs[0].jobs, os.getpid()
+
+    def end_with_process() -> None:
+        if os.getpid() != owner:  # a fork
+            return
+        if all(run.paths.is_over for run in runs):
+            jobs.close()
+        else:
+            print(jobs.release(), file=sys.stderr)
+
+    def follow() -> None:
+        try:
+            waiter = Waiter(runs, LoggedMessages(), poll_interval_s=poll_interval_s)
+            while None in (outcomes := waiter.poll_runs()):
+                complete(outcomes)
+                if futures and all(future.done() for future in futures):  # the rest is cancelled
+                    break
+                time.sleep(poll_interval_s)
+            complete(outcomes)
+            jobs.close()
+            atexit.unregister(end_with_process)
+        except BaseException as e:
+            for future in futures:
+                with suppress(InvalidStateError):
+                    future.set_exception(e)
+            raise
+
+    def complete(outcomes: Sequence[Outcome | None]) -> None:
+        for future, outcome in zip(futures, outcomes, strict=False):
+            if outcome is not None:
+                future._set_outcome(outcome)
+
+    atexit.register(end_with_process)
+    threading.Thread(target=follow, name="hpc_elastic-follow", daemon=True).start()

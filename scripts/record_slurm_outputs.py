@@ -5,7 +5,8 @@
     scripts/record_slurm_outputs.py --name recorded
 
 writes ``tests/unit/data/slurm/24.11/``: one file for each command, and ``jobs.json``, which tells
-what the jobs are that are in them. The sandbox should be new: nothing else runs in it.
+what the jobs are that are in them. The sandbox should be new: nothing else runs in it. With
+``--queue`` only what ``queue-*`` and ``sacctmgr-*`` hold is recorded; the latter needs accounting.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "slurm_sandbox")]
 
 from hpc_elastic.slurm.environment import for_commands  # noqa: E402
-from hpc_elastic.slurm.parsing import NODES_FORMAT, SQUEUE_FORMAT  # noqa: E402
+from hpc_elastic.slurm.parsing import (  # noqa: E402
+    EACH_NODE_FORMAT,
+    NODES_FORMAT,
+    QOS_FORMAT,
+    QUEUE_FORMAT,
+    SQUEUE_FORMAT,
+)
 from slurm_sandbox import SlurmSandbox  # noqa: E402
 from slurm_sandbox.config import parse_version  # noqa: E402
 from slurm_sandbox.processes import wait_until  # noqa: E402
@@ -98,10 +105,22 @@ class Recorder:
 
 
 def main() -> None:
-    """Make the jobs, and record all."""
+    """Record all."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--name", default="default", help="of the sandbox (default: default)")
-    recorder = Recorder(parser.parse_args().name)
+    parser.add_argument("--queue", action="store_true", help="the queue alone")
+    arguments = parser.parse_args()
+    recorder = Recorder(arguments.name)
+    if not arguments.queue:
+        _commands(recorder)
+    _queue(recorder)
+    if recorder.slurm.config.accounting:
+        _qos(recorder)
+    print(recorder.folder)
+
+
+def _commands(recorder: Recorder) -> None:
+    """Make the jobs, and record what concerns them; none is left."""
     over = recorder.submit(["-w", "node1"], "true")
     recorder.wait(over, "COMPLETED")
     jobs = {name: recorder.submit(options) for name, options in JOBS.items()}
@@ -118,7 +137,52 @@ def main() -> None:
     text = json.dumps({**jobs, "over": over}, indent=1) + "\n"
     (recorder.folder / "jobs.json").write_text(text)
     recorder.slurm.heal_all()
-    print(recorder.folder)
+    recorder.slurm.run(["scancel", "-u", "root"])
+    _wait_until_empty(recorder)
+
+
+def _queue(recorder: Recorder) -> None:
+    """Record a queue that backfill has planned: a node is idle until a job of four may start."""
+    running = recorder.submit(["-N3", "-t", "60"])
+    recorder.wait(running, "RUNNING")
+    planned = recorder.submit(["-N4", "-t", "120"])
+    array = recorder.submit(["--array=0-2", "-t", "240"])
+    held = recorder.submit(["--hold", "-t", "10"])
+    squeue = ["squeue", "-h", "-a", "-O", QUEUE_FORMAT]
+    nodes = ["sinfo", "-h", "-N", "-p", "low", "-o", EACH_NODE_FORMAT]
+
+    def is_planned() -> bool:
+        return "PENDING||node" in recorder.slurm.run(squeue).stdout
+
+    wait_until("a planned start", is_planned, 60)
+    wait_until("a node that is planned", lambda: "planned" in recorder.slurm.run(nodes).stdout, 60)
+    recorder.record("queue-squeue", squeue)
+    recorder.record("queue-sinfo", nodes)
+    for number, limit in ((1, 30), (1, 240), (4, 30)):
+        flags = [f"--nodes={number}", f"--ntasks={number}", f"--time={limit}", "--exclusive"]
+        argv = ["sbatch", "--test-only", *flags, "--array=0", "--wrap=true"]
+        recorder.record(f"queue-test-{number}-{limit}", argv)
+    recorder.slurm.run(["scancel", running, planned, array, held])
+    _wait_until_empty(recorder)
+
+
+def _wait_until_empty(recorder: Recorder) -> None:
+    wait_until("an empty queue", lambda: not recorder.slurm.run(["squeue", "-h"]).stdout, 60)
+
+
+def _qos(recorder: Recorder) -> None:
+    """Record a standby QOS that a user may name."""
+    for line in (
+        "add qos standby set Flags=NoReserve PreemptMode=requeue GraceTime=60",
+        "modify qos normal set Preempt=standby",
+        "add account science description=science organization=here",
+        "add user hxsuser account=science",
+        "modify user hxsuser set qos=normal,standby",
+    ):
+        recorder.slurm.run(["sacctmgr", "-i", *line.split()])
+    show = ["sacctmgr", "-n", "-P", "show"]
+    recorder.record("sacctmgr-qos", [*show, "qos", f"format={QOS_FORMAT}"])
+    recorder.record("sacctmgr-assoc", [*show, "assoc", "user=hxsuser", "format=qos"])
 
 
 def _taken(recorder: Recorder, job: str) -> None:

@@ -43,10 +43,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader
 
 from hpc_elastic._util import run
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, MemoryTier
+from hpc_elastic.data import ElasticSampler
 from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer
 from hpc_elastic.ft.checkpointing import HTTPTransport
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
@@ -338,12 +340,57 @@ def check_training(place: Place) -> Facts:
     return facts
 
 
+def check_virtual_ranks(place: Place) -> Facts:
+    """A training of all ranks together, and of each alone, with the same bits."""
+    host, port = place.address.rsplit(":", 1)
+    store = PrefixStore("virtual", TCPStore(host, int(port), is_master=False))
+    device = place.group_device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=store, timeout=_TIMEOUT,
+        rank=place.rank, world_size=place.size,
+    )  # fmt: skip
+    data = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+
+    def train(group: Any) -> tuple[str, float]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1)]
+        net = nn.Sequential(*layers, nn.Linear(256, 64)).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        sampler = ElasticSampler(
+            data, 32, rank=dist.get_rank(group), world_size=dist.get_world_size(group), name=None,
+            virtual_ranks=8,
+        )  # fmt: skip
+        model = sampler.average_gradients(net, group)
+        loss = 0.0
+        for _ in sampler.epochs(10):
+            for batch in sampler.batches(DataLoader(data, batch_sampler=sampler)):  # type: ignore[arg-type]
+                optimizer.zero_grad()
+                losses = []
+                for x, weight in batch.micro_batches():
+                    losses.append((model(x.to(device)) - x.to(device)).square().mean())
+                    (weight * losses[-1]).backward()
+                optimizer.step()
+                loss = batch.mean(losses)
+        raw = b"".join(t.detach().cpu().numpy().tobytes() for t in net.state_dict().values())
+        return hashlib.blake2b(raw, digest_size=8).hexdigest(), loss
+
+    together = train(None)
+    groups = [dist.new_group([rank]) for rank in range(place.size)]
+    alone = train(groups[place.rank])
+    require(together == alone, f"together {together}, alone {alone}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"state": together[0]}
+
+
 def check_checkpoint(place: Place) -> Facts:
     """A large state is saved from the device in the background, and restored bit by bit."""
     state = _large_state(place)
     num_bytes = sum(t.nbytes for t in state.values())
     alone = _matmul_s(place, 30)
-    saver = Checkpointer(Path(place.folder, "disk"), {"state": state})
+    saver = Checkpointer({"state": state}, Path(place.folder, "disk"))
     facts: Facts = {"bytes": num_bytes, "host_copy_gb_per_s": _pinned_rate(place, state)}
     for step in (1, 2):  # the second has its buffer already
         _fill(state, step)
@@ -369,7 +416,7 @@ def check_memory(place: Place) -> Facts:
         state = _large_state(replace(place, num_bytes=min(place.num_bytes, room)))
         num_bytes = sum(t.nbytes for t in state.values())
         tier = MemoryTier(Path(memory), shared_every=1000, copies=False)
-        saver = Checkpointer(Path(place.folder, "shared"), {"state": state}, memory_tier=tier)
+        saver = Checkpointer({"state": state}, Path(place.folder, "shared"), memory_tier=tier)
         for step in (1, 2):  # the first one goes to the directory, too
             _fill(state, step)
             begin = time.monotonic()
@@ -406,8 +453,8 @@ def _restore(
         tensor.zero_()
     options = CheckpointOptions(rng=False, asynchronous=False, boundary=False)
     begin = time.monotonic()
-    with Checkpointer(folder, {"state": state}, memory_tier=tier, options=options) as saver:
-        found = saver.restore()
+    with Checkpointer({"state": state}, folder, memory_tier=tier, options=options) as saver:
+        found = saver.load_latest()
     place.synchronize()
     seconds = time.monotonic() - begin
     require(found == step, f"step {found} was restored instead of {step}")
@@ -490,6 +537,7 @@ CHECKS = {
         check_training, "replicas train, one is killed, comes back and heals", fewest=2,
         needs_group=False, kills=True, restarts=True,
     ),
+    "virtual_ranks": Check(check_virtual_ranks, "all ranks train, and one alone: the same bits"),
     "checkpoint": Check(
         check_checkpoint, "a large state is saved and restored", 300.0, fewest=0, hint=_LESS
     ),

@@ -11,13 +11,11 @@ The text is that of Python's own manual, a byte a token. See docs/howto/fault-to
 import hashlib
 import math
 import time
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import hydra
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
-from hpc_elastic import Checkpointer, ft, report, should_checkpoint
-from hpc_elastic.data import ElasticSampler
+from hpc_elastic import Checkpointer, ElasticSampler, ft, report
 
 VOCABULARY = 256
 HELD_OUT = 0.1
@@ -92,23 +89,33 @@ class Passages(Dataset):
 @hydra.main(version_base=None, config_path=".", config_name="train")
 def main(cfg: DictConfig) -> float:
     """Run in every rank of every replica; what rank 0 of a replica returns is its result."""
+    device, model, data, held_out = set_up(cfg)
+    shard(model)
+    train(cfg, model, data, device)
+    loss = evaluate(model, held_out, cfg.eval_batches, device)
+    print(f"loss {loss:.3f} on held-out text, parameters {fingerprint(model)}", flush=True)
+    dist.destroy_process_group()
+    return loss
+
+
+def set_up(cfg: DictConfig) -> tuple[torch.device, GPT, Passages, Passages]:
+    """Start torch.distributed; return the device, the model, and the text in two parts."""
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
     dist.init_process_group("nccl" if is_cuda else "gloo")
     torch.manual_seed(cfg.seed)
     text = "".join(topics[name] for name in sorted(topics)).encode()
     cut = int(len(text) * (1 - HELD_OUT))
-    data, held_out = Passages(text[:cut], cfg.context), Passages(text[cut:], cfg.context)
     model = GPT(cfg.context, cfg.width, cfg.heads, cfg.layers).to(device)
+    return device, model, Passages(text[:cut], cfg.context), Passages(text[cut:], cfg.context)
+
+
+def shard(model: GPT) -> None:
+    """Shard the parameters over all ranks, block by block; compute in bfloat16."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=precision)
     fully_shard(model, mp_policy=precision, reshard_after_forward=True)
-    train(cfg, model, data, device)
-    loss = evaluate(model, held_out, cfg.eval_batches, device)
-    print(f"loss {loss:.3f} on held-out text, parameters {fingerprint(model)}", flush=True)
-    dist.destroy_process_group()
-    return loss
 
 
 def train(cfg: DictConfig, model: nn.Module, data: Dataset, device: torch.device) -> None:
@@ -128,8 +135,8 @@ def train(cfg: DictConfig, model: nn.Module, data: Dataset, device: torch.device
     sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed, manager=manager)
     batches = DataLoader(data, batch_sampler=sampler)
     state = {"model": model, "optimizer": adam, "sampler": sampler, "manager": manager}
-    checkpoints = Checkpointer(Path(HydraConfig.get().runtime.output_dir, "checkpoints"), state)
-    checkpoints.restore()
+    checkpointer = Checkpointer(state)
+    checkpointer.load_latest()
     optimizer = ft.Optimizer(manager, adam)
     total_steps = cfg.epochs * sampler.num_batches
     set_learning_rate(adam, cfg, sampler.step, total_steps)
@@ -144,12 +151,14 @@ def train(cfg: DictConfig, model: nn.Module, data: Dataset, device: torch.device
             nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
             optimizer.step()  # if all went well; else the same batch comes again
             set_learning_rate(adam, cfg, sampler.step, total_steps)  # a part of the peers' state
-            report(step=sampler.step, loss=loss.item(), total_steps=total_steps)
+            report(
+                step=sampler.step, loss=loss.item(), total_steps=sampler.total_steps,
+                lr=adam.param_groups[0]["lr"],
+            )  # fmt: skip
             time.sleep(cfg.pause_s)
-            if should_checkpoint(sampler.step, every_s=cfg.save_every_s):
-                checkpoints.save(sampler.step)
+            checkpointer.save_if_due(sampler.step, every_s=cfg.save_every_s)
     if manager.participating_rank() == 0:
-        checkpoints.save(total_steps)
+        checkpointer.save(sampler.step)
     manager.shutdown()
 
 

@@ -9,21 +9,18 @@ train.py of this project. docs/howto/huggingface.md gives the reasons.
 
 import hashlib
 import time
-from pathlib import Path
 
 import hydra
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic import Checkpointer, report, should_checkpoint
-from hpc_elastic.data import ElasticSampler
+from hpc_elastic import Checkpointer, ElasticSampler, report
 
 
 @hydra.main(version_base=None, config_path=".", config_name="accelerated")
@@ -40,25 +37,22 @@ def main(cfg: DictConfig) -> dict[str, object]:
     sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed)
     loader = DataLoader(data, batch_sampler=sampler)  # not prepared: it knows its share by itself
 
-    state = {"net": net, "optimizer": optimizer, "sampler": sampler}
-    checkpoints = Checkpointer(Path(HydraConfig.get().runtime.output_dir, "checkpoints"), state)
-    checkpoints.restore()
-    total_steps = cfg.epochs * sampler.num_batches
+    checkpointer = Checkpointer({"net": net, "optimizer": optimizer, "sampler": sampler})
+    checkpointer.load_latest()
+    sampler.scale_gradients(model)
     for _ in sampler.epochs(cfg.epochs):
-        for batch in sampler.batches(loader):
+        for x, y in loader:
+            x, y = x.to(accelerator.device), y.to(accelerator.device)
             optimizer.zero_grad()
-            for (x, y), weight in batch.micro_batches(model):
-                x, y = x.to(accelerator.device), y.to(accelerator.device)
-                loss = weight * cross_entropy(model(x), y)
-                accelerator.backward(loss)
+            loss = cross_entropy(model(x), y)
+            accelerator.backward(loss)
             optimizer.step()
-            report(step=batch.step, loss=loss.item(), total_steps=total_steps)
+            report(step=sampler.step, loss=loss.item(), total_steps=sampler.total_steps)
             time.sleep(cfg.pause_s)
-            if should_checkpoint(batch.step, every_s=cfg.save_every_s):
-                checkpoints.save(batch.step)
-    checkpoints.save(total_steps)
+            checkpointer.save_if_due(sampler.step, every_s=cfg.save_every_s)
+    checkpointer.save(sampler.step)
 
-    accelerator.print(f"trained {total_steps} steps, the last with {accelerator.num_processes}")
+    accelerator.print(f"trained {sampler.step} steps, the last with {accelerator.num_processes}")
     bits = b"".join(p.detach().cpu().numpy().tobytes() for p in net.parameters())
     accelerator.end_training()
     return {"steps": sampler.step, "parameters": hashlib.sha256(bits).hexdigest()[:16]}

@@ -2,21 +2,23 @@
 
     python train.py launcher=local nodes=1:2          two nodes, as processes on this machine
     python train.py -m launcher=slurm nodes=1:4       one to four nodes of a Slurm cluster
+    python train.py launcher=local nodes=1:2 fsdp=true      with parameters sharded over the nodes
 
 An ordinary LightningModule and Trainer. docs/howto/lightning.md lists the lines that change.
 """
 
 import hashlib
 import time
-from pathlib import Path
 
 import hydra
 import lightning.pytorch as pl
 import torch
-from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.strategies import ModelParallelStrategy
 from omegaconf import DictConfig
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,6 +35,11 @@ class Digits(pl.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(64, 128), nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 10)
         )
+
+    def configure_model(self) -> None:
+        """Shard the parameters over all workers (FSDP2) where the strategy asks for it."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
         """Return the mean loss over this worker's share of the batch."""
@@ -54,11 +61,10 @@ def main(cfg: DictConfig) -> dict[str, object]:
 
     sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
-    folder = Path(HydraConfig.get().runtime.output_dir, "checkpoints")
-    elastic = ElasticCheckpoint(folder, every_s=cfg.save_every_s)
+    elastic = ElasticCheckpoint(every_s=cfg.save_every_s)
     trainer = pl.Trainer(
         max_epochs=cfg.epochs,
-        strategy="ddp",
+        strategy=ModelParallelStrategy(save_distributed_checkpoint=True) if cfg.fsdp else "ddp",
         callbacks=[elastic],
         logger=False,
         enable_progress_bar=False,
@@ -69,7 +75,8 @@ def main(cfg: DictConfig) -> dict[str, object]:
 
     with torch.no_grad():
         accuracy = (module.net(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean().item()
-    bits = b"".join(p.detach().cpu().numpy().tobytes() for p in module.parameters())
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters())
+    bits = b"".join(p.detach().cpu().numpy().tobytes() for p in whole)
     fingerprint = hashlib.sha256(bits).hexdigest()[:16]
     return {"accuracy": accuracy, "steps": trainer.global_step, "parameters": fingerprint}
 

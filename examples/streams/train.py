@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from hpc_elastic import Checkpointer, report, should_checkpoint
+from hpc_elastic import Checkpointer, report
 from hpc_elastic.data import ElasticStream, count_samples
 
 NUM_SHARDS = 12
@@ -54,26 +54,22 @@ def main(cfg: DictConfig) -> dict[str, float]:
         files, read, lengths, cfg.batch_size, seed=cfg.seed, shuffle_buffer=cfg.shuffle_buffer
     )
     loader = DataLoader(stream.dataset, batch_sampler=stream, num_workers=cfg.num_workers)
-    state = {"net": net, "optimizer": optimizer, "stream": stream}
-    checkpoints = Checkpointer(folder / "checkpoints", state)
-    checkpoints.restore()
+    checkpointer = Checkpointer({"net": net, "optimizer": optimizer, "stream": stream})
+    checkpointer.load_latest()
 
-    model = DistributedDataParallel(net)
-    total_steps = cfg.epochs * stream.num_batches
+    model = stream.scale_gradients(DistributedDataParallel(net))
     loss = torch.tensor(math.nan)
     for _ in stream.epochs(cfg.epochs):
-        for batch in stream.batches(loader):
+        for images, labels in loader:
             optimizer.zero_grad()
-            for (images, labels), weight in batch.micro_batches(model):
-                loss = weight * cross_entropy(model(images), labels)
-                loss.backward()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
             optimizer.step()
-            report(step=batch.step, loss=loss.item(), total_steps=total_steps)
+            report(step=stream.step, loss=loss.item(), total_steps=stream.total_steps)
             time.sleep(cfg.pause_s)
-            if should_checkpoint(batch.step, every_s=cfg.save_every_s):
-                checkpoints.save(batch.step)
-    checkpoints.save(total_steps)
-    checkpoints.close()
+            checkpointer.save_if_due(stream.step, every_s=cfg.save_every_s)
+    checkpointer.save(stream.step)
+    checkpointer.close()
     dist.destroy_process_group()
     return {"loss": loss.item(), "steps": stream.step}
 

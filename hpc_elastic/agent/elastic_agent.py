@@ -448,7 +448,8 @@ class WorkerProcess(SubprocessHandler):
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send the worker, and what is in its process group, a signal; `STOP` for SIGTERM."""
         self._was_told_to_end = self._was_told_to_end or self.proc.poll() is None
-        super().close(STOP if death_sig in (None, signal.SIGTERM) else death_sig)
+        with suppress(ProcessLookupError):  # it has ended since torch looked, as its peers have
+            super().close(STOP if death_sig in (None, signal.SIGTERM) else death_sig)
 
     @property
     def own_exit_code(self) -> int | None:

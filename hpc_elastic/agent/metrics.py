@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -30,6 +33,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpc_elastic._util import ThroughputMeter
+from hpc_elastic.agent.preflight import Gpu, list_gpus
 from hpc_elastic.agent.stacks import main_thread_load_s
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
@@ -38,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 SLOW_EVERY_S = 120.0
+GPUS_EVERY_S = 30.0
+"""A call of nvidia-smi takes a second of CPU time on some nodes."""
 LABELS = ("run", "task", "node")
 
 
@@ -67,6 +73,8 @@ class Sample:
     checkpoint_blocked_seconds: float | None = _counter("Training held up by checkpoints.")
     goodput_ratio: float | None = _gauge("Share of this task's time that made new steps.")
     up_seconds: float | None = _gauge("Since this task was started.")
+    gpu_use_ratio: float | None = _gauge("Share of time in which a kernel ran; mean of the GPUs.")
+    gpu_memory_ratio: float | None = _gauge("Used share of the memory of the fullest GPU.")
 
 
 _PACE_S = 30.0
@@ -124,6 +132,39 @@ class TaskCounters:
             checkpoint_blocked_seconds=self._busy_before_s + self._busy_s,
             goodput_ratio=min(1.0, self._useful_s / up_s), up_seconds=up_s,
         )  # fmt: skip
+
+
+class GpuMeter:
+    """The use of a task's GPUs, measured by nvidia-smi; no values without it.
+
+    Args:
+        granted: See `hpc_elastic.slurm.environment.granted_gpus`.
+    """
+
+    def __init__(self, granted: Sequence[str]) -> None:
+        self._granted = granted if shutil.which("nvidia-smi") is not None else ()
+        self._last, self._measured = Sample(), -math.inf
+
+    def measure(self, now: float) -> Sample:
+        """Return the values, which are at most `GPUS_EVERY_S` old."""
+        if self._granted and now - self._measured >= GPUS_EVERY_S:
+            self._measured = now
+            try:
+                self._last = gpu_sample(list_gpus(), self._granted)
+            except (OSError, ValueError, subprocess.TimeoutExpired) as e:
+                self._last, self._granted = Sample(), ()
+                _log.info("the use of the GPUs is not measured: %s", e)
+        return self._last
+
+
+def gpu_sample(listed: Sequence[Gpu], granted: Sequence[str]) -> Sample:
+    """Return the use of the granted GPUs among all of a node (pure)."""
+    ours = [gpu for gpu in listed if "?" in granted or gpu.is_one_of(granted)]
+    use = [gpu.use / 100 for gpu in ours if gpu.use is not None]
+    memory = [gpu.used / gpu.total for gpu in ours if gpu.total]
+    return Sample(
+        gpu_use_ratio=fmean(use) if use else None, gpu_memory_ratio=max(memory, default=None)
+    )
 
 
 class Exporter:
@@ -238,10 +279,12 @@ class WorkerObserver:
 
     Args:
         base: Returns a `Sample` with the fields that do not come from the workers.
+        granted_gpus: See `hpc_elastic.slurm.environment.granted_gpus`.
     """
 
-    def __init__(self, base: Callable[[], Sample]) -> None:
+    def __init__(self, base: Callable[[], Sample], granted_gpus: Sequence[str] = ()) -> None:
         self._base = base
+        self._gpu_meter, self._gpus = GpuMeter(granted_gpus), Sample()
         self._counters = TaskCounters(time.monotonic())
         self._loads = WorkerLoads()
         self._pages: Mapping[int, SharedPage] = {}
@@ -270,15 +313,20 @@ class WorkerObserver:
         progress = {
             "step": first.step, "total": first.total_steps, "loss": first.loss,
             "samples": first.samples, "blocked_s": round(first.blocked_s, 3),
+            "metrics": first.metrics, "gpu_use": self._gpus.gpu_use_ratio,
+            "gpu_memory": self._gpus.gpu_memory_ratio,
         }  # fmt: skip
         return {**progress, "loads": [loads.number, loads.last]} if loads.number else progress
 
     def sample(self) -> Sample:
         """Return the present values, and measure the loads."""
         now = time.monotonic()
+        self._gpus = self._gpu_meter.measure(now)
+        others = [*vars(self._base()).items(), *vars(self._gpus).items()]
+        known = {name: value for name, value in others if value is not None}
         with self._lock:
             if not self._pages:
-                return replace(self._base(), up_seconds=self._counters.up_s(now))
+                return replace(Sample(up_seconds=self._counters.up_s(now)), **known)
             published = {rank: page.read() for rank, page in self._pages.items()}
             first, pids = min(published), self._pids()
             self._loads.update(
@@ -294,5 +342,4 @@ class WorkerObserver:
             sample = self._counters.update(published[first], now)
             for page in self._pages.values():
                 page.set_goodput(sample.goodput_ratio or 0.0)
-        known = {k: v for k, v in vars(self._base()).items() if v is not None}
         return replace(sample, **known)

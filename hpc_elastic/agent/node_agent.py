@@ -52,10 +52,12 @@ from hpc_elastic.shared_files import Mount
 from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
+from hpc_elastic.slurm.environment import granted_gpus
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.slurm.sweep_queue import SweepQueue
+from hpc_elastic.slurm.time_slots import TimeSlots
 from hpc_elastic.transport import interface
 from hpc_elastic.transport.auth import of_generation
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE
@@ -116,7 +118,7 @@ def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
     """Return what can be asked about this task, whose process was started then (Unix seconds)."""
     queue, combined = task_queue(task.spec), _combined_queue(task)
     end_s: float | None = task.slurm.end_time_s
-    if end_s is None and task.spec.time_s is not None:
+    if end_s is None and task.spec.time_s is not None and task.spec.time_min_s is None:
         end_s = started + task.spec.time_s
 
     def time_left_s() -> float | None:
@@ -180,13 +182,17 @@ class NodeAgent:
         self._notices = notices
         self._scheduler = Scheduler(task.run, task.spec)
         self._sweep: SweepQueue | None = None
-        """The queue of the runs that were submitted with this one; None if it was alone."""
+        """The queue as the run and its siblings share it; None without Slurm."""
         if task.spec.launcher == "slurm":
-            queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
-            try:
-                self._sweep = queue if queue.num_runs > 1 else None
-            except (OSError, errors.RunDirectoryError) as e:
-                _log.warning("the other runs of the sweep are not known: %s", e)
+            self._sweep = SweepQueue(
+                task.run, task.spec, task.slurm.partition, SlurmClient(),
+                note=events.write,
+            )  # fmt: skip
+        self._time_slots = [
+            TimeSlots([(spec, slots)], task.slurm.partition, SlurmClient(), leads=True)
+            for slots, spec in task.spec.shares
+            if spec.restored_limit_s is not None
+        ]
         name, is_local = task.slurm.node_name, task.spec.launcher == "local"
         self._interface = interface.LOOPBACK
         if not is_local:
@@ -196,7 +202,7 @@ class NodeAgent:
         self._mount = Mount.of(task.run.path)
         cpus = task.slurm.cpus_on_node
         self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
-        self._observer = WorkerObserver(self._sample)
+        self._observer = WorkerObserver(self._sample, granted_gpus(os.environ) or ())
         self._session: Session | None = None
         self._replica: Replica | None = None
 
@@ -233,7 +239,12 @@ class NodeAgent:
         if session.departed is not None:  # a notice from the leader may have come outside a round
             notice = self._notices.current
             reason = Reason(session.departed.reason) if notice is None else notice.reason
-            return _leave_job(self._task, self._events, reason)
+            code = _leave_job(self._task, self._events, reason)
+            for slots in self._time_slots:
+                with _logged("waiting tasks of the run may start late"):
+                    if slots.has_fitted:  # this agent led
+                        slots.fit()
+            return code
         return 0 if session.verdict is not None and session.verdict.status == "succeeded" else 1
 
     def _unfit(self, checks: Preflight) -> int | None:
@@ -337,8 +348,9 @@ class NodeAgent:
                 scale_up=spec.scale_up, scale_up_timeout_s=spec.scale_up_timeout_s,
                 below_min_timeout_s=spec.below_min_timeout_s,
                 max_failed_rounds=spec.max_failed_rounds,
-                max_requeues=spec.max_requeues,
+                max_requeues=spec.max_requeues, min_efficiency=spec.min_efficiency,
                 ft=spec.ft, unit_nodes=spec.unit_nodes, in_sweep=self._sweep is not None,
+                fits_time_limits=bool(self._time_slots),
             ),
             liveness=HeartbeatConfig.of(
                 settings.heartbeat_interval_s, settings.heartbeat_timeout_s, spec.max_nodes,
@@ -348,7 +360,8 @@ class NodeAgent:
             log=DecisionLog(run.rdzv, secret),
             make_status_writer=partial(StatusWriter, run, spec.run_id, events),
             scheduler=RunScheduler(
-                run, self._scheduler, RoundStores(self._interface.address), self._sweep
+                run, self._scheduler, RoundStores(self._interface.address), self._sweep,
+                self._time_slots,
             ),
             notices=RunFiles(run),
             generation=spec.generation,
@@ -413,10 +426,12 @@ class RunScheduler:
         scheduler: Scheduler,
         stores: RoundStores,
         sweep: SweepQueue | None = None,
+        time_slots: Sequence[TimeSlots] = (),
     ) -> None:
         self._run = run
         self._scheduler = scheduler
         self._sweep = sweep
+        self._time_slots = time_slots
         self.make_store = stores.make
 
     def view(self) -> Mapping[str, TaskState] | None:
@@ -432,21 +447,34 @@ class RunScheduler:
         self.let_others_start((), ends=True)
 
     def why_blocked(self, lost: Mapping[str, int]) -> str | None:
-        """Return why other runs of the sweep keep this one from its nodes; None if they do not."""
-        with _logged("the other runs of the sweep cannot be listed"):
+        """Return why other runs of the user keep this one from its nodes; None if they do not."""
+        with _logged("the other runs of the user cannot be listed"):
             return None if self._sweep is None else self._sweep.why_blocked(lost)
         return None
 
-    def let_others_start(self, lost: Iterable[str], *, ends: bool = False) -> None:
-        """Start postponed runs of the sweep if there are idle nodes for them.
+    def let_others_start(
+        self, lost: Iterable[str], *, ends: bool = False, grows: bool = True
+    ) -> Sequence[int | None]:
+        """Start postponed siblings if there are idle nodes for them.
 
         Args:
             lost: The tasks of the run that are lost.
             ends: Whether this run ends.
+            grows: Whether its other tasks may start too.
+
+        Returns:
+            See `LeaderScheduler`.
         """
-        with _logged("other runs of the sweep may start late"):
+        with _logged("other runs of the user may start late"):
             if self._sweep is not None:
-                self._sweep.let_others_start(lost, ends=ends)
+                return self._sweep.let_others_start(lost, ends=ends, grows=grows)
+        return ()
+
+    def fit_time_limits(self) -> None:
+        """Let the waiting tasks of the run fit between other jobs, if a check is due."""
+        with _logged("waiting tasks of the run may start late"):
+            for slots in self._time_slots:
+                slots.fit_if_due()
 
     def postpone_pending(self, delay_s: float) -> None:
         """Let no pending task of the run start before `delay_s` from now."""

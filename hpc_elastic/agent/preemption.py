@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 _RESERVE_S = 5.0
 _SHARE_OF_LIMIT = 0.1
+_AGREEMENT_S = 1.0
+_SAFETY = 1.5
 _SET_UP_S = 30.0
 """Workers that have reported no step for longer may do work that they do not report."""
 
@@ -103,17 +105,42 @@ def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionN
 
 
 def of_time_limit(
-    end: float, length_s: float, signal_delay_s: float
+    end: float, length_s: float, signal_delay_s: float, departure_s: float | None = None
 ) -> tuple[float, PreemptionNotice]:
     """Return when the notice of the end of the wall time is due, and the notice.
 
     Args:
         end: When it is over; monotonic seconds, as is the result.
         length_s: How long it is as a whole.
-        signal_delay_s: How long before the end the node is left; at most a tenth of the whole.
+        signal_delay_s: How long before the end the node is left at the earliest; at most a tenth of
+            the whole.
+        departure_s: How long it takes to save and to leave the node (`measured_departure_s`); None
+            if unknown.
     """
     ahead_s = min(signal_delay_s, length_s * _SHARE_OF_LIMIT)
+    if departure_s is not None:
+        ahead_s = min(ahead_s, departure_s)
     return end - ahead_s, within(Reason.TIME_LIMIT, ahead_s, end - ahead_s)
+
+
+def measured_departure_s(workers: Sequence[WorkerStatus]) -> float | None:
+    """Return the seconds from a notice until a group has saved, with a reserve; None if unknown.
+
+    The group agrees on a step ahead of all ranks, and reaches it within two steps. A save may take
+    twice as long as the last one. A worker that has not saved yet has restored: that takes about as
+    long.
+    """
+    longest_s = 0.0
+    for worker in workers:
+        save_s = worker.restore_s if worker.save_s is None else worker.save_s
+        if save_s is None or worker.step is None or worker.step_time is None:
+            return None
+        num_steps = worker.step - (worker.step if worker.first_step is None else worker.first_step)
+        if num_steps < 1 or worker.first_time is None:
+            return None
+        step_s = (worker.step_time - worker.first_time) / num_steps
+        longest_s = max(longest_s, _AGREEMENT_S + 2 * step_s + 2 * save_s)
+    return _SAFETY * longest_s if workers else None
 
 
 def why_leave_now(
@@ -158,6 +185,8 @@ class PreemptionState:
     def __init__(self, events: EventLog) -> None:
         self.current: PreemptionNotice | None = None
         """The notice; None as long as there is none."""
+        self.departure_s: float | None = None
+        """How long it takes to leave the node; None until that is known."""
         self._events = events
         self._lock = threading.Lock()
         self._leader: Session | None = None
@@ -230,6 +259,9 @@ class DrainController:
     def poll(self, now: float) -> None:
         """Pass a notice to the workers, and leave once waiting is pointless."""
         workers = [page.read() for page in self._pages]
+        departure_s = measured_departure_s(workers)
+        if departure_s is not None:
+            self._notices.departure_s = departure_s
         heard = self._leader.leave_request
         if heard is not None and heard != self._heard:
             self._heard = heard
@@ -296,6 +328,8 @@ class PreemptionWatcher:
         self._notices = notices
         self._scheduler = scheduler
         self._started_at = time.monotonic()
+        self._end = self._started_at
+        """The end of the wall time, while `_planned` is set."""
         self._planned: tuple[float, PreemptionNotice] | None = None
         """When the notice of the end of the wall time is due, and the notice."""
         self._ask_at: float | None = None
@@ -333,10 +367,15 @@ class PreemptionWatcher:
     def _plan(self, end: float) -> None:
         """Plan the notice, and a look shortly before it: limits get extended."""
         assert self._scheduler is not None
-        self._planned = of_time_limit(end, end - self._started_at, self._spec.signal_delay_s)
+        self._end = end
+        self._planned = self._notice_of_end(None)
         # at random, so that not all tasks of a run ask at once
         again_at = self._planned[0] - _LOOK_AGAIN_S - random.uniform(0.0, self._scheduler.spread_s)
         self._ask_at = again_at if again_at > time.monotonic() + _LOOK_AGAIN_S else None
+
+    def _notice_of_end(self, departure_s: float | None) -> tuple[float, PreemptionNotice]:
+        length_s, delay_s = self._end - self._started_at, self._spec.signal_delay_s
+        return of_time_limit(self._end, length_s, delay_s, departure_s)
 
     def _wait_s(self) -> float | None:
         due = [at for at in (self._ask_at, self._planned and self._planned[0]) if at is not None]
@@ -358,5 +397,7 @@ class PreemptionWatcher:
                 if left_s is not None:
                     self._plan(asked_at + left_s)
         if self._planned is not None and time.monotonic() >= self._planned[0]:
-            self._notices.add(self._planned[1])
-            self._planned = None
+            self._planned = self._notice_of_end(self._notices.departure_s)  # perhaps later
+            if time.monotonic() >= self._planned[0]:
+                self._notices.add(self._planned[1])
+                self._planned = None

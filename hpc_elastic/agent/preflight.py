@@ -43,7 +43,10 @@ _GPU_CHECK_S = 120.0
 _WAIT_S = 5.0
 """Longest wait after the imports for checks without a GPU; those of GPUs get more."""
 _SIZE = 192
-_QUERY = ["--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
+_QUERY = [
+    "--query-gpu=index,uuid,memory.total,memory.used,utilization.gpu",
+    "--format=csv,noheader,nounits",
+]
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi lists it; memory in MiB."""
+    """A GPU as nvidia-smi lists it; memory in MiB.
+
+    Attributes:
+        use: Percentage of the last moments in which a kernel ran; None where that is not measured,
+            as with MIG.
+    """
 
     index: str
     uuid: str
     total: int
     used: int
+    use: int | None = None
+
+    def is_one_of(self, granted: Sequence[str]) -> bool:
+        """Return whether it is one of `hpc_elastic.slurm.environment.granted_gpus`."""
+        return self.index in granted or self.uuid in granted
 
 
 def parse_gpus(answer: str) -> list[Gpu]:
@@ -80,8 +93,9 @@ def parse_gpus(answer: str) -> list[Gpu]:
     found = []
     for line in filter(None, map(str.strip, answer.splitlines())):
         try:
-            index, uuid, total, used = (field.strip() for field in line.split(","))
-            found.append(Gpu(index, uuid, int(total), int(used)))
+            index, uuid, total, used, use = (field.strip() for field in line.split(","))
+            percent = int(use) if use.isdecimal() else None
+            found.append(Gpu(index, uuid, int(total), int(used), percent))
         except ValueError as e:
             raise ValueError(line) from e
     return found
@@ -101,9 +115,8 @@ def judge_gpus(granted: Sequence[str], listed: Sequence[Gpu], *, shared: bool) -
         return Problem("gpus", reason)
     if shared or len(whole) < len(granted):
         return None
-    ours = [g for g in listed if g.index in granted or g.uuid in granted]
-    for gpu in ours:
-        if gpu.used > gpu.total / 2:
+    for gpu in listed:
+        if gpu.is_one_of(granted) and gpu.used > gpu.total / 2:
             taken = f"{gpu.used} of its {gpu.total} MiB are used by others"
             return Problem("memory", f"GPU {gpu.index}: {taken}")
     return None
@@ -158,15 +171,26 @@ def check_clock(folder: Path) -> Problem | None:
     return judge_clock(written - (before + after) / 2, after - before)
 
 
+def list_gpus() -> list[Gpu]:
+    """Return the GPUs of this node by nvidia-smi.
+
+    Raises:
+        subprocess.TimeoutExpired: It does not answer.
+        OSError: It cannot be started.
+        ValueError: It reports an error, which is the message.
+    """
+    done = _util.run(["nvidia-smi", *_QUERY], timeout_s=_NVIDIA_SMI_S)
+    if done.returncode != 0:
+        raise ValueError((done.stdout + done.stderr).strip())
+    return parse_gpus(done.stdout)
+
+
 def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     """Check the GPUs by nvidia-smi; None without it."""
     if not granted or shutil.which("nvidia-smi") is None:
         return None
     try:
-        done = _util.run(["nvidia-smi", *_QUERY], timeout_s=_NVIDIA_SMI_S)
-        if done.returncode != 0:
-            raise ValueError((done.stdout + done.stderr).strip())
-        return judge_gpus(granted, parse_gpus(done.stdout), shared=shared)
+        return judge_gpus(granted, list_gpus(), shared=shared)
     except subprocess.TimeoutExpired:
         reason = f"nvidia-smi does not answer for {_NVIDIA_SMI_S:.0f} s"
     except (OSError, ValueError) as e:

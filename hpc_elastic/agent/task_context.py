@@ -77,4 +77,5 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     run = RunDir(Path(runs[index]["dir"]))
     spec = run.load()
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
-    return Task(run, spec, int(runs[index]["slot"]), slurm, is_coallocated, len(runs), superseded)
+    slot = int(runs[index]["slot"])
+    return Task(run, spec.of_slot(slot), slot, slurm, is_coallocated, len(runs), superseded)

@@ -289,11 +289,13 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
 def warn_of_late_variables(before: Mapping[str, str]) -> None:
     """Warn of variables that the script sets for its `import torch`, which has happened already.
 
-    The choice of GPUs is not too late: the first use of a GPU reads it.
+    The choice of GPUs is not too late: the first use of a GPU reads it. Nor is the folder of
+    compiled graphs, which torch itself sets where kept graphs are put back (`compile_cache`).
     """
     was, now = _read_at_start(before), _read_at_start(os.environ)
     changed = {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
-    late = sorted(name for name in changed if not name.startswith("CUDA_"))
+    in_time = ("CUDA_", "TORCHINDUCTOR_CACHE_DIR")
+    late = sorted(name for name in changed if not name.startswith(in_time))
     if late:
         print(
             f"hpc_elastic: the script sets {', '.join(late)}, but this process had imported torch "

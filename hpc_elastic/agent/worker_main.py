@@ -38,7 +38,7 @@ from typing import Any, TextIO
 
 from hpc_elastic.agent import signals, stacks
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run.directory import Entry, RunDir
+from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.worker.reporting import function_returned, own_page, report_counted
 from hpc_elastic.worker.shared_page import (
@@ -49,7 +49,10 @@ from hpc_elastic.worker.shared_page import (
 )
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+_FRAMES_OF_OURS = (
+    __file__, str(Path(__file__).with_name("command.py")),
+    runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +65,8 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     warm_worker = os.environ.pop(WARM_WORKER_VARIABLE, None)
     if warm_worker is not None:
-        _wait_for_use(warm_worker, run)
+        _wait_for_use(warm_worker, run)  # it receives the environment
+    os.environ[RUN_DIR_VARIABLE] = str(run.path)
     control, local_rank = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("LOCAL_RANK")
     if control is not None and local_rank is not None:
         with contextlib.suppress(OSError, RuntimeError):
@@ -74,7 +78,7 @@ def main(argv: list[str]) -> int:
     phase = "import"
     try:
         entry = run.load().entry
-        after_import("torch", _prepare_torch)
+        after_import("torch", lambda: _prepare_torch(run))
         function = load_function(entry)
         if warm_worker is not None:
             from hpc_elastic.agent.warm_workers import warn_of_late_variables
@@ -151,30 +155,55 @@ def _wait_for_use(warm_worker: str, run: RunDir) -> None:
     wait_for_use(warm_worker, modules)
 
 
-def _prepare_torch() -> None:
+def _prepare_torch(run: RunDir) -> None:
     """Let data loaders withstand a notice, and hook into every optimizer step of this process.
 
     It is reported, for scripts that report none themselves, and the present process group is held
     until the end of this process. Where the script's DistributedDataParallel is the last to hold
     it, that destroys the group when the user's function returns, with the interpreter lock, and
     waits for a thread of gloo's that may be waiting for the lock (seen with torch 2.13): all work
-    is done, and nothing ever ends.
+    is done, and nothing ever ends. Compiled graphs are kept for the next worker.
     """
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data._utils import signal_handling
 
+    from hpc_elastic.agent.compile_cache import CompileCache
+
     keep_loaders(signal_handling)
     steps, kept_groups = itertools.count(1), list[object]()
+    compiled = CompileCache(run)
+    compiled.load()
 
     def on_step(*_: object) -> None:
-        report_counted(next(steps))
+        if _makes_optimizer_state():
+            return
+        step = next(steps)
+        report_counted(step)
+        compiled.on_step(step)
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
             if not kept_groups or kept_groups[-1] is not group:
                 kept_groups.append(group)
 
     register_optimizer_step_post_hook(on_step)
+
+
+def _makes_optimizer_state() -> bool:
+    """Return whether a step of an optimizer is the one by which torch makes its state.
+
+    `torch.distributed.checkpoint.state_dict` makes it with a learning rate of 0, before it loads a
+    state.
+    """
+    name = "torch.distributed.checkpoint.state_dict"
+    if name not in sys.modules:
+        return False
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def to_json(value: Any) -> str:
@@ -254,7 +283,8 @@ def _without_our_frames(error: BaseException) -> BaseException:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _FRAMES_OF_OURS:
         frames = frames.tb_next
-    return error.with_traceback(frames) if frames is not None else error
+    explains_itself = frames is not None or isinstance(error, HpcElasticError)
+    return error.with_traceback(frames) if explains_itself else error
 
 
 class _LogFile(io.FileIO):
@@ -287,10 +317,10 @@ def _exit_process(exit_code: int) -> None:
     python/cpython#87135, cured in Python 3.14): one in a dozen short runs lost a worker that had
     done all its work.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()  # private: Python has no public way to run what was registered
+    # Private: Python has no public way to end the threads of executors, which torch.compile leaves
+    # open, to wait for the others, and to run what was registered.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -13,7 +13,8 @@
 - `files`         safetensors files, written past the page cache
 - `store`         the folders of a directory: commit, verification, retention, removal
 - `manifest`      what a checkpoint holds (pure)
-- `restore`       the newest checkpoint that verifies; `resharding` reads it under any mesh
+- `restore`       the newest checkpoint that verifies, of this run or another; `resharding` reads it
+                  under any mesh
 - `export`        one file for torch.load
 - `memory_tier`   saves in the memory of nodes: `node_memory` a node's folder, `replication` copies
                   on another node
@@ -29,14 +30,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpc_elastic.checkpoint.checkpointer import Checkpointer, CheckpointOptions
     from hpc_elastic.checkpoint.memory_tier import MemoryTier
+    from hpc_elastic.checkpoint.restore import follow_checkpoints
 
-__all__ = ["CheckpointOptions", "Checkpointer", "MemoryTier"]
+__all__ = ["CheckpointOptions", "Checkpointer", "MemoryTier", "follow_checkpoints"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch only when somebody saves or restores: the command line does not."""
     if name in __all__:
-        from hpc_elastic.checkpoint import checkpointer
+        from hpc_elastic.checkpoint import checkpointer, restore
 
-        return getattr(checkpointer, name)
+        return getattr(restore if name == "follow_checkpoints" else checkpointer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

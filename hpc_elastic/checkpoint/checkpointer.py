@@ -1,12 +1,11 @@
 """The Checkpointer: what a training script saves and restores with.
 
-    with Checkpointer("checkpoints", state={"model": model, "optimizer": optimizer}) as ckpt:
-        step = ckpt.restore() or 0
+    with Checkpointer({"model": model, "optimizer": optimizer}) as checkpointer:
+        step = checkpointer.load_latest() or 0
         while step < steps:
             train_one_step()
             step += 1
-            if should_checkpoint(step):
-                ckpt.save(step)
+            checkpointer.save_if_due(step, every_s=600)
 
 Every rank makes one, and calls it at the same steps. A save copies the state into host memory and
 returns; a thread writes, checks and commits it (`save` has the theory). What is committed is
@@ -41,7 +40,9 @@ from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import Flat, RankStates, flatten, rank_states
 from hpc_elastic.checkpoint.store import Cleaner, Retention, Store, remember
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
+from hpc_elastic.run.directory import default_checkpoints
 from hpc_elastic.worker import reporting
+from hpc_elastic.worker.checkpoint_trigger import should_checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Checkpointer:
     to be the same on all ranks. An object that is neither module nor optimizer gets back on each
     rank what its state_dict() was there. Under another number of ranks, one that can be iterated
     (a data loader: its state is one rank's position), or whose state was not the same on all ranks,
-    is refused by `restore`, unless `CheckpointOptions.accept_inexact` names its key;
+    is refused by `load_latest`, unless `CheckpointOptions.accept_inexact` names its key;
     `hpc_elastic.data` has what fits any number. The step, and each rank's random number generators,
     are saved too.
 
@@ -81,8 +82,8 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
         state: Mapping[str, Any],
+        directory: str | os.PathLike[str] | None = None,
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
@@ -92,8 +93,10 @@ class Checkpointer:
         """Prepare, and begin to make the buffers that saves will use (every rank; collective).
 
         Args:
-            directory: On a file system that all ranks share; made if need be.
             state: What to save and restore.
+            directory: On a file system that all ranks share; made if need be. None: the folder
+                ``checkpoints`` of the run; outside of a run that of Hydra's output directory, or of
+                the working directory.
             keep_last: How many of the newest checkpoints are kept, at least 1.
             keep_every: Checkpoints of steps that are a multiple of this are kept for ever.
             memory_tier: Keep saves in the nodes' memory, too, and write only some of them to the
@@ -116,7 +119,7 @@ class Checkpointer:
         self._state = dict(state)
         rule = Retention(keep_last, keep_every)
         flat = flatten(self._state)
-        store = Store(Path(directory).absolute())
+        store = Store(Path(directory or default_checkpoints()).absolute())
         if self._options.boundary:
             _require_one(store.directory, self._state)
         store.prepare()
@@ -199,7 +202,35 @@ class Checkpointer:
                 reporting.mark_checkpoint(step=step)
         return not blocking or self._committed == step
 
-    def restore(self) -> int | None:
+    def save_if_due(
+        self,
+        step: SupportsIndex,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        overhead: float | None = None,
+    ) -> bool:
+        """Save if `should_checkpoint` returns true; call it on every rank, after every step.
+
+        Args:
+            step: As of `save`.
+            every_steps: As of `should_checkpoint`, and so are the others.
+            every_s: Seconds between two checkpoints.
+            overhead: The share of the time that checkpoints may take.
+
+        Returns:
+            Whether the step is saved, or being saved.
+
+        Raises:
+            ConfigError: As of `save`.
+            ValueError: As of `should_checkpoint`.
+        """
+        is_due = should_checkpoint(
+            operator.index(step), every_steps=every_steps, every_s=every_s, overhead=overhead
+        )
+        return is_due and self.save(step)
+
+    def load_latest(self) -> int | None:
         """Fill the state from the newest checkpoint that verifies (every rank; collective).
 
         Which ones were passed over, and why, is in the log. Ranks that the checkpoint has no
@@ -360,7 +391,7 @@ class Checkpointer:
         if save.is_stored:
             self._stored = save.step
             if page is not None:
-                page.report_stored(save.step)
+                page.report_stored(save.step, save.duration_s)
             if self._group.rank == 0 and not self._is_remembered:
                 self._is_remembered = True
                 try:

@@ -1,6 +1,6 @@
 """The ranks that save and restore together, and what they exchange.
 
-Collectives are called by the constructor of a `Checkpointer` and by `restore`, which all ranks
+Collectives are called by the constructor of a `Checkpointer` and by `load_latest`, which all ranks
 call; a save needs none. Everything is sent as tensors: torch's object collectives would pickle.
 """
 

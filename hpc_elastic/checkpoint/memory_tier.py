@@ -1,6 +1,6 @@
 """Near memory first: saves in the nodes' memory, and only every k-th in the shared directory.
 
-    Checkpointer("checkpoints", state, memory_tier=MemoryTier(shared_every=10))
+    Checkpointer(state, memory_tier=MemoryTier(shared_every=10))
 
 A save goes to ``/dev/shm`` of the node, and from there at once to a worker on the next node
 (`replication`), so that it survives the loss of a node; two neighbours lost at once take it with

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,18 +17,125 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.checkpoint import state
+from hpc_elastic.checkpoint import state as states
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
-from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest
-from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from hpc_elastic.checkpoint.state import RankStates
+from hpc_elastic.checkpoint.store import Store, directories, file_problem, read_manifest
+from hpc_elastic.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+)
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import is_there
+from hpc_elastic.worker import reporting
 
 _log = logging.getLogger(__name__)
 
-_NONE = -1
+_NONE, _OVER = -1, -2
 _LOOK_AGAIN_S = (0.0, 0.2, 1.0)
 """Pauses before a rank believes that it cannot see what rank 0 sees."""
+_NUM_ATTEMPTS = 5
+"""Attempts in a row to read checkpoints that the other run removes meanwhile."""
+
+
+def follow_checkpoints(
+    state: Mapping[str, Any],
+    run: str | os.PathLike[str],
+    *,
+    after: int = -1,
+    poll_s: float = 10.0,
+    timeout_s: float = 3600.0,
+) -> Iterator[int]:
+    """Fill a state from each new checkpoint of another run, and yield its step.
+
+    For work beside a training, such as an evaluation: it takes no part in that run, and changes
+    nothing of it. A checkpoint that a newer one overtakes is left out. The iteration ends when the
+    run has its result, with its last checkpoint. Every rank calls it; collective.
+
+    Args:
+        state: What to fill, under the keys that the run's `Checkpointer` has; it may lack some,
+            such as the optimizer.
+        run: The run directory.
+        after: The step of the last checkpoint that was used, to go on after a restart.
+        poll_s: Seconds between two looks into the directory, above 0.
+        timeout_s: Longest wait for a new checkpoint, in seconds.
+
+    Yields:
+        The step of the checkpoint that the state is filled with.
+
+    Raises:
+        TimeoutError: There was no new checkpoint for `timeout_s`, and the run has no result.
+        ConfigError: The checkpoint lacks a key of the state.
+        CheckpointError: The checkpoint does not fit the state; the message names the key.
+    """
+    paths, group = RunDir(Path(run)), RankGroup.current()
+    ranks = RankStates(group.rank, group.world_size, ())
+    since, num_failed = time.monotonic(), 0
+    while True:
+        found = _NONE
+        if group.rank == 0:
+            is_over = is_there(paths.result)  # before the look: the last checkpoint was there then
+            found = max((s.steps()[0] for s in _stores(paths)), default=_NONE)
+            if found <= after:
+                found = _OVER if is_over else _NONE
+        newest = group.broadcast_int(found)
+        if newest == _OVER:
+            return
+        if newest > after:
+            try:
+                step = _restore_newest(paths, group, ranks, state, newest)
+            except CheckpointError:
+                num_failed += 1
+                if num_failed == _NUM_ATTEMPTS:
+                    raise
+                continue
+            num_failed = 0
+            if step is not None and step > after:
+                after = step
+                yield step
+                since = time.monotonic()
+                continue
+        if group.broadcast_int(int(time.monotonic() - since > timeout_s)):
+            raise TimeoutError(
+                f"{paths.path} has no checkpoint after step {after} for {timeout_s:g} s, and no "
+                "result: `hpc-elastic status` shows why"
+            )
+        reporting.report()  # a sign of life
+        time.sleep(poll_s)
+
+
+def _stores(run: RunDir) -> list[Store]:
+    try:
+        return [Store(directory) for directory in directories(run)]
+    except OSError as e:  # looked at again
+        _log.warning("the checkpoints of %s cannot be listed: %s", run.path, e)
+        return []
+
+
+def _restore_newest(
+    run: RunDir, group: RankGroup, ranks: RankStates, state: Mapping[str, Any], newest: int
+) -> int | None:
+    """Restore the newest checkpoint of the directory that rank 0 has found."""
+    store, stored = None, set(state)
+    for pause_s in _LOOK_AGAIN_S:
+        time.sleep(pause_s)
+        store = next((s for s in _stores(run) if s.steps()[0] >= newest), None)
+        if store is not None:
+            break
+    if store is not None:
+        with contextlib.suppress(CheckpointError):  # it is passed over below
+            stored = set(read_manifest(store.folder(store.steps()[0])).values)
+    if not group.all_agree(store is not None):
+        raise CheckpointError(f"a rank does not see the checkpoint of step {newest} of {run.path}")
+    if not group.all_agree(stored >= set(state)):
+        remedy = f"the keys have to be those of the run's Checkpointer: {', '.join(sorted(stored))}"
+        raise ConfigError("state", sorted(set(state) - stored), remedy)
+    assert store is not None
+    return Restorer(store, group, ranks, set(), None).restore(state, False, with_rng=False)
 
 
 @dataclass(frozen=True)
@@ -36,15 +144,15 @@ class Restorer:
 
     store: Store
     group: RankGroup
-    ranks: state.RankStates
+    ranks: RankStates
     damaged: set[int]
     """Gets the steps that do not verify."""
     tier: MemoryStore | None
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
-        """Fill a state; see `Checkpointer.restore` (every rank; collective)."""
+        """Fill a state; see `Checkpointer.load_latest` (every rank; collective)."""
         tier, rank = self.tier, self.group.rank
-        needed = partial(state.files_needed, state=into, strict=strict, ranks=self.ranks)
+        needed = partial(states.files_needed, state=into, strict=strict, ranks=self.ranks)
         self.damaged.clear()
         for step, is_near in self._candidates():
             found = tier.gather(step, needed) if tier and is_near else self._find_stored(step)
@@ -56,9 +164,9 @@ class Restorer:
                 mine = manifest.rank_values.get(rank, {}).get("rng")
                 first = manifest.rank_values.get(0, {}).get("rng")
                 if mine is not None:
-                    state.restore(mine)
+                    states.restore(mine)
                 elif first is not None:
-                    state.derive(step, rank, first)
+                    states.derive(step, rank, first)
             if tier is not None:
                 tier.forget_newer(step)
             level = logging.INFO if rank == 0 else logging.DEBUG
@@ -125,7 +233,7 @@ class Restorer:
     ) -> None:
         error: CheckpointError | None = None
         try:
-            state.load(manifest, folder, into, strict=strict, ranks=self.ranks)
+            states.load(manifest, folder, into, strict=strict, ranks=self.ranks)
         except CheckpointError as e:
             error = e
         except Exception as e:  # whatever it is: the other ranks wait for the vote

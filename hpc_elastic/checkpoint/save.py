@@ -84,6 +84,7 @@ class Save:
         folder: Where all ranks write; its name is known to their group only.
         is_stored: Whether it is known to be committed in the shared directory.
         error: Why it has failed.
+        duration_s: How long it took, from the snapshot to its commit.
     """
 
     context: SaveContext
@@ -94,6 +95,7 @@ class Save:
     snapshot: HostSnapshot | None = None
     is_stored: bool = False
     error: CheckpointError | None = None
+    duration_s: float = 0.0
     folder: Path = field(init=False)
     _done: threading.Event = field(default_factory=threading.Event)
     _aborted: threading.Event = field(default_factory=threading.Event)
@@ -135,7 +137,8 @@ class Save:
                 self._write_to_memory(memory, snapshot)
             if self.to_store:
                 self._write_to_store(snapshot)
-            _log.debug("step %d: written in %.2f s", self.step, time.monotonic() - begin)
+            self.duration_s = time.monotonic() - begin
+            _log.debug("step %d: written in %.2f s", self.step, self.duration_s)
         except CheckpointError as e:
             self.error = e
         except Exception as e:

@@ -238,7 +238,7 @@ def _prepare(
             raise CheckpointError(
                 f"{message}: give the same keys, or CheckpointOptions(strict=False)"
             )
-        _log.warning("%s: left alone", message)
+        _log.log(logging.WARNING if missing else logging.INFO, "%s: left alone", message)
     items = {key: _bare(state[key]) for key in state if key in manifest.values}
     trees = {key: decode(ranks.value(manifest, key, state[key])) for key in items}
     present = flatten(items)

@@ -43,14 +43,19 @@ Exit codes:
          audit    a sample was left out or trained twice, or that is unknown
          verify   a checkpoint is damaged
   2    the arguments are wrong, and nothing was done
-  130  interrupted; lighthouse returns 0
+  130  interrupted; watch and lighthouse return 0
 
 If SCRIPT fails, submit returns its exit code, or 128 plus the number of the signal that ended it.
 Standard output is empty then.
 """
 
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
-    "Submit": {"submit": ("submit", "Submit the runs of a script, or print their batch script.")},
+    "Submit": {
+        "init": ("init", "Write a cluster file, and a script to start from."),
+        "when": ("when", "Forecast when a run would start, and how it would grow."),
+        "submit": ("submit", "Submit the runs of a script, or print their batch script."),
+        "run": ("submit", "Run a command elastically, as torchrun runs a script."),
+    },
     "Observe": {
         "status": ("status", "Show a run: group, tasks, step, pace, and where its time went."),
         "list": ("list", "List your runs, the newest first."),
@@ -58,6 +63,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "logs": ("logs", "Show or follow the output of all workers, in order of time."),
         "events": ("events", "Show what happened to a run, and why."),
         "report": ("report", "Write a page on a run: nodes, training, faults and their cost."),
+        "watch": ("watch", "Show runs in a browser as they are now: a list, reports, logs."),
     },
     "Control": {
         "cancel": ("control", "End a run and its pending tasks."),

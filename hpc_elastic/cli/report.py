@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,23 @@ from hpc_elastic.checkpoint.store import Store, directories
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.run_view import overrides_label, overrides_of
+from hpc_elastic.launcher.run_handle import read_tail
+from hpc_elastic.launcher.run_view import Query, overrides_label, overrides_of
+from hpc_elastic.report.log_files import cleaned
 from hpc_elastic.report.progress_log import Point
-from hpc_elastic.report.report import About, Configuration, Report, redact, redact_argument, report
+from hpc_elastic.report.report import (
+    About,
+    Configuration,
+    Report,
+    WorkerFailure,
+    redact,
+    redact_argument,
+    report,
+)
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.slurm.scheduler import take_snapshot
 
 _FORMATS = ("html", "png", "json")
 _STANDARD_OUTPUT = "-"
@@ -30,9 +42,10 @@ _HELP = """
 Content:
   node time by use, and the goodput
   when each node joined and left, and why
-  step and loss over time, with the faults and the checkpoints
+  over time, with faults and checkpoints: step, loss, throughput, the script's metrics, GPU use
   each fault with its cost: lost steps, time without a step, node time
-  what happened, in sentences
+  failures of workers, with their tracebacks and the last lines of their logs
+  what happened, in sentences; hints where node time is wasted
   checkpoints, and the configuration without its secrets (***)
 
 \b
@@ -132,18 +145,23 @@ def _write(output: Path, content: bytes) -> None:
 # ---- collecting
 
 
-def report_of(run: Path) -> Report:
+def report_of(run: Path, query: Query = take_snapshot) -> Report:
     """Return the report of a run, from its files and its scheduler.
+
+    Args:
+        run: The run directory.
+        query: Queries the scheduler.
 
     Raises:
         RunDirectoryError: This is no run directory, nor what is left of one.
     """
-    details = read_details(run)
+    details = read_details(run, query)
     notes = list(details.notes)
     timeline = build_timeline(details.history)
     return report(
         _about(details), details.account, details.points, timeline, made=time.time(),
-        kept=_kept(run, notes), configuration=_configuration(details, notes), notes=notes,
+        failures=_failures(details), kept=_kept(run, notes),
+        configuration=_configuration(details, notes), notes=notes,
     )  # fmt: skip
 
 
@@ -162,6 +180,35 @@ def _about(details: RunDetails) -> About:
         samples=status.samples, loss=status.loss,
         steps_per_s=details.pace.steps_per_s, remaining_s=details.pace.remaining_s,
     )  # fmt: skip
+
+
+def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
+    run, ended = details.view.run.path.resolve(), details.view.ended
+    found = [
+        WorkerFailure(
+            event["time"], event["failure"], event["host"], event.get("rank"), event.get("round"),
+            event.get("traceback"), event.get("log"),
+        )
+        for event in details.history.of("restart")
+    ]  # fmt: skip
+    if ended is not None and ended.failure is not None:
+        last = ended.failure
+        found.append(WorkerFailure(
+            ended.time, ended.why or str(last.get("message")), str(last.get("host")),
+            last.get("rank"), last.get("round"), last.get("traceback"), last.get("log"),
+            ended_run=True,
+        ))  # fmt: skip
+    for number, failure in enumerate(found):
+        log, text = failure.log, ""
+        # a forged event may name a private file of the reader's, outside of the run
+        if log and Path(log).resolve().is_relative_to(run):
+            text = "\n".join(
+                cleaned(line, colours=False) for line in read_tail(Path(log)).splitlines()
+            )
+        found[number] = replace(
+            failure, traceback=redact(failure.traceback), last_lines=redact(text)
+        )
+    return found
 
 
 def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:

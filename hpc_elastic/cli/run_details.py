@@ -23,9 +23,10 @@ from hpc_elastic.launcher.run_view import (
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.node_time import Account, account
 from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
-from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, read_events
+from hpc_elastic.slurm.forecast import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import current_names
 from hpc_elastic.slurm.scheduler import take_snapshot
@@ -97,6 +98,7 @@ class RunDetails:
         history: The valid events of all tasks.
         points: Its progress in order of time, until now.
         notes: What cannot be found out, and why.
+        next_node: When its next node is expected; None if no task waits, or none is needed.
     """
 
     view: RunView
@@ -112,6 +114,7 @@ class RunDetails:
     history: EventIndex
     points: Sequence[Point]
     notes: Sequence[str]
+    next_node: ExpectedStart | None = None
 
     @property
     def run_id(self) -> str:
@@ -142,6 +145,7 @@ class RunDetails:
             "world_size": status.world_size if nodes and nodes[0] else 0,
             "group": [asdict(size) for size in self.account.sizes],
             "tasks": [asdict(task) for task in self.tasks],
+            "next_node": None if self.next_node is None else asdict(self.next_node),
             "step": status.step, "total_steps": status.total_steps, "loss": status.loss,
             "samples": status.samples, "steps_per_s": self.pace.steps_per_s,
             "samples_per_s": self.pace.samples_per_s, "remaining_s": self.pace.remaining_s,
@@ -224,7 +228,18 @@ def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
         history=history,
         points=points,
         notes=[*view.notes, *notes],
+        next_node=_next_node(view, spec),
     )
+
+
+def _next_node(view: RunView, spec: RunSpec | None) -> ExpectedStart | None:
+    """Return when the next node of a run that goes on is expected; None if no task waits."""
+    if spec is None or view.ended is not None or not view.tasks:
+        return None
+    expected = expected_start(view.tasks.values(), view.now)
+    if expected is None or spec.launcher == "slurm":
+        return expected
+    return replace(expected, at=None, why="a local node starts when one of this machine's is free")
 
 
 def _trains(view: RunView) -> bool:
@@ -271,16 +286,18 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
     although leaders go on to announce it.
     """
     known: dict[int, float] = {}
-    lost = None
+    lost, highest = None, -1
     for point in points:
-        if point.step is not None:
+        if point.step is not None and point.step < highest:
             known = {step: time for step, time in known.items() if step <= point.step}
+            highest = point.step
         if point.checkpoint is None:
             continue
         if point.step is not None and point.step < point.checkpoint:
             lost = point.checkpoint
         elif point.checkpoint != lost:
             known.setdefault(point.checkpoint, point.time)
+            highest = max(highest, point.checkpoint)
             lost = None
     return max(known.items(), default=None)
 

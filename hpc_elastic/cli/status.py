@@ -24,6 +24,7 @@ from hpc_elastic.cli.run_details import RunDetails, RunTask, read_details
 from hpc_elastic.launcher.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
 from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.slurm.forecast import FAR_S, ExpectedStart
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 _QUERY_INTERVAL_S, _SETTLED_QUERY_INTERVAL_S = 10.0, 60.0
@@ -41,6 +42,7 @@ What it shows:
   step        the last step, as the script reports it, or of the optimizer
   pace        over the last five minutes of the present group, and the expected end
   nodes       in the group now, and over time as a line of blocks
+  next node   when Slurm expects to start the next waiting task; or why that is unknown
   slow        ranks whose own part of a step takes over 1.3 times that of the median
   so far      restarts that failures of workers have spent, and how nodes have left
   goodput     the share of new training steps in the time of all nodes
@@ -59,8 +61,9 @@ With --json, one object (with --watch, one a line): run_id, directory, launcher,
 (not submitted, queued, starting, waiting, training, requeued, succeeded, failed, cancelled, lost,
 unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size, group (time,
 nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt, ranks,
-time_left_s, starts_in_s, last_known: its last known state if Slurm does not answer), step,
-total_steps, loss, samples, steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept,
+time_left_s, starts_in_s, last_known: its last known state if Slurm does not answer), next_node (at,
+not_before, why: of the next waiting task; null if none waits), step, total_steps, loss, samples,
+steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept,
 age_s), restarts, max_restarts, departures (number of attempts that ended: preempted, requeued,
 time_limit, cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...),
 stragglers (rank, host, ratio), goodput, node_seconds (by kind), queue_seconds, ended (status, time,
@@ -219,8 +222,6 @@ _MOST_SLOW = 4
 _FILE_WIDTH = 160
 _WORTH_SHOWING_S = 1.0
 _WORTH_NAMING = 0.0005
-_WORTH_WAITING_S = 7 * 86_400.0
-"""Without time limits Slurm expects a start in a year."""
 _LABEL_WIDTH = 10
 
 
@@ -302,6 +303,8 @@ def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType
         yield "checkpoint", Text("none yet")
     if details.nodes is not None:
         yield "nodes", _nodes(details, details.nodes, width)
+    if details.next_node is not None:
+        yield "next node", _next_node(details.next_node, now)
     if slow := details.stragglers:
         shown = [
             f"rank {s.get('rank')} on {s.get('host')} ({s.get('ratio')} times the median)"
@@ -345,6 +348,16 @@ def _nodes(details: RunDetails, nodes: tuple[int, int, int], width: int) -> Text
     end = details.view.now if details.view.ended is None else details.view.ended.time
     spark = sparkline(changes, changes[0][0], end, room, most)
     return text.append("  ").append(spark, style="cyan") if spark else text
+
+
+def _next_node(expected: ExpectedStart, now: float) -> Text:
+    if expected.at is not None:
+        left_s = expected.at - now
+        when = f"in {duration(left_s)} ({clock(expected.at, now)})" if left_s > 0 else "now"
+        return Text(f"expected {when}")
+    if expected.not_before is not None:
+        return Text(f"not before {clock(expected.not_before, now)}: {expected.why}")
+    return Text(f"unknown: {expected.why}")
 
 
 def _node_time_bar(spent: Mapping[str, float], total: float, width: int) -> RenderableType:
@@ -416,7 +429,7 @@ def _state(task: RunTask, num: int) -> Text:
     if task.reason:
         text.append(f" ({task.reason})", style="dim")
     starts_in_s = task.starts_in_s or 0.0
-    if task.state == "PENDING" and 0 < starts_in_s < _WORTH_WAITING_S:
+    if task.state == "PENDING" and 0 < starts_in_s < FAR_S:
         text.append(f" in {duration(starts_in_s)}", style="dim")
     return text
 

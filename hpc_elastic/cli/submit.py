@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,8 @@ import click
 
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
-from hpc_elastic.errors import RunDirectoryError, SubmissionError
-from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
-from hpc_elastic.launcher.run_view import label_of
-from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
-from hpc_elastic.run.registry import user
-from hpc_elastic.shared_files import is_there
-from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.local_queue import LocalQueue
+from hpc_elastic.errors import SubmissionError
+from hpc_elastic.run.directory import ArrayFiles, RunDir
 
 _SUBMIT_EXAMPLES = """
 \b
@@ -131,6 +123,110 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
     return script_.returncode, detach.read_report(report)
 
 
+# ---- ``hpc-elastic run``: a command that knows nothing of this package
+
+
+_RUN_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic run --nodes 2 -- python train.py --lr 0.1
+  hpc-elastic run --launcher slurm --nodes 1:16 --partition gpu -- python train.py --lr 0.1
+  hpc-elastic run --launcher slurm --nodes 4 --wait false -- ./train.sh
+
+\b
+hpc_elastic.yaml beside the script, or in the working directory, may hold the settings:
+  launcher: slurm
+  nodes: "1:16"
+  partition: gpu
+"""
+_SETTINGS_FILE = "hpc_elastic.yaml"
+
+
+class _RunCommand(click.Command):
+    """Splits its arguments at the first ``--``: settings, and the command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        settings, command = args[:end], args[end + 1 :]
+        if "--help" in settings:
+            return super().parse_args(ctx, ["--help"])
+        if not command:
+            raise click.UsageError("give the command behind `--`, as in: -- python train.py", ctx)
+        ctx.params |= {"settings": _split_settings(settings, ctx), "command": command}
+        return []
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[--launcher slurm|local] [--nodes N|MIN:MAX] [--KEY VALUE]... -- COMMAND..."]
+
+
+def _split_settings(args: Sequence[str], ctx: click.Context) -> list[str]:
+    """Return ``--key value``, ``--key=value`` and ``key=value`` as overrides ``key=value``."""
+    found, rest = [], list(args)
+    while rest:
+        given = rest.pop(0)
+        key, equals, value = given.removeprefix("--").partition("=")
+        if not equals:
+            if not given.startswith("--") or not rest:
+                raise click.UsageError(f"{given}: give settings as --KEY VALUE", ctx)
+            value = rest.pop(0)
+        found.append(f"{key.replace('-', '_').removeprefix('launcher.')}={value}")
+    return found
+
+
+@click.command(cls=_RunCommand, epilog=_RUN_EXAMPLES)
+def run_command(settings: list[str], command: list[str]) -> int:
+    """Run a command elastically, as torchrun runs a script, and wait for it.
+
+    Every worker runs COMMAND with the variables that torchrun sets. When the group changes, the
+    command starts again, and continues from its own checkpoints. A Python script is not changed;
+    its optimizer's steps are counted for `hpc-elastic status`.
+
+    The settings are those of Hydra's group launcher without their prefix (docs/reference/settings),
+    and launcher, nodes, nproc_per_node, ft, run_dir.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from hpc_elastic.agent import command as entry_module
+    from hpc_elastic.api import launch_entry
+    from hpc_elastic.errors import ConfigError
+    from hpc_elastic.launcher.user_code import search_path
+    from hpc_elastic.run.directory import Entry
+
+    script = entry_module.script_of(command)
+    if script is not None and not script.exists():
+        raise ConfigError("command", str(script), "there is no such script")
+    config: Any = OmegaConf.create({})
+    folders = [*([script.parent] if script is not None else []), Path()]
+    file = next((f / _SETTINGS_FILE for f in folders if (f / _SETTINGS_FILE).is_file()), None)
+    typed = []
+    try:
+        if file is not None:
+            config = OmegaConf.load(file)
+        for override in settings:
+            parsed = OverridesParser.create().parse_override(override)
+            OmegaConf.update(config, parsed.key_or_group, parsed.value(), force_add=True)
+            typed.append(parsed.key_or_group)
+        given: Any = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException) as e:
+        raise ConfigError("settings", " ".join(settings), str(e).splitlines()[0]) from e
+    top = {key: given.pop(key) for key in ("nodes", "nproc_per_node", "ft") if key in given}
+    run_dir, backend = given.pop("run_dir", None), given.pop("launcher", "local")
+    launch_entry(
+        lambda: Entry(
+            "function", entry_module.run_command.__name__, module=entry_module.__name__,
+            args=list(command), cwd=str(Path.cwd()), sys_path=search_path(),
+        ),
+        script.stem if script is not None else Path(command[0]).name,
+        {**top, "launcher": {**given, "backend": backend}},
+        run_dir,
+        [f"{key}=" if key in top else f"launcher.{key}=" for key in typed],
+    )  # fmt: skip
+    return 0
+
+
 def print_run(run_id: str, folder: Path) -> None:
     """Print the commands that watch and end a run."""
     print(f"\n{run_id}\n  {folder}")
@@ -141,6 +237,21 @@ def print_run(run_id: str, folder: Path) -> None:
 # ---- ``hpc-elastic submit --dry-run``: the batch script on standard output, all else on error
 
 
+def dry_run(script: str, arguments: Sequence[str]) -> tuple[int, str, list[Path]]:
+    """Run a script as a dry run: its files are written, and nothing is submitted.
+
+    Returns:
+        Its exit code, its standard output, and the batch scripts that it has written.
+    """
+    from hpc_elastic.launcher.submit import RENDERED
+
+    argv = [sys.executable, script, *arguments, "launcher.dry_run=true"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
+    lines = done.stdout.splitlines()
+    scripts = [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
+    return done.returncode, done.stdout, scripts
+
+
 def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool) -> int:
     """Run a script as a dry run, and print the batch script that it has written, or copy several.
 
@@ -148,29 +259,24 @@ def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_js
         SubmissionError: There is no batch script; or there are several, and neither a directory
             nor JSON was requested.
     """
-    from hpc_elastic.launcher.submit import RENDERED
-
-    argv = [sys.executable, script, *arguments, "launcher.dry_run=true"]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
-    sys.stderr.write(done.stdout)
-    if done.returncode != 0:
-        return done.returncode
-    lines = done.stdout.splitlines()
-    scripts = [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
+    code, printed, scripts = dry_run(script, arguments)
+    sys.stderr.write(printed)
+    if code != 0:
+        return code
     if not scripts:
         remedy = "only launcher=slurm has one: add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} made no batch script; {remedy}")
     files = scripts if output is None else _copy_scripts(scripts, output)
     if as_json:
-        printed = []
+        listed = []
         for rendered, file in zip(scripts, files, strict=True):
             dirs = ArrayFiles.of(rendered).run_dirs()
             runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(dirs)]
-            printed.append({
+            listed.append({
                 "script": str(file.absolute()), "sweep": str(rendered.parent.parent),
                 "tasks": len(dirs), "runs": runs,
             })  # fmt: skip
-        print(json.dumps(printed, indent=2))
+        print(json.dumps(listed, indent=2))
     elif output is None and len(scripts) > 1:
         why = "different resources, launcher.coallocate_min, or MaxArraySize"
         what = f"{script} makes {len(scripts)} batch scripts ({why})"
@@ -227,7 +333,7 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
     """
     from hpc_elastic.launcher import wait as launcher_wait
 
-    runs = read_handles(find_submission(sweep.absolute()))
+    runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep.absolute()))
     out = sys.stderr if as_json else sys.stdout
     outcomes = launcher_wait.wait(runs, poll_interval_s=poll_interval_s, out=out)
     failed = [outcome.error for outcome in outcomes if outcome.error]
@@ -246,81 +352,3 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
         ]  # fmt: skip
         print(json.dumps(printed, indent=2))
     return 1 if failed else 0
-
-
-@dataclass(frozen=True)
-class LocalView:
-    """Read-only view of the tasks that another process has launched with launcher=local."""
-
-    submission: Path
-    job_ids: Sequence[str]
-
-    def list_tasks(self) -> Mapping[str, TaskState]:
-        """Return the states of the launcher's tasks."""
-        return LocalQueue(Submission(self.submission)).tasks(self.job_ids)
-
-    def cancel(self) -> None:
-        """Do nothing: the launcher ends its processes."""
-
-    def release(self) -> str:
-        """Return the command that waits for the runs again."""
-        sweep = shlex.quote(str(self.submission.parent))
-        return f"The runs continue with their launcher.\n  wait: hpc-elastic wait {sweep}"
-
-    def close(self) -> None:
-        """Do nothing: the launcher ends its processes."""
-
-
-def find_submission(folder: Path) -> Path:
-    """Return the ``.hpc_elastic`` of a sweep directory, or of the sweep of a run directory.
-
-    Raises:
-        RunDirectoryError: `folder` is neither.
-    """
-    if (folder / SUBMISSION).is_dir():
-        return folder / SUBMISSION
-    if is_there(RunDir(folder).spec):
-        return Path(RunDir(folder).load().submission)
-    remedy = "give the directory of a sweep, such as multirun/2030-01-31/12-00-00"
-    raise RunDirectoryError(f"{folder} is not a sweep directory: {remedy}")
-
-
-def read_handles(submission: Path) -> list[RunHandle]:
-    """Return the runs of a sweep that were submitted.
-
-    Runs whose directories were removed are left out, and named on standard error.
-
-    Raises:
-        RunDirectoryError: A file of the sweep is missing, all its runs are, or nothing was
-            submitted from it.
-    """
-    job_ids = Submission(submission).job_ids()
-    if not job_ids:
-        arrays = Submission(submission).arrays()
-        scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
-        remedy = f"; to submit it: sbatch {scripts}" if scripts else ""
-        raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
-    tasks = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
-    there = {path: is_there(path) for path in dict.fromkeys(tasks)}
-    removed = [path.name for path, is_there in there.items() if not is_there]
-    if len(removed) == len(there):
-        raise RunDirectoryError(
-            f"{submission.parent} has no runs left: their directories were removed"
-        )
-    if removed:
-        print(f"left out, as their directories were removed: {', '.join(removed)}", file=sys.stderr)
-    specs = {path: RunDir(path).load() for path in there if there[path]}
-    jobs: SubmittedJobs
-    if next(iter(specs.values())).launcher == "local":
-        jobs = LocalView(submission, list(job_ids.values()))
-    else:
-        from hpc_elastic.launcher.slurm import SlurmJobs
-        from hpc_elastic.slurm.client import SlurmClient
-
-        me = user()
-        is_own = all(spec.provenance.get("user", me) == me for spec in specs.values())
-        jobs = SlurmJobs(list(job_ids.values()), submission.parent, SlurmClient(), is_own)
-    return [
-        RunHandle(path, label_of(path), tuple(spec.task_names(job_ids)), submission, jobs)
-        for path, spec in specs.items()
-    ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -96,7 +96,31 @@ class GroupReader:
     def _field(self, hint: object, given: Given) -> object:
         if isinstance(hint, type) and is_dataclass(hint):
             return self.group(hint, given.value, given.key)
+        item = get_args(hint)[0] if get_origin(hint) is list else None
+        if isinstance(item, type) and is_dataclass(item):
+            return self._groups(item, given)
         return self.attempt(lambda: convert(hint, given, self.parsers.get(given.key)))
+
+    def _groups(self, cls: type[T], given: Given) -> list[T]:
+        """Return a list of dataclasses; the parsers of their fields are those of ``<key>.<field>``.
+
+        What is given on the command line is the whole list.
+        """
+        if given.value is None:
+            return []
+        if not isinstance(given.value, Sequence) or isinstance(given.value, str):
+            self.errors.append(given.refuse("allowed is a list of mappings of keys to values"))
+            return []
+        numbered = [(f"{given.key}.{number}", raw) for number, raw in enumerate(given.value)]
+        parsers = {
+            f"{path}.{key.rpartition('.')[2]}": parser
+            for key, parser in self.parsers.items()
+            if key.rpartition(".")[0] == given.key
+            for path, _ in numbered
+        }
+        keys = [f"{path}.{name}" for path, _ in numbered for name in type_hints(cls)]
+        reader = GroupReader(frozenset(keys if given.typed else ()), parsers, errors=self.errors)
+        return [reader.group(cls, raw, path) for path, raw in numbered]
 
     def _unknown(self, given: Given, hints: Mapping[str, Any]) -> ConfigError:
         group, _, name = given.key.rpartition(".")
@@ -270,6 +294,25 @@ def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") ->
     return text
 
 
+def time_limit_s(text: str) -> float | None:
+    """Return the seconds of a wall time of sbatch (pure); None for UNLIMITED.
+
+    Minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
+    """
+    m = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
+    if m is None:
+        return None
+    days, *rest = m.groups()
+    parts = [int(part) for part in rest if part is not None]
+    if days is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return float(((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if len(parts) == 1:
+        return parts[0] * 60.0
+    hours, minutes, seconds = (0, *parts)[-3:]
+    return float((hours * 60 + minutes) * 60 + seconds)
+
+
 def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
     """Return the number of workers of a node.
 
@@ -319,13 +362,15 @@ _REMEDIES = {
     "the launcher queries its own cluster; submit from a login node of the other one": "clusters"
     " cluster-constraint",
 }
-_KEYS = "job-name partition account qos time mem constraint exclude exclusive container wait"
+_KEYS = (
+    "job-name partition account qos time time-min mem constraint exclude exclusive container wait"
+)
 OWNED = {
     **{flag: remedy for remedy, flags in _REMEDIES.items() for flag in flags.split()},
     **{flag: f"use launcher.{flag.replace('-', '_')}" for flag in _KEYS.split()},
 }
 """Flags that cannot be given, each with the remedy."""
-TIMES = frozenset(["time-min", "begin", "deadline", "delay-boot"])
+TIMES = frozenset(["begin", "deadline", "delay-boot"])
 """Flags whose value may be a clock time, which YAML reads as a base-60 number."""
 
 SRUN_OWNED = {

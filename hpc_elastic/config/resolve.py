@@ -9,8 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.config import parse
-from hpc_elastic.config.parse import UNSET, Given, Parser, integer, number, text, texts
-from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.config.parse import (
+    UNSET,
+    Given,
+    Parser,
+    integer,
+    number,
+    text,
+    texts,
+    time_limit_s,
+)
+from hpc_elastic.config.schema import (
+    LocalSettings,
+    NodeRange,
+    OptunaSettings,
+    PoolSettings,
+    RunSettings,
+    SlurmSettings,
+)
 from hpc_elastic.errors import ConfigError, near_miss
 
 Backend = SlurmSettings | LocalSettings
@@ -80,12 +96,37 @@ def resolve(
     settings = reader.group(BACKENDS[backend], keys, "launcher")
     if not reader.errors and nodes:
         reader.errors.extend(_contradictions(nodes, settings, ft=bool(ft)))
-    if reader.errors or nodes is None or nproc is None or ft is None:
-        first = reader.errors[0]
-        error = ConfigError(first.key, first.value, "")
-        error.args = ("\n".join(map(str, reader.errors)),)
-        raise error
+    _raise_all(reader.errors)
+    assert nodes is not None and nproc is not None and ft is not None
     return RunSettings(nodes, nproc, settings, ft)
+
+
+def resolve_sweeper(raw: Mapping[str, Any]) -> OptunaSettings:
+    """Return the checked settings of ``hydra/sweeper=elastic_optuna``.
+
+    Args:
+        raw: ``hydra.sweeper`` as a plain container.
+
+    Raises:
+        ConfigError: Settings cannot work; see `resolve`.
+    """
+    reader = parse.GroupReader(parsers=PARSERS)
+    keys = {key: value for key, value in raw.items() if not key.startswith("_")}
+    settings = reader.group(OptunaSettings, keys, "hydra.sweeper")
+    is_multiple = isinstance(settings.direction, list) and len(settings.direction) > 1
+    if settings.pruner is not None and is_multiple:
+        remedy = "trials of several objectives cannot be compared before they end: leave it out"
+        reader.errors.append(ConfigError("hydra.sweeper.pruner", settings.pruner, remedy))
+    _raise_all(reader.errors)
+    return settings
+
+
+def _raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise all errors as one, with key and value of the first."""
+    if errors:
+        error = ConfigError(errors[0].key, errors[0].value, "")
+        error.args = ("\n".join(map(str, errors)),)
+        raise error
 
 
 def as_config(settings: RunSettings) -> dict[str, Any]:
@@ -141,7 +182,8 @@ def _elsewhere(given: Given, backend: str) -> str | None:
     for other in BACKENDS.keys() - {backend}:
         if key in _keys(BACKENDS[other], "launcher"):
             return f" with launcher={backend}; it belongs to launcher={other}"
-    return None
+    own = (place.rpartition(".")[2] for place in _keys(BACKENDS[backend], "launcher"))
+    return None if near_miss(name, own) else near_miss(name, TOP_LEVEL)
 
 
 def _keys(cls: type[Any], path: str) -> Iterator[str]:
@@ -158,6 +200,12 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
     if ft and settings.scale_up == "on_restart":
         remedy = "with ft=true a late node always joins at once: leave it out"
         yield ConfigError("launcher.scale_up", settings.scale_up, remedy)
+    if ft and settings.min_efficiency is not None:
+        remedy = "with ft=true every node is taken in: leave it out"
+        yield ConfigError("launcher.min_efficiency", settings.min_efficiency, remedy)
+    if ft and settings.sweep_growth == "soonest":
+        remedy = "with ft=true every node is taken in: leave it out"
+        yield ConfigError("launcher.sweep_growth", settings.sweep_growth, remedy)
     rendezvous = settings.rendezvous
     if rendezvous.heartbeat_timeout_s <= rendezvous.heartbeat_interval_s:
         interval_s = rendezvous.heartbeat_interval_s
@@ -178,6 +226,40 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
         yield ConfigError(key, limit, f"must be at least {nodes.min}, the min of the key nodes")
     if isinstance(settings, SlurmSettings):
         yield from _slurm_contradictions(settings)
+        yield from _pool_contradictions(nodes, settings)
+
+
+def _pool_contradictions(nodes: NodeRange, settings: SlurmSettings) -> Iterator[ConfigError]:
+    key, pools = "launcher.pools", settings.pools
+    if pools and settings.coallocate_min:
+        remedy = "with launcher.coallocate_min the min nodes are one job: leave one of them out"
+        yield ConfigError(key, len(pools), remedy)
+    total = sum(pool.nodes for pool in pools)
+    if pools and total != nodes.max:
+        what = f"they have {total} nodes together, and the max of the key nodes is {nodes.max}"
+        yield ConfigError(key, [pool.nodes for pool in pools], f"{what}: make them equal")
+    for at, pool in enumerate(pools):
+        if pool.nodes < 1:
+            remedy = "give the number of its nodes, at least 1"
+            yield ConfigError(f"{key}.{at}.nodes", pool.nodes, remedy)
+        time, time_min = pool.time or settings.time, pool.time_min or settings.time_min
+        yield from _time_min_contradictions(f"{key}.{at}.time_min", time_min, time)
+    if not pools:
+        yield from _time_min_contradictions("launcher.time_min", settings.time_min, settings.time)
+
+
+def _time_min_contradictions(
+    key: str, time_min: str | None, time: str | None
+) -> Iterator[ConfigError]:
+    if time_min is None:
+        return
+    least_s, full_s = time_limit_s(time_min), None if time is None else time_limit_s(time)
+    if full_s is None:
+        remedy = "needs launcher.time: the wall time that a task gets where nothing is in its way"
+        yield ConfigError(key, time_min, remedy)
+    elif least_s is None or not 60 <= least_s <= full_s:
+        remedy = f"allowed is at least a minute, and at most launcher.time ({time})"
+        yield ConfigError(key, time_min, remedy)
 
 
 def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
@@ -304,6 +386,41 @@ def _port(given: Given) -> int:
     return value
 
 
+def _directions(given: Given) -> list[str]:
+    listed = given.value if isinstance(given.value, list | tuple) else [given.value]
+    if not listed:
+        raise given.refuse("allowed is minimize or maximize, or a list of them")
+    return [parse.choice(Given(given.key, each), ("minimize", "maximize")) for each in listed]
+
+
+def _component(*names: str) -> Parser:
+    """Return a parser of a name, or of a mapping that Hydra instantiates."""
+
+    def parse_component(given: Given) -> str | dict[str, Any]:
+        value = given.value
+        if isinstance(value, Mapping) and isinstance(value.get("_target_"), str):
+            return dict(value)
+        if isinstance(value, str) and value in names:
+            return value
+        allowed = f"allowed is {', '.join(names)}, or a mapping with _target_"
+        raise given.refuse(f"{allowed}{near_miss(str(value), names)}")
+
+    return parse_component
+
+
+def _share(given: Given) -> float:
+    value = number(given)
+    if not 0 <= value <= 1:
+        raise given.refuse("allowed is a number from 0 to 1")
+    return value
+
+
+def _parameters(given: Given) -> dict[str, Any]:
+    if not isinstance(given.value, Mapping):
+        raise given.refuse("allowed is a mapping, such as {lr: 'interval(0.01, 0.1)'}")
+    return {str(name): value for name, value in given.value.items()}
+
+
 _word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes in quotes")
 
 
@@ -326,6 +443,11 @@ def _gpus(given: Given) -> int | str:
 _AT_LEAST_0, _AT_LEAST_1 = _bounded(integer, 0), _bounded(integer, 1)
 _WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
 
+
+def _time(given: Given) -> str:
+    return parse.parse_time(given.value, from_yaml=not given.typed, key=given.key)
+
+
 PARSERS: dict[str, Parser] = {
     "launcher.max_restarts": _AT_LEAST_0,
     "launcher.max_failed_rounds": _AT_LEAST_1,
@@ -335,6 +457,7 @@ PARSERS: dict[str, Parser] = {
     "launcher.preempt_grace_s": _SPAN,
     "launcher.poll_interval_s": _SPAN,
     "launcher.scale_up_timeout_s": _WAIT,
+    "launcher.min_efficiency": _share,
     "launcher.below_min_timeout_s": _SPAN,
     "launcher.interface": _name,
     "launcher.env": _environment,
@@ -352,9 +475,8 @@ PARSERS: dict[str, Parser] = {
     "launcher.partition": _name,
     "launcher.account": _name,
     "launcher.qos": _name,
-    "launcher.time": lambda given: parse.parse_time(
-        given.value, from_yaml=not given.typed, key=given.key
-    ),
+    "launcher.time": _time,
+    "launcher.time_min": _time,
     "launcher.gpus_per_node": _gpus,
     "launcher.cpus_per_node": _AT_LEAST_1,
     "launcher.mem": _matching(
@@ -367,6 +489,22 @@ PARSERS: dict[str, Parser] = {
     "launcher.srun_args": parse.srun_args,
     "launcher.template": _existing_file,
     "launcher.max_agents": _AT_LEAST_1,
+    "hydra.sweeper.n_trials": _AT_LEAST_1,
+    "hydra.sweeper.n_jobs": _AT_LEAST_1,
+    "hydra.sweeper.direction": _directions,
+    "hydra.sweeper.sampler": _component("tpe", "random", "cmaes", "gp", "nsgaii", "qmc"),
+    "hydra.sweeper.pruner": _component("median", "hyperband", "successive_halving"),
+    "hydra.sweeper.prune_every_steps": _AT_LEAST_1,
+    "hydra.sweeper.max_failure_rate": _share,
+    "hydra.sweeper.params": _parameters,
+}
+
+
+_POOL = [field.name for field in fields(PoolSettings)]
+PARSERS |= {
+    f"launcher.pools.{name}": PARSERS[f"launcher.{name}"]
+    for name in _POOL
+    if f"launcher.{name}" in PARSERS
 }
 
 

@@ -7,7 +7,7 @@ a setting that cannot work with a `ConfigError` that names the key, the value an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 Nproc = int | Literal["auto", "gpu", "cpu"]
@@ -101,18 +101,24 @@ class LauncherSettings:
     scale_up_timeout_s: float = 60.0
     """With ``scale_up=checkpoint``: a script that announces no checkpoints is interrupted when a
     node has waited this long."""
+    min_efficiency: float | None = None
+    """From 0 to 1: a run grows while a further node adds at least this part of a node's share of
+    the throughput, by its measured step times; ``0.5`` is usual. Beyond that its pending tasks stay
+    away from the queue. null: it grows up to its max nodes. A step has to do the same work on any
+    number of nodes."""
     below_min_timeout_s: float | None = 300.0
     """Below min nodes, a node waits this long for others and then returns to the queue; null waits
-    for as long as the job may run. In a sweep, a node returns within seconds if other runs of the
-    sweep hold the nodes that its run lacks, and comes back when enough nodes are idle."""
+    for as long as the job may run. A node returns within seconds if other runs of the user hold the
+    nodes that its run lacks, and comes back when enough nodes are idle."""
     max_failed_rounds: int = 3
     """Number of consecutive rounds that end by failures of workers, with no new checkpoint, after
     which the run ends with the first of these errors, even if ``max_restarts`` allows more."""
     max_requeues: int | None = None
     """How often the task of each node may return to the queue; null: without limit."""
     signal_delay_s: float = 120.0
-    """Seconds before the end of its wall time, or after the user signal, at which a node is left;
-    at most a tenth of the time limit."""
+    """Seconds before the end of its wall time, or after the user signal, at which a node is left.
+    Before the end: at most a tenth of the time limit, and at most what saving and leaving takes,
+    once that is measured."""
     preempt_grace_s: float | None = None
     """Seconds between SIGTERM and SIGKILL of a preempted node, in which the run saves; null: as
     Slurm is configured at the submission (GraceTime of the partition, and KillWait)."""
@@ -128,6 +134,10 @@ class LauncherSettings:
     queue_order: Literal["breadth_first", "depth_first"] = "breadth_first"
     """Order of a sweep in the queue: the min nodes of every run in turn and then further nodes
     (``breadth_first``), or all nodes of one run after the other (``depth_first``)."""
+    sweep_growth: Literal["equal", "soonest"] = "equal"
+    """Which of the user's runs on Slurm get further nodes: all in turn (``equal``), or those that
+    gain most from them, and that end first (``soonest``): the runs end sooner in the mean, and the
+    longest one later."""
     code_snapshot: bool = False
     """Run from a copy of the code, made at the submission."""
     dry_run: bool = False
@@ -138,6 +148,33 @@ class LauncherSettings:
     """Environment variables of the workers. They may be secret: files that hold them are 0600."""
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
+
+
+@dataclass
+class PoolSettings:
+    """Some nodes of a run that are requested in a way of their own (``launcher.pools``).
+
+    What is left out is as in ``launcher``.
+    """
+
+    nodes: int = 0
+    """Number of nodes, at least 1."""
+    partition: str | None = None
+    """As in sbatch."""
+    account: str | None = None
+    """As in sbatch."""
+    qos: str | None = None
+    """As in sbatch."""
+    constraint: str | None = None
+    """Features that a node must have, as in sbatch."""
+    gpus_per_node: int | str | None = None
+    """``2`` or ``'a100:2'``."""
+    time: str | None = None
+    """Wall time of one task."""
+    time_min: str | None = None
+    """The least wall time for which a task starts."""
+    preempt_grace_s: float | None = None
+    """Seconds between SIGTERM and SIGKILL of a preempted node."""
 
 
 @dataclass
@@ -157,6 +194,10 @@ class SlurmSettings(LauncherSettings):
     """As in sbatch."""
     time: str | None = None
     """Wall time of one task: minutes, ``'MM:SS'``, ``'HH:MM:SS'`` or ``'D-HH:MM:SS'``."""
+    time_min: str | None = None
+    """The least wall time for which a task starts, such as ``10``: between other jobs a task starts
+    with as much of ``time`` as is left there, and returns to the queue at its end. null: with all
+    of ``time`` only."""
     gpus_per_node: int | str | None = None
     """``2`` or ``'a100:2'``."""
     cpus_per_node: int | None = None
@@ -171,6 +212,9 @@ class SlurmSettings(LauncherSettings):
     """null: the whole node with all its memory, unless ``gpus_per_node``, ``cpus_per_node``,
     ``mem`` or a similar flag in ``sbatch``, such as ``mem-per-cpu``, name a share of a node. With
     shares, several nodes of a run may be on one machine."""
+    pools: list[PoolSettings] = field(default_factory=list)
+    """Several partitions, QOS or accounts for one run, each with its number of nodes; together they
+    have the max of the key nodes. The first pools come first: they have the lowest ranks' nodes."""
     array_parallelism: int | None = None
     """At most this many tasks of the array at a time."""
     setup: list[str] = field(default_factory=list)
@@ -208,3 +252,53 @@ class RunSettings:
     launcher: SlurmSettings | LocalSettings
     ft: bool = False
     """Each unit of nodes is a replica group of its own, whose workers outlive those of others."""
+
+    @property
+    def shares(self) -> list[tuple[range, SlurmSettings | LocalSettings]]:
+        """The slots of each pool, with the settings of their tasks; one share without pools."""
+        launcher = self.launcher
+        if not isinstance(launcher, SlurmSettings) or not launcher.pools:
+            return [(range(self.nodes.max), launcher)]
+        found: list[tuple[range, SlurmSettings | LocalSettings]] = []
+        first = 0
+        for pool in launcher.pools:
+            own = {name: value for name, value in asdict(pool).items() if value is not None}
+            slots = range(first, first + own.pop("nodes"))
+            found.append((slots, replace(launcher, pools=[], **own)))
+            first = slots.stop
+        return found
+
+
+@dataclass
+class OptunaSettings:
+    """``hydra/sweeper=elastic_optuna``: the trials of an Optuna study as runs."""
+
+    n_trials: int = 20
+    """Number of trials of the study that end, those that fail or are pruned included."""
+    n_jobs: int = 2
+    """Trials in flight: submitted, and not ended. As many as find nodes, and some that wait in the
+    queue, keep all nodes busy."""
+    direction: str | list[str] = field(default_factory=lambda: ["minimize"])
+    """``minimize`` or ``maximize``; a list of them for several objectives."""
+    storage: str | None = None
+    """Path of a file that Optuna appends to, also on NFS; or the URL of a database. null: the file
+    ``optuna.journal`` in the sweep directory."""
+    study_name: str | None = None
+    """null: the name of the script."""
+    sampler: str | dict[str, object] = "tpe"
+    """``tpe``, ``random``, ``cmaes``, ``gp``, ``nsgaii`` or ``qmc``; or a mapping with
+    ``_target_``, such as ``{_target_: optuna.samplers.TPESampler, seed: 1}``."""
+    pruner: str | dict[str, object] | None = None
+    """``median``, ``hyperband`` or ``successive_halving``; or a mapping with ``_target_``. It
+    compares what the runs report, at multiples of ``prune_every_steps``. null: no trial is ended
+    early."""
+    prune_on: str = "loss"
+    """What the pruner compares: ``loss``, the lower the better; or the name of a metric that the
+    script reports, which is better in the same direction as the objective."""
+    prune_every_steps: int | None = None
+    """Optimizer steps between two values that the pruner gets; null: a twentieth of the
+    ``total_steps`` that the first run reports."""
+    max_failure_rate: float = 0.5
+    """Once more than this share of ``n_trials`` has failed, no further trial is started."""
+    params: dict[str, object] = field(default_factory=dict)
+    """The parameters, as on the command line: ``lr: tag(log, interval(1e-5, 0.1))``."""

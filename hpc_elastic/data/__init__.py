@@ -1,9 +1,19 @@
 """Data for a training whose world size changes: every sample once an epoch, one global batch.
 
-    sampler = ElasticSampler(data, 128, seed=0, micro_batch_size=32)
+    sampler = ElasticSampler(data, 128, seed=0)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
     ...                                               # the sampler belongs into the checkpoint
+    model = sampler.scale_gradients(model)
     for epoch in sampler.epochs(10):
+        for x, y in loader:                           # this rank's share of one global batch
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+With gradient accumulation, or a fault-tolerant manager:
+
+    sampler = ElasticSampler(data, 128, seed=0, micro_batch_size=32)
+    ...
         for batch in sampler.batches(loader):         # one global batch
             optimizer.zero_grad()
             for (x, y), weight in batch.micro_batches(model):     # this rank's micro-batches of it

@@ -14,6 +14,9 @@ for rounding, however uneven the shares are.
 
 Whatever depends on more than the sum of gradients depends on the world size: batch normalisation
 sees one micro-batch (SyncBatchNorm: one micro-batch of each rank), also one of weight 0.
+
+With virtual ranks (`virtual_ranks`), the batch is divided among those, and W above is their number:
+each worker has the micro-batches of several of them, and the division depends on no world size.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +41,13 @@ class MicroBatch:
         offset: Its first sample, counted from the global batch's first one.
         count: Its number of samples; 0 if the sample at ``offset`` has weight 0.
         weight: Factor for its mean loss.
+        rank: The rank, or virtual rank, that it belongs to.
     """
 
     offset: int
     count: int
     weight: float
+    rank: int = 0
 
     @property
     def num_loaded(self) -> int:
@@ -63,6 +68,8 @@ class BatchDivision:
             torch.distributed, or else the variables RANK and WORLD_SIZE, or else 0 of 1. Give it
             where ranks share data: with tensor parallelism, the data-parallel rank.
         world_size: Number of workers that divide the data; None as with ``rank``.
+        virtual_ranks: Number of virtual ranks, at least the number of workers. None: each worker
+            has the share of its own rank.
 
     Raises:
         ConfigError: A value is out of range, or only one of rank and world_size is given.
@@ -72,9 +79,12 @@ class BatchDivision:
     micro_batch_size: int | None = None
     rank: int | None = None
     world_size: int | None = None
+    virtual_ranks: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("global_batch_size", "micro_batch_size", "rank", "world_size"):
+        for key in (
+            "global_batch_size", "micro_batch_size", "rank", "world_size", "virtual_ranks",
+        ):  # fmt: skip
             value = getattr(self, key)
             if value is None and key != "global_batch_size":
                 continue
@@ -95,6 +105,17 @@ class BatchDivision:
         if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
             last = (self.world_size or 0) - 1
             raise ConfigError("rank", self.rank, f"give one from 0 to {last}, below world_size")
+        if self.virtual_ranks is not None:
+            _, world_size = self.group()
+            self._require_enough_virtual_ranks(world_size)
+
+    def _require_enough_virtual_ranks(self, world_size: int) -> None:
+        if self.virtual_ranks is not None and self.virtual_ranks < world_size:
+            remedy = (
+                f"each of the {counted(world_size, 'worker')} needs a virtual rank: give at least "
+                "the largest number of workers that the run may have, or use fewer nodes"
+            )
+            raise ConfigError("virtual_ranks", self.virtual_ranks, remedy)
 
     def group(self) -> tuple[int, int]:
         """Return rank and world size; to be called once torch.distributed is initialised."""
@@ -105,31 +126,66 @@ class BatchDivision:
             return distributed.get_rank(), distributed.get_world_size()
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
+    def ranks_of(self, worker: int) -> range:
+        """Return the ranks whose shares a worker computes: its own, or several virtual ones.
+
+        Args:
+            worker: The worker's rank.
+
+        Raises:
+            ConfigError: There are more workers than virtual ranks.
+        """
+        if self.virtual_ranks is None:
+            return range(worker, worker + 1)
+        _, world_size = self.group()
+        self._require_enough_virtual_ranks(world_size)
+        num_ranks = self.virtual_ranks
+        return range(num_ranks * worker // world_size, num_ranks * (worker + 1) // world_size)
+
     def num_micro_batches(self, size: int) -> int:
-        """Return the number of micro-batches that each rank makes of a global batch.
+        """Return the number of micro-batches that this rank makes of a global batch.
+
+        It is the same on all ranks, unless workers have different numbers of virtual ranks.
 
         Args:
             size: Samples of the global batch; fewer at the end of an epoch.
         """
-        largest_share = -(-size // self.group()[1])
+        ranks = self.ranks_of(self.group()[0])
+        return len(ranks) * self._num_micro_batches_of_a_rank(size)
+
+    def _num_micro_batches_of_a_rank(self, size: int) -> int:
+        largest_share = -(-size // self._num_ranks)
         return -(-largest_share // (self.micro_batch_size or largest_share))
 
-    def share(self, size: int) -> tuple[int, int]:
-        """Return (offset, count) of this rank's share of a global batch of that size."""
-        rank, world_size = self.group()
-        first = size * rank // world_size
-        return first, size * (rank + 1) // world_size - first
+    @property
+    def _num_ranks(self) -> int:
+        return self.virtual_ranks or self.group()[1]
+
+    def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
+        """Return (offset, count) of this rank's share of a global batch of that size.
+
+        Args:
+            size: Samples of the global batch.
+            ranks: Adjoining ranks whose share it is; None: those that this rank computes.
+        """
+        ranks = self.ranks_of(self.group()[0]) if ranks is None else ranks
+        first = size * ranks.start // self._num_ranks
+        return first, size * ranks.stop // self._num_ranks - first
 
     def micro_batches(self, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch of that size."""
-        _, world_size = self.group()
-        first, count = self.share(size)
-        num_micro_batches = self.num_micro_batches(size)
-        cuts = [first + count * i // num_micro_batches for i in range(num_micro_batches + 1)]
-        return [
-            MicroBatch(min(start, size - 1), stop - start, (stop - start) * world_size / size)
-            for start, stop in itertools.pairwise(cuts)
-        ]
+        found = []
+        num_ranks, num_parts = self._num_ranks, self._num_micro_batches_of_a_rank(size)
+        for rank in self.ranks_of(self.group()[0]):
+            first, count = self.share(size, range(rank, rank + 1))
+            cuts = [first + count * i // num_parts for i in range(num_parts + 1)]
+            found += [
+                MicroBatch(
+                    min(start, size - 1), stop - start, (stop - start) * num_ranks / size, rank
+                )
+                for start, stop in itertools.pairwise(cuts)
+            ]
+        return found
 
 
 def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str | None:
@@ -179,12 +235,15 @@ class GlobalBatch:
         begin: Callable[[GlobalBatch], list[MicroBatch]],
         load: Callable[[], Any],
         on_trained: Callable[[], None],
+        virtual_ranks: Any = None,
     ) -> None:
         self.step = step
         self.epoch = epoch
         self.num_samples = num_samples
         self._begin, self._load, self._on_trained = begin, load, on_trained
+        self._virtual_ranks = virtual_ranks
         self._begun = False
+        self._parts: list[MicroBatch] = []
         self.is_complete = False
         """Whether all of its micro-batches have been yielded."""
 
@@ -208,14 +267,52 @@ class GlobalBatch:
                 "micro_batches() of a batch can be called once: keep list(batch.micro_batches())"
             )
         self._begun = True
-        parts = self._begin(self)
-        last = len(parts) - 1
-        for i, part in enumerate(parts):
-            data = self._load()
-            with _gradient_exchange(models, now=i == last):
-                yield data, part.weight
+        self._parts = self._begin(self)
+        if self._virtual_ranks is None:
+            last = len(self._parts) - 1
+            for i, part in enumerate(self._parts):
+                data = self._load()
+                with _gradient_exchange(models, now=i == last):
+                    yield data, part.weight
+        else:
+            yield from self._of_virtual_ranks()
         self.is_complete = True
         self._on_trained()
+
+    def _of_virtual_ranks(self) -> Iterator[tuple[Any, float]]:
+        """Yield the micro-batches of each virtual rank; the code of the loop runs in between."""
+        with self._virtual_ranks.global_batch():
+            for rank, parts in itertools.groupby(self._parts, key=lambda part: part.rank):
+                with self._virtual_ranks.rank(rank):
+                    for part in parts:
+                        data = self._load()
+                        self._virtual_ranks.seed(self.step, part.offset)
+                        yield data, part.weight
+
+    def mean(self, values: Sequence[Any]) -> float:
+        """Return the mean over the global batch, bit for bit the same for any number of workers.
+
+        It needs `ElasticSampler.average_gradients`. All workers call it, as it communicates; with
+        a GPU it waits for the values.
+
+        Args:
+            values: A mean over each of this worker's micro-batches, in their order, such as the
+                losses before they are multiplied by their weights: numbers, or tensors of one
+                element.
+
+        Raises:
+            RuntimeError: The sampler has no virtual ranks, or there is not one value for each
+                micro-batch.
+        """
+        if self._virtual_ranks is None:
+            raise RuntimeError("mean() needs virtual ranks and sampler.average_gradients(model)")
+        if not self.is_complete or len(values) != len(self._parts):
+            raise RuntimeError(
+                f"{len(values)} values for {len(self._parts)} micro-batches: give one of each, "
+                "after the loop over micro_batches()"
+            )
+        weights = [part.weight for part in self._parts]
+        return float(self._virtual_ranks.mean(values, weights))
 
 
 @contextlib.contextmanager

@@ -202,6 +202,16 @@ class EpochPlan:
         """Return the function from positions of an epoch to samples."""
         return Order(self.length, self.seed, epoch, shuffle=self.shuffle)
 
+    def random_seed(self, step: int, offset: int, use: Literal["loader", "model"]) -> int:
+        """Return the seed of the random numbers of a micro-batch, from 0 to 2^63 - 1.
+
+        Args:
+            step: The step, from 1.
+            offset: The first sample of the micro-batch, counted from that of the global batch.
+            use: What draws them.
+        """
+        return hashed(self.seed, step, offset, ("loader", "model").index(use)) >> 1
+
     def facts(self) -> dict[str, Any]:
         """Return the values that fix the order; a position is meaningless without them."""
         return {

@@ -9,7 +9,10 @@ nothing. The position moves when the last micro-batch of a global batch is done
 (`GlobalBatch.micro_batches` has ended). So a state that is taken right after the optimizer's step
 includes that batch, and one that is taken before the step does not.
 
-An epoch ends when the loop over `ElasticSampler.batches` does. A state taken inside of the loop
+A plain loop over the DataLoader makes one step of each item. The sampler sees only draws, so it
+hands the items out itself (`_hand_out_items`), and an item counts as trained once the loop has it.
+
+An epoch ends when the loop over its batches does. A state taken inside of the loop
 continues inside of the epoch, even if no batch of it is left, so that the code after the loop, such
 as an evaluation, still runs. A state taken after the loop continues with the next epoch.
 
@@ -31,12 +34,14 @@ collectives. It is a `NonParticipant`, with a sample of weight 0 for each micro-
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -45,6 +50,7 @@ import numpy as np
 from hpc_elastic.data.batch import BatchDivision, GlobalBatch, MicroBatch
 from hpc_elastic.data.epoch_plan import End, EpochPlan, SamplePosition, hashed
 from hpc_elastic.data.ledger import LedgerWriter
+from hpc_elastic.data.random_state import SeededIndices, seeded_torch_generator
 from hpc_elastic.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -85,16 +91,21 @@ _num_unnamed: WeakKeyDictionary[ReplicaManager, int] = WeakKeyDictionary()
 class ElasticSampler:
     """Batch sampler that yields every sample once an epoch, for any changes of the world size.
 
-    Pass it to a DataLoader as its ``batch_sampler``, put it into the checkpoint's state, and
-    iterate over the loader by `batches`. It is for map-style datasets; `ElasticStream` is for data
-    that is read forwards. torchdata's StatefulDataLoader works as well. If only that loader is
-    saved and not the sampler, its state is known when the first loop begins, as always with
-    torchdata; `epochs` counts from 0 until then.
+    Pass it to a DataLoader as its ``batch_sampler``, and put it into the checkpoint's state. Then
+    iterate over the DataLoader, if each item is one step and the model is given to
+    `scale_gradients`; or over `batches`, with gradient accumulation, with a manager, with other
+    loaders, and where something between the loader and the loop draws ahead.
+
+    It is for map-style datasets; `ElasticStream` is for data that is read forwards. torchdata's
+    StatefulDataLoader works with `batches`. If only that loader is saved and not the sampler, its
+    state is known when the first loop begins, as always with torchdata; `epochs` counts from 0
+    until then.
 
     Random numbers: starting a loader leaves torch's generator alone, so the model's numbers are the
     same after a restart if the generator is in the checkpoint. The numbers that a dataset draws in
     a loader's worker process depend on seed, epoch and the step at which the loop began. They
-    differ after a restart, unless the dataset derives them from the index.
+    differ after a restart, unless the dataset derives them from the index, or with
+    ``virtual_ranks``.
 
     Args:
         dataset: The map-style dataset, or its number of samples, at least 1.
@@ -115,6 +126,10 @@ class ElasticSampler:
             ledger: for a sampler that is not used for training, and where ranks share data (tensor
             parallelism) for all of them but one. With a manager, unnamed samplers have to be
             created in the same order in every replica, which identifies them during a heal.
+        virtual_ranks: Divide each batch among this number of virtual ranks, at least the largest
+            number of workers, so that the training is bit for bit the same for any number of
+            workers. The model goes to `average_gradients`, and the loop is one over `batches`.
+            Not with a manager.
         manager: A fault-tolerant manager (`hpc_elastic.ft.Manager`) whose replicas share each
             batch. ``rank`` is then the rank in the replica's group. The sampler adds itself to the
             state that heals a replica. Not for LocalSGD and DiLoCo, where the manager's steps are
@@ -139,9 +154,15 @@ class ElasticSampler:
         shuffle: bool = True,
         end: End = "keep",
         name: str | None = "train",
+        virtual_ranks: int | None = None,
         manager: ReplicaManager | None = None,
     ) -> None:
-        batch = BatchDivision(global_batch_size, micro_batch_size, rank, world_size)
+        batch = BatchDivision(
+            global_batch_size, micro_batch_size, rank, world_size, virtual_ranks=virtual_ranks
+        )
+        if virtual_ranks is not None and manager is not None:
+            remedy = "leave it out: with a manager, the average is of the replicas that take part"
+            raise ConfigError("virtual_ranks", virtual_ranks, remedy)
         length = len(dataset) if isinstance(dataset, Sized) else dataset
         for key, value, remedy in (
             ("dataset", length, "give the dataset, or its number of samples"),
@@ -155,6 +176,12 @@ class ElasticSampler:
         """With a manager: the division of batches, and the position from which they are drawn."""
         self._items = LoaderItems()
         self._num_loaded = 0
+        self._num_epochs: int | None = None
+        self._weight: float | None = None
+        """Of the item that a plain loop has; None while there is no such loop."""
+        self._scales_gradients = False
+        self._virtual_ranks: Any = None
+        _hand_out_items()
         self._ledger = LedgerWriter(name, batch.group, is_replica=manager is not None)
         self._replicas = StepReplicas(manager) if manager is not None else None
         if manager is not None:
@@ -185,6 +212,11 @@ class ElasticSampler:
         """Global batches of a whole epoch, the same for any world size."""
         return self._plan.num_batches
 
+    @property
+    def total_steps(self) -> int | None:
+        """Global batches of all epochs that were given to `epochs`; None before."""
+        return None if self._num_epochs is None else self._num_epochs * self.num_batches
+
     def __len__(self) -> int:
         """Return this rank's micro-batches of a whole epoch, as a DataLoader counts them."""
         plan, _ = self._drawn or (self._plan, self._place)
@@ -202,19 +234,93 @@ class ElasticSampler:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs to train, from the present one up to num_epochs - 1.
 
-        An epoch whose loop over `batches` ended early is repeated with the remaining batches.
+        An epoch whose loop ended early is repeated with the remaining batches.
 
         Raises:
             RuntimeError: Nothing of an epoch was trained, so it would be repeated for ever.
         """
+        self._num_epochs = num_epochs
         while self.epoch < num_epochs:
             begin = self._place
             yield self.epoch
             if self._update_position() == begin:
                 raise RuntimeError(
-                    f"nothing of epoch {self.epoch} was trained: iterate over "
-                    "sampler.batches(loader)"
+                    f"nothing of epoch {self.epoch} was trained: iterate over a torch DataLoader "
+                    "with batch_sampler=sampler, or over sampler.batches(loader)"
                 )
+
+    def scale_gradients(self, model: Any) -> Any:
+        """Let a model's gradients count by samples in a plain loop over the DataLoader.
+
+        Ranks average their gradients, and the share of a global batch may be larger on one rank
+        than on another. A hook on the model's output multiplies what flows back from the mean loss
+        by the weight of this rank's share (`hpc_elastic.data.batch`). Where all shares are equal it
+        does nothing.
+
+        Args:
+            model: The wrapped module (DistributedDataParallel, FSDP), which the loop calls. Its
+                output is a tensor, or lists, tuples, mappings and dataclasses of tensors.
+
+        Returns:
+            The same model.
+        """
+        if self._plan.batch.virtual_ranks is not None:
+            remedy = "call average_gradients(model), with the bare module, and loop over batches()"
+            raise ConfigError("virtual_ranks", self._plan.batch.virtual_ranks, remedy)
+
+        def scale(_module: Any, _arguments: Any, output: Any) -> None:
+            if self._weight is None or not _records_gradients():
+                return  # outside of the loop, or an evaluation
+            found = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
+            if not found:
+                raise RuntimeError(
+                    f"the model returned a {type(output).__name__} without a tensor that requires "
+                    "a gradient: iterate over sampler.batches(loader), and weight the loss"
+                )
+            if self._weight != 1.0:
+                for tensor in found:
+                    tensor.register_hook(functools.partial(operator.mul, self._weight))
+
+        model.register_forward_hook(scale)
+        self._scales_gradients = True
+        return model
+
+    def average_gradients(self, model: Any, process_group: Any = None) -> Any:
+        """Let a model's gradients be bit for bit the same for any number of workers.
+
+        It needs ``virtual_ranks``, and takes the place of DistributedDataParallel: once the loop
+        over a batch's `GlobalBatch.micro_batches` has ended, each parameter's ``grad`` is the
+        average over the virtual ranks, on every worker. Gradients from before are added to it, as
+        by ``backward()``; gradient scalers, clipping and schedules work as always.
+
+        In the loop over the micro-batches, the generators of Python, NumPy and torch (CPU and
+        present GPU) are seeded for each micro-batch, from the sampler's seed, the step and the
+        place in the batch. After it they are as before. The loader's process is seeded for each
+        micro-batch too, when the fetch iterates over the indices, so random augmentation is the
+        same for any history and any number of loader workers. A dataset whose ``__getitems__``
+        does not iterate has to derive its random numbers from the indices.
+
+        Buffers that the model changes, such as the statistics of batch normalisation, are those of
+        virtual rank 0. Before the first step the workers take over the parameters and buffers of
+        worker 0. A worker holds up to log2(virtual_ranks) + 1 copies of the gradients.
+
+        Args:
+            model: The bare module, whole on every worker; not DistributedDataParallel or FSDP.
+            process_group: The group of the workers that divide the data; None: the default group.
+
+        Returns:
+            The same model.
+
+        Raises:
+            ConfigError: The sampler has no virtual ranks, or the model is wrapped or sharded.
+        """
+        from hpc_elastic.data.virtual_ranks import VirtualRanks  # it imports torch
+
+        if self._plan.batch.virtual_ranks is None:
+            remedy = "give ElasticSampler(virtual_ranks=16), or wrap the model and scale_gradients"
+            raise ConfigError("virtual_ranks", None, remedy)
+        self._virtual_ranks = VirtualRanks(model, self._plan, process_group)
+        return model
 
     def batches(self, loader: Any) -> Iterator[GlobalBatch]:
         """Yield the remaining global batches of the epoch.
@@ -227,11 +333,15 @@ class ElasticSampler:
                 for each list of indices, in order.
 
         Raises:
-            ConfigError: The loader has another batch sampler, or another order.
+            ConfigError: The loader has another batch sampler, or another order; or there are
+                virtual ranks without `average_gradients`.
             RuntimeError: The last batch was not completed, a state was loaded meanwhile, or the
                 loader does not fit the sampler.
         """
         require_loader_of(self, loader)
+        if self._plan.batch.virtual_ranks and not self._virtual_ranks and _records_gradients():
+            remedy = "model = sampler.average_gradients(model), before the loop"
+            raise ConfigError("average_gradients", "not called", remedy)
         self._items.close_loader()
         if self._replicas is None:
             self._start_loader(loader, self._plan, self._place)
@@ -257,6 +367,46 @@ class ElasticSampler:
             self._ledger.flush_if_due()
         self._items.close_loader(must_have_ended=self._replicas is None)
         self._place = replace(self._place, epoch=self.epoch + 1, position=0)
+
+    def _plain_loop(self, loader: Any) -> Iterator[Any]:
+        """Yield the items of a loop over the DataLoader itself; each is one step.
+
+        Raises:
+            ConfigError: The sampler has a manager, virtual ranks, or micro-batches, or no scaled
+                model.
+        """
+        if self._plan.batch.virtual_ranks is not None:
+            remedy = (
+                "a step has several micro-batches, and a loop over the DataLoader makes a step of "
+                "each item: iterate over sampler.batches(loader)"
+            )
+            raise ConfigError("virtual_ranks", self._plan.batch.virtual_ranks, remedy)
+        if self._replicas is not None:
+            remedy = (
+                "iterate over sampler.batches(loader): who takes part in a step is known once its "
+                "quorum is"
+            )
+            raise ConfigError("manager", "given", remedy)
+        if (num := self._plan.batch.num_micro_batches(self._plan.batch.global_batch_size)) > 1:
+            remedy = (
+                f"a step has {num} micro-batches here, and a loop over the DataLoader makes a step "
+                "of each item: iterate over sampler.batches(loader)"
+            )
+            raise ConfigError("micro_batch_size", self._plan.batch.micro_batch_size, remedy)
+        if _records_gradients() and not self._scales_gradients:
+            remedy = (
+                "model = sampler.scale_gradients(model), before the loop: a rank's share of the "
+                "batch may be smaller than another's, with this number of ranks or a later one"
+            )
+            raise ConfigError("scale_gradients", "not called", remedy)
+        try:
+            for batch in self.batches(loader):
+                micro_batches = batch.micro_batches()
+                item, self._weight = next(micro_batches)
+                next(micro_batches, None)  # it counts as trained
+                yield item
+        finally:
+            self._weight = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: a few numbers, the same on all ranks.
@@ -284,6 +434,12 @@ class ElasticSampler:
         self._num_loaded += 1
         if state["global_batch"] != (size := self._plan.batch.global_batch_size):
             _log.warning("the global batch was %d, and is %d now", state["global_batch"], size)
+        if state.get("virtual_ranks") != (num := self._plan.batch.virtual_ranks):
+            _log.warning(
+                "virtual_ranks was %s, and is %s now: the training does not continue bit for bit",
+                state.get("virtual_ranks"),
+                num,
+            )
 
     def _load(self, state: dict[str, Any]) -> None:
         self._plan.require_same_order(state)
@@ -291,10 +447,12 @@ class ElasticSampler:
         self._ledger.on_state_loaded(state["made_by"], self._place.step)
 
     def _state(self, place: SamplePosition) -> dict[str, Any]:
+        virtual_ranks = self._plan.batch.virtual_ranks
         return {
             "version": _STATE_VERSION,
             **self._plan.facts(),
             "global_batch": self._plan.batch.global_batch_size,
+            **({"virtual_ranks": virtual_ranks} if virtual_ranks else {}),
             **asdict(place),
             "made_by": self._ledger.state_maker(
                 inside=self._items.inside and self._replicas is None
@@ -387,6 +545,7 @@ class ElasticSampler:
             begin=begin_batch,
             load=self._items.next_item,
             on_trained=on_trained,
+            virtual_ranks=self._virtual_ranks,
         )
 
 
@@ -397,7 +556,7 @@ def _place(state: dict[str, Any]) -> SamplePosition:
 class NonParticipant(BatchDivision):
     """The share of a replica that does not contribute."""
 
-    def share(self, size: int) -> tuple[int, int]:
+    def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
         """Return no sample."""
         return 0, 0
 
@@ -528,6 +687,8 @@ class MicroBatchDraws:
         """Draw global batches until there are `_BLOCK` indices."""
         positions: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         places: list[SamplePosition] = []
+        seeds: list[int] = []
+        is_seeded = self._plan.batch.virtual_ranks is not None
         num_drawn = 0
         while num_drawn < _BLOCK and (size := self._plan.size(self._drawn.position)):
             first, before = self._drawn.position, self._drawn
@@ -535,12 +696,16 @@ class MicroBatchDraws:
                 begin = first + part.offset
                 positions.append(np.arange(begin, begin + part.num_loaded))
                 places.append(before)
+                if is_seeded:
+                    seeds.append(self._plan.random_seed(before.step + 1, part.offset, "loader"))
                 num_drawn += part.num_loaded
             self._drawn = places[-1] = SamplePosition(before.epoch, first + size, before.step + 1)
         if positions:
             samples = self._samples(np.concatenate(positions))
             cuts = np.cumsum([len(p) for p in positions])[:-1]
-            indices = (part.tolist() for part in np.split(samples, cuts))
+            indices: Iterable[list[int]] = (part.tolist() for part in np.split(samples, cuts))
+            if is_seeded:
+                indices = itertools.starmap(SeededIndices, zip(indices, seeds, strict=True))
             self._queue.extend(zip(indices, places, strict=True))
 
 
@@ -569,7 +734,7 @@ class LoaderItems:
             seed: Seed of its worker processes.
         """
         self._items = iter(())  # ends the workers of a loader that ended early
-        with self._loader_running(), _seeded_generator(seed):
+        with self._loader_running(), seeded_torch_generator(seed):
             self._items = iter(loader)
         self._checked = False
 
@@ -615,23 +780,45 @@ class LoaderItems:
             self.inside = False
 
 
-@contextlib.contextmanager
-def _seeded_generator(seed: int) -> Iterator[None]:
-    """Seed torch's default generator, and restore it at the end.
+def _hand_out_items() -> None:
+    """Let a torch DataLoader hand out its items through its batch sampler, if that is elastic.
 
-    A DataLoader draws from it at each start, and an interrupted training starts it once more. That
-    would change the model's random numbers, such as those of dropout.
+    torch calls a batch sampler for what is drawn, and has no call for what the loop has received;
+    the difference is what loader workers have read ahead.
     """
-    torch = sys.modules.get("torch")  # nothing to restore without torch
-    if torch is None:
-        yield
+    module = sys.modules.get("torch.utils.data")  # where there is no torch, there is no DataLoader
+    if module is None or hasattr(module.DataLoader.__iter__, "__wrapped__"):
         return
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
+    loader_class: Any = module.DataLoader
+    of_torch: Callable[[Any], Iterator[Any]] = loader_class.__iter__
+
+    @functools.wraps(of_torch)
+    def iterate(loader: Any) -> Iterator[Any]:
+        sampler = loader.batch_sampler
+        is_plain = type(loader) is loader_class
+        if is_plain and isinstance(sampler, ElasticSampler) and not sampler._items.inside:
+            return sampler._plain_loop(loader)
+        return of_torch(loader)
+
+    loader_class.__iter__ = iterate
+
+
+def _records_gradients() -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled()
+
+
+def _find_tensors(output: Any) -> Iterator[Any]:
+    """Yield the tensors of a model's output."""
+    if hasattr(output, "requires_grad"):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _find_tensors(value)
+    elif isinstance(output, Mapping):
+        yield from _find_tensors(list(output.values()))
+    elif is_dataclass(output):
+        yield from _find_tensors(list(vars(output).values()))
 
 
 _ONE_EACH = "it must yield one item for each list of indices of its batch_sampler, in order"

@@ -101,6 +101,8 @@ class ElasticStream(ElasticSampler):
             of the global batch.
         end: Treatment of an epoch's last samples, as with `ElasticSampler`.
         name: Name of its ledger, as with `ElasticSampler`.
+        virtual_ranks: As with `ElasticSampler`. The random numbers of ``collate_fn`` are then the
+            same for any history, and those that ``read`` draws are not: a restart reads again.
         manager: A fault-tolerant manager, as with `ElasticSampler`. The replicas' shares change
             with their number, so more is read twice than without.
 
@@ -124,6 +126,7 @@ class ElasticStream(ElasticSampler):
         num_lanes: int | None = None,
         end: End = "keep",
         name: str | None = "train",
+        virtual_ranks: int | None = None,
         manager: ReplicaManager | None = None,
     ) -> None:
         shards, numbers = list(shards), tuple(map(int, lengths))
@@ -148,6 +151,7 @@ class ElasticStream(ElasticSampler):
             shuffle=shuffle,
             end=end,
             name=name,
+            virtual_ranks=virtual_ranks,
             manager=manager,
         )
         self._layout = StreamLayout.of(
@@ -370,7 +374,8 @@ class StreamDataset:
         epoch = numbers[0] // size
         if self._epoch is None or self._epoch.number != epoch:
             self._epoch = _Epoch(epoch, self._shards, self._read, self._layout)
-        return self._epoch.get(np.array(numbers, dtype=np.int64) % size)
+        positions = np.fromiter(numbers, dtype=np.int64)  # an iteration: see `SeededIndices`
+        return self._epoch.get(positions % size)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_epoch": None, "_process": None}

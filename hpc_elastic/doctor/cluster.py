@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from hpc_elastic.config.resolve import put, read_override, resolve
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
+from hpc_elastic.run.registry import user
 from hpc_elastic.slurm.client import SiteClient
-from hpc_elastic.slurm.parsing import Partition, is_nothing, parse_number
+from hpc_elastic.slurm.parsing import Partition, Qos, is_nothing, parse_number
 
 _T = TypeVar("_T")
 _TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
@@ -88,6 +89,8 @@ class ClusterFacts:
         controllers: Output of ``scontrol ping``.
         nodes: Number of nodes of the wanted partition by state.
         accounting: Problem of sacct; None if it answers.
+        qos: Every QOS; empty without accounting.
+        offered_qos: Names of the QOS that this user may name.
         test: Output of ``sbatch --test-only``; empty if it refuses.
         refusal: Why sbatch would refuse the run; empty if it would not.
         problems: Why a query failed, by name.
@@ -99,6 +102,8 @@ class ClusterFacts:
     controllers: str = ""
     nodes: dict[str, int] = field(default_factory=dict)
     accounting: str | None = None
+    qos: tuple[Qos, ...] = ()
+    offered_qos: frozenset[str] = frozenset()
     test: str = ""
     refusal: str = ""
     problems: dict[str, str] = field(default_factory=dict)
@@ -118,6 +123,12 @@ class ClusterFacts:
     def number(self, name: str) -> int | None:
         """Return a setting that begins with a number, such as ``30 sec``; None if unknown."""
         return parse_number(self.setting(name))
+
+
+def has_accounting(config: Mapping[str, str]) -> bool:
+    """Return whether a cluster has accounting, by its settings."""
+    kind = config.get("AccountingStorageType", "")
+    return not is_nothing(kind) and kind != "accounting_storage/none"
 
 
 def query_cluster(
@@ -153,6 +164,11 @@ def query_cluster(
             client.accounting_answers()
         except SlurmCommandError as e:
             accounting = e.stderr.strip()[:300]
+    qos: list[Qos] = []
+    offered = frozenset[str]()
+    if has_accounting(config) and accounting is None:
+        qos = query("qos", client.all_qos, qos)
+        offered = query("qos", lambda: client.offered_qos(user()), offered)
     try:
         with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
             script = Path(place, "run.sbatch")
@@ -169,6 +185,8 @@ def query_cluster(
         controllers=query("ping", client.ping, ""),
         nodes=query("nodes", lambda: client.node_states(settings.partition), {}),
         accounting=accounting,
+        qos=tuple(qos),
+        offered_qos=offered,
         test=test,
         refusal=refused,
         problems=problems,

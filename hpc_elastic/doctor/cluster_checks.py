@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpc_elastic._util import counted, duration
+from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RendezvousSettings, RunSettings
-from hpc_elastic.doctor.cluster import ClusterFacts, slurm_settings
+from hpc_elastic.doctor.cluster import ClusterFacts, has_accounting, slurm_settings
 from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
 from hpc_elastic.doctor.probe_task import FolderFacts
 from hpc_elastic.errors import near_miss
 from hpc_elastic.shared_files import LOCAL, SANDBOX, Mount
-from hpc_elastic.slurm.client import time_limit_s
-from hpc_elastic.slurm.parsing import Partition
+from hpc_elastic.slurm.parsing import Partition, Qos
 
 _SHORT_KILL_WAIT_S = 10
 _SHORT_TIME_S = 600.0
@@ -45,6 +45,7 @@ def check_cluster(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Find
     yield _array(cluster, settings)
     yield _requeue(cluster)
     yield from _preemption(cluster, settings)
+    yield _standby(cluster)
     yield _process_tracking(cluster)
     yield _accounting(cluster)
     age = cluster.number("MinJobAge")
@@ -235,6 +236,40 @@ def _user_signal(cluster: ClusterFacts) -> Finding:
     return ok(check, "send_user_signal is not set: --signal does not count at a preemption", why)
 
 
+def _standby(cluster: ClusterFacts) -> Finding:
+    """Report where a run may use nodes that other jobs leave idle, and gives them back."""
+    check = "slurm.standby"
+    why = "a preemptible run starts in gaps that are too short for other jobs"
+    if "qos" in cluster.problems:
+        return unknown(check, f"sacctmgr does not answer: {cluster.problems['qos']}", why)
+    by_qos = cluster.setting("PreemptType") == "preempt/qos"
+    usual = cluster.setting("PreemptMode")
+    is_enforced = {"qos", "all"} & set(cluster.setting("AccountingStorageEnforce").split(","))
+    found = [
+        f"QOS {_describe_qos(qos, usual)}"
+        + (", not offered to you" if is_enforced and qos.name not in cluster.offered_qos else "")
+        for qos in cluster.qos
+        if by_qos and any(qos.name in other.preempts for other in cluster.qos)
+    ]
+    if cluster.setting("PreemptType") == "preempt/partition_prio":
+        modes = {p.name: p.preempt_mode.upper().split(",") for p in cluster.partitions}
+        names = [name for name, mode in modes.items() if "REQUEUE" in mode]
+        found += (
+            [f"partitions whose preempted tasks are requeued: {', '.join(names)}"] if names else []
+        )
+    nothing = (
+        "no preemptible QOS or partition is known (docs/howto/cluster-admins.md has the lines)"
+    )
+    return ok(check, "; ".join(found) or nothing, why)
+
+
+def _describe_qos(qos: Qos, usual: str) -> str:
+    """Return a QOS in words: ``standby (NoReserve, REQUEUE, GraceTime 2 min)``."""
+    mode = usual if qos.preempt_mode == "cluster" else qos.preempt_mode
+    flags = ["NoReserve"] if "NoReserve" in qos.flags else []
+    return f"{qos.name} ({', '.join([*flags, mode.upper(), f'GraceTime {duration(qos.grace_s)}'])})"
+
+
 def _process_tracking(cluster: ClusterFacts) -> Finding:
     check, value = "slurm.processes", cluster.setting("ProctrackType")
     why = "workers have sessions of their own, and must end with the task"
@@ -250,7 +285,7 @@ def _process_tracking(cluster: ClusterFacts) -> Finding:
 def _accounting(cluster: ClusterFacts) -> Finding:
     check, kind = "slurm.accounting", cluster.setting("AccountingStorageType")
     why = "hpc_elastic does not need it: squeue and scontrol answer all that a run needs"
-    if kind in ("", "accounting_storage/none"):
+    if not has_accounting(cluster.config or {}):
         return ok(check, "there is none (sacct does not answer)", why)
     if cluster.accounting is not None:
         remedy = "nothing for runs; inform the admin that slurmdbd does not answer"

@@ -63,6 +63,7 @@ def examine_login_node(
         "config": slurm.config, "commands_version": slurm.version,
         "controllers": slurm.controllers, "partitions": [vars(p) for p in slurm.partitions],
         "nodes": slurm.nodes, "problems": slurm.problems,
+        "qos": [q.name for q in slurm.qos], "offered_qos": sorted(slurm.offered_qos),
     }  # fmt: skip
     facts = {"host": asdict(here), "folder": asdict(shared), "slurm": reported}
     known = {**probe_task.versions(), "slurm": slurm.setting("SLURM_VERSION") or None}

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.doctor.allreduce_check import TIMEOUT_S as HELLO_S
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
@@ -34,7 +35,7 @@ from hpc_elastic.launcher import batch_script
 from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, Submission
 from hpc_elastic.shared_files import is_there, refresh, write_atomic
-from hpc_elastic.slurm.client import SiteClient, time_limit_s
+from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
 MODULE = "hpc_elastic.doctor.probe_task"

@@ -9,6 +9,12 @@ format is complete. Everything else that the user sees is the framework's. The f
 dependencies of this package: an import without its framework raises an error with the command that
 installs it.
 
+Experiment trackers have a module each too (`tracking` is what they share):
+
+    from hpc_elastic.integrations.wandb import init
+    from hpc_elastic.integrations.mlflow import start_run
+    from hpc_elastic.integrations.tensorboard import SummaryWriter
+
 Accelerate needs no module: the loop is the user's, as in train.py
 (examples/huggingface/accelerated.py). `submitit` has an elastic run's task for users of submitit.
 """

@@ -192,8 +192,9 @@ class _Saving(TrainerCallback):
         reporting.report()  # a sign of life
 
     def on_log(self, args: Any, state: Any, flow: Any, logs: Any = None, **_: Any) -> None:
-        if logs and "loss" in logs:
-            reporting.report(loss=logs["loss"])
+        if logs:
+            reporting.report(loss=logs.get("loss"))
+            reporting.report_logged(logs)
 
     def on_save(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         """Commit the checkpoint, and wait here if the group changes (every rank; collective)."""

@@ -2,7 +2,7 @@
 
     sampler = ElasticSampler(data, 48, seed)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
-    elastic = ElasticCheckpoint("checkpoints", every_s=600)
+    elastic = ElasticCheckpoint(every_s=600)
     trainer = Trainer(strategy="ddp", callbacks=[elastic], **world())
     trainer.fit(module, loader, ckpt_path=elastic.newest())
 
@@ -28,6 +28,7 @@ from typing import Any
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
 from hpc_elastic.run import fencing
+from hpc_elastic.run.directory import default_checkpoints
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 
@@ -56,18 +57,22 @@ class ElasticCheckpoint(Checkpoint):
     beside it.
 
     Args:
-        directory: On a file system that all nodes share.
+        directory: On a file system that all nodes share; None: as of `Checkpointer`.
         keep_last: Number of newest checkpoints to keep, at least 1.
         period: ``every_steps``, ``every_s`` or ``overhead``, as of `should_checkpoint`.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, keep_last: int = 2, **period: Any
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        keep_last: int = 2,
+        **period: Any,
     ) -> None:
         Period(**period)
         if keep_last < 1:
             raise ConfigError("keep_last", keep_last, "keep at least the newest")
-        self.directory = Path(directory).absolute()
+        self.directory = Path(directory or default_checkpoints()).absolute()
         self._keep_last = keep_last
         self._period = period
         self._handler: Any = None
@@ -118,11 +123,14 @@ class ElasticCheckpoint(Checkpoint):
             return
         self._step = step
         total = trainer.estimated_stepping_batches
+        logs = step % trainer.log_every_n_steps == 0
         reporting.report(
             step=step,
-            loss=_loss(outputs) if step % trainer.log_every_n_steps == 0 else None,
+            loss=_loss(outputs) if logs else None,
             total_steps=int(total) if 0 < total < float("inf") else None,
         )
+        if logs:
+            reporting.report_logged(trainer.logged_metrics)
         if should_checkpoint(step, **self._period):
             self._save(trainer)
 

@@ -168,11 +168,11 @@ def cancel(
     run, spec = target.run, target.spec
     mark_cancelled(run, warn)
     left = _end_tasks(scheduler or Scheduler(run, spec), spec, wait_s, warn)
-    if spec.launcher == "slurm":  # other runs of the sweep may stay away until its nodes are free
+    if spec.launcher == "slurm":  # other runs may stay away until its nodes are free
         try:
-            SweepQueue(run, spec, spec.partition, SlurmClient()).let_others_start(ends=True)
+            SweepQueue(run, spec, None, SlurmClient()).let_others_start(ends=True)
         except (SlurmError, OSError, RunDirectoryError) as e:
-            _log.warning("other runs of the sweep may start minutes later: %s", e)
+            _log.warning("other runs of the user may start minutes later: %s", e)
     if read_result_status(run) is not None:
         run.cancelled.unlink(missing_ok=True)  # it has ended by itself in the meantime
     return left
@@ -408,7 +408,7 @@ def _prepare(
     left; run.json may not have it yet.
     """
     plan = submit.lay_out([RunRequest(run.path, settings, spec.entry)], Path(spec.submission))
-    (preemption,) = submit.query_backend(plan)
+    (preemptions,) = submit.query_backend(plan)
     name = spec.run_id.rsplit("-", 3)[0]  # see `make_run_id`
     python = str(spec.provenance.get("python") or "")
     cwd = Path(str(spec.provenance.get("cwd") or spec.entry.cwd))
@@ -429,7 +429,7 @@ def _prepare(
         why = f"{e.filename or plan.submission}: {e.strerror or e}"
         raise RunDirectoryError(f"{why}; nothing was changed") from e
     generation = max(spec.generation, generation_before) + 1
-    made = submit.make_spec(plan, 0, entry=spec.entry, run_id=spec.run_id, preemption=preemption)
+    made = submit.make_spec(plan, 0, entry=spec.entry, run_id=spec.run_id, preemptions=preemptions)
     next_spec = replace(made, provenance=spec.provenance, generation=generation)
     return Resumption(
         run, next_spec, settings, plan, written, resume_entry(index + 1, last, generation)

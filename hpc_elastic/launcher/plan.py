@@ -196,9 +196,8 @@ def make_plan(
                 raise ConfigError(f"launcher.{name}", values, remedy)
     arrays: list[PlannedArray] = []
     jobs: dict[int, int] = {}
-    for tasks, coallocated in _pieces(runs, max_array_size):
+    for tasks, launcher, coallocated in _pieces(runs, max_array_size):
         number, first = first_array + len(arrays), tasks[0].run
-        launcher = runs[first].settings.launcher
         arrays.append(PlannedArray(number, launcher, tuple(tasks), coallocated, jobs.get(first)))
         if coallocated:
             jobs[first] = number
@@ -210,8 +209,21 @@ def is_coallocated(settings: RunSettings) -> bool:
     return isinstance(settings.launcher, SlurmSettings) and settings.launcher.coallocate_min
 
 
-def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot], bool]]:
-    """Yield the tasks of each array or co-allocated job, and which of the two it is, in order."""
+@dataclass(frozen=True)
+class _Share:
+    """Slots of a run that request the same resources, beside those of its co-allocated job."""
+
+    run: int
+    slots: range
+    num_first: int
+    """The slots below belong to the min nodes of the run."""
+    launcher: SlurmSettings | LocalSettings
+
+
+def _pieces(
+    runs: Sequence[RunRequest], size: int
+) -> Iterator[tuple[list[Slot], SlurmSettings | LocalSettings, bool]]:
+    """Yield the tasks of each array or co-allocated job, its settings, and which it is."""
     jobs_first = runs[0].settings.launcher.queue_order == "breadth_first"
     jobs = {
         number: [Slot(number, slot) for slot in range(run.settings.nodes.min)]
@@ -219,35 +231,37 @@ def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot],
         if is_coallocated(run.settings)
     }
     if jobs_first:
-        yield from ((tasks, True) for tasks in jobs.values())
+        yield from ((tasks, runs[run].settings.launcher, True) for run, tasks in jobs.items())
     for group in _same_resources(runs):
         # a co-allocated job has an array of its own beside it
-        for part in [[number] for number in group] if group[0] in jobs else [group]:
-            if not jobs_first and part[0] in jobs:
-                yield jobs[part[0]], True
-            tasks = list(_in_order(part, runs))
-            yield from ((tasks[at : at + size], False) for at in range(0, len(tasks), size))
+        for part in [[share] for share in group] if group[0].run in jobs else [group]:
+            first = part[0]
+            if not jobs_first and first.run in jobs:
+                yield jobs[first.run], first.launcher, True
+            tasks = list(_in_order(part))
+            for at in range(0, len(tasks), size):
+                yield tasks[at : at + size], first.launcher, False
 
 
-def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[int]]:
-    groups: dict[str, list[int]] = {}
+def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[_Share]]:
+    groups: dict[str, list[_Share]] = {}
     for number, run in enumerate(runs):
-        launcher = run.settings.launcher
-        asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
-        key = repr({name: value for name, value in asked.items() if name not in _IN_NO_DIRECTIVE})
-        groups.setdefault(key, []).append(number)
+        least = run.settings.nodes.min
+        for slots, launcher in run.settings.shares:
+            rest = slots[least:] if is_coallocated(run.settings) else slots
+            asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
+            key = repr({name: v for name, v in asked.items() if name not in _IN_NO_DIRECTIVE})
+            groups.setdefault(key, []).append(_Share(number, rest, least, launcher))
     return groups.values()
 
 
-def _in_order(group: Sequence[int], runs: Sequence[RunRequest]) -> Iterator[Slot]:
+def _in_order(group: Sequence[_Share]) -> Iterator[Slot]:
     """Yield the array slots of some runs, in the queue's order."""
-    ranges = {run: runs[run].settings.nodes for run in group}
-    first = {run: ranges[run].min if is_coallocated(runs[run].settings) else 0 for run in group}
-    if runs[group[0]].settings.launcher.queue_order == "depth_first":
-        for run in group:
-            yield from (Slot(run, slot) for slot in range(first[run], ranges[run].max))
+    if group[0].launcher.queue_order == "depth_first":
+        for share in group:
+            yield from (Slot(share.run, slot) for slot in share.slots)
         return
-    for run in group:
-        yield from (Slot(run, slot) for slot in range(first[run], ranges[run].min))
-    further = [[Slot(run, n) for n in range(ranges[run].min, ranges[run].max)] for run in group]
+    for share in group:
+        yield from (Slot(share.run, slot) for slot in share.slots if slot < share.num_first)
+    further = [[Slot(s.run, slot) for slot in s.slots if slot >= s.num_first] for s in group]
     yield from (slot for nth in zip_longest(*further) for slot in nth if slot is not None)

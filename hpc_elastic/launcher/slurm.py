@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,16 +22,24 @@ from submitit.core.core import Executor
 from submitit.core.utils import DelayedSubmission
 
 from hpc_elastic._util import counted, duration
+from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
-from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError, SubmissionError
+from hpc_elastic.errors import (
+    ConfigError,
+    HpcElasticError,
+    SlurmCommandError,
+    SlurmError,
+    SubmissionError,
+)
 from hpc_elastic.launcher.batch_script import TASK_MODULE, explain, has_whole_nodes
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
-from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
+from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, RunSpec, Submission
 from hpc_elastic.slurm import requeue
-from hpc_elastic.slurm.client import SlurmClient, time_limit_s
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import Partition, Preemption
+from hpc_elastic.slurm.time_slots import TimeSlots
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
 """Slurm's default, for a machine without Slurm on which a script is only rendered."""
@@ -49,24 +57,29 @@ class SlurmJobs:
         sweep: The sweep directory.
         client: Runs Slurm's commands.
         is_own: Whether this user has submitted them.
+        time_slots: Fits the limits of the tasks of runs that have no node, and so no leader.
     """
 
     job_ids: Sequence[str]
     sweep: Path
     client: SlurmClient
     is_own: bool = True
+    time_slots: Sequence[TimeSlots] = ()
 
     def list_tasks(self) -> Mapping[str, TaskState]:
         """Return all tasks of all runs from one call of squeue; replacements count as the task."""
         if not self.job_ids:
             return {}
-        submission = Submission(self.sweep / SUBMISSION)
-        return requeue.list_followed(self.client, submission, self.job_ids, is_own=self.is_own)
+        own = [Submission(self.sweep / SUBMISSION)]
+        listed = requeue.list_followed(self.client, own, self.job_ids, is_own=self.is_own)
+        for slots in self.time_slots:
+            slots.fit_if_due()
+        return listed
 
     def cancel(self) -> None:
         """Cancel the arrays, running tasks and replacements included."""
         if self.job_ids:
-            replacements = requeue.followed(Submission(self.sweep / SUBMISSION)).values()
+            replacements = requeue.followed([Submission(self.sweep / SUBMISSION)]).values()
             self.client.cancel([*self.job_ids, *replacements])
 
     def release(self) -> str:
@@ -115,7 +128,30 @@ def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = Non
             if isinstance(e, SlurmCommandError):
                 raise refusal(e, array.launcher, client) from e
             raise
-    return SlurmJobs(list(ids.values()), sweep, client)
+    fitted = [run for run in plan.runs if _has_fitted_limits(run.settings)]
+    time_slots = time_slots_of([RunDir(run.dir).load() for run in fitted], client)
+    try:
+        for slots in time_slots:
+            slots.fit()  # also for a command that does not wait
+    except SlurmError as e:
+        print(f"the tasks may start late: {e}", file=sys.stderr)
+    return SlurmJobs(list(ids.values()), sweep, client, time_slots=time_slots)
+
+
+def _has_fitted_limits(settings: RunSettings) -> bool:
+    """Return whether a pool of the run has launcher.time_min."""
+    return any(isinstance(own, SlurmSettings) and own.time_min for _, own in settings.shares)
+
+
+def time_slots_of(specs: Iterable[RunSpec], client: SlurmClient) -> list[TimeSlots]:
+    """Return what fits the time limits of some runs, for those whose limits are not fixed."""
+    groups: dict[object, list[tuple[RunSpec, range]]] = {}
+    for spec in specs:
+        for slots, share in spec.shares:
+            if share.restored_limit_s is not None:
+                key = share.partition, share.time_s, share.time_min_s
+                groups.setdefault(key, []).append((spec, slots))
+    return [TimeSlots(group, None, client) for group in groups.values()]
 
 
 def submit_script(
@@ -200,8 +236,8 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
 
 def query_partitions(
     runs: Sequence[RunRequest], client: SlurmClient | None = None
-) -> list[Preemption]:
-    """Return how tasks of each run are preempted; check that its partitions can hold the run.
+) -> list[list[Preemption]]:
+    """Return how tasks of each run's pools are preempted; check that partitions can hold the run.
 
     Slurm is queried once per partition, at the submission: when a preemption's grace runs down
     there is no time for it, and all nodes of a partition would query at once. If Slurm does not
@@ -215,14 +251,18 @@ def query_partitions(
     def query(partition: str | None) -> Preemption:
         return (client or SlurmClient()).preemption(partition)
 
-    found: list[Preemption] = []
+    found: list[list[Preemption]] = []
     notes: dict[str, None] = {}
     for run in runs:
-        assert isinstance(run.settings.launcher, SlurmSettings)
-        known = query(run.settings.launcher.partition)
-        _require_nodes(run.settings, known.partitions)
-        if note := _time_note(run.settings.launcher, known.partitions):
-            notes[note] = None
+        known: list[Preemption] = []
+        partitions: dict[str, Partition] = {}
+        for _, launcher in run.settings.shares:
+            assert isinstance(launcher, SlurmSettings)
+            known.append(query(launcher.partition))
+            partitions |= {partition.name: partition for partition in known[-1].partitions}
+            if note := _time_note(launcher, known[-1].partitions):
+                notes[note] = None
+        _require_nodes(run.settings, list(partitions.values()))
         found.append(known)
     for note in notes:
         print(note, file=sys.stderr)

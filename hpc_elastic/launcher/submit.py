@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic import _util
+from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.resolve import as_config
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
@@ -32,9 +33,8 @@ from hpc_elastic.launcher.run_view import overrides_label
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.launcher.wait import location
 from hpc_elastic.run import registry
-from hpc_elastic.run.directory import SUBMISSION, Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import SUBMISSION, Entry, Pool, RunDir, RunSpec, Submission
 from hpc_elastic.shared_files import create_atomic, is_there, read_json, write_atomic
-from hpc_elastic.slurm.client import time_limit_s
 from hpc_elastic.slurm.parsing import Preemption
 
 RENDERED = "rendered: "
@@ -201,8 +201,10 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
     return make_plan(requests, submission, max_array_size=size, first_array=next_array(submission))
 
 
-def query_backend(plan: Plan) -> list[Preemption | None]:
-    """Return how tasks of each run are preempted, None with launcher=local; check that runs fit.
+def query_backend(plan: Plan) -> Sequence[Sequence[Preemption | None]]:
+    """Return how tasks of each run's pools are preempted; check that runs fit.
+
+    It is None with launcher=local.
 
     Raises:
         ConfigError: The cluster or this machine cannot hold a run.
@@ -210,12 +212,12 @@ def query_backend(plan: Plan) -> list[Preemption | None]:
     if plan.backend == "slurm":
         from hpc_elastic.launcher.slurm import query_partitions
 
-        return list(query_partitions(plan.runs))
+        return query_partitions(plan.runs)
     if not plan.launcher.dry_run:
         from hpc_elastic.launcher.local import require_possible
 
         require_possible(plan)
-    return [None] * len(plan.runs)
+    return [[None] for _ in plan.runs]
 
 
 def write(
@@ -223,7 +225,7 @@ def write(
     name: str,
     *,
     provenance: Mapping[str, Any] | None = None,
-    preemptions: Sequence[Preemption | None] | None = None,
+    preemptions: Sequence[Sequence[Preemption | None]] | None = None,
 ) -> Prepared:
     """Write the run directories, the array files and the batch scripts of a plan.
 
@@ -231,7 +233,7 @@ def write(
         plan: The plan.
         name: Name of the user's script or function.
         provenance: Origin of the runs, for run.json.
-        preemptions: How tasks of each run are preempted; None: as on this machine.
+        preemptions: How tasks of each run's pools are preempted; None: as on this machine.
 
     Raises:
         ConfigError: A setting cannot be written into the batch script.
@@ -247,12 +249,13 @@ def write(
             if is_there(RunDir(request.dir).spec):
                 raise RunDir(request.dir).taken_error()
         written = write_arrays(plan, scripts)
-        entry = plan.runs[0].entry
+        entries = [run.entry for run in plan.runs]
         if plan.launcher.code_snapshot:
-            entry = take_snapshot(entry, plan.submission)
+            entries = take_snapshot(entries, plan.submission)
+        known = preemptions or [[None] * len(run.settings.shares) for run in plan.runs]
         specs = [
-            make_spec(plan, number, entry=entry, run_id=make_run_id(name), preemption=preemption)
-            for number, preemption in enumerate(preemptions or [None] * len(plan.runs))
+            make_spec(plan, number, entry=entry, run_id=make_run_id(name), preemptions=terms)
+            for number, (entry, terms) in enumerate(zip(entries, known, strict=True))
         ]
         for spec in specs:
             spec.provenance.update(provenance or {})
@@ -279,7 +282,12 @@ def write(
 
 
 def make_spec(
-    plan: Plan, number: int, *, entry: Entry, run_id: str, preemption: Preemption | None
+    plan: Plan,
+    number: int,
+    *,
+    entry: Entry,
+    run_id: str,
+    preemptions: Sequence[Preemption | None],
 ) -> RunSpec:
     """Return run.json of one run of the plan (pure), without its provenance.
 
@@ -288,23 +296,14 @@ def make_spec(
         number: Position of the run in the plan.
         entry: The user's function, where the tasks find it.
         run_id: Id of the run.
-        preemption: How its tasks are preempted; None: as on this machine.
+        preemptions: How its tasks of each pool are preempted; None: as on this machine.
     """
     settings = plan.runs[number].settings
     launcher = settings.launcher
-    # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a task
-    # that is cancelled has no more time than one that is preempted.
-    preempt_grace_s = kill_wait_s = LOCAL_GRACE_S
-    if preemption is not None:
-        kill_wait_s = preemption.kill_wait_s
-        preempt_grace_s = preemption.grace_s + kill_wait_s
-    if launcher.preempt_grace_s is not None:
-        preempt_grace_s = launcher.preempt_grace_s
-        kill_wait_s = min(kill_wait_s, preempt_grace_s)
-    time_limit = None
-    is_by_hand = launcher.dry_run  # perhaps with another time
-    if isinstance(launcher, SlurmSettings) and not is_by_hand and "time-min" not in launcher.sbatch:
-        time_limit = launcher.sbatch.get("time", launcher.time)
+    pools = [
+        _pool(len(slots), own, known)
+        for (slots, own), known in zip(settings.shares, preemptions, strict=True)
+    ]
     return RunSpec(
         run_id=run_id,
         min_nodes=settings.nodes.min,
@@ -318,22 +317,55 @@ def make_spec(
         launcher=plan.backend,
         scale_up=launcher.scale_up,
         scale_up_timeout_s=launcher.scale_up_timeout_s,
+        min_efficiency=launcher.min_efficiency,
+        sweep_growth=launcher.sweep_growth,
         below_min_timeout_s=launcher.below_min_timeout_s,
         interface=launcher.interface,
         max_failed_rounds=launcher.max_failed_rounds,
         max_requeues=launcher.max_requeues,
         signal_delay_s=launcher.signal_delay_s,
-        preempt_grace_s=preempt_grace_s,
-        kill_wait_s=kill_wait_s,
+        preempt_grace_s=min(pool.preempt_grace_s for pool in pools),
+        kill_wait_s=max(pool.kill_wait_s for pool in pools),
         preempt_signal=launcher.preempt_signal,
         coallocate_min=is_coallocated(settings),
         ft=settings.ft,
-        partition=launcher.partition if isinstance(launcher, SlurmSettings) else None,
-        time_s=None if time_limit is None else time_limit_s(str(time_limit)),
-        whole_nodes=batch_script.has_whole_nodes(launcher),
+        partition=pools[0].partition,
+        time_s=pools[0].time_s,
+        time_min_s=pools[0].time_min_s,
+        whole_nodes=all(pool.whole_nodes for pool in pools),
+        pools=pools if len(pools) > 1 else [],
         env=dict(launcher.env),
         rendezvous=launcher.rendezvous,
         agent=launcher.agent,
+    )
+
+
+def _pool(
+    num_slots: int, launcher: SlurmSettings | LocalSettings, preemption: Preemption | None
+) -> Pool:
+    """Return the terms of the tasks with these settings."""
+    # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a task
+    # that is cancelled has no more time than one that is preempted.
+    preempt_grace_s = kill_wait_s = LOCAL_GRACE_S
+    if preemption is not None:
+        kill_wait_s = preemption.kill_wait_s
+        preempt_grace_s = preemption.grace_s + kill_wait_s
+    if launcher.preempt_grace_s is not None:
+        preempt_grace_s = launcher.preempt_grace_s
+        kill_wait_s = min(kill_wait_s, preempt_grace_s)
+    partition = time = time_min = None
+    if isinstance(launcher, SlurmSettings):
+        partition = launcher.partition
+        if not launcher.dry_run:  # else it is submitted by hand, perhaps with another time
+            time, time_min = launcher.time, launcher.time_min
+    return Pool(
+        num_slots,
+        partition,
+        None if time is None else time_limit_s(time),
+        None if time_min is None else time_limit_s(time_min),
+        preempt_grace_s,
+        kill_wait_s,
+        batch_script.has_whole_nodes(launcher),
     )
 
 

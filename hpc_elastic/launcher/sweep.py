@@ -103,8 +103,14 @@ def launch_sweep(
         launcher = requests[0].settings.launcher
         if not is_awaited(launcher):
             return [_job_return(job) for job in jobs]
-        outcomes = wait(runs, poll_interval_s=launcher.poll_interval_s)
-    return [_on_job_end(sweep, job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
+        job_of, returns = {job.request.dir: job for job in jobs}, {}
+
+        def on_end(outcome: Outcome) -> None:
+            path = outcome.run.dir
+            returns[path] = on_job_end(sweep, job_of[path], outcome)
+
+        wait(runs, poll_interval_s=launcher.poll_interval_s, on_end=on_end)
+    return [returns[path] for path in job_of]
 
 
 def hide_traceback(error: HpcElasticError) -> LauncherError:
@@ -143,7 +149,8 @@ def require_sweep_dir(config: DictConfig) -> None:
             raise ConfigError("hydra.run.dir", value, remedy)
 
 
-def _on_job_end(sweep: Sweep, job: FrozenJob, outcome: Outcome) -> JobReturn:
+def on_job_end(sweep: Sweep, job: FrozenJob, outcome: Outcome) -> JobReturn:
+    """Return the JobReturn of a run that has ended, after Hydra's callbacks of that name."""
     returned = _job_return(job)
     returned.return_value = outcome.value
     returned.cfg = OmegaConf.create(job.task)

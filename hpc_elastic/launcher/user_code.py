@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from hpc_elastic import _util
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.run.directory import SUBMISSION, Entry
+from hpc_elastic.run.directory import SUBMISSION, Entry, Submission
 from hpc_elastic.run.registry import user
 
 ENVIRONMENT = (
@@ -184,25 +184,28 @@ def packages() -> dict[str, str | None]:
     return found
 
 
-def take_snapshot(entry: Entry, submission: Path) -> Entry:
-    """Copy the checkout of the entry, and return the entry in the copy.
+def take_snapshot(entries: Sequence[Entry], submission: Path) -> list[Entry]:
+    """Copy the checkout of the first entry, and return the entries in the copy.
+
+    Later submissions of the same sweep run from the copy of the first: others of its runs use it.
 
     Args:
-        entry: The user's function in the checkout.
+        entries: The user's functions in the checkout, at least one.
         submission: The sweep's ``.hpc_elastic``; the copy is its folder ``code``.
 
     Raises:
         SubmissionError: The code is in no git checkout, or could not be copied.
     """
-    top = Path(_git(source_folder(entry), "rev-parse", "--show-toplevel").removesuffix("\n"))
+    top = Path(_git(source_folder(entries[0]), "rev-parse", "--show-toplevel").removesuffix("\n"))
     code = submission / "code"
+    is_used = code.is_dir() and bool(Submission(submission).job_ids())
     try:
-        for name in own_files(_listed(top)):
+        for name in () if is_used else own_files(_listed(top)):
             (code / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(top / name, code / name, follow_symlinks=False)
     except OSError as e:
         raise SubmissionError(f"launcher.code_snapshot: cannot copy {top} to {code}: {e}") from e
-    return remap(entry, top, code)
+    return [remap(entry, top, code) for entry in entries]
 
 
 def link_snapshot(run: Path, submission: Path) -> None:

@@ -16,8 +16,10 @@ answers take at most `ANSWER_SHARE` of the time.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,18 +28,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from hpc_elastic._util import counted, duration, sigterm_as_interrupt
-from hpc_elastic.errors import SlurmError
-from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import AbsenceTimer, count_states, members_of, number, phase_of
+from hpc_elastic.errors import RunDirectoryError, SlurmError
+from hpc_elastic.launcher.run_handle import Outcome, RunHandle, SubmittedJobs
+from hpc_elastic.launcher.run_view import (
+    AbsenceTimer,
+    count_states,
+    label_of,
+    members_of,
+    number,
+    phase_of,
+)
 from hpc_elastic.report.progress_log import Point
-from hpc_elastic.run.directory import STATUS_SELDOM_S
+from hpc_elastic.run.directory import STATUS_SELDOM_S, SUBMISSION, RunDir, Submission
 from hpc_elastic.run.events import Event, EventReader
-from hpc_elastic.shared_files import Mount
+from hpc_elastic.run.registry import user
+from hpc_elastic.shared_files import Mount, is_there
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
+from hpc_elastic.slurm.local_queue import LocalQueue
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+_log = logging.getLogger(__name__)
 
 LIST_S = 4.0
 """Seconds between two queries of the scheduler while a change is expected."""
@@ -76,7 +90,11 @@ _LONGEST_RESULT = 200
 
 
 def wait(
-    runs: Sequence[RunHandle], *, poll_interval_s: float, out: TextIO | None = None
+    runs: Sequence[RunHandle],
+    *,
+    poll_interval_s: float,
+    out: TextIO | None = None,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Show the progress of runs until all have ended, then how each ended.
 
@@ -84,6 +102,7 @@ def wait(
         runs: The runs of one submission.
         poll_interval_s: Seconds between two polls.
         out: Where the progress is shown; None: standard output.
+        on_end: Called with the outcome of each run as soon as the run has ended.
 
     Raises:
         SystemExit: Ctrl-C or SIGTERM. Slurm's runs continue, local runs are ended; which of the
@@ -93,7 +112,8 @@ def wait(
     console = console_for(out or sys.stdout)
     try:
         with sigterm_as_interrupt(), Progress(console) as progress:
-            outcomes = Waiter(runs, progress, poll_interval_s=poll_interval_s).wait()
+            waiter = Waiter(runs, progress, poll_interval_s=poll_interval_s)
+            outcomes = waiter.wait(on_end)
         jobs.close()
     except KeyboardInterrupt:
         console.print(jobs.release(), markup=False, highlight=False, soft_wrap=True)
@@ -118,6 +138,7 @@ class Waiter:
         runs: The runs.
         display: Shows progress and messages.
         poll_interval_s: Seconds between two polls.
+        jobs: Those of the submission; None: of the first run.
         clock: Seconds, monotonic.
         sleep: Blocks for a number of seconds.
     """
@@ -128,31 +149,60 @@ class Waiter:
         display: Progress,
         *,
         poll_interval_s: float,
+        jobs: SubmittedJobs | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._runs = [_WatchedRun(run) for run in runs]
-        self._jobs = runs[0].jobs
+        self._runs: list[_WatchedRun] = []
+        self._jobs = runs[0].jobs if jobs is None else jobs
         self._display = display
         self._poll_interval_s = poll_interval_s
         self._clock = clock
         self._sleep = sleep
-        self._fresh_s = FRESH_S + (0.0 if Mount.of(runs[0].dir).is_local else STATUS_SELDOM_S)
+        self._fresh_s = FRESH_S
         self._listed_at, self._answer_s = -math.inf, 0.0
         self._list_error = ""
         self._warned_unreadable = False
+        self.watch(runs)
 
-    def wait(self) -> list[Outcome]:
-        """Block until every run has ended; return how, in the order of the runs."""
+    def wait(self, on_end: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
+        """Block until every run has ended; return how, in the order of the runs.
+
+        Args:
+            on_end: Called with the outcome of each run as soon as the run has ended.
+        """
+        reported: set[Path] = set()
         while True:
-            self.poll_runs()
-            outcomes = [run.outcome for run in self._runs if run.outcome is not None]
+            outcomes = [outcome for outcome in self.poll_runs() if outcome is not None]
+            for outcome in outcomes:
+                if outcome.run.dir not in reported:
+                    reported.add(outcome.run.dir)
+                    on_end(outcome)
             if len(outcomes) == len(self._runs):
                 return outcomes
             self._sleep(self._poll_interval_s)
 
-    def poll_runs(self) -> None:
-        """Poll once: the scheduler if it is due, then the files of every run that continues."""
+    def watch(self, runs: Sequence[RunHandle]) -> None:
+        """Poll further runs of the same sweep from now on."""
+        if runs and not Mount.of(runs[0].dir).is_local:
+            self._fresh_s = FRESH_S + STATUS_SELDOM_S
+        self._runs += [_WatchedRun(run) for run in runs]
+        self._listed_at = -math.inf  # their tasks are unknown
+
+    def drop(self, run: RunHandle) -> None:
+        """Poll a run no longer."""
+        self._runs = [each for each in self._runs if each.handle is not run]
+
+    def status_of(self, run: RunHandle) -> Mapping[str, Any]:
+        """Return the last status.json of a run that was read; empty if there was none."""
+        return next((r.status for r in self._runs if r.handle is run), None) or {}
+
+    def poll_runs(self) -> list[Outcome | None]:
+        """Poll once: the scheduler if it is due, then the files of every run that continues.
+
+        Returns:
+            How each run ended, in the order of the runs; None for those that continue.
+        """
         now = self._clock()
         pauses = [run.list_pause_s(self._listed_at, now, self._fresh_s) for run in self._runs]
         pause_s = max(min(pauses, default=0.0), self._answer_s / ANSWER_SHARE)
@@ -162,6 +212,7 @@ class Waiter:
                 self._poll_run(run, listed)
         self._report_unreadable()
         self._display.show_rows([run.row for run in self._runs])
+        return [run.outcome for run in self._runs]
 
     def _list_tasks(self) -> Mapping[str, TaskState] | None:
         """Return the scheduler's list; None while it does not answer, which is reported once."""
@@ -409,6 +460,20 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class LoggedMessages(Progress):
+    """Logs the messages, and shows no rows: for a thread beside the user's program."""
+
+    def __init__(self) -> None:
+        """Need no console."""
+
+    def show_rows(self, rows: Sequence[Row]) -> None:
+        """Do nothing."""
+
+    def print_message(self, text: str) -> None:
+        """Log a message."""
+        _log.warning("%s", text)
+
+
 def line_interval_s(age_s: float) -> float:
     """Return the seconds between two lines that show steps only (pure).
 
@@ -547,3 +612,90 @@ class _Unfailing:
             raise
         except OSError:
             pass
+
+
+# ---- runs that were submitted before
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """Read-only view of the tasks that another process has launched with launcher=local."""
+
+    submission: Path
+    job_ids: Sequence[str]
+
+    def list_tasks(self) -> Mapping[str, TaskState]:
+        """Return the states of the launcher's tasks."""
+        return LocalQueue(Submission(self.submission)).tasks(self.job_ids)
+
+    def cancel(self) -> None:
+        """Do nothing: the launcher ends its processes."""
+
+    def release(self) -> str:
+        """Return the command that waits for the runs again."""
+        sweep = shlex.quote(str(self.submission.parent))
+        return f"The runs continue with their launcher.\n  wait: hpc-elastic wait {sweep}"
+
+    def close(self) -> None:
+        """Do nothing: the launcher ends its processes."""
+
+
+def find_submission(folder: Path) -> Path:
+    """Return the ``.hpc_elastic`` of a sweep directory, or of the sweep of a run directory.
+
+    Raises:
+        RunDirectoryError: `folder` is neither.
+    """
+    if (folder / SUBMISSION).is_dir():
+        return folder / SUBMISSION
+    if is_there(RunDir(folder).spec):
+        return Path(RunDir(folder).load().submission)
+    remedy = "give the directory of a sweep, such as multirun/2030-01-31/12-00-00"
+    raise RunDirectoryError(f"{folder} is not a sweep directory: {remedy}")
+
+
+def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
+    """Return the runs of a sweep that were submitted.
+
+    Runs whose directories were removed are left out, and named on standard error.
+
+    Args:
+        submission: The sweep's ``.hpc_elastic``.
+        only: The run directory of the one run to return; None: all runs.
+
+    Raises:
+        RunDirectoryError: A file of the sweep is missing, all its runs are, or nothing was
+            submitted from it.
+    """
+    job_ids = Submission(submission).job_ids()
+    if not job_ids:
+        arrays = Submission(submission).arrays()
+        scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
+        remedy = f"; to submit it: sbatch {scripts}" if scripts else ""
+        raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
+    dirs = [only] if only is not None else []
+    if only is None:
+        dirs = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
+    there = {path: is_there(path) for path in dict.fromkeys(dirs)}
+    removed = [path.name for path, is_there in there.items() if not is_there]
+    if len(removed) == len(there):
+        raise RunDirectoryError(
+            f"{submission.parent} has no runs left: their directories were removed"
+        )
+    if removed:
+        print(f"left out, as their directories were removed: {', '.join(removed)}", file=sys.stderr)
+    specs = {path: RunDir(path).load() for path in there if there[path]}
+    jobs: SubmittedJobs
+    if next(iter(specs.values())).launcher == "local":
+        jobs = LocalView(submission, list(job_ids.values()))
+    else:
+        from hpc_elastic.launcher.slurm import SlurmJobs, time_slots_of
+
+        me, client, ids = user(), SlurmClient(), list(job_ids.values())
+        is_own = all(spec.provenance.get("user", me) == me for spec in specs.values())
+        slots = time_slots_of(specs.values(), client) if is_own else ()
+        jobs = SlurmJobs(ids, submission.parent, client, is_own, slots)
+    return [
+        RunHandle(path, label_of(path), tuple(spec.task_names(job_ids)), submission, jobs)
+        for path, spec in specs.items()
+    ]

@@ -192,7 +192,7 @@ class QuerySlurm:
 
 @dataclass(frozen=True)
 class QuerySweep:
-    """Query whether other runs of the sweep hold the nodes that this one waits for.
+    """Query whether other runs of the user hold the nodes that this one waits for.
 
     The answer goes to `LeaderState.sweep_answered`. ``lost``: the run's lost tasks, each with its
     attempt; Slurm detects a loss late.
@@ -231,12 +231,21 @@ class ClearHolds:
 
 @dataclass(frozen=True)
 class LetOthersStart:
-    """Let other runs of the sweep start that are postponed, if there are idle nodes for them.
+    """Let other runs of the user start that are postponed, if there are idle nodes for them.
 
-    ``lost``: the lost tasks of this run, which `ClearHolds` restarts.
+    The answer goes to `LeaderState.share_answered`.
+
+    ``lost``: the lost tasks of this run, which `ClearHolds` restarts. ``grows``: whether its other
+    tasks may start too.
     """
 
     lost: tuple[str, ...]
+    grows: bool = True
+
+
+@dataclass(frozen=True)
+class FitTimeLimits:
+    """Fit the time limits of the run's waiting tasks to the holes between other jobs, if due."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +279,7 @@ Effect = (
     | Exclude
     | ClearHolds
     | LetOthersStart
+    | FitTimeLimits
     | Readmit
 )
 

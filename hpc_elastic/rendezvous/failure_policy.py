@@ -205,7 +205,10 @@ class FailurePolicy:
             others = tuple(f for f in (first, *secondary) if f is not self.first_of_series)
             return [Note("crash_loop", counted)], RunEnding("failed", self.first_of_series, others)
         self.restarts += 1
-        restart = {"restarts": self.restarts, "host": first.host, "failure": first.summary()}
+        restart = {
+            "restarts": self.restarts, "host": first.host, "failure": first.summary(),
+            "rank": first.rank, "round": number, "traceback": first.traceback, "log": first.log,
+        }  # fmt: skip
         return [Note("restart", restart)], None
 
     def _strike(

@@ -26,12 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from hpc_elastic._util import ThroughputMeter
-from hpc_elastic.rendezvous.effects import Effect, Note, Send
+from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.node_value import StepTimeModel, most_useful_nodes
 from hpc_elastic.step_agreement import (
     AgreementState,
     Confirmation,
@@ -73,6 +75,7 @@ class JoinCandidates(NamedTuple):
     """Agents, and since when each waits, the longest wait first."""
     view: Mapping[str, TaskState]
     outlook: Forecast
+    growth: GrowthLimit
 
 
 # ---- Checkpoint boundaries of the members of a round (pure)
@@ -254,8 +257,8 @@ class GroupChange:
             self._logged = None
             return [], False
         stay, unit = len(self.members) - len(self.preempted), self.rules.unit_nodes
-        room = self.rules.max_nodes - stay
-        wanted = self.rules.usable_nodes(stay + len(waiting.joined)) - stay
+        most, room = waiting.growth.max_nodes, self.rules.max_nodes - stay
+        wanted = self.rules.usable_nodes(min(most, stay + len(waiting.joined))) - stay
         if wanted > 0:
             states = (waiting.view.get(a.task) for a in list(waiting.joined)[:wanted])
             left = [state.time_left_s if state is not None else None for state in states]
@@ -265,6 +268,8 @@ class GroupChange:
                 and self.rules.usable_nodes(stay + decision.admit) <= stay
             ):
                 decision = ScaleUpDecision(0, f"fewer than {unit} of them stay for long enough")
+        elif most <= stay < self.rules.max_nodes:
+            decision = ScaleUpDecision(0, waiting.growth.why)
         elif room > 0:
             decision = ScaleUpDecision(0, f"the group grows by {unit} nodes at a time")
         else:
@@ -375,6 +380,8 @@ def _names(agents: Mapping[Agent, object]) -> str:
 # ---- Whether a node that joins late is worth the restart of the group (pure)
 # A group of n nodes with r seconds of work left that admits k more has at best r * n / (n + k)
 # left. It saves r * k / (n + k) seconds and pays one restart. `should_scale_up` compares them.
+# Newcomers join without a restart of their own when the round breaks for another reason. Where
+# rounds are short, since nodes are preempted, r is the time until then.
 
 
 @dataclass(frozen=True)
@@ -385,6 +392,8 @@ class Forecast:
     """Until the end of the training, at the present throughput."""
     restart_cost_s: float | None = None
     """From the stop of a group to the first step of the next one, as last measured."""
+    round_s: float | None = None
+    """Between two rounds that broke because nodes left or failed, on average."""
 
 
 @dataclass(frozen=True)
@@ -412,48 +421,83 @@ def should_scale_up(
     if not staying:
         why = f"their wall time ends before a restart of {cost:.1f} s is repaid"
         return ScaleUpDecision(0, why)
-    ends = [end for end in (outlook.remaining_s, *staying) if end is not None]
+    ends = [e for e in (outlook.remaining_s, outlook.round_s, *staying) if e is not None]
     if not ends:
         why = f"no end is in sight, and a restart costs {cost:.1f} s"
         return ScaleUpDecision(len(staying), why)
-    saved = min(ends) * len(staying) / (members + len(staying))
+    end = min(ends)
+    saved = end * len(staying) / (members + len(staying))
+    until = " until nodes leave again" if end == outlook.round_s else ""
     why = (
-        f"{len(staying)} more nodes save about {saved:.0f} s of {min(ends):.0f} s, "
+        f"{len(staying)} more nodes save about {saved:.0f} s of {end:.0f} s{until}, "
         f"a restart costs {cost:.1f} s"
     )
     return ScaleUpDecision(len(staying) if saved > cost else 0, why)
 
 
-class ProgressEstimator:
-    """Forecast of the run from the progress of its workers; monotonic seconds of the leader."""
+_FEW_DEPARTURES = 2
+"""Fewer show no rate."""
+MEASURED_STEPS = 20
+"""Steps of a round from which on its step time is known."""
 
-    def __init__(self) -> None:
+
+class ProgressEstimator:
+    """Forecast of the run from the progress of its workers; monotonic seconds of the leader.
+
+    Args:
+        step_times: Seconds of a step by number of nodes, as an earlier leader has measured them.
+    """
+
+    def __init__(self, step_times: Mapping[int, float] = MappingProxyType({})) -> None:
         self.total: int | None = None
         """Steps of the training; None if unknown."""
+        self._step_times = dict(step_times)
+        self._nodes = 0
         self._broken_at: float | None = None
         self._closed_at: float | None = None
+        self._began_at: float | None = None
+        """When the first round of this leader closed."""
+        self._last_at = 0.0
+        """Time of the last event."""
+        self._num_departures = 0
         self._cost_s: float | None = None
+        self._first_step: int | None = None
         self._last_step: int | None = None
         self._meter = ThroughputMeter(math.inf)
 
-    def on_break(self, now: float) -> None:
-        """A round was broken."""
-        self._broken_at = now
+    def on_break(self, now: float, *, departs: bool = False) -> None:
+        """A round was broken; ``departs``: because nodes leave or have failed."""
+        self._broken_at = self._last_at = now
+        self._num_departures += departs
 
-    def on_close(self, now: float) -> None:
-        """A round has closed."""
-        self._closed_at = now
+    def on_close(self, now: float, nodes: int = 0) -> None:
+        """A round of this many nodes has closed; 0: its step time is not to be kept."""
+        self._step_times = self.step_times
+        self._closed_at, self._nodes, self._first_step = now, nodes, None
+        self._last_at = now
+        if self._began_at is None:
+            self._began_at = now
         self._last_step, self._meter = None, ThroughputMeter(math.inf)
 
     def record_step(self, step: int | None, total: int | None, now: float) -> None:
         """Record a step that a worker of the round reports."""
         if step is None or self._closed_at is None:
             return
+        self._last_at = now
         if self._last_step is None:
             since = self._closed_at if self._broken_at is None else self._broken_at
             self._cost_s, self._broken_at = now - since, None
+            self._first_step = step
         self.total, self._last_step = total, step
         self._meter.record_count(step, now)
+
+    @property
+    def step_times(self) -> dict[int, float]:
+        """Seconds of a step by number of nodes, as measured last; sizes with few steps are out."""
+        rate, steps = self._meter.rate, (self._last_step or 0) - (self._first_step or 0)
+        if not rate or not self._nodes or steps < MEASURED_STEPS:
+            return self._step_times
+        return {**self._step_times, self._nodes: round(1.0 / rate, 6)}
 
     @property
     def outlook(self) -> Forecast:
@@ -461,4 +505,86 @@ class ProgressEstimator:
         rate, remaining_s = self._meter.rate, None
         if self.total is not None and self._last_step is not None and rate:
             remaining_s = max(0, self.total - self._last_step) / rate
-        return Forecast(remaining_s, self._cost_s)
+        return Forecast(remaining_s, self._cost_s, self._round_s)
+
+    @property
+    def _round_s(self) -> float | None:
+        if self._began_at is None or self._num_departures < _FEW_DEPARTURES:
+            return None
+        return (self._last_at - self._began_at) / self._num_departures
+
+
+# ---- The size up to which a run grows (pure)
+# A run with ``min_efficiency`` grows up to the size beyond which a further node adds less than that
+# part of a node's share (`slurm.node_value`). With ``sweep_growth=soonest`` it grows while further
+# nodes are worth more to it than to the other runs of the user (`slurm.sweep_queue`). A run that
+# has its size *holds* its pending tasks: they stay away from the queue, and may start again when
+# that changes. It releases no node for this.
+
+
+HELD_S = 600.0
+"""For how long pending tasks are held at a time: a new leader may not hold them any more."""
+_HELD_AGAIN_S = 400.0
+_LET_START_S = 10.0
+"""Longer than a task that requeues itself takes to end (`slurm.requeue`)."""
+_WEIGH_EVERY_S = 10.0
+_CERTAINTY = 1.1
+"""Held tasks may start again if a further node adds this many times the least part."""
+
+
+class GrowthLimit:
+    """Whether a run holds its pending tasks; monotonic seconds of the leader."""
+
+    def __init__(self, rules: RoundRules) -> None:
+        self.rules = rules
+        self.share: int | None = None
+        """Number of nodes up to which the run grows beside other runs; None: without limit."""
+        self.holds = False
+        """Whether its pending tasks are held."""
+        self.max_nodes = rules.max_nodes
+        """The size up to which it grows."""
+        self.why = ""
+        """Why it grows no further."""
+        self._weighed_at = self._held_at = -math.inf
+        self._nodes = 0
+
+    def weigh(self, nodes: int, step_times: Mapping[int, float], now: float) -> list[Effect]:
+        """Hold the pending tasks, or let them start, if that is to change.
+
+        Args:
+            nodes: Number of nodes that the run has.
+            step_times: Its seconds of a step by number of nodes.
+            now: The time.
+        """
+        if nodes == self._nodes and now - self._weighed_at < _WEIGH_EVERY_S:
+            return []
+        self._nodes, self._weighed_at = nodes, now
+        self.max_nodes, self.why = self._largest_size(step_times)
+        had_held, self.holds = self.holds, self.max_nodes <= nodes < self.rules.max_nodes
+        if self.holds == had_held:
+            if not self.holds or now - self._held_at < _HELD_AGAIN_S:
+                return []
+            self._held_at = now
+            return [Postpone(HELD_S)]
+        self._held_at = now
+        fields = {"nodes": nodes, "grows": not self.holds, "why": self.why}
+        return [Note("growth_decision", fields), Postpone(HELD_S if self.holds else _LET_START_S)]
+
+    def _largest_size(self, step_times: Mapping[int, float]) -> tuple[int, str]:
+        """Return the size up to which the run grows, and the reason."""
+        rules = self.rules
+        most, why = rules.max_nodes, "no step times speak against further nodes"
+        model = None if rules.min_efficiency is None else StepTimeModel.fit(step_times)
+        if rules.min_efficiency is not None and model is not None:
+            least = rules.min_efficiency * (_CERTAINTY if self.holds else 1.0)
+            sizes = range(rules.min_nodes, rules.max_nodes + 1, rules.unit_nodes)
+            most = most_useful_nodes(model, least, sizes)
+            added = model.gain(min(most, rules.max_nodes - 1))
+            why = (
+                f"beyond {most} nodes a further node adds {max(0.0, added):.0%} of a node's share, "
+                f"and launcher.min_efficiency is {rules.min_efficiency:.0%}"
+            )
+        if self.share is not None and self.share < most:
+            most = max(rules.min_nodes, self.share)
+            why = f"beyond {most} nodes, the next nodes are worth more to other runs of the user"
+        return most, why

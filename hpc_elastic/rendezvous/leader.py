@@ -33,6 +33,7 @@ from hpc_elastic.rendezvous.effects import (
     Disconnect,
     Effect,
     Exclude,
+    FitTimeLimits,
     LetOthersStart,
     Note,
     Postpone,
@@ -304,8 +305,10 @@ class Leader:
                 self._start(self._query_tasks(), self._duties)
             case QuerySweep(lost):
                 self._start(self._query_sweep(lost), self._duties)
-            case LetOthersStart(lost):
-                self._start_slurm_call(scheduler.let_others_start, lost)
+            case LetOthersStart(lost, grows):
+                self._start(self._let_others_start(lost, grows), self._clean_up)
+            case FitTimeLimits():
+                self._start_slurm_call(scheduler.fit_time_limits)
             case RenewLease():
                 if not self._is_renewing:  # the file system may hang
                     self._is_renewing = True
@@ -383,6 +386,16 @@ class Leader:
     async def _query_sweep(self, lost: Mapping[str, int]) -> None:
         why = await self._in_thread(self._context.scheduler.why_blocked, lost)
         self._term.handle(self._state.sweep_answered, why, time.monotonic())
+
+    async def _let_others_start(self, lost: Sequence[str], grows: bool) -> None:
+        answers: list[int | None] = []
+
+        def call() -> None:
+            answers.extend(self._context.scheduler.let_others_start(lost, grows=grows))
+
+        await self._call_if_leading(call)
+        for max_nodes in answers:
+            self._term.handle(self._state.share_answered, max_nodes)
 
     async def _renew_lease(self) -> None:
         try:
@@ -510,8 +523,20 @@ class LeaderScheduler(Protocol):
     def why_blocked(self, lost: Mapping[str, int]) -> str | None:
         """Return why the run cannot get its min nodes at present; None if it may get them."""
 
-    def let_others_start(self, lost: Iterable[str]) -> None:
-        """Start postponed runs of the sweep if there are idle nodes for them."""
+    def let_others_start(self, lost: Iterable[str], *, grows: bool) -> Sequence[int | None]:
+        """Start postponed siblings if there are idle nodes for them.
+
+        Args:
+            lost: The run's lost tasks.
+            grows: Whether its other tasks may start too.
+
+        Returns:
+            The size up to which the run grows beside its siblings, None: without limit; nothing if
+            that was not weighed now.
+        """
+
+    def fit_time_limits(self) -> None:
+        """Let the waiting tasks of the run fit between other jobs, if a check is due."""
 
     def clear_holds(
         self,

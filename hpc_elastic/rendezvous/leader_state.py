@@ -29,7 +29,7 @@ Reports    of members carry the index of the log entry of their round: the leade
 
 Slurm      is queried when `task_recovery` allows it; that module also interprets the answer.
 
-Sweep      A run below min nodes queries whether other runs of its sweep hold the nodes that it
+Siblings   A run below min nodes queries whether other runs of the user hold the nodes that it
            waits for. A run that trains lets others start (`hpc_elastic.slurm.sweep_queue`).
 
 Events return the effects to carry out, in order. Times are monotonic seconds of the leader's node.
@@ -51,6 +51,7 @@ from hpc_elastic.rendezvous.effects import (
     ClearHolds,
     Disconnect,
     Effect,
+    FitTimeLimits,
     JoinRequest,
     LetOthersStart,
     Message,
@@ -77,7 +78,8 @@ from hpc_elastic.slurm.job_state import TaskState
 
 OVERDUE = "has not found the new leader"
 _SWEEP_EVERY_S, _SWEEP_LONGEST_S = 5.0, 15.0
-"""Interval of the queries of the other runs of the sweep; it grows until one has a result."""
+"""Interval of the queries of the other runs; it grows until one has a result."""
+_FIT_EVERY_S = 5.0
 
 
 class LeaderState:
@@ -121,7 +123,8 @@ class LeaderState:
         self.liveness = liveness
         self.stragglers = Stragglers()
         self._hangs = HangDiagnosis()
-        self._tracker = HeartbeatTracker(liveness, self.run.participants.pending_rejoin, now)
+        expected = sorted(self.run.participants.pending_rejoin, key=lambda agent: agent.slot)
+        self._tracker = HeartbeatTracker(liveness, expected, now)
         self._silent: dict[Agent, str] = {}
         """Agents that have timed out and are not marked lost yet, each with the reason."""
         self._yielding = False
@@ -134,6 +137,7 @@ class LeaderState:
         """Effects that stand behind it."""
         self._polls = SlurmPollSchedule()
         self._sweep_due, self._sweep_pause_s = now, _SWEEP_EVERY_S
+        self._fit_due = now
         self._leave_requests = LeaveRequests()
 
     # ---- events -------------------------------------------------------------------------
@@ -230,6 +234,11 @@ class LeaderState:
         self._sweep_due, self._sweep_pause_s = now + self._sweep_pause_s, longer_s
         return [] if self.fenced else self._do(self.run.sweep_answered(why, now))
 
+    def share_answered(self, max_nodes: int | None) -> list[Effect]:
+        """The size up to which the run grows beside its siblings; None: without limit."""
+        self.run.growth.share = max_nodes
+        return []
+
     def appended(self) -> list[Effect]:
         """The entry exists: carry out what stands behind it."""
         if self.fenced:
@@ -263,7 +272,8 @@ class LeaderState:
         effects += self._do(self._hangs.tick(self.rounds, now))
         effects.append(Send(tuple(self._tracker.last_heartbeat), {"type": "heartbeat"}))
         effects += self._renew_lease(now)
-        return [*effects, *self._query_tasks(now), *self._query_sweep(now)]
+        queries = [*self._query_tasks(now), *self._query_sweep(now), *self._fit_time_limits(now)]
+        return [*effects, *queries]
 
     def tick_quorum(self, now: float) -> list[Effect]:
         """Handle the passing of time for the lighthouse; call it 20 to 50 times a second."""
@@ -418,6 +428,12 @@ class LeaderState:
         about = (run.entry.round, run.forming_since, waiting)
         return [QueryTasks()] if self._polls.begin_query(about, now, gently=not waiting) else []
 
+    def _fit_time_limits(self, now: float) -> list[Effect]:
+        if not self.run.rules.fits_time_limits or now < self._fit_due:
+            return []
+        self._fit_due = now + _FIT_EVERY_S
+        return [FitTimeLimits()]
+
     def _query_sweep(self, now: float) -> list[Effect]:
         run = self.run
         if not run.rules.in_sweep or now < self._sweep_due:
@@ -428,7 +444,7 @@ class LeaderState:
         self._sweep_pause_s = _SWEEP_EVERY_S
         if run.phase is RoundPhase.RUNNING:
             self._sweep_due = now + _SWEEP_EVERY_S
-            return [LetOthersStart(tuple(run.participants.lost))]
+            return [LetOthersStart(tuple(run.participants.lost), grows=not run.growth.holds)]
         return []
 
 

@@ -127,6 +127,8 @@ class LogEntry:
     counters: FailureCounters = field(default_factory=FailureCounters)
     requeued: Mapping[str, int] = field(default_factory=dict)
     """Task -> attempt that the run has requeued itself: that sets the time of its next start."""
+    step_times: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of a step by number of nodes, as measured so far."""
     generation: int = 0
     """How often the run was resumed; agents of another generation have no part in it."""
 
@@ -208,6 +210,7 @@ def resume_entry(index: int, before: LogEntry | None, generation: int) -> LogEnt
         round=before.round,
         started=before.started,
         counters=FailureCounters(progress=before.counters.progress),
+        step_times=before.step_times,
         generation=generation,
     )
 
@@ -224,6 +227,7 @@ def decode_signed(text: str, secret: bytes) -> LogEntry | None:
         raw["members"] = tuple(Agent(**m) for m in raw["members"])
         raw["ending"] = _ending(raw["ending"]) if raw["ending"] else None
         raw["counters"] = _counters(raw["counters"])
+        raw["step_times"] = {int(n): float(s) for n, s in raw.get("step_times", {}).items()}
         return LogEntry(**raw)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -427,11 +431,15 @@ class RoundRules:
     below_min_timeout_s: float | None = None
     in_sweep: bool = False
     """Whether runs that were submitted together with it may compete for the same nodes."""
+    fits_time_limits: bool = False
+    """Whether its waiting tasks get time limits that fit between other jobs."""
     max_failed_rounds: int = 3
     max_requeues: int | None = None
     """How often a task may be requeued; None: no limit."""
     ft: bool = False
     """Whether each unit of nodes is a replica of its own (`replica_state`)."""
+    min_efficiency: float | None = None
+    """The run grows while a further node adds this part of a node's share; None: up to its max."""
     unit_nodes: int = 1
     """Nodes that only work together: a round has a multiple of it."""
 

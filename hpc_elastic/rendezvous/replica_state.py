@@ -349,7 +349,7 @@ class ReplicaState:
         run.ranks = RankAssignment((*run.ranks.members, *newcomers))
         run.participants.remove((*newcomers, *chain(*replicas.values())))
         run.recovery.update_awaited(run.participants.lost)
-        run.estimator.on_close(now)
+        run.estimator.on_close(now, len(run.ranks.members))
         self._update_short(now)
         if run.short_since is None:
             run.backoff.times_requeued = 0
@@ -404,7 +404,17 @@ class ReplicaState:
         if failures:
             run.policy.failures += failures
             effects += self._judge_alone(run.entry.round, not_counted=True)
+            effects += self._requeue_excluded(a for a in unit if a in run.participants.joined)
         return effects
+
+    def _requeue_excluded(self, agents: Iterable[Agent]) -> list[Effect]:
+        """Requeue agents on nodes that failures have excluded: their tasks start elsewhere."""
+        run = self.run
+        faulty = tuple(a for a in agents if a.host in run.policy.excluded)
+        if not faulty or run.phase not in (RoundPhase.FORMING, RoundPhase.RUNNING):
+            return []
+        run.participants.remove(faulty)
+        return run.backoff.requeue_faulty(faulty)
 
     def _update_short(self, now: float) -> None:
         run = self.run
@@ -444,11 +454,10 @@ class ReplicaState:
                 continue
             run.policy.failures += failures
             effects += self._judge_alone(self._place_of(unit[0]).round)
-            faulty = tuple(a for a in unit if a.host in run.policy.excluded)
+            faulty = [a for a in unit if a.host in run.policy.excluded]
             if faulty and run.phase is RoundPhase.RUNNING:
                 effects += self._dissolve_unit(faulty[0], "its node is excluded", now)
-                run.participants.remove(faulty)
-                effects += run.backoff.requeue_faulty(faulty)
+                effects += self._requeue_excluded(unit)
         return effects
 
     def _take_failures(self, unit: Iterable[Agent]) -> list[Failure]:

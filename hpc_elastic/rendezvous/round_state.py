@@ -25,7 +25,7 @@ delay the others for ``straggler_timeout_s`` at most (`Participants`). A task th
 or queued is lost at once, if its agent's last message came before the query of Slurm.
 
 FORMING -> DISBANDED  With fewer than ``min_nodes`` for too long, the run requeues all its nodes
-(`task_recovery`); at once if other runs of the sweep hold the nodes that it waits for.
+(`task_recovery`); at once if other runs of the user hold the nodes that it waits for.
 
 FORMING -> ENDED    More tasks have failed for good than the run can lose with ``min_nodes``.
 
@@ -74,7 +74,13 @@ from hpc_elastic.rendezvous.effects import (
     hosts_of,
 )
 from hpc_elastic.rendezvous.failure_policy import FailurePolicy
-from hpc_elastic.rendezvous.group_change import GroupChange, JoinCandidates, ProgressEstimator
+from hpc_elastic.rendezvous.group_change import (
+    HELD_S,
+    GroupChange,
+    GrowthLimit,
+    JoinCandidates,
+    ProgressEstimator,
+)
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackoff, last_here
 from hpc_elastic.slurm.job_state import Phase, TaskState
@@ -299,7 +305,8 @@ class RunState:
         self.policy = FailurePolicy.resume(entry, rules)
         self.backoff = RequeueBackoff(rules, rng, entry.times_requeued, dict(entry.requeued))
         self.recovery = LostTaskRecovery(dict(entry.possibly_alive), rules.max_requeues)
-        self.estimator = ProgressEstimator()
+        self.estimator = ProgressEstimator(entry.step_times)
+        self.growth = GrowthLimit(rules)
         self.done: set[Agent] = set()
         self.not_before = 0.0
         self.short_since: float | None = None
@@ -312,7 +319,7 @@ class RunState:
         self.entry = replace(
             self.entry, index=self.entry.index + 1, lost=dict(self.participants.lost),
             possibly_alive=dict(self.recovery.possibly_alive), requeued=dict(self.backoff.requeued),
-            counters=self.policy.counters(), **changes,
+            counters=self.policy.counters(), step_times=dict(self.estimator.step_times), **changes,
         )  # fmt: skip
         return Append(self.entry, needs_store)
 
@@ -414,7 +421,9 @@ class RunState:
         self.participants.update_task_states(states)
         known, recovery = states or {}, self.recovery
         effects = self._judge_starts(known)
-        due = recovery.tasks_to_restart(known, self.participants.lost, self.backoff.requeued, now)
+        is_full = self.phase is RoundPhase.RUNNING and self.growth.holds
+        lost = {} if is_full else self.participants.lost
+        due = recovery.tasks_to_restart(known, lost, self.backoff.requeued, now)
         if due:
             alive = {task: node for task, node in recovery.possibly_alive.items() if task in due}
             effects.append(ClearHolds(due, alive, recovery.failed_on(due)))
@@ -492,14 +501,19 @@ class RunState:
 
     def close_round(self, now: float) -> None:
         """Assign ranks to the agents that have joined."""
-        self.ranks = self.ranks.next(self.participants.joined, self.rules)
+        candidates = list(self.participants.joined)
+        if self.growth.max_nodes < self.rules.max_nodes:
+            candidates.sort(key=lambda agent: agent not in self.ranks)
+            num_former = sum(agent in self.ranks for agent in candidates)
+            del candidates[max(self.growth.max_nodes, num_former) :]
+        self.ranks = self.ranks.next(candidates, self.rules)
         self.participants.remove(self.ranks.members)
         self.phase = RoundPhase.RUNNING
         self.short_since = None
         self.backoff.times_requeued = 0
         self.policy.new_round()
         self.recovery.update_awaited(self.participants.lost)
-        self.estimator.on_close(now)
+        self.estimator.on_close(now, len(self.ranks.members))
 
     def _give_up_on_pending(self, now: float) -> list[Effect]:
         if not self.participants.pending_rejoin or not self._timed_out(now):
@@ -539,12 +553,27 @@ class RunState:
     # ---- nodes that wait, and are requeued -------------------------------------------------
 
     def requeue_late(self, now: float) -> list[Effect]:
-        """Requeue nodes that have waited for too long."""
+        """Requeue nodes that have waited for too long; at once if the run grows no further."""
         joined = list(self.participants.joined.items())
         spares = len(joined) % self.rules.unit_nodes  # the first place of a lost node is theirs
-        late = self.backoff.late_agents(dict(joined[spares:]), now)
+        unused = dict(joined[spares:])
+        if self.growth.holds and self.rules.below_min_timeout_s is not None:
+            late = tuple(agent for agent in unused if self.backoff.may_requeue([agent]))
+        else:
+            late = self.backoff.late_agents(unused, now)
         self.participants.remove(late)
-        return self.backoff.requeue(late) if late else []
+        delay_s = HELD_S if self.growth.holds else None
+        return self.backoff.requeue(late, delay_s) if late else []
+
+    def weigh_growth(self, now: float) -> list[Effect]:
+        """Hold the pending tasks if further nodes are worth too little, or let them start."""
+        if self.phase is RoundPhase.RUNNING:
+            nodes = len(self.ranks.members)
+        elif self.phase is RoundPhase.FORMING and self.growth.holds:
+            nodes = len(self.participants.joined) + len(self.participants.pending_rejoin)
+        else:
+            return []
+        return self.growth.weigh(nodes, self.estimator.step_times, now)
 
     @property
     def is_short(self) -> bool:
@@ -734,10 +763,11 @@ class RoundState:
 
     def tick(self, now: float) -> list[Effect]:
         """Apply the rules that depend on time."""
+        growth = self.run.weigh_growth(now)
         if self.run.phase is RoundPhase.RUNNING:
-            return self._consider_change(now)
+            return [*growth, *self._consider_change(now)]
         effects, closes = self.run.form(now)
-        return [*effects, *(self._close_round(now) if closes else [])]
+        return [*growth, *effects, *(self._close_round(now) if closes else [])]
 
     # ---- rules --------------------------------------------------------------------------
 
@@ -755,7 +785,7 @@ class RoundState:
         if not joined and self.change.is_quiet:
             return []
         states = run.participants.task_states or {}
-        waiting = JoinCandidates(joined, states, run.estimator.outlook)
+        waiting = JoinCandidates(joined, states, run.estimator.outlook, run.growth)
         finishing = bool(run.done)
         effects, admits, why, step = self.change.consider(waiting, now, finishing=finishing)
         if why is not None:
@@ -773,7 +803,7 @@ class RoundState:
         released = self._release()
         run.policy.not_counted = cause != "failed" or bool(released)
         run.begin_forming(now)
-        run.estimator.on_break(now)
+        run.estimator.on_break(now, departs=cause != "regroup" or bool(self.change.preempted))
         self.change.end_round()
         round_ = run.entry.round
         return [*released, *(stop(stopped, reason, cause, round_, step) if stopped else [])]

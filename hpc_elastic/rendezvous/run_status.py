@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 from hpc_elastic._util import ThroughputMeter, counted
@@ -17,7 +18,8 @@ _PHASES = {
     RoundPhase.RUNNING: "training",
     RoundPhase.DISBANDED: "requeued",
 }
-NUMBERS = frozenset(["step", "loss", "samples", "blocked_s"])
+NUMBERS = frozenset(["step", "loss", "samples", "blocked_s", "metrics", "gpu_use", "gpu_memory",
+                     "step_times"])  # fmt: skip
 """The fields of a status that change with every step."""
 
 
@@ -44,8 +46,12 @@ def status_of(leadership: LeaderState) -> Message:
         "max_restarts": run.rules.max_restarts, "checkpoint": run.policy.progress,
         "step": max(reported("step"), default=None), "total_steps": run.estimator.total,
         "loss": next(iter(reported("loss")), None),
+        "metrics": next(iter(reported("metrics")), {}),
+        "gpu_use": round(fmean(reported("gpu_use")), 3) if reported("gpu_use") else None,
+        "gpu_memory": max(reported("gpu_memory"), default=None),
         "samples": max(reported("samples"), default=None),
         "blocked_s": max(reported("blocked_s"), default=0.0),
+        "step_times": run.estimator.step_times,
         "stragglers": leadership.stragglers.current if members else [],
     }  # fmt: skip
 
@@ -63,7 +69,7 @@ DENSE_S = 10_000.0
 
 _RATE_WINDOW_S = 30.0
 _KEPT = ("step", "total_steps", "samples", "loss", "nodes", "world_size", "blocked_s", "phase",
-         "round", "term", "checkpoint")  # fmt: skip
+         "round", "term", "checkpoint", "metrics", "gpu_use", "gpu_memory")  # fmt: skip
 _GROUP = ("phase", "round", "term", "nodes", "world_size")
 
 

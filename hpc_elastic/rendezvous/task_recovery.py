@@ -7,9 +7,8 @@ gives way: the tasks of the other run are in the queue meanwhile, and get its no
 in the queue is enough for that. It doubles nevertheless, up to ten minutes, so that the tasks of a
 run that finds no nodes for days rarely start.
 
-In a sweep, nodes that cannot get the nodes they lack go back after about `SURE_S`. They stay longer
-in the queue, because the runs that hold the lacking nodes let them start as soon as there are nodes
-(``turns``).
+Nodes go back after about `SURE_S` if other runs of the user hold what they lack. They stay longer
+in the queue, because those runs let them start as soon as there are nodes (`slurm.sweep_queue`).
 
 Without ``below_min_timeout_s`` nodes are kept. They are also kept if one of their tasks has used up
 its ``max_requeues``: the task would end, and perhaps the run.

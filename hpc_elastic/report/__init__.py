@@ -9,4 +9,22 @@
 - `charts`        the charts of a report in Vega-Lite
 - `page`          the report as HTML and PNG; needs the extra ``report``
 - `log_files`     the log files of a run as one stream of lines, also as they grow
+
+Whatever imports this package binds it to `hpc_elastic.report`, where the function of that name was.
+So the package can be called, as that function.
 """
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, **values: Any) -> None:
+        """Call `hpc_elastic.worker.reporting.report`."""
+        from hpc_elastic.worker.reporting import report
+
+        report(**values)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

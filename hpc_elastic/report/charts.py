@@ -41,11 +41,13 @@ class Chart:
         name: Name of its place in the page.
         spec: Vega-Lite, without size and colours.
         height: Height in pixels.
+        title: What is drawn, for charts whose name does not show it.
     """
 
     name: str
     spec: Spec
     height: int
+    title: str = ""
 
 
 def charts(report: Values) -> list[Chart]:
@@ -54,7 +56,10 @@ def charts(report: Values) -> list[Chart]:
     Args:
         report: The JSON form of the report.
     """
-    found = [_bar(report), _lanes(report), _group(report), _step(report), _loss(report)]
+    found = [
+        _bar(report), _lanes(report), _group(report), _step(report), _loss(report),
+        _throughput(report), _gpus(report), *_metrics(report),
+    ]  # fmt: skip
     return [chart for chart in found if chart is not None]
 
 
@@ -233,12 +238,50 @@ def _loss(report: Values) -> Chart | None:
     return Chart("loss", {"layer": [_faults(report), line]}, 150)
 
 
+def _throughput(report: Values) -> Chart | None:
+    """Return samples per second, or steps where the script reports no samples."""
+    for key, title in (("samples_per_s", "samples/s"), ("steps_per_s", "steps/s")):
+        values = _values(report, key)
+        if any(value for _, value in values):
+            return _series_chart(report, "throughput", values, title)
+    return None
+
+
+def _gpus(report: Values) -> Chart | None:
+    return _series_chart(report, "gpus", _values(report, "gpu_use"), "GPU use")
+
+
+def _metrics(report: Values) -> Iterator[Chart | None]:
+    names = dict.fromkeys(name for point in report["progress"] for name in point["metrics"])
+    for number, name in enumerate(names):
+        values = [
+            (point["time"], point["metrics"][name])
+            for point in report["progress"]
+            if name in point["metrics"]
+        ]
+        yield _series_chart(report, f"metric-{number}", values, name)
+
+
+def _values(report: Values, key: str) -> list[tuple[float, float]]:
+    return [(p["time"], p[key]) for p in report["progress"] if p[key] is not None]
+
+
+def _series_chart(
+    report: Values, name: str, values: Sequence[tuple[float, float]], title: str
+) -> Chart | None:
+    begin = begin_of(report)
+    if len(values) < 2 or begin is None:
+        return None
+    line = _line(report, begin, values, "value", title)
+    return Chart(name, {"layer": [_faults(report), line]}, 90, title)
+
+
 def _line(
-    report: Values, begin: float, points: Sequence[tuple[float, float]], name: str, *,
-    logarithmic: bool = False,
+    report: Values, begin: float, points: Sequence[tuple[float, float]], name: str,
+    title: str = "", *, logarithmic: bool = False,
 ) -> Spec:  # fmt: skip
     kept = series(points, _COLUMNS)
-    title = f"{name} (logarithmic)" if logarithmic else name
+    title = f"{name} (logarithmic)" if logarithmic else title or name
     scale = {"type": "log", "nice": False} if logarithmic else {"zero": name == "step"}
     values = [(round(t - begin, 1), y) for t, y in kept]
     return {
@@ -252,7 +295,7 @@ def _line(
             "x": _axis(report, begin),
             "y": {"field": name, "type": "quantitative", "title": title, "scale": scale,
                   "axis": {"format": ",d" if name == "step" else "~r", "tickCount": 5}},
-            "tooltip": [{"field": name}, {"field": "when"}],
+            "tooltip": [{"field": name, "title": title}, {"field": "when"}],
         },
     }  # fmt: skip
 
@@ -348,9 +391,11 @@ KIND: Mapping[str, Mapping[str, str]] = {
 
 PAGE: Mapping[str, Mapping[str, str]] = {
     "light": {"back": "#ffffff", "card": "#f6f7f9", "text": "#1c2430", "dim": "#5b6675",
-              "line": "#d8dde4", "accent": "#0b63ce", "bad": "#b3261e"},
+              "line": "#d8dde4", "accent": "#0b63ce", "bad": "#b3261e",
+              "good": "#0b7a4d"},
     "dark": {"back": "#12161c", "card": "#1b2129", "text": "#e6eaf0", "dim": "#a0abb9",
-             "line": "#333c48", "accent": "#6fb1ff", "bad": "#ff8a80"},
+             "line": "#333c48", "accent": "#6fb1ff", "bad": "#ff8a80",
+             "good": "#63d3a4"},
 }  # fmt: skip
 """Theme -> colours of the page."""
 

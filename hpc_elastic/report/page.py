@@ -7,6 +7,7 @@ carry its nonce, and opens no connection.
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import time
@@ -16,7 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from hpc_elastic._util import counted, duration, node_time
 from hpc_elastic.errors import HpcElasticError
@@ -48,13 +50,125 @@ def html(report: Mapping[str, Any]) -> str:
         ReportLibraryError: The library that draws the charts is not installed.
     """
     drawn = charts.charts(report)
-    faults = [change for change in report["changes"] if change["fault"]]
-    costliest = sorted(faults, key=lambda change: -change["node_s"])[:SHOWN_AT_ONCE]
-    environment = Environment(
+    return _template("page.html.j2").render(
+        **_values(report, drawn), live=False, specs=_specs(drawn), configs=chart_configs(),
+        script=charts_script() if drawn else "", nonce=secrets.token_urlsafe(16),
+    )  # fmt: skip
+
+
+def live_html(report: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return what a live page shows: the page's content, and its charts in Vega-Lite.
+
+    Args:
+        report: The JSON form of `report.report.Report`.
+    """
+    drawn = charts.charts(report)
+    return _template("page.html.j2").render(**_values(report, drawn), live=True), _specs(drawn)
+
+
+_NUM_LAST = 3
+_LINE = 120, 24
+
+
+def card_html(report: Mapping[str, Any]) -> str:
+    """Return a run as a small card, for a notebook.
+
+    Args:
+        report: The JSON form of `report.report.Report`.
+    """
+    about = report["about"]
+    losses = [(p["time"], p["loss"]) for p in report["progress"] if p["loss"] is not None]
+    now = next((size["nodes"] for size in reversed(report["group"])), 0)
+    shown = [tile for tile in tiles(report) if tile[0] in ("Step", "Loss", "Goodput", "Lasted")]
+    if about["ended"] is None:
+        shown.append(("Nodes", f"{now} of {about['max_nodes'] or charts.UNKNOWN}", "in the group"))
+    if about["steps_per_s"]:
+        shown.append(("Pace", f"{charts.number(about['steps_per_s'])} steps/s", ""))
+    if about["remaining_s"]:
+        shown.append(("Left", duration(about["remaining_s"]), "at this pace"))
+    return _template("card.html.j2").render(
+        r=report, about=about, tiles=shown, line=_polyline(losses), moment=charts.moment,
+        last=report["timeline"][-_NUM_LAST:],
+    )  # fmt: skip
+
+
+def _polyline(points: Sequence[tuple[float, float]]) -> str:
+    """Return the points of a line in SVG that fills a small picture; empty if there are too few."""
+    if len(points) < 2:
+        return ""
+    (width, height), (xs, ys) = _LINE, zip(*charts.series(points, _LINE[0]), strict=True)
+    across, up = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
+    at = [
+        f"{width * (x - min(xs)) / across:.1f},{1 + (height - 2) * (max(ys) - y) / up:.1f}"
+        for x, y in zip(xs, ys, strict=True)
+    ]
+    return " ".join(at)
+
+
+def live_page(*, run: int | None, control: bool, is_alone: bool, tag: str) -> str:
+    """Return the frame of a live page, which scripts fill.
+
+    Args:
+        run: Number of the run; None for the list of runs.
+        control: Whether the page may change runs.
+        is_alone: Whether there is one run only, so that the page needs no way to the list.
+        tag: Part of the URLs of scripts and style sheets.
+    """
+    return _template("live.html.j2").render(
+        run=run, control=control, is_alone=is_alone, tag=tag, configs=chart_configs()
+    )
+
+
+def live_problem(text: str) -> str:
+    """Return what a live page shows if there is no report."""
+    return str(Markup('<main><p class="note">{}</p></main>').format(text))
+
+
+def chart_configs() -> dict[str, dict[str, Any]]:
+    """Return Vega-Lite's config of each theme."""
+    return {theme: charts.config(theme) for theme in charts.PAGE}
+
+
+def charts_script() -> str:
+    """Return the script of Vega, Vega-Lite and their embedding.
+
+    Raises:
+        ReportLibraryError: The library that draws the charts is not installed.
+    """
+    return str(_library().javascript_bundle())
+
+
+def theme_css() -> str:
+    """Return the style sheet of a page."""
+    return _template("theme.css.j2").render(
+        page=charts.PAGE, colours=charts.KIND, kinds=charts.SPENT_ON
+    )
+
+
+def _template(name: str) -> Template:
+    return _environment().get_template(name)
+
+
+@functools.cache
+def _environment() -> Environment:
+    return Environment(
         loader=PackageLoader("hpc_elastic.report", "."), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template("page.html.j2").render(
+
+
+def _specs(drawn: Iterable[charts.Chart]) -> list[dict[str, Any]]:
+    return [
+        {"name": c.name, "spec": {"$schema": charts.SCHEMA, **c.spec, "width": "container",
+                                  "height": c.height}}
+        for c in drawn
+    ]  # fmt: skip
+
+
+def _values(report: Mapping[str, Any], drawn: Iterable[charts.Chart]) -> dict[str, Any]:
+    faults = [change for change in report["changes"] if change["fault"]]
+    costliest = sorted(faults, key=lambda change: -change["node_s"])[:SHOWN_AT_ONCE]
+    return dict(
         r=report, counted=counted, duration=duration, node_time=node_time,
         UNKNOWN=charts.UNKNOWN, moment=charts.moment, number=charts.number, share=charts.share,
         zone=time.strftime("%Z") or "local time",
@@ -63,16 +177,12 @@ def html(report: Mapping[str, Any]) -> str:
         kinds=charts.SPENT_ON, meanings=MEANINGS,
         colours=charts.KIND, page=charts.PAGE,
         charts={chart.name: chart for chart in drawn},
-        specs=[{"name": c.name, "spec": {"$schema": charts.SCHEMA, **c.spec, "width": "container",
-                                         "height": c.height}} for c in drawn],
-        configs={theme: charts.config(theme) for theme in charts.PAGE},
         undrawn=max(0, len({n["task"] for n in report["nodes"]}) - charts.MOST_LANES),
         lanes=charts.lanes_of(report), causes=by_cause(report["changes"]),
         costliest=sorted(costliest, key=lambda change: change["time"]), at_once=SHOWN_AT_ONCE,
         departures=Counter(n["ended_by"] for n in report["nodes"] if n["ended_by"]).most_common(),
-        lost=charts.LOST, as_yaml=as_yaml,
-        script=str(_library().javascript_bundle()) if drawn else "",
-        nonce=secrets.token_urlsafe(16),
+        fullest=max((p["gpu_memory"] or 0.0 for p in report["progress"]), default=0.0),
+        as_yaml=as_yaml,
     )  # fmt: skip
 
 
@@ -168,7 +278,7 @@ def spec(report: Mapping[str, Any]) -> dict[str, Any]:
         if chart.name == "lanes":
             legend = {"orient": "bottom", "columns": len(charts.SPENT_ON), "title": None}
             drawn["layer"][0]["encoding"]["color"]["legend"] = legend
-        title = {"text": _TITLES[chart.name], "fontSize": 13}
+        title = {"text": _TITLES.get(chart.name, chart.title), "fontSize": 13}
         parts.append({"title": title, **drawn, "width": _WIDTH, "height": chart.height})
     nothing = {
         "data": {"values": [{"text": "No task of this run has started."}]},
@@ -201,7 +311,7 @@ REMEDY = "pip install 'hpc_elastic[report]'"
 
 
 class ReportLibraryError(HpcElasticError, ImportError):
-    """The library that draws charts is not installed."""
+    """A library that shows runs is not installed."""
 
 
 def _library() -> ModuleType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +35,9 @@ class Point:
         checkpoint: The last step whose checkpoint was announced.
         steps_per_s: Steps a second over the half minute before.
         samples_per_s: Samples a second over the half minute before.
+        gpu_use: Share of time in which a kernel ran; the mean of the group's GPUs.
+        gpu_memory: The used share of memory of the group's fullest GPU.
+        metrics: Values of the script's own, of the first rank.
     """
 
     time: float
@@ -50,20 +53,30 @@ class Point:
     checkpoint: int | None = None
     steps_per_s: float | None = None
     samples_per_s: float | None = None
+    gpu_use: float | None = None
+    gpu_memory: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, line: Mapping[str, Any], time: float) -> Point:
         """Return the point of a line or of status.json; unknown fields are ignored."""
         known: dict[str, Any] = {str(name): line.get(name) for name in cls.__match_args__}
-        phase = known.pop("phase")
-        valid: dict[str, Any] = {  # an invalid value counts as unknown
-            name: value
-            for name, value in known.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
+        phase, metrics = known.pop("phase"), known.pop("metrics")
+        valid: dict[str, Any] = _numbers(known)
         if isinstance(phase, str):
             valid["phase"] = phase
+        if isinstance(metrics, Mapping):
+            valid["metrics"] = _numbers(metrics)
         return cls(**{**valid, "time": time})
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers; any other value counts as unknown."""
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def read_points(file: Path) -> list[Point]:

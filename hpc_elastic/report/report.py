@@ -14,11 +14,12 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from hpc_elastic.report.node_time import Account, NodeTime, Size
-from hpc_elastic.report.progress_log import Point
+from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import TimelineEntry
 
@@ -29,6 +30,8 @@ _CHANGES = ("grew", "shrank", "changed", "restarted", "stopped", "resumed")
 _ALONE = ("task_exited", "agent_failed")
 """Nodes that were not in the group."""
 _COMING = ("arrived", "returned")
+_FEWEST_SAMPLES = 10
+"""Measurements of the GPUs' use that are enough to judge it."""
 _PAYS = ("useful", "checkpoint")
 """Node time that is no cost of a change."""
 
@@ -135,6 +138,33 @@ class Change:
 
 
 @dataclass(frozen=True)
+class WorkerFailure:
+    """A failure of a worker that spent a restart, or ended the run.
+
+    Attributes:
+        time: When it was judged, in Unix seconds.
+        error: Which worker failed, and why, in one line.
+        host: Its host.
+        rank: Its global rank; None if unknown.
+        round: Its round; None if unknown.
+        traceback: Its traceback; None if it left none.
+        log: The file with its stderr; None if unknown.
+        last_lines: The last lines of that file; empty if they cannot be read.
+        ended_run: Whether it ended the run.
+    """
+
+    time: float
+    error: str
+    host: str
+    rank: int | None = None
+    round: int | None = None
+    traceback: str | None = None
+    log: str | None = None
+    last_lines: str = ""
+    ended_run: bool = False
+
+
+@dataclass(frozen=True)
 class SavedCheckpoints:
     """The checkpoints.
 
@@ -181,8 +211,10 @@ class Report:
         changes: Faults and other changes of the group, with their cost.
         first_node_s: Cost of the start in node-seconds, counted as for a change.
         timeline: ``time`` and ``sentence`` of each entry of the timeline, as `hpc-elastic events`.
+        failures: The failures of workers, in order of time.
         checkpoints: The checkpoints.
         configuration: The submission.
+        hints: What would save node time, in sentences.
         notes: What could not be found out, was left out, or needs attention.
     """
 
@@ -197,13 +229,15 @@ class Report:
     changes: Sequence[Change]
     first_node_s: float
     timeline: Sequence[Mapping[str, Any]]
+    failures: Sequence[WorkerFailure]
     checkpoints: SavedCheckpoints
     configuration: Configuration
+    hints: Sequence[str]
     notes: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values; NaN and infinities are null."""
-        return {key: _finite(value) for key, value in asdict(self).items()}
+        return {key: _as_json(value) for key, value in vars(self).items()}
 
 
 def report(
@@ -213,6 +247,7 @@ def report(
     timeline: Sequence[TimelineEntry],
     *,
     made: float,
+    failures: Sequence[WorkerFailure] = (),
     kept: Sequence[Mapping[str, Any]] = (),
     configuration: Configuration | None = None,
     notes: Iterable[str] = (),
@@ -225,6 +260,7 @@ def report(
         points: Its progress, in order of time.
         timeline: Its timeline.
         made: Unix seconds.
+        failures: The failures of its workers.
         kept: The checkpoints in its directories.
         configuration: The submission.
         notes: What could not be found out.
@@ -248,8 +284,10 @@ def report(
          for task, waited in spent.queued.items() for i in waited],
         spent.sizes, points, found, first_node_s,
         [{"time": e.time, "sentence": sentence(e)} for e in timeline],
+        failures,
         SavedCheckpoints(announced, kept, by_kind["checkpoint"]),
         configuration or Configuration(),
+        list(hints(by_kind, spent.node_s, points)),
         [*notes, *slow, *_doubts(points)],
     )  # fmt: skip
 
@@ -294,6 +332,48 @@ def changes(
     return round(costs[0], 3), found
 
 
+# ---- hints
+
+
+_SHORTEST_S = 600.0
+"""Node-seconds from which shares of the time are worth a hint."""
+_REMEDIES = {
+    "import": (0.1, "list the slow imports of the script in launcher.agent.warm_imports: warm "
+               "workers import them before they are needed"),
+    "replayed": (0.1, "save more often: save_if_due(step, every_s=...) costs little in the "
+                 "background"),
+    "checkpoint": (0.05, "save in the background (Checkpointer's default), less often, or to the "
+                   "memory tier"),
+    "restore": (0.05, "keep a copy in memory (the memory tier), so that a restart reads no file"),
+    "rendezvous": (0.1, "the groups form slowly: `hpc-elastic events` shows what they waited for"),
+    "idle": (0.2, "nodes wait beside the training: save more often, since they join at "
+             "checkpoints, or lower the most nodes"),
+}  # fmt: skip
+"""Kind of node time -> share from which there is a hint, and the hint."""
+_LOW_GPU_USE = 0.5
+
+
+def hints(by_kind: Mapping[str, float], node_s: float, points: Sequence[Point]) -> Iterator[str]:
+    """Yield what would save node time; nothing for a run that is too short to judge.
+
+    Args:
+        by_kind: Node-seconds by kind.
+        node_s: Their sum.
+        points: The progress, in order of time.
+    """
+    if node_s < _SHORTEST_S:
+        return
+    for kind, (least, remedy) in _REMEDIES.items():
+        if by_kind[kind] >= least * node_s:
+            yield f"{by_kind[kind] / node_s:.0%} of the node time is {kind}: {remedy}"
+    used = [p.gpu_use for p in points if p.gpu_use is not None and p.phase == TRAINING]
+    if len(used) >= _FEWEST_SAMPLES and fmean(used) < _LOW_GPU_USE:
+        yield (
+            f"the GPUs are busy for {fmean(used):.0%} of the time while the group trains: more "
+            "loader workers (DataLoader(num_workers=...)) or larger micro-batches may help"
+        )
+
+
 def _doubts(points: Sequence[Point]) -> Iterator[str]:
     odd = next((p for p in points if p.loss is not None and not math.isfinite(p.loss)), None)
     if odd is not None:
@@ -305,14 +385,22 @@ def _doubts(points: Sequence[Point]) -> Iterator[str]:
         yield "the script reports no loss (`hpc_elastic.report(step, loss=...)`)"
 
 
-def _finite(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
+    """Return a value as JSON; `dataclasses.asdict` copies each item, which takes five times longer.
+
+    A run of a week has a hundred thousand of them.
+    """
+    if isinstance(value, str | int | None):
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+        return [_as_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    return (
+        {key: _as_json(item) for key, item in vars(value).items()} if is_dataclass(value) else value
+    )
 
 
 # ---- secrets

@@ -135,6 +135,13 @@ def _aside(entry: TimelineEntry) -> str | None:
             return f"{what} cannot be used now: back to the queue for {away}"
         case "parked":
             return f"{names(facts.get('hosts', ()))} waits, and does not join now: {entry.text}"
+        case "growth_decision":
+            size = counted(int(facts.get("nodes") or 0), "node")
+            now = "may grow again" if facts.get("grows") else "grows no further"
+            return f"the run has {size} and {now}: {entry.text}"
+        case "sweep_decision":
+            runs = facts.get("runs") or ()
+            return f"run{'' if len(runs) == 1 else 's'} {names(runs)} {entry.text}"
         case "excluded":
             left = counted(int(facts.get("hosts_left") or 0), "other host")
             return f"{host} is not used any more: {entry.text}; {left} left"

@@ -76,8 +76,8 @@ class TimelineEntry:
             ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
             ``crash_loop``, ``tasks_restarted``, ``leader``, ``hang``, ``straggler``,
             ``preflight``, ``start_failed``, ``warm_worker_died``, ``checkpoint_failed``,
-            ``checkpoint_recovered``, ``state_mismatch``, ``cancel``, ``preempt``, ``kill``,
-            ``resume``.
+            ``checkpoint_recovered``, ``state_mismatch``, ``growth_decision``,
+            ``sweep_decision``, ``cancel``, ``preempt``, ``kill``, ``resume``.
         time: When it began, in Unix seconds.
         causes: Its causes.
         nodes_before: Size of the group before; None if there was none, or it does not matter.
@@ -92,8 +92,9 @@ class TimelineEntry:
             nodes_requeued: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host,
             hosts_left; host_failure: host, strikes; crash_loop: attempts, checkpoint;
             tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
-            again; checkpoint_failed: step; hang, straggler, preflight, warm_worker_died,
-            checkpoint_recovered, state_mismatch, cancel, preempt, kill, resume: as in the event.
+            again; checkpoint_failed: step; growth_decision: nodes, grows; sweep_decision: runs;
+            hang, straggler, preflight, warm_worker_died, checkpoint_recovered, state_mismatch,
+            cancel, preempt, kill, resume: as in the event.
         is_open: Whether it goes on.
         has_replicas: Whether the nodes are replicas, and none of them was stopped (``ft=true``).
     """
@@ -155,6 +156,8 @@ _FACTS: dict[str, tuple[str, ...]] = {
     "crash_loop": ("attempts", "checkpoint"),
     "start_failed": ("task", "host", "state", "reason", "hosts", "again"),
     "checkpoint_failed": ("step",),
+    "growth_decision": ("nodes", "grows"),
+    "sweep_decision": ("runs",),
     **dict.fromkeys(("hang", "straggler", "preflight", "warm_worker_died"), ()),
     **dict.fromkeys(("checkpoint_recovered", "state_mismatch"), ()),
     **dict.fromkeys(("cancel", "preempt", "kill", "resume"), ()),

@@ -10,6 +10,7 @@ k of the sweep: a job array, one task a node; or one *co-allocated job* of sever
     <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
     <sweep>/.hpc_elastic/array-<k>.nodes  nodes of a co-allocated job, by node id
     <sweep>/.hpc_elastic/array-<k>.replaced/  job ids of tasks that replace others
+    <sweep>/.hpc_elastic/sweeper.lock     held by the process of a study (`launcher.optuna_sweep`)
     <sweep>/.hpc_elastic/local-tasks.json launcher=local: the states of its tasks
     <sweep>/.hpc_elastic/local-requests/  launcher=local: requests of agents and commands
     <sweep>/.hpc_elastic/logs/            output of each task that Slurm captures
@@ -25,7 +26,9 @@ k of the sweep: a job array, one task a node; or one *co-allocated job* of sever
     <run>/excluded_nodes.json             nodes that the run avoids, with the reasons
     <run>/avoided/<task>@<node>           the task was lost on that node, and may still run there
     <run>/checkpoints/                    checkpoints, by default; see hpc_elastic.checkpoint
+    <run>/compile/                        graphs of torch.compile (`agent.compile_cache`)
     <run>/departing/                      combined requests of tasks that are requeued together
+    <run>/tensorboard/, wandb/, trackers/ of trackers (`integrations.tracking`)
     <run>/saves_to/                       other directories of checkpoints (`checkpoint.store`)
     <run>/ledger/                         samples that each rank trained (`data.ledger`)
     <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker, each with its time
@@ -44,18 +47,21 @@ k of the sweep: a job array, one task a node; or one *co-allocated job* of sever
 A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, term, nodes,
 world_size, step (the last), total_steps, samples, loss (of the first rank), blocked_s (seconds for
 which checkpoints have blocked the workers of this round), checkpoint (the last step that was
-announced as saved), steps_per_s and samples_per_s (over half a minute); null if unknown. A line may
-be cut off. A line of a leader that was stopped while it wrote may follow lines of a later term.
+announced as saved), steps_per_s and samples_per_s (over half a minute), metrics (the script's own,
+of the first rank), gpu_use and gpu_memory (shares, of the group); null if unknown. A line may be
+cut off. A line of a leader that was stopped while it wrote may follow lines of a later term.
 `report.progress_log` reads the file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +94,19 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """What the tasks of some slots have of their own (``launcher.pools``); see `RunSpec`."""
+
+    num_slots: int
+    partition: str | None
+    time_s: float | None
+    time_min_s: float | None
+    preempt_grace_s: float
+    kill_wait_s: float
+    whole_nodes: bool
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """A run as it was submitted. A requeued task runs exactly this."""
 
@@ -104,6 +123,8 @@ class RunSpec:
     launcher: Literal["slurm", "local"] = "slurm"
     scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
     scale_up_timeout_s: float = 60.0
+    min_efficiency: float | None = None
+    sweep_growth: Literal["equal", "soonest"] = "equal"
     below_min_timeout_s: float | None = 300.0
     interface: str | None = None
     max_failed_rounds: int = 3
@@ -124,8 +145,12 @@ class RunSpec:
     """As given to sbatch: a name, or several with commas; None: the default partition."""
     time_s: float | None = None
     """Time limit that each task was submitted with; None: none, or not known exactly."""
+    time_min_s: float | None = None
+    """The least time limit of a waiting task (`slurm.time_slots`); None: its limit is fixed."""
     whole_nodes: bool = False
     """Whether each task requests whole nodes, which it does not share with other jobs."""
+    pools: list[Pool] = field(default_factory=list)
+    """The pools of the slots in their order, if there are several; see `of_slot`."""
     env: dict[str, str] = field(default_factory=dict)
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
@@ -146,6 +171,33 @@ class RunSpec:
             for slot, (k, index) in enumerate(self.tasks)
             if k in job_ids
         ]
+
+    @property
+    def shares(self) -> list[tuple[range, RunSpec]]:
+        """The slots of each pool, with the run as its tasks see it; one share without pools."""
+        found: list[tuple[range, RunSpec]] = []
+        first = 0
+        for pool in self.pools:
+            own = asdict(pool)
+            slots = range(first, first + own.pop("num_slots"))
+            found.append((slots, replace(self, **own)))
+            first = slots.stop
+        return found or [(range(self.max_nodes), self)]
+
+    @property
+    def all_partitions(self) -> str | None:
+        """The partitions of all pools, with commas; None: the default one is among them."""
+        names = [spec.partition for _, spec in self.shares]
+        return None if None in names else ",".join(dict.fromkeys(filter(None, names)))
+
+    def of_slot(self, slot: int) -> RunSpec:
+        """Return the run as the task of a slot sees it, with the terms of its pool."""
+        return next(spec for slots, spec in self.shares if slot in slots)
+
+    @property
+    def restored_limit_s(self) -> float | None:
+        """The time limit of a task that returns to the queue; None if its limit is fixed."""
+        return None if self.time_min_s is None else self.time_s
 
     def requeues_left(self, attempt: int | None) -> int | None:
         """Return how often a task may still be requeued; None if without limit.
@@ -173,6 +225,7 @@ class RunSpec:
                     **raw,
                     "entry": Entry(**raw["entry"]),
                     "tasks": [(k, i) for k, i in raw["tasks"]],
+                    "pools": [Pool(**pool) for pool in raw["pools"]],
                     "rendezvous": RendezvousSettings(**raw["rendezvous"]),
                     "agent": AgentSettings(**raw["agent"]),
                 }
@@ -211,6 +264,10 @@ class _Below:
 
     def __get__(self, owner: RunDir | Submission, cls: type[object] | None = None) -> Path:
         return owner.path / self._name
+
+
+RUN_DIR_VARIABLE = "HPC_ELASTIC_RUN_DIR"
+"""The environment variable of workers with the path of their run's directory."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +332,11 @@ class RunDir:
         """Return the metrics of one task."""
         return self.path / "metrics" / f"{task}.prom"
 
+    @property
+    def compiled(self) -> Path:
+        """Graphs of torch.compile."""
+        return self.path / "compile"
+
     def load(self) -> RunSpec:
         """Return the frozen description of the run.
 
@@ -309,6 +371,19 @@ class RunDir:
         """Return the error for a directory that holds a run already."""
         remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
         return RunDirectoryError(f"{self.path} holds a run already: {remedy}")
+
+
+def default_checkpoints() -> Path:
+    """Return the folder of a script's checkpoints, unless it names one.
+
+    That of the run; outside of a run, in Hydra's output directory or in the working directory.
+    """
+    if path := os.environ.get(RUN_DIR_VARIABLE):
+        return RunDir(Path(path)).checkpoints
+    hydra: Any = sys.modules.get("hydra.core.hydra_config")
+    if hydra is not None and hydra.HydraConfig.initialized():
+        return RunDir(Path(hydra.HydraConfig.get().runtime.output_dir)).checkpoints
+    return RunDir(Path()).checkpoints
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,12 @@ class SlurmClient:
                 break
         return found
 
+    def batch_scripts(self) -> list[Path]:
+        """Return the batch scripts of the user's jobs that wait or run, each of them once."""
+        output = self._run(["squeue", "-h", "--me", "-o", parsing.SCRIPTS_FORMAT])
+        lines = dict.fromkeys(line.strip() for line in output.splitlines())
+        return [Path(line) for line in lines if line.startswith("/")]
+
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks; those that have ended are no error.
 
@@ -159,6 +165,26 @@ class SlurmClient:
         where = [] if partition is None else ["-p", partition]
         argv = ["sinfo", "-h", "-N", *where, "-o", parsing.EACH_NODE_FORMAT]
         return parsing.parse_each_node(self._run(argv))
+
+    def idle_nodes(self, partition: str | None) -> list[str]:
+        """Return the nodes of some partitions that run nothing, those that are planned included."""
+        states = self.each_node(partition).items()
+        return [node for node, state in states if state in ("idle", "planned")]
+
+    def node_claims(self) -> list[parsing.NodeClaim]:
+        """Return the jobs that wait, with the scheduler's plans for them, and the reservations.
+
+        What the site hides from the user is missing.
+        """
+        waiting = self._run(["squeue", "-h", "-a", "-t", "PENDING", "-O", parsing.PLANNED_FORMAT])
+        reserved = self._run(["scontrol", "-a", "-o", "show", "reservation"])
+        now = time.time()
+        argv = ["squeue", "-O", parsing.PLANNED_FORMAT]
+        try:
+            planned = parsing.parse_planned(waiting, now)
+            return planned + parsing.parse_reservations(reserved, now)
+        except ValueError as e:
+            raise SlurmCommandError(argv, 0, str(e)) from e
 
     def node_kinds(self, partition: str | None) -> list[parsing.NodeKind]:
         """Return the kinds of nodes of some partitions (login node).
@@ -248,7 +274,21 @@ class SlurmClient:
                 return parsing.last_busy_at(nodes, record)
         return None
 
-    def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
+    def set_time_limit(self, tasks: Sequence[str], limit_s: float) -> None:
+        """Set the time limit of pending tasks of one node; others are left alone.
+
+        Args:
+            tasks: Names as in `scheduler`.
+            limit_s: At most the partition's limit; rounded up to whole minutes.
+        """
+        # NumTasks is refused for a task that has started meanwhile, whose limit would be lowered
+        limit = ["NumTasks=1", f"TimeLimit={math.ceil(limit_s / 60)}"]
+        for task in _compact(tasks):
+            self._update_waiting(task, *limit)
+
+    def postpone(
+        self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
+    ) -> None:
         """Delay the start of pending tasks; others are left alone.
 
         Slurm keeps a record for each array element that was updated, so do not update ten thousand
@@ -258,9 +298,12 @@ class SlurmClient:
             tasks: Names as in `scheduler`, or whole arrays. A task counts as pending from its
                 `requeue` on.
             delay_s: Seconds from now, in whole seconds; it replaces an earlier delay.
+            time_limit_s: The time limit of the next attempt; None leaves it as it is.
         """
+        start = f"starttime=now+{math.ceil(delay_s)}"
+        limit = [] if time_limit_s is None else [f"TimeLimit={math.ceil(time_limit_s / 60)}"]
         for task in _compact(tasks):
-            self._update_waiting(task, f"starttime=now+{math.ceil(delay_s)}")
+            self._update_waiting(task, start, *limit)
 
     def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
         """Let pending tasks avoid nodes, beside those that they avoid already.
@@ -355,9 +398,9 @@ class SlurmClient:
         flags += [f"--exclude={compress(avoided)}"] if avoided else []
         return self.sbatch(script, flags, env=self._outside(), timeout_s=self.timeout_s)
 
-    def _update_waiting(self, task: str, what: str) -> None:
+    def _update_waiting(self, task: str, *what: str) -> None:
         """Update waiting tasks; elements that no longer wait are no error."""
-        self._run_unless(parsing.NOT_WAITING, "scontrol", "update", f"jobid={task}", what)
+        self._run_unless(parsing.NOT_WAITING, "scontrol", "update", f"jobid={task}", *what)
 
     def _outside(self) -> dict[str, str]:
         """Return the environment for a submission by a task: without that of its own job."""
@@ -467,13 +510,36 @@ class SiteClient(SlurmClient):
         """Call sacct for no jobs; it fails where there is no accounting."""
         self._run(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
 
-    def test_only(self, script: str) -> str:
+    def queue(self) -> list[parsing.QueuedJob]:
+        """Return the jobs of all users and partitions, as far as this user may see them."""
+        argv = ["squeue", "-h", "-a", "-O", parsing.QUEUE_FORMAT]
+        output = self._run(argv)
+        try:
+            return parsing.parse_queue(output)
+        except ValueError as e:
+            raise SlurmCommandError(argv, 0, str(e)) from e
+
+    def all_qos(self) -> list[parsing.Qos]:
+        """Return every QOS of the accounting."""
+        argv = ["sacctmgr", "-n", "-P", "show", "qos", f"format={parsing.QOS_FORMAT}"]
+        return parsing.parse_qos(self._run(argv))
+
+    def offered_qos(self, user: str) -> frozenset[str]:
+        """Return the names of the QOS that the associations of a user name."""
+        argv = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=qos"]
+        return parsing.parse_offered_qos(self._run(argv))
+
+    def test_only(self, script: str, flags: Sequence[str] = ()) -> str:
         """Let sbatch validate a script; return when and where it would start, in sbatch's words.
+
+        Args:
+            script: Path of the batch script.
+            flags: Flags of sbatch that replace those in the script.
 
         Raises:
             SlurmCommandError: sbatch would refuse it; its standard error has the reason.
         """
-        done = _call(["sbatch", "--test-only", script], self._outside(), self.timeout_s)
+        done = _call(["sbatch", "--test-only", *flags, script], self._outside(), self.timeout_s)
         words = done.stderr.strip() or done.stdout
         return re.sub(r"\A(sbatch: )?(Job \d+ )?", "", words.strip())
 
@@ -509,22 +575,3 @@ def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
         except SlurmCommandError as e:
             problems[command] = e.stderr.strip()[:300]
     return problems
-
-
-def time_limit_s(text: str) -> float | None:
-    """Return the seconds of a wall time of sbatch (pure); None for UNLIMITED.
-
-    Minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
-    """
-    m = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
-    if m is None:
-        return None
-    days, *rest = m.groups()
-    parts = [int(part) for part in rest if part is not None]
-    if days is not None:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-        return float(((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds)
-    if len(parts) == 1:
-        return parts[0] * 60.0
-    hours, minutes, seconds = (0, *parts)[-3:]
-    return float((hours * 60 + minutes) * 60 + seconds)

@@ -127,18 +127,20 @@ class CombinedRequests:
         self._batch = None
         self._client.requeue(task)
 
-    def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
+    def postpone(
+        self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
+    ) -> None:
         """Let this task, and those that were requeued with it, not start before `delay_s`."""
         batch, self._batch = self._batch, None
         if batch is None:
-            self._client.postpone(tasks, delay_s)
+            self._client.postpone(tasks, delay_s, time_limit_s=time_limit_s)
             return
         name, carried = batch
         with contextlib.suppress(OSError):
             done = None if carried else self._await(f"{name}.postponed")
             if done is not None and done.get("delay_s") == delay_s:
                 return
-        self._client.postpone(carried or tasks, delay_s)
+        self._client.postpone(carried or tasks, delay_s, time_limit_s=time_limit_s)
         if carried:
             with contextlib.suppress(OSError):  # then the others do it themselves
                 content = json.dumps({"delay_s": delay_s})

@@ -161,7 +161,9 @@ class LocalQueue:
         if entry is not None:
             self._request([{"do": "requeue", "task": task, "restarts": entry.restarts}])
 
-    def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
+    def postpone(
+        self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
+    ) -> None:
         """Let tasks that wait, or are being requeued, not start before `delay_s` from now.
 
         It replaces the delay of an earlier call.

@@ -1,11 +1,12 @@
 """Parsers of what Slurm's commands print: the only place where that is done. Pure.
 
-squeue is asked for fields by name (``-O``), sinfo by ``-o``, and of scontrol only fields are read
-whose names have been the same from Slurm 20 to 26; ``--json`` changes its schema from release to
-release and is not used. Outputs that were recorded from three releases are the tests of this
-module. scontrol's values with blanks in them (a job's name, its comment) come cut off; none of
-those is used. Errors are distinguished by their words, since exit codes do not differ; what sbatch
-refuses has a table of its own (`hpc_elastic.launcher.batch_script`), from its words to our keys.
+squeue is asked for fields by name (``-O``), sinfo by ``-o``, sacctmgr by ``format=``, and of
+scontrol only fields are read whose names have been the same from Slurm 20 to 26; ``--json`` changes
+its schema from release to release and is not used. Outputs that were recorded from three releases
+are the tests of this module. scontrol's values with blanks in them (a job's name, its comment) come
+cut off; none of those is used. Errors are distinguished by their words, since exit codes do not
+differ; what sbatch refuses has a table of its own (`hpc_elastic.launcher.batch_script`), from its
+words to our keys.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ NODE_KINDS_FORMAT = "%G|%c|%m"
 """For sinfo -e -o: what the nodes of each kind have."""
 EACH_NODE_FORMAT = "%N|%T"
 """For sinfo -N -o: each node and its state."""
+SCRIPTS_FORMAT = "%o"
+"""For squeue -o: the batch script of each job, with its arguments."""
+
+PLANNED_FORMAT = "ArrayJobID:0|,Partition:0|,PriorityLong:0|,StartTime:0|,SchedNodes:0"
+"""For squeue -O: the plans of the scheduler for jobs that wait."""
+QUEUE_FIELDS = (
+    *("State", "NodeList", "SchedNodes", "StartTime", "EndTime", "TimeLimit", "NumNodes"),
+    *("ArrayTaskID", "Partition", "Reason"),
+)
+QUEUE_FORMAT = ",".join(f"{name}:0|" for name in QUEUE_FIELDS)
+"""For squeue -O: the jobs of all users, as far as the user may see them."""
+QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt"
+"""For sacctmgr -n -P show qos."""
 
 _NO_ARRAY = "N/A"
 _POWER_MARKS = "~#%+@!^-"
@@ -59,6 +73,7 @@ class Partition:
         preempt_mode: ``OFF``, ``REQUEUE``, ``CANCEL``, ``SUSPEND``, or several with commas.
         num_nodes: Number of its nodes.
         max_nodes: The most nodes of one job; None without a limit.
+        default_time_s: Wall time of a job that names none; None: `max_time_s`.
     """
 
     name: str
@@ -69,6 +84,7 @@ class Partition:
     preempt_mode: str = "OFF"
     num_nodes: int = 0
     max_nodes: int | None = None
+    default_time_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,30 @@ class NodeRecord:
 
 
 @dataclass(frozen=True)
+class NodeClaim:
+    """Nodes that are needed from some moment on: by a job that waits, or for a reservation.
+
+    Attributes:
+        nodes: The nodes; none for a job that waits without a plan.
+        starts_in_s: Seconds until then, by this machine's clock; infinite if unknown.
+        job: The job id, of the array if it is one; empty for a reservation.
+        partition: The job's, as given to sbatch.
+        priority: The job's.
+    """
+
+    nodes: tuple[str, ...]
+    starts_in_s: float
+    job: str = ""
+    partition: str = ""
+    priority: int = 0
+
+    def is_behind(self, other: NodeClaim) -> bool:
+        """Return whether this is a job that the scheduler tries after another one."""
+        is_same_queue = bool(self.job) and self.partition == other.partition
+        return is_same_queue and self.priority < other.priority
+
+
+@dataclass(frozen=True)
 class NodeKind:
     """What nodes of one kind have.
 
@@ -139,6 +179,58 @@ class NodeKind:
     gpus: Mapping[str, int] = field(default_factory=dict)
     cpus: int = 0
     memory_mb: int = 0
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job of any user that has nodes or waits, as squeue lists it.
+
+    Attributes:
+        state: Slurm's word.
+        nodes: The nodes that it has; while it waits, those that backfill has planned for it.
+        starts_at: While it waits, its planned or earliest start in Unix seconds; None if it has
+            none.
+        ends_at: The end of its time limit in Unix seconds; None if it has none.
+        limit_s: Its time limit; None without a limit.
+        num_nodes: Number of its nodes.
+        num_tasks: Number of waiting elements of an array in this line, each with `num_nodes`.
+        partitions: Where it runs, or may run.
+        reason: Why it waits; empty for Slurm's None.
+    """
+
+    state: str
+    nodes: tuple[str, ...] = ()
+    starts_at: float | None = None
+    ends_at: float | None = None
+    limit_s: float | None = None
+    num_nodes: int = 1
+    num_tasks: int = 1
+    partitions: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no nodes yet."""
+        return self.state == "PENDING"
+
+
+@dataclass(frozen=True)
+class Qos:
+    """A QOS of the accounting.
+
+    Attributes:
+        name: Its name.
+        flags: Such as ``NoReserve``.
+        preempt_mode: Such as ``requeue``; ``cluster`` is PreemptMode of slurm.conf.
+        grace_s: Seconds between a preemption's SIGTERM and the end.
+        preempts: Names of the QOS whose jobs its own may preempt.
+    """
+
+    name: str
+    flags: frozenset[str] = frozenset()
+    preempt_mode: str = "cluster"
+    grace_s: float = 0.0
+    preempts: frozenset[str] = frozenset()
 
 
 # ---- scontrol
@@ -178,6 +270,7 @@ def parse_partitions(output: str) -> list[Partition]:
             preempt_mode=row.get("PreemptMode", "OFF"),
             num_nodes=parse_number(row.get("TotalNodes", "")) or 0,
             max_nodes=parse_number(row.get("MaxNodes", "")),
+            default_time_s=parse_time_left(row.get("DefaultTime", "")),
         )
         for row in _rows_with("PartitionName", output)
     ]
@@ -231,6 +324,20 @@ def parse_records(output: str) -> list[JobRecord]:
             )
         )
     return records
+
+
+def parse_reservations(output: str, now: float) -> list[NodeClaim]:
+    """Return what is reserved, by what ``scontrol -o show reservation`` printed.
+
+    Args:
+        output: What scontrol printed.
+        now: Seconds since the epoch.
+    """
+    return [
+        NodeClaim(tuple(nodelist.expand(nodes)), _whole_minutes(row.get("StartTime", "")) - now)
+        for row in _rows_with("ReservationName", output)
+        if not is_nothing(nodes := row.get("Nodes", ""))
+    ]
 
 
 def parse_nodes(output: str) -> list[NodeRecord]:
@@ -372,6 +479,15 @@ def _date(text: str) -> float | None:
         return None
 
 
+def _whole_minutes(start: str) -> float:
+    """Return a date in seconds since the epoch, as backfill rounds it down; infinite if none.
+
+    It plans in steps of a minute (bf_resolution).
+    """
+    at = _date(start)
+    return math.inf if at is None else at // 60 * 60
+
+
 def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
 
@@ -410,6 +526,66 @@ def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     return tasks
 
 
+def parse_planned(output: str, now: float) -> list[NodeClaim]:
+    """Return the jobs in what ``squeue -h -t PENDING -O PLANNED_FORMAT`` printed.
+
+    Args:
+        output: What squeue printed.
+        now: Seconds since the epoch.
+    """
+    found: list[NodeClaim] = []
+    for line in output.splitlines():
+        job, partition, priority, start, nodes = (*map(str.strip, line.split("|")), *[""] * 5)[:5]
+        found.append(
+            NodeClaim(
+                () if is_nothing(nodes) else tuple(nodelist.expand(nodes)),
+                _whole_minutes(start) - now,
+                job,
+                partition,
+                parse_number(priority) or 0,
+            )
+        )
+    return found
+
+
+def parse_queue(output: str) -> list[QueuedJob]:
+    """Return the jobs in what ``squeue -h -O QUEUE_FORMAT`` printed.
+
+    Raises:
+        ValueError: A line is not of that format.
+    """
+    jobs: list[QueuedJob] = []
+    for line in filter(str.strip, output.splitlines()):
+        fields = [part.strip() for part in line.split("|", len(QUEUE_FIELDS) - 1)]
+        if len(fields) != len(QUEUE_FIELDS):
+            raise ValueError(f"not a line of squeue in the format {QUEUE_FORMAT}: {line!r}")
+        state, has, planned, start, end, limit, num_nodes, indices, partitions, reason = fields
+        reason = reason.removesuffix("|")
+        waits = state == "PENDING"
+        nodes = planned if waits else has
+        is_set = waits and not is_nothing(indices)
+        jobs.append(
+            QueuedJob(
+                state,
+                () if is_nothing(nodes) else tuple(nodelist.expand(nodes)),
+                _date(start) if waits else None,
+                None if waits else _date(end),
+                parse_time_left(limit),
+                parse_number(num_nodes) or 1,
+                len(nodelist.expand_indices(indices)[0]) if is_set else 1,
+                tuple(partitions.split(",")),
+                "" if is_nothing(reason) else reason,
+            )
+        )
+    return jobs
+
+
+def parse_expected_start(words: str) -> float | None:
+    """Return the Unix seconds in what ``sbatch --test-only`` printed; None if it has no time."""
+    m = re.search(r"to start at (\S+)", words)
+    return None if m is None else _date(m[1])
+
+
 def lists_all(output: str) -> bool:
     """Return whether ``squeue -h -r -O SQUEUE_FORMAT`` has certainly listed every element.
 
@@ -431,6 +607,27 @@ def _lines(output: str) -> Iterator[list[str]]:
         if len(fields) != len(FIELDS) or not fields[0].strip().isdecimal():
             raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
         yield [part.strip() for part in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
+
+
+# ---- sacctmgr
+
+
+def parse_qos(output: str) -> list[Qos]:
+    """Return the QOS in what ``sacctmgr -n -P show qos format=QOS_FORMAT`` printed."""
+    rows = [line.split("|") for line in output.splitlines()]
+    return [
+        Qos(name, _names(flags), mode or "cluster", parse_time_left(grace) or 0.0, _names(preempts))
+        for name, flags, mode, grace, preempts in (row for row in rows if len(row) == 5)
+    ]
+
+
+def parse_offered_qos(output: str) -> frozenset[str]:
+    """Return the names in what ``sacctmgr -n -P show assoc format=qos`` printed."""
+    return frozenset[str]().union(*map(_names, output.splitlines()))
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(filter(None, (name.strip() for name in text.split(","))))
 
 
 # ---- errors, by Slurm's words

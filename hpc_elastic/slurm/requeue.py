@@ -71,8 +71,10 @@ class TaskQueue(Protocol):
     def requeue(self, task: str) -> None:
         """Send a task back to the queue."""
 
-    def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
-        """Let pending tasks not start before `delay_s` from now."""
+    def postpone(
+        self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
+    ) -> None:
+        """Let pending tasks not start before `delay_s` from now, and then run for so long."""
 
     def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
         """Let pending tasks not start on some nodes."""
@@ -249,7 +251,7 @@ def _carry_out(
         return ExitAction.EXIT if made is None else how
     if how in (ExitAction.REQUEUE, ExitAction.REQUEUED):
         try:
-            client.postpone([task], delay_s)
+            client.postpone([task], delay_s, time_limit_s=_full_limit_s(run, task))
         except _FAILURES as e:
             _log.warning("%s may start again late, or too soon: %s", task, e)
         hosts = excluded(run) if run is not None else {}
@@ -259,6 +261,27 @@ def _carry_out(
         except _FAILURES as e:
             _log.warning("%s may start on %s again: %s", task, ", ".join(sorted(hosts)), e)
     return how
+
+
+def _full_limit_s(run: RunDir | None, task: str) -> float | None:
+    """Return the limit that a task gets again; None if no limit of the run was changed.
+
+    A task keeps the short limit with which it filled a hole (`time_slots`).
+    """
+    try:
+        return None if run is None else limit_of(run.load(), task)
+    except RunDirectoryError:
+        return None
+
+
+def limit_of(spec: RunSpec, task: str) -> float | None:
+    """Return the time limit of a task that returns to the queue; None if its limit is fixed."""
+    if all(share.restored_limit_s is None for _, share in spec.shares):
+        return None  # without a look at the submission's files
+    found = _find(spec, task)
+    if found is None:
+        return None
+    return spec.of_slot(places(spec).index(found[0])).restored_limit_s
 
 
 # ---- Another task in the place of one that Slurm will not requeue; and the nodes that a run avoids
@@ -372,31 +395,36 @@ def _find(spec: RunSpec, task: str) -> tuple[TaskPlace, list[str], int] | None:
     return None
 
 
-def followed(submission: Submission) -> dict[str, str]:
+def followed(submissions: Iterable[Submission]) -> dict[str, str]:
     """Return the present name of each replaced task, by its first name, both as in squeue."""
     now: dict[str, str] = {}
-    for number, job_id in submission.job_ids().items():
-        for label, jobs in replacements(submission.array(number)).items():
-            place = TaskPlace(number, None if label == "job" else int(label))
-            now[place.queue_name(job_id)] = place.queue_name(jobs[-1])
+    for submission in submissions:
+        for number, job_id in submission.job_ids().items():
+            for label, jobs in replacements(submission.array(number)).items():
+                place = TaskPlace(number, None if label == "job" else int(label))
+                now[place.queue_name(job_id)] = place.queue_name(jobs[-1])
     return now
 
 
 def list_followed(
-    client: SlurmClient, submission: Submission, job_ids: Iterable[str], *, is_own: bool = True
+    client: SlurmClient,
+    submissions: Iterable[Submission],
+    job_ids: Iterable[str],
+    *,
+    is_own: bool = True,
 ) -> dict[str, TaskState]:
-    """Return the tasks of a submission by their first names, each replaced one as its replacement.
+    """Return the tasks of submissions by their first names, each replaced one as its replacement.
 
     Args:
         client: Runs Slurm's commands; one call of squeue.
-        submission: The submission.
-        job_ids: The job ids of its arrays and co-allocated jobs, as they were at first.
-        is_own: Whether this user has submitted it. Each job of another user is a call of its own.
+        submissions: The submissions.
+        job_ids: The job ids of their arrays and co-allocated jobs, as they were at first.
+        is_own: Whether this user has submitted them. Each job of another user is a call of its own.
 
     Raises:
         SlurmCommandError: Slurm does not answer.
     """
-    now = followed(submission)
+    now = followed(submissions)
     listed = client.tasks([*job_ids, *map(job_of, now.values())], once=is_own)
     present = now.items()
     later = {first: replace(listed[name], task=first) for first, name in present if name in listed}

@@ -206,7 +206,11 @@ class Scheduler:
             except (SlurmError, LocalQueueError, OSError) as e:
                 failures.append(e)
         if restarted:
-            self._queue.postpone(restarted, RELEASE_DELAY_S)
+            limits: dict[float | None, list[str]] = {}
+            for name in restarted:
+                limits.setdefault(requeue.limit_of(self._spec, name), []).append(name)
+            for limit_s, names in limits.items():
+                self._queue.postpone(names, RELEASE_DELAY_S, time_limit_s=limit_s)
         waiting = {name for name, state in states.items() if state.phase is Phase.PENDING}
         if waiting.union(restarted):
             self._queue.exclude([*waiting.union(restarted)], requeue.excluded(self._run))

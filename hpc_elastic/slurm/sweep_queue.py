@@ -1,41 +1,56 @@
-"""Order of a sweep's runs at the nodes, by Slurm's queue.
+"""Order of a user's runs at the nodes, by Slurm's queue.
 
-The runs of a sweep compete for the same nodes, and Slurm does not consider a run's minimum: it
-starts one task of a run wherever a node is free. Two rules keep nodes from being held for nothing,
-and from being idle while a run could use them:
+Runs that request the same nodes are *siblings*: those of one sweep, and the user's other runs.
+They compete, and Slurm does not consider a run's minimum: it starts one task of a run wherever a
+node is free. Three rules keep nodes from being held for nothing, and from being idle while a run
+could use them:
 
 - A run below its minimum gives its nodes back at once if it cannot get the rest
-  (`why_blocked`): runs of the sweep that train hold it, or an earlier run can begin with its
-  nodes.
-- A run that trains, and one that ends, lets others start that stay away from the queue, as soon as
-  there are idle nodes for their minimum (`let_start`).
+  (`why_blocked`): siblings that train hold it, or an earlier one can begin with its nodes.
+- A run that trains, and one that ends, lets siblings start that stay away from the queue, as soon
+  as there are idle nodes for their minimum (`let_start`).
+- A run that trains lets siblings stay away that would start for nothing: those that train hold what
+  they lack (`keep_away`). A sibling may come back as soon as other users' nodes would suffice.
 
-The runs have an order, that of the sweep. A run gives way to an earlier one only, so two runs do
-not take each other's nodes in turn. `QueuedRun`, `NodeSupply` and the two rules are pure;
-`SweepQueue` queries Slurm and carries them out.
+With ``sweep_growth=soonest`` a fourth rule divides the nodes that may come next (`node_value`): a
+run that gets none of them holds its pending tasks (`rendezvous.group_change`), and one that has
+no nodes either waits for its turn (`deferred_runs`).
+
+The runs have an order: that of their submissions, and that of a sweep. A run gives way to an
+earlier one only, so two runs do not take each other's nodes in turn. `QueuedRun`, `NodeSupply` and
+the rules are pure; `SweepQueue` queries Slurm and carries them out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.run.directory import RunDir, RunSpec, Submission, task_name
+from hpc_elastic.errors import DamagedFileError, RunDirectoryError
+from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission, task_name
 from hpc_elastic.run.fencing import last_index
-from hpc_elastic.shared_files import is_there
+from hpc_elastic.shared_files import is_there, read_json
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
-from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
+from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, remedy
+from hpc_elastic.slurm.node_value import NodeDemand, share_nodes
 from hpc_elastic.slurm.requeue import excluded, followed, list_followed
 
 AWAY_S = 12.0
 """A task whose start lies further ahead stays away; one that requeues itself is back sooner."""
+
+KEPT_AWAY_S = 300.0
+"""For how long siblings stay away that would start for nothing; a run that ends lets them start."""
+RENEW_S = 45.0
+"""They stay away for longer if the start of one lies no further ahead; more than `POLL_S`."""
 
 _LOST = {
     *("down", "drained", "draining", "drng", "drain", "fail", "failing", "error", "future"),
@@ -46,7 +61,7 @@ _LOST = {
 
 @dataclass(frozen=True)
 class QueuedRun:
-    """One run of a sweep, as the queue shows it.
+    """One of the siblings, as the queue shows it.
 
     Attributes:
         name: Its name in messages.
@@ -58,6 +73,8 @@ class QueuedRun:
         avoids: Nodes on which no task of it starts.
         lost: Tasks whose attempt was lost -> that attempt: Slurm may list it as running for
             minutes. Its node may come to the run again, unless it does not answer.
+        demand: Its progress, if the next nodes go where they help most; its number of nodes there
+            does not count.
     """
 
     name: str
@@ -67,6 +84,7 @@ class QueuedRun:
     has_started: bool = True
     avoids: frozenset[str] = frozenset()
     lost: Mapping[str, int] = field(default_factory=dict)
+    demand: NodeDemand | None = None
 
     @property
     def nodes(self) -> list[str]:
@@ -104,20 +122,29 @@ class QueuedRun:
         ]
 
     @property
-    def num_waiting(self) -> int:
-        """Number of nodes for its tasks that may start as soon as a node is free.
+    def waiting(self) -> list[str]:
+        """Its tasks that may start as soon as a node is free.
 
         Of a run with a co-allocated job, only that counts: its other tasks may not start before it.
         Tasks that a user holds, or that wait for something else that no free node brings, do not
         count.
         """
-        waiting = {
+        away = self.away
+        return [
             name
             for name, state in self.tasks.items()
-            if state.phase is Phase.COMPLETING
-            or (state.phase is Phase.PENDING and remedy(state.reason) is None)
-        }.difference(self.away)
-        return sum(self.size(n) for n in waiting if not self.num_coallocated or "_" not in n)
+            if name not in away
+            and (not self.num_coallocated or "_" not in name)
+            and (
+                state.phase is Phase.COMPLETING
+                or (state.phase is Phase.PENDING and remedy(state.reason) is None)
+            )
+        ]
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of nodes for the tasks that wait."""
+        return sum(map(self.size, self.waiting))
 
     @property
     def is_limited(self) -> bool:
@@ -172,12 +199,12 @@ def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str |
     short = [at for at, run in enumerate(runs) if run.is_short]
     first = _give_way(runs, short, nodes).get(own)
     if first is not None:
-        return f"run {runs[first].name} of the sweep is earlier, and can begin with these nodes"
+        return f"run {runs[first].name} is earlier, and can begin with these nodes"
     later = sum(len(runs[at].nodes) for at in short if at > own)
     held = {node for run in runs for node in run.nodes}
     if me.lacks <= later + nodes.num_coming(me, held):
         return None
-    return "other runs of the sweep hold the nodes that it lacks"
+    return "other runs of the user hold the nodes that it lacks"
 
 
 def _give_way(runs: Sequence[QueuedRun], short: Sequence[int], nodes: NodeSupply) -> dict[int, int]:
@@ -205,24 +232,29 @@ def let_start(
     nodes: NodeSupply,
     *,
     ends: bool = False,
-    lost: Set[str] = frozenset(),
+    withheld: Set[str] = frozenset(),
+    deferred: Set[int] = frozenset(),
 ) -> list[str]:
     """Return the tasks that stay away and are to start, since there are nodes for them.
 
     The minimum of each run in turn; then the further nodes of the run itself.
 
     Args:
-        runs: The runs of the sweep in their order.
+        runs: The siblings in their order.
         own: The index of the run that calls this: it trains, or it ends.
         nodes: The nodes that they may get.
         ends: Whether it ends, so that its nodes are free soon.
-        lost: Its tasks that were lost: other rules restart them.
+        withheld: Its tasks that do not start: lost ones, since other rules restart them, and those
+            that it holds.
+        deferred: Indices of runs that do not start now, although they could (`deferred_runs`).
     """
     me = runs[own]
     freed = len(me.nodes) if ends else 0
     taken = 0
     started: list[str] = []
-    for run in (run for at, run in enumerate(runs) if at != own and run.lacks and not run.is_over):
+    for at, run in enumerate(runs):
+        if at == own or at in deferred or not run.lacks or run.is_over:
+            continue
         free = max(0, nodes.num_idle(run) + freed - taken)
         missing = run.lacks - run.num_waiting
         if missing > 0 and (run.lacks > free or not run.away):
@@ -234,43 +266,117 @@ def let_start(
             missing -= run.size(task)
         taken += min(free, run.lacks)
     if not ends and me.lacks == 0:
-        away = [task for task in me.away if task not in lost]
+        away = [task for task in me.away if task not in withheld]
         started += away[: max(0, nodes.num_idle(me) - taken)]
     return started
+
+
+def keep_away(
+    runs: Sequence[QueuedRun], nodes: NodeSupply, deferred: Set[int] = frozenset()
+) -> list[str]:
+    """Return the tasks that would soon start for nothing, and are to stay away for longer.
+
+    All of them once one is about to start: that is one command for all.
+
+    Args:
+        runs: The siblings in their order.
+        nodes: The nodes that they may get.
+        deferred: Indices of runs that do not start now, although they could (`deferred_runs`).
+    """
+    held = {node for run in runs if run.lacks == 0 for node in run.nodes}
+    kept: list[TaskState] = []
+    for at, run in enumerate(runs):
+        is_blocked = not run.num_waiting and run.lacks > nodes.num_coming(run, held)
+        if run.nodes or not (is_blocked or (at in deferred and run.has_started)):
+            continue
+        waiting = [name for name in run.waiting if run.tasks[name].phase is Phase.PENDING]
+        kept += [run.tasks[name] for name in (*run.away, *waiting)]
+    is_due = any((state.starts_in_s or 0.0) < RENEW_S for state in kept)
+    return [state.task for state in kept] if is_due else []
+
+
+_NEXT_NODES = 2
+"""At least this many nodes that may come next are divided, and a quarter of those that the runs
+have: tasks for them are in the queue."""
+
+
+def divide_next_nodes(runs: Sequence[QueuedRun]) -> list[int]:
+    """Return how many of the nodes that may come next each run gets (`node_value`).
+
+    Args:
+        runs: The siblings in their order, each with its demand unless it is over.
+    """
+    demands = {
+        at: replace(run.demand, nodes=len(run.nodes))
+        for at, run in enumerate(runs)
+        if run.demand is not None and not run.is_over
+    }
+    num_next = max(_NEXT_NODES, sum(demand.nodes for demand in demands.values()) // 4)
+    shares = dict(zip(demands, share_nodes([*demands.values()], num_next), strict=True))
+    return [shares.get(at, 0) for at in range(len(runs))]
+
+
+def deferred_runs(runs: Sequence[QueuedRun], shares: Sequence[int]) -> frozenset[int]:
+    """Return the indices of the runs without nodes that get none of the next ones either."""
+    return frozenset(
+        at
+        for at, (run, share) in enumerate(zip(runs, shares, strict=True))
+        if run.demand is not None and not run.nodes and not run.is_over and not share
+    )
 
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 10.0
-"""Seconds between two checks of the first run that trains for others that stay away; the n-th run
+"""Seconds between two checks of the first run that trains for siblings that stay away; the n-th run
 checks n times as seldom, so that any number of runs queries Slurm no more than a few do."""
 POLL_SELDOM_S = 30.0
 """The same, if none stayed away at the last check."""
+DISCOVERY_S = 60.0
+"""Seconds between two searches for other submissions of the user."""
+
+_NOT_OF_NODES = {
+    *("job-name", "array", "nodes", "ntasks", "ntasks-per-node", "no-kill", "requeue", "chdir"),
+    *("open-mode", "output", "error", "time", "time-min", "begin", "dependency", "comment"),
+}
+"""Flags of sbatch that do not decide which nodes a task may get."""
 
 
 class SweepQueue:
-    """The queue as the leader of one run of a sweep sees it.
+    """The queue as the leader of one run sees it: its siblings, in their order.
 
     Calls block for as long as Slurm does. They raise `SlurmError` where Slurm does not answer, and
     `OSError` where the submission's files cannot be read.
+
+    Args:
+        run: The directory of the run.
+        spec: The run.
+        partition: Its partition, if the submission named none.
+        client: Runs Slurm's commands.
+        note: Writes an event.
     """
 
     def __init__(
-        self, run: RunDir, spec: RunSpec, partition: str | None, client: SlurmClient
+        self,
+        run: RunDir,
+        spec: RunSpec,
+        partition: str | None,
+        client: SlurmClient,
+        *,
+        note: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
         self._run = run
         self._spec = spec
-        self._partition = spec.partition or partition
+        self._partition = spec.all_partitions or partition
         self._client = client
+        self._note = note
         self._submission = Submission(Path(spec.submission))
+        self._found = [self._submission]
+        """The submissions with siblings, the oldest first."""
+        self._next_discovery = -math.inf
         self._specs: dict[Path, RunSpec] = {}
         self._checking = threading.Lock()
         self._next_check = 0.0
-
-    @property
-    def num_runs(self) -> int:
-        """Number of runs that were submitted together."""
-        return len(self._members())
 
     def why_blocked(self, lost: Mapping[str, int]) -> str | None:
         """Return why this run cannot get its minimum; None if it may yet get it.
@@ -285,51 +391,108 @@ class SweepQueue:
         runs[own] = replace(runs[own], lost=lost)
         return why_blocked(runs, own, self._nodes())
 
-    def let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
-        """Let runs start that stay away, as far as there are idle nodes for their minimum.
+    def let_others_start(
+        self, lost: Iterable[str] = (), *, ends: bool = False, grows: bool = True
+    ) -> Sequence[int | None]:
+        """Let siblings start that stay away, as far as there are idle nodes for their minimum.
+
+        Those that would soon start for nothing stay away for longer.
 
         Args:
             lost: This run's tasks that were lost.
             ends: Whether this run has ended. If not, and the last check was too recent, nothing
                 is done.
+            grows: Whether its other tasks may start too.
+
+        Returns:
+            The size up to which this run grows beside its siblings, None: without limit; nothing
+            if nothing was done.
         """
         if not self._checking.acquire(blocking=ends):
-            return  # Slurm has not answered yet
+            return ()  # Slurm has not answered yet
         try:
-            found = self._runs() if ends or time.monotonic() >= self._next_check else None
+            if not ends and time.monotonic() < self._next_check:
+                return ()
+            self._next_check = time.monotonic() + POLL_S
+            if ends:
+                self._next_discovery = -math.inf  # nothing lets later siblings start after this
+            found = self._runs()
             if found is None:
-                return
+                self._next_check = time.monotonic() + DISCOVERY_S
+                return (None,)
             runs, own = found
+            withheld = frozenset(lost if grows else runs[own].tasks)
+            largest, deferred = None, frozenset[int]()
+            if runs[own].demand is not None and not ends:
+                shares = divide_next_nodes(runs)
+                largest, deferred = len(runs[own].nodes) + shares[own], deferred_runs(runs, shares)
             earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
-            are_away = any(run.away for run in runs)
+            are_away = any(run.away for run in runs if run.lacks) or (grows and runs[own].away)
             every_s = POLL_S if are_away else POLL_SELDOM_S
-            self._next_check = time.monotonic() + every_s * (1 + earlier)
-            if not are_away:
-                return
-            names = let_start(runs, own, self._nodes(), ends=ends, lost=frozenset(lost))
-            now = followed(self._submission)
-            names = [now.get(name, name) for name in names]
+            wait_s = every_s * (1 + earlier)
+            if largest is not None:  # held tasks are to start soon after another run has ended
+                wait_s = min(wait_s, POLL_SELDOM_S)
+            self._next_check = time.monotonic() + wait_s
+            if not (are_away or deferred):
+                return (largest,)
+            nodes = self._nodes()
+            names = let_start(runs, own, nodes, ends=ends, withheld=withheld, deferred=deferred)
             if names:
-                _log.info("there are nodes for tasks that stayed away: %s", ", ".join(names))
-                self._client.postpone(names, RELEASE_DELAY_S)
+                self._postpone(names, RELEASE_DELAY_S, runs, "may start: nodes are idle for them")
+            elif not ends and (names := keep_away(runs, nodes, deferred)):
+                cause = "siblings train with what they lack"
+                cause = f"{cause}, or gain more from the next nodes" if deferred else cause
+                self._postpone(
+                    names, KEPT_AWAY_S, runs, f"must stay away from the queue for a while: {cause}"
+                )
+            return (largest,)
         finally:
             self._checking.release()
 
-    def _runs(self) -> tuple[list[QueuedRun], int] | None:
-        """Return the runs of the sweep in their order, and this one's index."""
-        members = self._members()
-        if self._run.path not in members:
+    def _postpone(
+        self, names: Sequence[str], delay_s: float, runs: Sequence[QueuedRun], why: str
+    ) -> None:
+        """Set the start of tasks, and record the reason."""
+        now = followed(self._found)
+        self._client.postpone([now.get(name, name) for name in names], delay_s)
+        chosen = [run.name for run in runs if not run.tasks.keys().isdisjoint(names)]
+        self._note("sweep_decision", runs=chosen, why=why)
+
+    def _demand(self, run: RunDir, spec: RunSpec) -> NodeDemand | None:
+        """Return the progress of a run by its last status; None if all runs grow in turn."""
+        if self._spec.sweep_growth == "equal":
             return None
-        jobs = self._submission.job_ids()
-        listed = list_followed(self._client, self._submission, jobs.values())
+        status: Mapping[str, Any] = {}
+        with contextlib.suppress(DamagedFileError, FileNotFoundError):
+            status = read_json(run.status) or {}
+        step, total = status.get("step"), status.get("total_steps")
+        return NodeDemand(
+            0, spec.min_nodes, spec.max_nodes, spec.unit_nodes,
+            {int(n): float(s) for n, s in (status.get("step_times") or {}).items()},
+            None if total is None else max(0, int(total) - int(step or 0)),
+        )  # fmt: skip
+
+    def _runs(self) -> tuple[list[QueuedRun], int] | None:
+        """Return the siblings in their order, and this run's index; None if it is alone."""
+        self._discover()
+        members = self._members()
+        if self._run.path not in members or len(members) < 2:
+            return None
+        jobs = [job for s in self._found for job in s.job_ids().values()]
+        listed = list_followed(self._client, self._found, jobs)
         runs = [self._queued(RunDir(path), names, listed) for path, names in members.items()]
         return runs, list(members).index(self._run.path)
 
     def _queued(
         self, run: RunDir, names: Iterable[str], listed: Mapping[str, TaskState]
     ) -> QueuedRun:
-        """Return a run as the queue shows it; one whose directory was removed needs no node."""
+        """Return a run as the queue shows it; one whose directory was removed needs no node.
+
+        So does one of another submission that cannot be read, and one that Slurm does not list.
+        """
         tasks = {task: listed[task] for task in names if task in listed}
+        if not tasks:
+            return QueuedRun(self._name(run), 0, tasks)
         waits = any(state.phase is Phase.PENDING for state in tasks.values())
         try:
             if run.path not in self._specs:
@@ -337,22 +500,30 @@ class SweepQueue:
             spec = self._specs[run.path]
             has_started = waits and last_index(run.rdzv) > 0
         except (RunDirectoryError, FileNotFoundError):
-            if is_there(run.spec):
+            own = self._submission.job_ids().values()
+            if is_there(run.spec) and not {job_of(task) for task in tasks}.isdisjoint(own):
                 raise
-            return QueuedRun(run.path.name, 0, tasks)
+            return QueuedRun(self._name(run), 0, tasks)
         return QueuedRun(
-            run.path.name,
+            self._name(run),
             spec.min_nodes,
             tasks,
             spec.min_nodes if spec.coallocate_min else 0,
             has_started=has_started,
             avoids=frozenset(excluded(run) if waits else ()),
+            demand=self._demand(run, spec),
         )
 
+    def _name(self, run: RunDir) -> str:
+        """Return the name of a run in messages; of another submission's, with its folder."""
+        path = run.path
+        is_near = path.parent == self._run.path.parent
+        return path.name if is_near else f"{path.parent.name}/{path.name}"
+
     def _members(self) -> dict[Path, list[str]]:
-        """Read the runs that were submitted together: directory -> queue names by slot."""
+        """Read the runs of the submissions: directory -> queue names by slot."""
         found: dict[Path, dict[int, str]] = {}
-        for array in self._submission.arrays():
+        for array in (array for s in self._found for array in s.arrays()):
             job = array.job_id
             if not job:
                 continue
@@ -362,12 +533,45 @@ class SweepQueue:
                 for index, task in enumerate(content["runs"]):
                     name = job if coallocated else task_name(job, index)
                     found.setdefault(Path(task["dir"]), {})[int(task["slot"])] = name
-            except (ValueError, KeyError, TypeError) as e:
-                raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e
+            except (OSError, ValueError, KeyError, TypeError) as e:
+                if array.tasks.parent == self._submission.path:
+                    raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e
         return {
             run: list(dict.fromkeys(slots[n] for n in sorted(slots)))
             for run, slots in found.items()
         }
 
+    def _discover(self) -> None:
+        """Search for the submissions of the user that request the same nodes, now and then."""
+        if time.monotonic() < self._next_discovery:
+            return
+        own = self._submission
+        wanted = {_node_flags(array.script) for array in own.arrays()} - {None}
+        found = {own.path: own}
+        for script in self._client.batch_scripts():
+            other = Submission(script.parent)
+            if other.path.name == SUBMISSION and _node_flags(script) in wanted:
+                found.setdefault(other.path, other)
+        self._found = sorted(found.values(), key=_first_job)
+        self._next_discovery = time.monotonic() + DISCOVERY_S
+
     def _nodes(self) -> NodeSupply:
         return NodeSupply(self._client.each_node(self._partition), self._spec.whole_nodes)
+
+
+def _first_job(submission: Submission) -> int:
+    ids = [int(job) for job in submission.job_ids().values() if job.isdecimal()]
+    return min(ids, default=0)
+
+
+def _node_flags(script: Path) -> frozenset[str] | None:
+    """Return the flags of a batch script that decide which nodes its tasks may get.
+
+    None if the script is not there, or cannot be read: its runs are then no siblings.
+    """
+    try:
+        lines = script.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = (line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --"))
+    return frozenset(flag for flag in flags if flag.partition("=")[0] not in _NOT_OF_NODES)

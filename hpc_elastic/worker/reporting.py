@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from hpc_elastic.errors import ConfigError
 from hpc_elastic.worker import shared_page
 from hpc_elastic.worker.shared_page import SharedPage
 
 _log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_./-]{1,40}")
+_FIELDS = ("step", "loss", "samples", "total_steps")
+"""Arguments of `report` that are no metrics."""
 
 
 class _Reporter:
@@ -27,9 +33,13 @@ class _Reporter:
     opened = False
     by_user = False
     save_is_last = False
+    is_full = False
+    """Whether there was no room for a metric."""
 
     def __init__(self) -> None:
         self.when_returned: list[Callable[[], object]] = []
+        self.names = set[str]()
+        """Checked names of metrics."""
 
 
 _reporter = _Reporter()
@@ -51,6 +61,7 @@ def report(
     loss: SupportsFloat | None = None,
     samples: int | None = None,
     total_steps: int | None = None,
+    **metrics: SupportsFloat,
 ) -> None:
     """Publish this worker's progress to the live display and the run's status.
 
@@ -65,14 +76,46 @@ def report(
         samples: Samples seen so far, at least 0.
         total_steps: The step at which the training will be done, at least 1. With it, a late node
             is admitted only if what remains repays the restart.
+        **metrics: Values of the script's own, such as ``lr=0.1`` or ``**{"val/accuracy": 0.9}``;
+            those of the first rank are shown over time. Up to 16 names of letters, digits and
+            ``_./-``, 1 to 40 of them each; any further names are left out, with a warning.
+
+    Raises:
+        ConfigError: A metric has another name.
     """
     page = own_page()
+    if metrics:
+        _require_names(metrics)
+        if page is not None and not page.report_metrics(metrics) and not _reporter.is_full:
+            _reporter.is_full = True
+            _log.warning(
+                "report(%s=...): only the first %d metrics are shown over time",
+                list(metrics)[-1], shared_page.MOST_METRICS,
+            )  # fmt: skip
     if step is not None and not _reporter.by_user:
         _reporter.by_user = True
         if page is not None:
             page.set_explicit_steps()
     if page is not None:
         page.report(step, loss, samples, total_steps)
+
+
+def report_logged(values: Mapping[str, Any]) -> None:
+    """Publish what a framework logs, as far as it is numbers under names that metrics may have."""
+    metrics: dict[str, Any] = {
+        name: value
+        for name, value in values.items()
+        if name not in _FIELDS and isinstance(value, SupportsFloat) and _NAME.fullmatch(name)
+    }
+    report(**metrics)
+
+
+def _require_names(metrics: Mapping[str, object]) -> None:
+    for name in metrics.keys() - _reporter.names:
+        if not _NAME.fullmatch(name):
+            remedy = "a metric's name has 1 to 40 letters, digits, '_', '.', '/' and '-'"
+            raise ConfigError("report(**metrics)", name, remedy)
+        _reporter.names.add(name)
 
 
 def report_counted(number: int) -> None:
@@ -170,29 +213,31 @@ def run_scalars() -> dict[str, float]:
 
 
 def log_run_metrics(writer: Any, step: int) -> None:
-    """Write the run's scalars, as ``hpc_elastic/restarts`` and so on, for TensorBoard or W&B.
+    """Write the run's scalars, as ``hpc_elastic/restarts`` and so on, for an experiment tracker.
 
     Every rank may call it, as often as the script wants; rank 0 writes. Outside a run it does
     nothing.
 
     Args:
         writer: TensorBoard's ``SummaryWriter`` or what has its ``add_scalar(tag, value, step)``;
-            or a W&B run or what has its ``log(values, step=...)``.
+            an MLflow run of `hpc_elastic.integrations.mlflow`, or the module ``mlflow``; or a W&B
+            run or what has its ``log(values, step=...)``.
         step: Optimizer steps done, at least 0.
 
     Raises:
-        TypeError: the writer has neither.
+        TypeError: the writer has none of these methods.
     """
-    if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
+    methods = [name for name in ("add_scalar", "log_metrics", "log") if hasattr(writer, name)]
+    if not methods:
         raise TypeError(
             f"writer={type(writer).__name__}: needs add_scalar, as a SummaryWriter, "
-            "or log, as a W&B run"
+            "log_metrics, as MLflow, or log, as a W&B run"
         )
-    if os.environ.get("RANK", "0") != "0":
-        return
     scalars = {f"hpc_elastic/{name}": value for name, value in run_scalars().items()}
-    if hasattr(writer, "add_scalar"):
+    if os.environ.get("RANK", "0") != "0" or not scalars:
+        return
+    if methods[0] == "add_scalar":
         for name, value in scalars.items():
             writer.add_scalar(name, value, step)
-    elif scalars:
-        writer.log(scalars, step=step)
+    else:
+        getattr(writer, methods[0])(scalars, step=step)

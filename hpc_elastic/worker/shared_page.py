@@ -1,9 +1,9 @@
 """The control page: one small memory page that a worker and its agent share.
 
-The worker writes its step, loss, samples and checkpoints, when it made its first step, how long
-its checkpoints took and why one was not written. The agent reads them whenever it wants, and writes
-one *checkpoint request*: where the worker is to save, and whether it is to stay there. There is no
-socket, no lock and no collective: a report costs well under a microsecond, and the agent's
+The worker writes its step, loss, samples, metrics and checkpoints, when it made its first step, how
+long its checkpoints took and why one was not written. The agent reads them whenever it wants, and
+writes one *checkpoint request*: where the worker is to save, and whether it is to stay there. There
+is no socket, no lock and no collective: a report costs well under a microsecond, and the agent's
 heartbeats do not wait for the training process. Each field is eight aligned bytes, written and read
 in one piece, with one writer; a text is complete before the number that announces it.
 
@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 import mmap
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import SupportsFloat
@@ -51,15 +52,20 @@ _NEXT_CHECKPOINT = (1 << _STEP_BITS) - 1
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _PAUSED, _PASSED, _WAITING, _WANTED,
     _LEAVE_BY, _RELEASED, _REQUEST, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED,
     _RESTORE_S, _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED,
-    _WHY_BYTES, _STORED, _RETURNED, _AGREED,
-) = range(31)  # fmt: skip
+    _WHY_BYTES, _STORED, _RETURNED, _AGREED, _SAVE_S,
+) = range(32)  # fmt: skip
+_FIRST_METRIC, MOST_METRICS = 64, 16
+"""The fields of the script's own metrics."""
+_METRICS_BYTES = 63
 _WHY_AT, _LONGEST_WHY = 2048, 1024
 """Where on the page stands why a checkpoint was not written, and its bytes at most."""
+_METRICS_AT = 3072
+"""Where the names of the metrics stand, a line each."""
 _COUNTS = (
     _STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED, _STORED, _AGREED,
 )  # fmt: skip
 """Fields that begin with `_UNSET`."""
-_NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT)
+_NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT, _SAVE_S)
 """Fields that begin with NaN."""
 _POLL_INTERVAL_S = 0.002
 
@@ -102,6 +108,9 @@ class SharedPage:
         self._numbers = page.cast("q")  # one item is read and written in one piece
         self._floats = page.cast("d")
         self._why = page[_WHY_AT : _WHY_AT + _LONGEST_WHY]
+        self._metric_names = page[_METRICS_AT:]
+        self._metrics: dict[str, int] = {}
+        """The field of each metric (worker)."""
         self._has_begun = False
         """Whether the first step is on the page (worker)."""
 
@@ -112,10 +121,10 @@ class SharedPage:
         staged = path.with_suffix(".new")
         staged.write_bytes(bytes(_SIZE))
         page = cls(staged)
-        for field in _NO_NUMBER:
-            page._floats[field] = math.nan
-        for field in _COUNTS:
-            page._numbers[field] = _UNSET
+        for at in _NO_NUMBER:
+            page._floats[at] = math.nan
+        for at in _COUNTS:
+            page._numbers[at] = _UNSET
         staged.replace(path)
         return page
 
@@ -140,7 +149,7 @@ class SharedPage:
         if samples is not None:
             self._numbers[_SAMPLES] = samples
         if loss is not None:
-            self._floats[_LOSS] = float(loss)
+            self._floats[_LOSS] = _number(loss)
         if step is not None:
             now = time.time()
             self._numbers[_STEP] = step
@@ -149,6 +158,29 @@ class SharedPage:
                 self._floats[_FIRST_TIME] = now
                 self._numbers[_FIRST] = step  # last: with it, the time is there
                 self._has_begun = True
+
+    def report_metrics(self, metrics: Mapping[str, SupportsFloat]) -> bool:
+        """Publish values of the script's own metrics (worker).
+
+        Returns:
+            Whether there was room for all of them.
+        """
+        has_room = True
+        for name, value in metrics.items():
+            at = self._metrics.get(name)
+            if at is not None:
+                self._floats[at] = _number(value)
+                continue
+            begin, text = self._numbers[_METRICS_BYTES], f"{name}\n".encode()
+            end, at = begin + len(text), _FIRST_METRIC + len(self._metrics)
+            if len(self._metrics) == MOST_METRICS or end > len(self._metric_names):
+                has_room = False
+                continue
+            self._metrics[name] = at
+            self._floats[at] = _number(value)
+            self._metric_names[begin:end] = text
+            self._numbers[_METRICS_BYTES] = end  # last: with it, name and value are there
+        return has_room
 
     def report_counted_step(self, number: int) -> None:
         """Publish the n-th step since the worker's start, for a script that reports none."""
@@ -171,9 +203,10 @@ class SharedPage:
         """Publish for how many seconds a checkpoint has blocked the training (worker)."""
         self._floats[_BLOCKED_S] += seconds
 
-    def report_stored(self, step: int) -> None:
-        """Publish that the checkpoint of a step is in its directory (worker)."""
+    def report_stored(self, step: int, seconds: float) -> None:
+        """Publish that the checkpoint of a step is in its directory, after so long (worker)."""
         self._numbers[_STORED] = step
+        self._floats[_SAVE_S] = seconds
 
     def report_return(self) -> None:
         """Publish that the user's function has returned, and its value is written (worker)."""
@@ -336,7 +369,14 @@ class SharedPage:
             num_unsaved=numbers[_NUM_UNSAVED],
             unsaved=_known(numbers[_UNSAVED]),
             stored=_known(numbers[_STORED]),
+            save_s=_given(self._floats[_SAVE_S]),
             returned=bool(numbers[_RETURNED]),
+            metrics={
+                name: self._floats[_FIRST_METRIC + place]
+                for place, name in enumerate(
+                    bytes(self._metric_names[: numbers[_METRICS_BYTES]]).decode().splitlines()
+                )
+            },
         )
 
     def why_not_saved(self) -> str:
@@ -346,6 +386,12 @@ class SharedPage:
 
 def _known(value: int) -> int | None:
     return None if value == _UNSET else value
+
+
+def _number(value: SupportsFloat) -> float:
+    """Return a value as a number, without torch's warning about a tensor that has a graph."""
+    detached = value.detach() if hasattr(value, "detach") else value
+    return float(detached)
 
 
 def _given(value: float) -> float | None:
@@ -398,7 +444,11 @@ class WorkerStatus:
     """The step of the last one of those."""
     stored: int | None = None
     """The last step whose checkpoint it has seen in the directory."""
+    save_s: float | None = None
+    """Seconds that this checkpoint took, from the copy of the state to its commit."""
     returned: bool = False
     """Whether the user's function has returned: the only sign that the worker has succeeded."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The script's own metrics."""
     busy: int = 0
     """Not 0: it does something long that is no step, such as a checkpoint (`reports.busy`)."""

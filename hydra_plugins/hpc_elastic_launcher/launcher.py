@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hpc_elastic.launcher.sweep import Sweep
 
 BACKENDS: dict[str, type[LauncherSettings]] = {"slurm": SlurmSettings, "local": LocalSettings}
+TARGET = f"{__name__}.ElasticLauncher"
+"""``hydra.launcher._target_`` of both."""
 
 
 class ElasticLauncher(Launcher):
@@ -58,6 +60,12 @@ class ElasticLauncher(Launcher):
         except HpcElasticError as e:
             raise hide_traceback(e) from e
 
+    @property
+    def sweep(self) -> Sweep:
+        """Hydra's arguments of the set-up."""
+        assert self._sweep is not None, "Hydra calls setup first"
+        return self._sweep
+
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
@@ -67,12 +75,11 @@ class ElasticLauncher(Launcher):
         from hpc_elastic.errors import HpcElasticError
         from hpc_elastic.launcher.sweep import hide_traceback, launch_sweep
 
-        assert self._sweep is not None, "Hydra calls setup first"
         setup_globals()
-        hydra = self._sweep.config.hydra
+        hydra = self.sweep.config.hydra
         configure_log(hydra.hydra_logging, hydra.verbose)
         try:
-            return launch_sweep(self._sweep, job_overrides, initial_job_idx)
+            return launch_sweep(self.sweep, job_overrides, initial_job_idx)
         except HpcElasticError as e:
             raise hide_traceback(e) from e
 
@@ -98,7 +105,7 @@ def register_defaults() -> None:
         # not a struct: `hpc_elastic.config` refuses unknown keys with the nearest known key
         launcher = OmegaConf.create(asdict(settings()), flags={"struct": False})
         node = {
-            "hydra": {"launcher": {"_target_": f"{__name__}.ElasticLauncher"}},
+            "hydra": {"launcher": {"_target_": TARGET}},
             "nodes": 1,
             "nproc_per_node": "auto",
             "ft": False,

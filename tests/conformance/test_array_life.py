@@ -60,8 +60,8 @@ def test_directives_are_read_from_the_script_and_the_command_line_goes_before(ba
     ]  # fmt: skip
     script.write_text("\n".join(lines))
     job = backend.run("sbatch", "--parsable", "--partition=low", "--begin=now+1hour", str(script))
-    shown = backend.run("squeue", "-h", "-j", job.stdout.strip(), "-o", "%j|%P|%l").stdout.strip()
-    assert shown == "a b'c|low|7:00"
+    shown = backend.run("squeue", "-h", "-j", job.stdout.strip(), "-o", "%j|%P|%l|%o").stdout
+    assert shown.strip() == f"a b'c|low|7:00|{script}"
     assert backend.wait_reason(job.stdout.strip(), "BeginTime").time_left_s == 420
 
 
@@ -298,6 +298,23 @@ def test_a_requeue_is_held_unless_the_task_says_when_it_may_start(backend):
     assert time.time() - began < backend.hold_s - 3
     backend.client.release(f"{job}_0")
     assert backend.wait_state(f"{job}_0", "RUNNING").restarts == 1
+
+
+def test_the_time_limit_of_a_task_that_waits_is_its_owners(backend):
+    """Also upwards; that of a task which has started stays as it is."""
+    size = ["--nodes=1", "--ntasks=1", "--exclusive"]
+    job = backend.submit(SLEEP, "--array=0-5", "--time=30", *size)
+    for index in range(4):
+        backend.wait_state(f"{job}_{index}", "RUNNING")
+    assert backend.client.idle_nodes(None) == []
+    backend.client.set_time_limit([f"{job}_{index}" for index in range(6)], 7 * 60.0)
+    limits = {index: backend.state(f"{job}_{index}").time_left_s for index in range(6)}
+    assert limits[4] == limits[5] == 7 * 60.0
+    assert min(limits[index] for index in range(4)) > 28 * 60.0
+    backend.client.postpone([f"{job}_5"], 600, time_limit_s=3600.0)
+    assert backend.state(f"{job}_5").time_left_s == 3600.0
+    waiting = [claim for claim in backend.client.node_claims() if claim.job == job]
+    assert waiting and waiting[0].priority > 0
 
 
 def test_a_task_that_has_ended_can_be_requeued(backend):

@@ -30,7 +30,7 @@ def cluster() -> Iterator[FakeSlurm]:
 def sweep(cluster, tmp_path) -> Iterator[Sweep]:
     """A run of train.py on one to three nodes; it does not tell when it will be done."""
     script = tmp_path / "train.py"
-    text = (ROOT / "train.py").read_text().replace(", total_steps=total_steps", "")
+    text = (ROOT / "train.py").read_text().replace(", total_steps=sampler.total_steps", "")
     script.write_text(unhurried(text, tmp_path))
     shutil.copy(ROOT / "train.yaml", tmp_path)
     started = Sweep(tmp_path, cluster.env, script, "nodes=1:3", "epochs=5", "pause_s=0.25")

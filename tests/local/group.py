@@ -75,7 +75,11 @@ class Group:
     def _do_nothing(self, *_: object) -> None:
         """No other task is queued, and there is no sweep."""
 
-    postpone_pending = why_blocked = let_others_start = readmit = _do_nothing
+    def let_others_start(self, lost: Iterable[str], *, grows: bool) -> Sequence[int | None]:
+        """Start nothing: there is no sweep."""
+        return ()
+
+    postpone_pending = why_blocked = readmit = _do_nothing
 
     def clear_holds(
         self,

@@ -36,7 +36,7 @@ def parts_of(
     }
     memory = Path(os.environ["HPC_ELASTIC_TEST_MEMORY"])
     ckpt = Checkpointer(
-        Path(folder, "checkpoints"), state,
+        state, Path(folder, "checkpoints"),
         memory_tier=MemoryTier(memory, **{"shared_every": 3, **tiers}),
         options=options or CheckpointOptions(rng=False),
     )  # fmt: skip

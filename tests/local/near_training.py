@@ -26,8 +26,8 @@ def train(folder: str) -> int:
     (here / f"node-{rank}").write_text(place)
     weights = torch.zeros(1000)
     tiers, until = MemoryTier(shared_every=1_000_000), time.monotonic() + GIVE_UP_S
-    with Checkpointer(here / "checkpoints", {"weights": weights}, memory_tier=tiers) as ckpt:
-        step = ckpt.restore() or 0
+    with Checkpointer({"weights": weights}, here / "checkpoints", memory_tier=tiers) as ckpt:
+        step = ckpt.load_latest() or 0
         assert bool((weights == step).all())
         if rank == 0:
             with (here / "began").open("a") as f:

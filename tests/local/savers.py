@@ -52,7 +52,7 @@ def checkpointer(
 ) -> Checkpointer:
     """Make a Checkpointer of a counter."""
     state = {"counter": counter}
-    return Checkpointer(folder, state, keep_last=keep_last, options=CheckpointOptions(**options))
+    return Checkpointer(state, folder, keep_last=keep_last, options=CheckpointOptions(**options))
 
 
 def save_at(c: Checkpointer, counter: Counter, step: int) -> bool:
@@ -64,7 +64,7 @@ def save_at(c: Checkpointer, counter: Counter, step: int) -> bool:
 def restored(folder: Path) -> int | None:
     """Return the step that a new process would go on from; its content is checked."""
     counter = Counter()
-    step = checkpointer(folder, counter, asynchronous=False).restore()
+    step = checkpointer(folder, counter, asynchronous=False).load_latest()
     assert step in (None, counter.step)
     return step
 
@@ -86,7 +86,7 @@ def count_on(folder: Path, writer: int, tell: int) -> None:
     """Restore, and save on and on; write a line about what is surely committed, each time."""
     counter = Counter(writer)
     with checkpointer(folder, counter) as c:
-        step = c.restore() or 0
+        step = c.load_latest() or 0
         os.write(tell, f"{step}\n".encode())
         while True:
             step += 1
@@ -138,7 +138,7 @@ def _nurse(tell: Connection, scenario: Callable[..., None], args: Any, env: dict
             counter = Counter()
             c = checkpointer(Path(name), counter, asynchronous=False)
             save_at(c, counter, 1)
-            assert c.restore() == 1
+            assert c.load_latest() == 1
         scenario(*args)
         tell.send(None)
     except BaseException:

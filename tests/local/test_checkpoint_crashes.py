@@ -56,7 +56,7 @@ def save_and_close(folder: Path) -> None:
     """Save once more, and end as a process does that is not killed."""
     counter = Counter()
     with checkpointer(folder, counter) as c:
-        assert save_at(c, counter, (c.restore() or 0) + 1)
+        assert save_at(c, counter, (c.load_latest() or 0) + 1)
 
 
 def lives(folder: Path) -> None:
@@ -82,7 +82,7 @@ def save_and_crash(folder: Path, step: int, crash: Crash) -> None:
     """Save a step, with a crash at some call that changes the file system."""
     counter = Counter()
     c = checkpointer(folder, counter, keep_last=1, asynchronous=False)
-    c.restore()
+    c.load_latest()
     crash.plant()
     assert save_at(c, counter, step)
 

@@ -93,11 +93,11 @@ def test_the_last_good_one_is_never_removed(tmp_path):
     flip_a_bit(tmp_path / "step-00000030" / "shard-0.safetensors")
     counter = Counter()
     with checkpointer(tmp_path, counter, keep_last=2) as c:
-        assert c.restore() == 20
+        assert c.load_latest() == 20
         save_at(c, counter, 25)
     assert Store(tmp_path).steps() == [30, 25, 20]
     with checkpointer(tmp_path, counter, keep_last=2) as c:
-        assert c.restore() == 25
+        assert c.load_latest() == 25
         save_at(c, counter, 35)
     assert Store(tmp_path).steps() == [35, 25]
 
@@ -158,7 +158,7 @@ def test_a_disk_that_can_not_be_written_costs_only_the_attempt(
         with pytest.raises(CheckpointError, match=r"step 2 .*disk/c: .*(No space|Read-only)"):
             c.wait()
         eventually(lambda: names_in(small_disk / "c") == ["step-00000001"])
-        assert c.restore() == 1
+        assert c.load_latest() == 1
     assert c.failures == 1 and "the earlier ones are as they were" in caplog.text
     assert save_at(c, counter, 3)
     c.close()

@@ -211,7 +211,7 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
     record.write_text("{}")
     monkeypatch.setenv(fencing.VARIABLE, str(record))
     net = torch.nn.Linear(2, 2)
-    with Checkpointer(elsewhere, {"net": net}) as checkpoints:
+    with Checkpointer({"net": net}, elsewhere) as checkpoints:
         checkpoints.save(5)
         checkpoints.wait()
         checkpoints.save(7)
@@ -221,7 +221,7 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
     assert main(["export", str(run), "--key", "net", "-o", str(tmp_path / "net.pt")]) == 0
     assert torch.load(tmp_path / "net.pt", weights_only=True).keys() == net.state_dict().keys()
 
-    with Checkpointer(run / "checkpoints", {"net": net}) as customary:
+    with Checkpointer({"net": net}, run / "checkpoints") as customary:
         customary.save(6)
     capsys.readouterr()
     assert main(["verify", str(run), "--json"]) == 0
@@ -234,6 +234,6 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
 def test_outside_of_a_run_nothing_is_written_down(tmp_path, monkeypatch):
     """There is nobody to look for it."""
     monkeypatch.delenv(fencing.VARIABLE, raising=False)
-    with Checkpointer(tmp_path / "weights", {"net": torch.nn.Linear(2, 2)}) as checkpoints:
+    with Checkpointer({"net": torch.nn.Linear(2, 2)}, tmp_path / "weights") as checkpoints:
         checkpoints.save(1)
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]

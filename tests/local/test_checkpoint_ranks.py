@@ -53,7 +53,7 @@ def save_some(rank: int, folder: Path, steps: int) -> tuple[str, float]:
     random.seed(rank)
     parts = state()
     torch.manual_seed(rank)
-    with Checkpointer(folder, parts) as c:
+    with Checkpointer(parts, folder) as c:
         for step in range(1, steps + 1):
             train(parts, step)
             assert c.save(step)
@@ -64,7 +64,7 @@ def save_some(rank: int, folder: Path, steps: int) -> tuple[str, float]:
 def restore(rank: int, folder: Path) -> tuple[int | None, str, float]:
     """Restore into a fresh state."""
     parts = state()
-    step = Checkpointer(folder, parts).restore()
+    step = Checkpointer(parts, folder).load_latest()
     return step, digest(parts), torch.rand(1).item() + random.random()
 
 
@@ -107,7 +107,7 @@ def one_fails(rank: int, folder: Path, culprit: int, asynchronous: bool) -> list
     """Save with one rank's disk full; then with all well."""
     parts = state()
     options = CheckpointOptions(asynchronous=asynchronous, timeout_s=PATIENCE_S)
-    c = Checkpointer(folder, parts, options=options)
+    c = Checkpointer(parts, folder, options=options)
     said = []
     write = save_module.write_part
     for step in range(1, 4):
@@ -135,7 +135,7 @@ def test_one_rank_that_fails_ends_the_attempt_on_all(tmp_path, culprit, asynchro
 def one_skips(rank: int, folder: Path, threads: bool) -> list[str]:
     """Rank 1 is busy still when step 2 comes; it may be that no thread is to be had then."""
     c = Checkpointer(
-        folder, state(), options=CheckpointOptions(when_busy="skip", timeout_s=PATIENCE_S)
+        state(), folder, options=CheckpointOptions(when_busy="skip", timeout_s=PATIENCE_S)
     )
     c.save(1)
     said = [outcome(c)]
@@ -166,7 +166,7 @@ def test_a_step_that_one_rank_skips_is_nobodys(tmp_path, threads):
 
 def one_is_absent(rank: int, folder: Path) -> str:
     """Rank 1 does not call save."""
-    c = Checkpointer(folder, state(), options=CheckpointOptions(timeout_s=0.5))
+    c = Checkpointer(state(), folder, options=CheckpointOptions(timeout_s=0.5))
     if rank == 0:
         c.save(1)
     said = outcome(c)
@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_save_is_named(tmp_path):
 def one_is_slow(rank: int, folder: Path, trouble: str) -> str:
     """Rank 2 does not save before rank 1 has written its part and has had trouble."""
     timeout_s = 1.0 if rank == 1 and trouble == "time-out" else PATIENCE_S
-    c = Checkpointer(folder / "c", state(), options=CheckpointOptions(timeout_s=timeout_s))
+    c = Checkpointer(state(), folder / "c", options=CheckpointOptions(timeout_s=timeout_s))
     dist.barrier()
     if rank == 2:
         eventually((folder / "trouble").exists)
@@ -233,7 +233,7 @@ def test_a_rank_with_trouble_after_its_part_is_written(tmp_path, trouble, expect
 
 def all_fenced(rank: int, folder: Path, records: Path) -> str:
     """Another group is formed before the commit."""
-    c = Checkpointer(folder, state())
+    c = Checkpointer(state(), folder)
     dist.barrier()
     (records / "entry.4.json").touch()
     c.save(1)
@@ -282,7 +282,7 @@ def one_does_not_fit(rank: int, folder: Path) -> str:
     """Rank 1 has another model."""
     made = {"x": torch.zeros(3 + rank)}
     try:
-        Checkpointer(folder, made).restore()
+        Checkpointer(made, folder).load_latest()
     except CheckpointError as e:
         return str(e)
     return "restored"
@@ -290,7 +290,7 @@ def one_does_not_fit(rank: int, folder: Path) -> str:
 
 def test_no_rank_goes_on_if_another_could_not_restore(tmp_path):
     """Each of them raises."""
-    with Checkpointer(tmp_path, {"x": torch.ones(3)}) as c:
+    with Checkpointer({"x": torch.ones(3)}, tmp_path) as c:
         c.save(1)
     said = run_ranks(one_does_not_fit, 2, tmp_path)
     assert "another rank could not restore" in said[0] and "x has shape [3]" in said[1]
@@ -332,14 +332,14 @@ def own_states(rank: int, folder: Path, save: bool, keys: str, accepted: tuple[s
     }  # fmt: skip
     chosen = {key: found[key] for key in keys.split()}
     options = CheckpointOptions(strict=False, accept_inexact=accepted)
-    with Checkpointer(folder, chosen, options=options) as c:
+    with Checkpointer(chosen, folder, options=options) as c:
         if save:
             assert c.save(1)
             return None
         for each in chosen.values():
             each.value = None
         try:
-            c.restore()
+            c.load_latest()
         except CheckpointError as e:
             return str(e)
     return {key: each.value for key, each in chosen.items()}

@@ -313,11 +313,11 @@ def test_a_second_checkpointer_of_a_run_is_refused(tmp_path, page):
 
 def test_another_state_in_the_same_directory_is_refused(tmp_path, page):
     """Each would replace, or keep out, the other's checkpoint of the same step."""
-    first = Checkpointer(tmp_path / "a", {"net": Counter(), "sampler": Counter()})
+    first = Checkpointer({"net": Counter(), "sampler": Counter()}, tmp_path / "a")
     with pytest.raises(ConfigError, match=r"open Checkpointer of .*/a, with the state net, sam"):
-        Checkpointer(tmp_path / "a", {"optimizer": Counter()})
+        Checkpointer({"optimizer": Counter()}, tmp_path / "a")
     first.close()
-    Checkpointer(tmp_path / "a", {"optimizer": Counter()}).close()
+    Checkpointer({"optimizer": Counter()}, tmp_path / "a").close()
 
 
 def test_one_beside_it_keeps_nobody_and_announces_nothing(tmp_path, page):
@@ -330,7 +330,7 @@ def test_one_beside_it_keeps_nobody_and_announces_nothing(tmp_path, page):
         beside.close()
         assert (page.read().boundary, page.read().stored, page.read().paused) == (None, None, 0)
         assert Store(tmp_path / "b").steps() == [3]
-        assert beside.restore() == 3
+        assert beside.load_latest() == 3
         page.request_checkpoint(None)
         assert save_at(main, counter, 4)
     assert page.read().boundary == 4
@@ -477,11 +477,11 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
 
 def test_random_numbers_are_left_alone_if_so_wished(tmp_path):
     """Whether they were saved or not."""
-    with Checkpointer(tmp_path, {"x": torch.zeros(3)}) as c:
+    with Checkpointer({"x": torch.zeros(3)}, tmp_path) as c:
         c.save(1)
     state = state_module.capture()
-    c = Checkpointer(tmp_path, {"x": torch.zeros(3)}, options=CheckpointOptions(rng=False))
+    c = Checkpointer({"x": torch.zeros(3)}, tmp_path, options=CheckpointOptions(rng=False))
     draw()
     after = state_module.capture()
-    assert c.restore() == 1
+    assert c.load_latest() == 1
     assert state_module.capture() == after != state

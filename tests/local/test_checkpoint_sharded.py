@@ -168,7 +168,7 @@ def full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def checkpointer(folder: str, net: Net, optimizer: torch.optim.Optimizer) -> Checkpointer:
     """Return what saves and restores them."""
     state = {"net": net, "optimizer": optimizer}
-    return Checkpointer(Path(folder, "checkpoints"), state, options=CheckpointOptions(rng=False))
+    return Checkpointer(state, Path(folder, "checkpoints"), options=CheckpointOptions(rng=False))
 
 
 def save_trained(rank: int, folder: str, tp: int) -> None:
@@ -185,7 +185,7 @@ def save_trained(rank: int, folder: str, tp: int) -> None:
 def go_on(rank: int, folder: str, tp: int) -> None:
     net, optimizer = sharded(tp) if dist.is_initialized() else plain()
     with checkpointer(folder, net, optimizer) as ckpt:
-        assert ckpt.restore() == 3
+        assert ckpt.load_latest() == 3
     train(net, optimizer, range(3, 5))
     expected = torch.load(Path(folder, "after.pt"), weights_only=True)
     found = full(flat(net, optimizer))

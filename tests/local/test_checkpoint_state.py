@@ -22,14 +22,14 @@ from hpc_elastic.errors import CheckpointError, ConfigError, HpcElasticError
 
 def save(folder: Path, state: dict[str, Any], step: int = 1) -> None:
     """Save a state."""
-    with Checkpointer(folder, state) as c:
+    with Checkpointer(state, folder) as c:
         assert c.save(step)
 
 
 def there_and_back(folder: Path, made: Any, fresh: Any) -> Any:
     """Save one object, and restore it into another one."""
     save(folder, {"it": made})
-    assert Checkpointer(folder, {"it": fresh}).restore() == 1
+    assert Checkpointer({"it": fresh}, folder).load_latest() == 1
     return fresh
 
 
@@ -82,7 +82,7 @@ def test_a_training_goes_on_bit_for_bit(tmp_path, make):
     for _ in range(3):
         train(*parts)
     others = begin()
-    assert Checkpointer(tmp_path, state(others)).restore() == 1
+    assert Checkpointer(state(others), tmp_path).load_latest() == 1
     for _ in range(3):
         train(*others)
     for a, b in zip(parts, others, strict=True):
@@ -102,7 +102,7 @@ def test_tensors_are_filled_in_place(tmp_path):
         bare.zero_()
         inner.zero_()
     values["new"] = 1
-    Checkpointer(tmp_path, state).restore()
+    Checkpointer(state, tmp_path).load_latest()
     assert repr((model.state_dict(), bare, values)) == repr(expected)
     assert model[0].weight is weight and weight.any() and values["deep"][0]["t"] is inner
 
@@ -140,10 +140,10 @@ def test_tensors_of_every_type_and_form_come_back(tmp_path, urgent):
         name: t.detach().clone(memory_format=torch.contiguous_format)
         for name, t in made["all"].items()
     }
-    with Checkpointer(tmp_path, made) as c:
+    with Checkpointer(made, tmp_path) as c:
         assert c.save(1, urgent=urgent)
     fresh: dict[str, Any] = {}
-    Checkpointer(tmp_path, {"all": fresh}).restore()
+    Checkpointer({"all": fresh}, tmp_path).load_latest()
     assert list(fresh) == list(expected)
     for name, tensor in expected.items():
         found = fresh[name]
@@ -205,8 +205,8 @@ def test_other_keys_are_refused_by_name(tmp_path, caplog):
     save(tmp_path, {"model": net(), "ema": torch.ones(2)})
     state = {"model": net(), "sampler": {"at": 1}}
     with pytest.raises(CheckpointError, match=r"no \['sampler'\].*no \['ema'\].*strict=False"):
-        Checkpointer(tmp_path, state).restore()
-    assert Checkpointer(tmp_path, state, options=CheckpointOptions(strict=False)).restore() == 1
+        Checkpointer(state, tmp_path).load_latest()
+    assert Checkpointer(state, tmp_path, options=CheckpointOptions(strict=False)).load_latest() == 1
     assert state["sampler"] == {"at": 1} and "left alone" in caplog.text
 
 
@@ -221,7 +221,7 @@ def test_another_model_is_refused_by_name(tmp_path, other):
     """Another shape, another type, less or other parameters."""
     save(tmp_path, {"model": nn.Linear(6, 6)})
     with pytest.raises(CheckpointError, match=r"(?s)model.*(weight|bias)"):
-        Checkpointer(tmp_path, {"model": other}).restore()
+        Checkpointer({"model": other}, tmp_path).load_latest()
 
 
 def test_an_object_that_can_not_load_is_named(tmp_path):
@@ -236,7 +236,7 @@ def test_an_object_that_can_not_load_is_named(tmp_path):
 
     save(tmp_path, {"it": Fragile()})
     with pytest.raises(CheckpointError, match=r"it: Fragile\.load_state_dict: 'b'") as e:
-        Checkpointer(tmp_path, {"it": Fragile()}).restore()
+        Checkpointer({"it": Fragile()}, tmp_path).load_latest()
     assert isinstance(e.value.__cause__, KeyError)
 
 
@@ -272,13 +272,13 @@ class Holds:
 def test_what_can_not_be_stored_is_refused_at_construction(tmp_path, state, message):
     """With its path and a remedy; not hours later."""
     with pytest.raises(HpcElasticError, match=message):
-        Checkpointer(tmp_path, state)
+        Checkpointer(state, tmp_path)
 
 
 def test_what_can_no_longer_be_stored_is_refused_by_the_save(tmp_path):
     """On the caller's thread."""
     state = {"it": {"here": 1}}
-    with Checkpointer(tmp_path, state) as c:
+    with Checkpointer(state, tmp_path) as c:
         state["it"]["here"] = torch.return_types.max((torch.ones(1), torch.ones(1)))
         with pytest.raises(ConfigError, match=r"^state: it/here=.*takes tensors"):
             c.save(1)
@@ -287,7 +287,7 @@ def test_what_can_no_longer_be_stored_is_refused_by_the_save(tmp_path):
 @pytest.mark.parametrize("step", [-1, 1.0, "1", None, True])
 def test_a_step_is_a_count(tmp_path, step):
     """Whatever counts as an integer; nothing else."""
-    c = Checkpointer(tmp_path, {"x": torch.zeros(1)})
+    c = Checkpointer({"x": torch.zeros(1)}, tmp_path)
     with pytest.raises(ConfigError, match=rf"step={step!r}"):
         c.save(step)
     assert c.save(np.int64(3), urgent=True)
@@ -306,7 +306,7 @@ def test_several_ranks_need_a_process_group(tmp_path, monkeypatch):
     """Else each would take itself for the only one."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(CheckpointError, match=r"WORLD_SIZE=4.*init_process_group"):
-        Checkpointer(tmp_path, {"x": torch.zeros(1)})
+        Checkpointer({"x": torch.zeros(1)}, tmp_path)
 
 
 def test_names_that_look_like_those_of_pieces_are_kept_apart(tmp_path):
@@ -344,7 +344,7 @@ def test_an_expanded_view_is_refused_before_anything_is_restored(tmp_path):
     save(tmp_path, {"a": torch.ones(3), "b": torch.ones(4, 2)})
     state = {"a": torch.zeros(3), "b": torch.zeros(4, 1).expand(4, 2)}
     with pytest.raises(CheckpointError, match=r"^b is an expanded view.*clone"):
-        Checkpointer(tmp_path, state).restore()
+        Checkpointer(state, tmp_path).load_latest()
     assert state["a"].tolist() == [0.0] * 3
 
 
@@ -354,6 +354,6 @@ def test_conjugate_and_negative_views_are_filled(tmp_path):
     save(tmp_path, {"conj": wanted, "neg": wanted.imag.clone()})
     state = {"conj": torch.zeros(2, dtype=torch.cfloat).conj(), "neg": wanted.clone().conj().imag}
     assert state["neg"].is_neg()
-    assert Checkpointer(tmp_path, state).restore() == 1
+    assert Checkpointer(state, tmp_path).load_latest() == 1
     assert torch.equal(state["conj"], wanted)
     assert state["neg"].tolist() == wanted.imag.tolist()

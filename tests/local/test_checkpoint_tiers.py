@@ -30,7 +30,7 @@ from hpc_elastic.checkpoint.store import Store
 def save_five(rank: int, folder: str) -> list[int]:
     """Save five steps, of which the first and the fourth go to the directory; one node dies."""
     ckpt, state = parts_of(rank, folder)
-    assert ckpt.restore() is None
+    assert ckpt.load_latest() is None
     for step in (10, 20, 30, 40, 50):
         fill(state, step)
         assert ckpt.save(step)
@@ -59,7 +59,7 @@ def saved(saved_once, tmp_path):
 
 def restore(rank: int, folder: str, expected: int | None) -> bool:
     ckpt, state = parts_of(rank, folder)
-    step = ckpt.restore()
+    step = ckpt.load_latest()
     ckpt.close()
     assert step == expected, step
     return expected is None or is_of(state, expected)
@@ -111,7 +111,7 @@ def save_until_killed(rank: int, folder: str, seed: int) -> None:
 
 def restore_any(rank: int, folder: str) -> int:
     ckpt, state = parts_of(rank, folder, 400_000)
-    step = ckpt.restore()
+    step = ckpt.load_latest()
     ckpt.close()
     assert step is None or is_of(state, step)
     return -1 if step is None else step
@@ -139,7 +139,7 @@ def go_back_and_return(rank: int, folder: str) -> None:
         for file in memory.glob("*/step-00000020-*/shard-*"):
             flip_a_bit(file)
     dist.barrier()
-    assert ckpt.restore() == 10
+    assert ckpt.load_latest() == 10
     dist.barrier()
     assert not list(memory.glob("*/step-00000020-*"))
     ckpt.close()
@@ -191,7 +191,7 @@ def test_an_urgent_save_goes_to_the_directory(tmp_path):
 def alone(memory: Path, directory: Path, **tiers) -> tuple[Checkpointer, dict]:
     """Return a checkpointer of a single process."""
     state = {"w": torch.zeros(1000)}
-    return Checkpointer(directory, state, memory_tier=MemoryTier(memory, **tiers)), state
+    return Checkpointer(state, directory, memory_tier=MemoryTier(memory, **tiers)), state
 
 
 def test_a_single_process_comes_back_from_memory(tmp_path):
@@ -206,7 +206,7 @@ def test_a_single_process_comes_back_from_memory(tmp_path):
         "step-00000005", "step-00000006", "step-00000007",
     ]  # fmt: skip
     ckpt, state = alone(tmp_path / "m", tmp_path / "c")
-    assert ckpt.restore() == 7 and bool((state["w"] == 7).all())
+    assert ckpt.load_latest() == 7 and bool((state["w"] == 7).all())
     ckpt.close()
 
 
@@ -218,7 +218,7 @@ def test_a_directory_that_was_removed_is_forgotten(tmp_path):
     ckpt.close()
     shutil.rmtree(tmp_path / "c")
     ckpt, _ = alone(tmp_path / "m", tmp_path / "c")
-    assert ckpt.restore() is None
+    assert ckpt.load_latest() is None
     ckpt.close()
     assert not list(tmp_path.glob("m/*/step-*"))
 

@@ -123,8 +123,8 @@ def opaque_on_ranks(rank, folder, num_steps, options):
     stream = Opaque(rank, world_size)
     loader = StatefulDataLoader(stream, batch_size=GLOBAL_BATCH // world_size, num_workers=2)
     seen = []
-    with Checkpointer(folder, {"loader": loader}, options=options) as checkpoints:
-        checkpoints.restore()
+    with Checkpointer({"loader": loader}, folder, options=options) as checkpoints:
+        checkpoints.load_latest()
         for step, numbers in enumerate(loader, 1):
             dist.barrier()
             if step - 1 == num_steps:
@@ -162,8 +162,8 @@ def on_ranks(rank, folder, shards, num_steps):
     stream = ElasticStream(shards, read, lengths, GLOBAL_BATCH, seed=3)
     loader = DataLoader(stream.dataset, batch_sampler=stream, num_workers=2)
     seen = []
-    with Checkpointer(folder / "checkpoints", {"stream": stream}) as checkpoints:
-        checkpoints.restore()
+    with Checkpointer({"stream": stream}, folder / "checkpoints") as checkpoints:
+        checkpoints.load_latest()
         for _ in stream.epochs(1):
             for batch in stream.batches(loader):
                 numbers = [

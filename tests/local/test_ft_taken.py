@@ -28,7 +28,7 @@ def train(folder: str) -> None:
         state_dict=lambda: state,
         min_replica_size=1,
     )
-    checkpoints = Checkpointer(Path(folder, "checkpoints"), {"state": state, "manager": manager})
+    checkpoints = Checkpointer({"state": state, "manager": manager}, Path(folder, "checkpoints"))
     with Path(folder, f"{os.getpid()}.steps").open("a") as steps:
         while True:
             manager.start_quorum()

@@ -83,7 +83,7 @@ def parameters_of(folder):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("quantize", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_islands_that_are_killed_and_start_again_lose_no_contribution(tmp_path, launch, quantize):
     """Killed at any moment, in the middle of a file too; one joins late; all learn one model."""
     a = launch(tmp_path, "a", 8, quantize=quantize)

@@ -21,9 +21,10 @@ from hpc_elastic.integrations.lightning import (  # noqa: E402
 
 
 @pytest.mark.long
-def test_a_killed_worker_and_a_node_that_goes(tmp_path):
-    """Nothing is lost but what the kill cost."""
-    overrides = ("epochs=4", "pause_s=0.1", "save_every_s=3")
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_killed_worker_and_a_node_that_goes(fsdp, tmp_path):
+    """Nothing is lost but what the kill cost; sharded parameters are resharded."""
+    overrides = ("epochs=4", "pause_s=0.1", "save_every_s=3", f"fsdp={fsdp}")
     killed_and_told_to_go("lightning/train.py", tmp_path, *overrides, num_steps=4 * 38)
 
 

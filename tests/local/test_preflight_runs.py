@@ -33,7 +33,7 @@ if [ "$1" = -L ]; then
 elif [ "$CUDA_VISIBLE_DEVICES" = 1 ]; then
   echo "Unable to determine the device handle for GPU 1: GPU is lost." >&2; exit 15
 else
-  echo "0, GPU-aa, 81559, 4"; echo "1, GPU-bb, 81559, 4"
+  echo "0, GPU-aa, 81559, 4, 30"; echo "1, GPU-bb, 81559, 4, 30"
 fi
 """
 

@@ -42,7 +42,7 @@ def test_a_run_of_days_is_drawn_at_any_width(long_page, chromium, width, theme):
     seen = chromium.look(long_page, width, dark=theme == "dark")
     assert seen.console == []
     told = seen.told
-    assert (told["drawn"], told["canvases"], told["blank"]) == (theme, 5, [])
+    assert (told["drawn"], told["canvases"], told["blank"]) == (theme, 6, [])
     assert told["width"] == width and told["scroll_width"] <= width and told["wide"] == []
     light, dark = "rgb(255, 255, 255)", "rgb(18, 22, 28)"
     assert told["background"] == (dark if theme == "dark" else light)

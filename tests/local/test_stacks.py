@@ -75,7 +75,7 @@ def start(folder) -> Iterator:
 @pytest.fixture
 def no_py_spy(monkeypatch, tmp_path) -> None:
     """It is neither on PATH nor beside Python."""
-    monkeypatch.setattr(stacks.shutil, "which", lambda command: None)
+    monkeypatch.setattr(stacks.shutil, "which", lambda *args, **kwargs: None)
 
 
 def py_spy(pid: int) -> None:

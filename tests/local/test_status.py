@@ -1,5 +1,6 @@
 """`hpc-elastic status` and `list` beside a real run with `launcher=local`."""
 
+import contextlib
 import html
 import json
 import os
@@ -31,7 +32,6 @@ SCRIPT = textwrap.dedent(
     import hydra
     import torch
     import torch.distributed as dist
-    from hydra.core.hydra_config import HydraConfig
     from hpc_elastic import Checkpointer, report, should_checkpoint
     from hpc_elastic.worker.reporting import run_scalars
 
@@ -42,15 +42,14 @@ SCRIPT = textwrap.dedent(
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         state = {{"weights": torch.zeros(100_000)}}
-        folder = Path(HydraConfig.get().runtime.output_dir, "checkpoints")
-        checkpoints = Checkpointer(folder, state)
-        step, over = checkpoints.restore() or 0, torch.tensor(0)
+        checkpoints = Checkpointer(state)
+        step, over = checkpoints.load_latest() or 0, torch.tensor(0)
         while not over:
             step += 1
             time.sleep(0.05)
             over.fill_(int((FOLDER / "stop").exists()))
             dist.all_reduce(over)
-            report(step=step, loss=1 / step, samples=8 * step, total_steps=100_000)
+            report(step=step, loss=1 / step, samples=8 * step, total_steps=100_000, lr=0.5)
             if should_checkpoint(step, every_steps={every}):
                 checkpoints.save(step)
         checkpoints.close()
@@ -90,6 +89,15 @@ class Run(LocalRun):
         samples = (sample for family in families for sample in family.samples)
         return {sample.name.removeprefix("hpc_elastic_"): sample.value for sample in samples}
 
+    @contextlib.contextmanager
+    def launcher_stopped(self) -> Iterator[None]:
+        """Let no node be started."""
+        self.launcher.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.launcher.send_signal(signal.SIGCONT)
+
     def end(self) -> None:
         """Let the training end."""
         (self.folder / "stop").touch()
@@ -121,14 +129,16 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     follower = next(e for e in run.events("task") if e["task"] != run.events("leader")[0]["task"])
     run.until(lambda f: LOST <= f.status.step - f.saved.step < EVERY / 2, "something is to be lost")
     os.kill(follower["pid"], signal.SIGKILL)
-    known = {}  # read at once: the lost node is back a few seconds later
+    run.until(lambda f: "PENDING" in {task.state for task in f.tasks}, "a node is lost")
+    known = {}
 
     def is_alone(details) -> bool:
         known.update(run.metrics())
         in_metrics = known["group_nodes"] == 1 and "checkpoint_age_seconds" in known
         return details.round == 2 and details.pace.steps_per_s and in_metrics
 
-    details = run.until(is_alone, "one goes on alone, and its metrics show that")
+    with run.launcher_stopped():  # the lost node does not come back meanwhile
+        details = run.until(is_alone, "one goes on alone, and its metrics show that")
     assert details.nodes == (1, 1, 2) and details.departures == {"node_lost": 1}
     sizes = [size.nodes for size in details.account.sizes]
     assert [size for size in sizes if size] in ([2, 1], [1, 2, 1]) and sizes[-2] == 0
@@ -172,6 +182,7 @@ def reported_as(told: dict, folder: Path, capsys) -> None:
     assert main(["report", str(folder), "--format", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["about"]["phase"] == "succeeded" and report["notes"] == []
+    assert {"lr": 0.5} in [point["metrics"] for point in report["progress"]]
     spent, kinds = report["spent"], report["spent"]["by_kind"]
     assert kinds == pytest.approx(told["node_seconds"], abs=0.06) and kinds["restore"] > 0
     assert sum(kinds.values()) == pytest.approx(spent["node_s"])

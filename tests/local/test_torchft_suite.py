@@ -22,6 +22,9 @@ CLIENT = "LighthouseClient has no implementation here"
 OTHER_TEXT = "it expects the words of another implementation in the message"
 MESHES = "a transport without a Manager needs state_dict= for DTensors: meshes are not sent"
 
+TIMED = "test_join_timeout_behavior"
+"""It measures seconds: on a busy machine it may pass."""
+
 EXPECTED: dict[str, dict[str, str]] = {
     "checkpointing/http_transport_test.py": {
         "test_checkpoint_server_0_no_chunks": "it expects urllib's errors instead of a HealError",
@@ -33,7 +36,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "checkpointing/rwlock_test.py": {"": "torchft's private RWLock has no counterpart"},
     "lighthouse_test.py": {
         "test_heartbeat_round_trip": CLIENT,
-        "test_join_timeout_behavior": "a new lighthouse waits 0.5 s for members of an earlier one",
+        TIMED: "a new lighthouse waits 0.5 s for members of an earlier one",
         "test_lighthouse_client_behavior": CLIENT,
     },
     "local_sgd_test.py": {
@@ -130,7 +133,8 @@ def test_torchfts_tests_pass(file, folder):
         if test not in expected and not (test.startswith(LATE) and "TimeoutError" in text)
     }
     assert new == {}, "these have to pass"
-    assert set(expected) - set(failed) == set(), "take these off the list: they do not fail"
+    passed = set(expected) - set(failed) - {TIMED}
+    assert passed == set(), "take these off the list: they do not fail"
 
 
 def test_the_list_names_files_of_the_wheel():

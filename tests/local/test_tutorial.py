@@ -22,6 +22,7 @@ def script(folder: Path, *, elastic: bool) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_script_of_the_tutorial_survives_a_preemption(elastic, tmp_path):
     """The plain one starts again from its beginning, the elastic one loses no step."""

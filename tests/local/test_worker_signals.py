@@ -122,6 +122,22 @@ def test_loaders_that_are_stuck_do_not_keep_the_worker_from_its_end(started):
     assert process.wait(30) == 7
 
 
+def test_an_open_executor_does_not_keep_the_worker_from_its_end():
+    """torch.compile leaves one open. What it still has to do is done, then what atexit has."""
+    code = """if True:
+        import atexit, sys, time
+        from concurrent.futures import ThreadPoolExecutor
+        from hpc_elastic.agent.worker_main import _exit_process
+        atexit.register(print, "registered")
+        executor = ThreadPoolExecutor(2)
+        executor.submit(lambda: (time.sleep(0.2), print("done")))
+        _exit_process(7)
+    """
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (7, b"done\nregistered\n"), ended.stderr
+    assert not ended.stderr
+
+
 def test_torch_still_sets_a_loaders_handlers_where_we_replace_it():
     """Otherwise loaders would die of a notice, silently, and the training with them."""
     assert "_set_worker_signal_handlers" in vars(signal_handling)

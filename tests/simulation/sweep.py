@@ -8,8 +8,9 @@ runs (`slurm.sweep_queue`) are real. A run has one leader while at least one of 
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.effects import (
@@ -28,6 +29,7 @@ from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRul
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.slurm import sweep_queue
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.node_value import NodeDemand, StepTimeModel
 
 _START_S = 4.0
 """From the start of a task until its agent joins."""
@@ -76,8 +78,18 @@ class Run:
     min_nodes: int
     max_nodes: int
     work_s: float
-    """Remaining time of its training."""
+    """Remaining time of its training; if it scales, on one node."""
+    model: StepTimeModel | None = None
+    """Seconds of a step by number of nodes, in which ``work_s`` passes as one second of one node;
+    None: any number of nodes takes the same time."""
+    total_s: float = 0.0
+    stopped_until: float = 0.0
+    """No step is made before."""
+    done_at: float = math.inf
     tasks: list[Task] = field(default_factory=list)
+    submitted: float = 0.0
+    discovered: float = -math.inf
+    """When it searched for siblings last."""
     entry: LogEntry | None = None
     leadership: LeaderState | None = None
     done: bool = False
@@ -93,8 +105,37 @@ class Figures:
     """The longest time for which idle nodes would have sufficed for a waiting run."""
     took_s: float = 0.0
     """Time until all runs were done."""
+    mean_s: float = 0.0
+    """Mean time until a run was done."""
     starts: int = 0
     """Number of task starts."""
+    node_s: float = 0.0
+    """Node-seconds that tasks held."""
+    in_vain_s: float = 0.0
+    """Those in which the run of the task did not train with it: starts and waits."""
+
+    @property
+    def share_in_vain(self) -> float:
+        """Share of the held node-seconds without a step."""
+        return self.in_vain_s / self.node_s
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Runs whose throughput depends on their nodes, on a number of nodes that varies.
+
+    Attributes:
+        runs: The step times of each run, and the seconds that it takes on one node.
+        pool: Times, each with the number of nodes that other users leave from then on: they take
+            nodes of the runs, and give nodes back.
+        restart_s: From the close of a round to its first step.
+        soonest: Whether the runs have ``sweep_growth=soonest``.
+    """
+
+    runs: Sequence[tuple[StepTimeModel, float]] = ()
+    pool: Sequence[tuple[float, int]] = ()
+    restart_s: float = 0.0
+    soonest: bool = False
 
 
 class SweepSimulation:
@@ -109,6 +150,9 @@ class SweepSimulation:
         work_s: Training time of each run.
         foreign: Other users' jobs: start, end, and number of nodes.
         lost: Nodes that die: time and name.
+        submitted: Time at which each run is submitted; None: all at the beginning.
+        discovery_s: Interval at which a run searches for siblings; 0 for those of one sweep.
+        scaling: How the runs depend on the number of nodes; None: they do not.
     """
 
     def __init__(
@@ -122,15 +166,26 @@ class SweepSimulation:
         work_s: float = 60.0,
         foreign: Iterable[tuple[float, float, int]] = (),
         lost: Iterable[tuple[float, str]] = (),
+        submitted: Sequence[float] | None = None,
+        discovery_s: float = 0.0,
+        scaling: Scaling | None = None,
     ) -> None:
         self.now = 0.0
+        self._discovery_s = discovery_s
         self.figures = Figures()
         self._rng = random.Random(seed)
         self._takes_turns = takes_turns
-        self._runs = [Run(i, low, high, work_s) for i, (low, high) in enumerate(nodes)]
+        self._scaling = scaling or Scaling()
+        self._runs = [
+            Run(i, low, high, work_s, total_s=work_s) for i, (low, high) in enumerate(nodes)
+        ]
+        for run, (model, alone_s) in zip(self._runs, self._scaling.runs, strict=False):
+            run.model, run.work_s, run.total_s = model, alone_s, alone_s
         self._queue = [Task(run, slot, f"7_{index}") for index, (run, slot) in enumerate(order)]
         for task in sorted(self._queue, key=lambda t: t.slot):
             self._runs[task.run].tasks.append(task)
+            if submitted is not None:
+                task.not_before = self._runs[task.run].submitted = submitted[task.run]
         self._nodes = {f"node{n}": "idle" for n in range(1, num_nodes + 1)}
         self._foreign = list(foreign)
         self._lost = list(lost)
@@ -158,12 +213,27 @@ class SweepSimulation:
                 self._nodes |= dict.fromkeys(taken, "idle")
             if begin == self.now:
                 self._nodes |= dict.fromkeys(self._idle_nodes()[:num], "foreign")
+        for at, num in self._scaling.pool:
+            if at == self.now:
+                self._resize_pool(num)
         for at, node in self._lost:
             if at == self.now:
                 self._nodes[node] = "down"
                 for task in self._queue:
                     if task.node == node:
                         self._end_task(task, 120.0)
+
+    def _resize_pool(self, num: int) -> None:
+        """Let other users take nodes, idle ones first, or leave some of theirs."""
+        theirs = [node for node, state in self._nodes.items() if state == "foreign"]
+        ours = len(self._nodes) - len(theirs)
+        self._nodes |= dict.fromkeys(theirs[: max(0, num - ours)], "idle")
+        for _ in range(ours - num):
+            if not (idle := self._idle_nodes()):
+                task = self._rng.choice([task for task in self._queue if task.node])
+                idle = [task.node]
+                self._end_task(task, _REQUEUE_S)
+            self._nodes[idle[0]] = "foreign"
 
     def _idle_nodes(self) -> list[str]:
         return [name for name, state in self._nodes.items() if state == "idle"]
@@ -212,12 +282,16 @@ class SweepSimulation:
             return
         for task in run.tasks:
             if task.joined:
-                beat = {"type": "heartbeat", "progress": None}
+                beat = {"type": "heartbeat", "progress": _progress(run)}
                 self._do(run, leadership.received(task.agent, beat, self.now))
         if run.leadership is leadership:
             self._do(run, leadership.tick(self.now))
         if run.leadership is leadership and leadership.run.phase is RoundPhase.RUNNING:
-            run.work_s -= 1.0
+            if self.now < run.stopped_until:
+                return
+            size = len(leadership.run.ranks.members)
+            model = run.model
+            run.work_s -= 1.0 if model is None else model.step_s(1) / model.step_s(size)
             if run.work_s <= 0.0:
                 self._end_run(run)
 
@@ -239,7 +313,8 @@ class SweepSimulation:
         self._do(run, effects)
 
     def _end_run(self, run: Run) -> None:
-        run.done = True
+        run.done, run.done_at = True, self.now
+        self.figures.mean_s += self.now / len(self._runs)
         if self._takes_turns:
             self._let_others_start(run, ends=True)
         for task in run.tasks:
@@ -257,6 +332,7 @@ class SweepSimulation:
                     run.entry = entry
                     self._do(run, leadership.appended())
                 case Announce(_, requests):
+                    run.stopped_until = self.now + self._scaling.restart_s
                     for task in run.tasks:
                         if task.joined and task.agent in requests and task.trains_since is None:
                             self._measure_held_node(task)
@@ -276,30 +352,53 @@ class SweepSimulation:
                     view = {t.name: t.state(self.now) for t in run.tasks}
                     self._do(run, leadership.slurm_answered(view, self.now))
                 case QuerySweep():  # its Slurm detects a loss at once
-                    why = sweep_queue.why_blocked(self._queued(), run.number, self._all_nodes())
+                    why = sweep_queue.why_blocked(*self._siblings(run), self._all_nodes())
                     self._do(run, leadership.sweep_answered(why, self.now))
-                case LetOthersStart(lost):
-                    self._let_others_start(run, lost=lost)
+                case LetOthersStart(lost, grows):
+                    self._let_others_start(run, lost=lost, grows=grows)
                 case ClearHolds(tasks):
                     self._clear_holds(tasks)
 
-    def _let_others_start(self, run: Run, *, ends: bool = False, lost: Iterable[str] = ()) -> None:
-        queued, nodes, lost = self._queued(), self._all_nodes(), set(lost)
-        self._clear_holds(sweep_queue.let_start(queued, run.number, nodes, ends=ends, lost=lost))
+    def _let_others_start(
+        self, run: Run, *, ends: bool = False, lost: Iterable[str] = (), grows: bool = True
+    ) -> None:
+        (queued, own), nodes = self._siblings(run), self._all_nodes()
+        withheld = frozenset(lost if grows else queued[own].tasks)
+        deferred = frozenset[int]()
+        if self._scaling.soonest and not ends and run.leadership is not None:
+            shares = sweep_queue.divide_next_nodes(queued)
+            deferred = sweep_queue.deferred_runs(queued, shares)
+            largest = len(queued[own].nodes) + shares[own]
+            self._do(run, run.leadership.share_answered(largest))
+        let_start = sweep_queue.let_start(
+            queued, own, nodes, ends=ends, withheld=withheld, deferred=deferred
+        )
+        self._clear_holds(let_start)
+        if not (ends or let_start):
+            kept = sweep_queue.keep_away(queued, nodes, deferred)
+            self._clear_holds(kept, sweep_queue.KEPT_AWAY_S)
 
-    def _clear_holds(self, names: Iterable[str]) -> None:
+    def _clear_holds(self, names: Iterable[str], delay_s: float = 2.0) -> None:
         for task in self._queue:
             if task.name in names:
-                task.not_before = self.now + 2.0
+                task.not_before = self.now + delay_s
 
     # ---- views of Slurm, and measurements -----------------------------------------------
 
-    def _queued(self) -> list[sweep_queue.QueuedRun]:
-        views = [(run, {t.name: t.state(self.now) for t in run.tasks}) for run in self._runs]
-        return [
-            sweep_queue.QueuedRun(str(r.number), r.min_nodes, view, has_started=r.entry is not None)
+    def _siblings(self, run: Run) -> tuple[list[sweep_queue.QueuedRun], int]:
+        """Return the runs that a run has discovered, and its own index."""
+        if self.now - run.discovered >= self._discovery_s:
+            run.discovered = self.now
+        known = [r for r in self._runs if r.submitted <= run.discovered]
+        views = [(r, {t.name: t.state(self.now) for t in r.tasks}) for r in known]
+        queued = [
+            sweep_queue.QueuedRun(
+                str(r.number), r.min_nodes, view, has_started=r.entry is not None,
+                demand=_demand(r) if self._scaling.soonest else None,
+            )
             for r, view in views
-        ]
+        ]  # fmt: skip
+        return queued, known.index(run)
 
     def _all_nodes(self) -> sweep_queue.NodeSupply:
         states = {n: "allocated" if s == "foreign" else s for n, s in self._nodes.items()}
@@ -307,7 +406,10 @@ class SweepSimulation:
 
     def _measure(self) -> None:
         for task in self._queue:
+            if task.node:
+                self.figures.node_s += 1.0
             if task.node and task.trains_since is None:
+                self.figures.in_vain_s += 1.0
                 self._measure_held_node(task)
         for run in self._runs:
             lacks = run.min_nodes - sum(bool(task.node) for task in run.tasks)
@@ -316,3 +418,27 @@ class SweepSimulation:
                 continue
             since = self._idle_since.setdefault(run.number, self.now)
             self.figures.idle_s = max(self.figures.idle_s, self.now - since)
+
+
+def _num_steps(run: Run) -> tuple[int, int]:
+    """Return the steps of a run that are done, and those that are left."""
+    alone_s = 1.0 if run.model is None else run.model.step_s(1)
+    total, left = round(run.total_s / alone_s), math.ceil(run.work_s / alone_s)
+    return total - left, left
+
+
+def _progress(run: Run) -> dict[str, int] | None:
+    """Return what the workers of a run report; None if it reports nothing."""
+    if run.model is None:
+        return None
+    done, left = _num_steps(run)
+    return {"step": done, "total": done + left}
+
+
+def _demand(run: Run) -> NodeDemand:
+    """Return what the last status of a run shows."""
+    step_times: Mapping[int, float] = {} if run.entry is None else run.entry.step_times
+    if run.leadership is not None:
+        step_times = run.leadership.run.estimator.step_times
+    left = _num_steps(run)[1]
+    return NodeDemand(0, run.min_nodes, run.max_nodes, 1, step_times, left)

@@ -55,8 +55,8 @@ SCRIPT = textwrap.dedent(
         sampler = ElasticSampler(data, 24)
         loader = DataLoader(data, batch_sampler=sampler)
         state = {"net": net, "optimizer": optimizer, "sampler": sampler}
-        checkpoints = Checkpointer(folder / "checkpoints", state)
-        resumed = checkpoints.restore() or 0
+        checkpoints = Checkpointer(state, folder / "checkpoints")
+        resumed = checkpoints.load_latest() or 0
         say(f"resumed {resumed} {dist.get_world_size()}")
         model, hurry = DistributedDataParallel(net), False
         for epoch in sampler.epochs(EPOCHS):

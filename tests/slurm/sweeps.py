@@ -24,6 +24,8 @@ SLOWLY = ("epochs=8", "pause_s=0.25")  # a minute, unless the test lets it hurry
 _PAUSE = "time.sleep(cfg.pause_s)"
 _IMPORT = "import time\n"
 _HURRIES = f"""{_IMPORT}
+from pathlib import Path
+
 def hurries(folder, seen=[]):
     if not seen:  # listed: what a client of NFS answers for a path may be old
         seen += [path for path in Path(folder).iterdir() if path.name == "hurry"]
@@ -45,7 +47,7 @@ def train_without_end(folder: Path) -> Path:
     Whether a late node is worth the restart would depend on how fast this machine is.
     """
     script = folder / "train.py"
-    told = ", total_steps=total_steps"
+    told = ", total_steps=sampler.total_steps"
     text = (ROOT / "train.py").read_text()
     assert told in text
     script.write_text(unhurried(text.replace(told, ""), folder))

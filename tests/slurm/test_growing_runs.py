@@ -104,6 +104,28 @@ def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, 
     assert any("announces no checkpoints" in e["reason"] for e in s.events("round_stopped"))
 
 
+def test_a_run_stays_as_small_as_it_is_efficient(slurm, sweep, tmp_path):
+    """A step takes the same time on two nodes as on one: the other tasks stay out of the queue."""
+    jobs = [busy(slurm, 1), busy(slurm, 2)]
+    s = sweep(
+        "+launcher=slurm", "nodes=1:4", "launcher.min_efficiency=0.5", script=stepping(tmp_path)
+    )
+    eventually(lambda: len(steps(s)) > 60, "one node trains, at a known pace")
+    slurm.run(["scancel", jobs[0]])
+    eventually(lambda: s.events("growth_decision"), "two nodes train, and no more are wanted")
+    (decision,) = s.events("growth_decision")
+    assert decision["nodes"] == 2 and not decision["grows"], decision
+    shown = ["squeue", "-h", "-r", "-t", "PENDING", "-o", "%r"]
+    eventually(lambda: slurm.run(shown).stdout.split() == ["BeginTime"] * 2, "they are held")
+    slurm.run(["scancel", jobs[1]])
+    before = len(steps(s))
+    eventually(lambda: len(steps(s)) > before + 100, "it goes on")
+    enough(tmp_path)
+    output = s.output()
+    assert s.result()["status"] == "succeeded", output
+    assert s.group_sizes() == [1, 2], output
+
+
 def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
     """With the script's word that the end is near, the group is left alone, and the log says so."""
     job = busy(slurm, 3)

@@ -43,7 +43,7 @@ def test_a_run_that_finds_too_few_nodes_gives_way_and_comes_back_in_time(slurm, 
     assert held.seconds <= LIMIT_S, held
     assert idle.seconds <= LIMIT_S, idle
     (given, *_) = (e for e in s.events("nodes_requeued", 1) if "why" in e)
-    assert "other runs of the sweep" in given["why"]
+    assert "other runs of the user" in given["why"]
 
 
 @pytest.mark.long
@@ -62,9 +62,32 @@ def test_a_run_whose_minimum_is_lost_goes_on_when_nodes_are_there(slurm, sweep):
     assert idle.seconds <= LIMIT_S, idle
 
 
+def test_a_run_gives_way_to_another_one_that_it_shares_no_folder_with(slurm, sweep, tmp_path):
+    """nodes=3 twice on four nodes: the second one finds the first by its batch script."""
+    with QueueHistory(slurm) as history:
+        runs = []
+        for name in ("one", "two"):
+            s = sweep("nodes=3", "seed=0", f"hydra.sweep.dir={tmp_path / name}", *UNHURRIED)
+            s.folder = Path(tmp_path / name)
+            runs.append(s)
+            eventually(lambda s=s: s.events("task"), "a task of it runs")
+        first, second = runs
+        eventually(lambda: second.events("nodes_requeued"), "the second run gives its node back")
+        shown = ["squeue", "-h", "-r", "-t", "PENDING", "-o", "%r"]
+        eventually(lambda: slurm.run(shown).stdout.split() == ["BeginTime"] * 3, "it stays away")
+        for s in runs:
+            succeeded(s, 1)
+    held, idle = history.held_in_vain(*runs), history.idle_in_vain(*runs)
+    assert held.seconds <= LIMIT_S, held
+    assert idle.seconds <= LIMIT_S, idle
+    (given, *_) = (e for e in second.events("nodes_requeued") if "why" in e)
+    assert "other runs of the user" in given["why"]
+    assert any("idle" in e["why"] for e in first.events("sweep_decision"))
+
+
 @pytest.mark.long
 def test_two_sweeps_of_one_user_both_finish(slurm, sweep, tmp_path):
-    """They know nothing of each other: none waits for ever."""
+    """They are in folders of their own: none waits for ever."""
     sweeps = []
     for name in ("one", "two"):
         where = f"hydra.sweep.dir={tmp_path / name}"

@@ -21,7 +21,7 @@ NVIDIA_SMI = """#!/bin/sh
 if [ "$SLURMD_NODENAME" = {bad} ]; then
   echo "Unable to determine the device handle for GPU 0: GPU is lost." >&2; exit 15
 fi
-echo "0, GPU-aa, 81559, 4"
+echo "0, GPU-aa, 81559, 4, 30"
 """
 
 

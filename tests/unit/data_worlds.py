@@ -40,10 +40,11 @@ class World:
     """
 
     def __init__(
-        self, size: int, dataset_len: int, batch: tuple[int, int | None], state=None, **options
+        self, size: int, dataset_len: int, batch: tuple[int | None, ...], state=None, **options
     ) -> None:
         options = {"seed": 3, **options}
-        batches = [BatchDivision(*batch, rank, size) for rank in range(size)]
+        sizes, virtual_ranks = batch[:2], batch[2:]
+        batches = [BatchDivision(*sizes, rank, size, *virtual_ranks) for rank in range(size)]
         self.samplers = [self.sampler(dataset_len, batch=each, **options) for each in batches]
         for sampler in self.samplers:
             if state is not None:

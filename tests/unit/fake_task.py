@@ -16,6 +16,11 @@ def main() -> None:
         sys.exit("the interpreter is broken")
     if plot == "hang":
         time.sleep(600)
+    deadline = time.monotonic() + 60.0
+    while plot == "wait" and not (run.parent / "go").exists():
+        if time.monotonic() > deadline:
+            sys.exit("the file was not written within the time-out")
+        time.sleep(0.05)
     results = run / "results" / "round-0"
     results.mkdir(parents=True, exist_ok=True)
     for rank in range(2):
@@ -25,7 +30,7 @@ def main() -> None:
 
 
 def _result(plot: str) -> dict:
-    if plot == "succeed":
+    if plot in ("succeed", "wait"):
         return {"status": "succeeded", "restarts": 1, "results": "results/round-0"}
     failure = {"host": "n3", "rank": 3, "local_rank": 1, "exit_code": 1, "exception": "ValueError"}
     failure |= {"message": "no", "traceback": "Traceback...\nValueError: no"}

@@ -14,12 +14,12 @@ from arrays import GONE, run_of, write_table
 
 import hpc_elastic
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.submit import LocalView, find_submission, read_handles
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
 from hpc_elastic.launcher import local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.launcher.submit import write
+from hpc_elastic.launcher.wait import LocalView, find_submission, read_handles
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 

@@ -212,7 +212,7 @@ def test_a_batch_can_not_be_gone_through_twice():
 def test_a_loop_past_the_sampler_is_told():
     """Whoever goes through the loader itself would train the same epoch for ever."""
     sampler = sampler_of()
-    with pytest.raises(RuntimeError, match=r"iterate over sampler\.batches\(loader\)"):
+    with pytest.raises(RuntimeError, match=r"or over sampler\.batches\(loader\)"):
         for _ in sampler.epochs(2):
             list(Loader(sampler))
 

@@ -10,7 +10,7 @@ from hpc_elastic.doctor.cluster import ClusterFacts, parse_settings, settings_js
 from hpc_elastic.doctor.findings import Verdict, worst_verdict
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, collect_folder_facts
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.slurm.parsing import Partition
+from hpc_elastic.slurm.parsing import Partition, Qos
 
 GIB = 1 << 30
 HOST = HostFacts(
@@ -164,6 +164,37 @@ def test_the_signal_at_preemption_has_two_names():
     assert "is not set" in findings()["slurm.user_signal"].found
     assert "--signal counts" in findings(later)["slurm.user_signal"].found
     assert "--signal counts" in findings(earlier)["slurm.user_signal"].found
+
+
+STANDBY = Qos("standby", frozenset({"NoReserve"}), "requeue", 120.0)
+NORMAL = Qos("normal", preempts=frozenset({"standby"}))
+BY_QOS = {"PreemptType": "preempt/qos", "AccountingStorageEnforce": "associations,limits,qos"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "words"),
+    [
+        ({}, {}, "partitions whose preempted tasks are requeued: gpu"),
+        ({}, {"PreemptType": "preempt/none"}, "no preemptible QOS or partition is known"),
+        (
+            {"qos": (STANDBY, NORMAL), "offered_qos": frozenset({"standby"})},
+            BY_QOS,
+            "QOS standby (NoReserve, REQUEUE, GraceTime 2 min)",
+        ),
+        ({"qos": (STANDBY, NORMAL)}, BY_QOS, "GraceTime 2 min), not offered to you"),
+        (
+            {"qos": (replace(STANDBY, flags=frozenset(), preempt_mode="cluster"), NORMAL)},
+            {**BY_QOS, "PreemptMode": "CANCEL", "AccountingStorageEnforce": "none"},
+            "QOS standby (CANCEL, GraceTime 2 min)",
+        ),
+        ({"problems": {"qos": "no slurmdbd"}}, {}, "sacctmgr does not answer: no slurmdbd"),
+    ],
+)
+def test_where_idle_nodes_can_be_filled_is_reported(changes, config, words):
+    """A QOS that others preempt, and whether the user may name it; or a partition."""
+    found = findings(replace(with_config(**config), **changes))["slurm.standby"]
+    assert words in found.found
+    assert found.verdict is (Verdict.UNKNOWN if "problems" in changes else Verdict.OK)
 
 
 BAD_HOSTS = [

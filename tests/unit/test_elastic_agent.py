@@ -35,6 +35,7 @@ from hpc_elastic.agent.elastic_agent import (
     first_step_fields,
 )
 from hpc_elastic.agent.preemption import PreemptionNotice, PreemptionState
+from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import Reason
@@ -73,6 +74,15 @@ def test_torch_still_stops_workers_as_we_call_it():
     assert "handler.close(death_sig=death_sig)" in inspect.getsource(SubprocessContext._close)
     assert list(inspect.signature(SubprocessHandler.close).parameters) == ["self", "death_sig"]
     assert "close" in vars(WorkerProcess)
+
+
+def test_a_worker_that_ends_before_its_signal_is_no_error(tmp_path):
+    """torch looks whether it runs, and sends the signal afterwards."""
+    pool = WarmWorkerPool(0, ())
+    worker = WorkerProcess(pool, "true", (), {}, None, None, 0, None)
+    worker.proc.wait(60)
+    worker.close(signal.SIGTERM)
+    assert worker.own_exit_code == 0
 
 
 def test_torch_still_asks_which_signals_end_its_agent():
@@ -314,17 +324,17 @@ def test_an_incident_is_written_once_with_its_reason_and_its_end(tmp_path):
     """However many checkpoints it costs; what stays in memory does not end it."""
     agent = Saving(tmp_path)
     worker = agent.start_round()
-    worker.report_stored(20)
+    worker.report_stored(20, 0.5)
     assert agent.poll() == []
     worker.report_not_saved(40, "No space left on device")
     assert agent.poll() == [("failed", 40, "No space left on device")]
     worker.report_not_saved(60, "No space left on device")
     worker.announce(60)
     assert agent.poll() == agent.poll() == []
-    worker.report_stored(80)
+    worker.report_stored(80, 0.5)
     assert agent.poll() == [("recovered", 80, "-")]
     worker.report_not_saved(100, "Stale file handle")
-    worker.report_stored(100)  # an urgent save repeats the one that failed
+    worker.report_stored(100, 0.5)  # an urgent save repeats the one that failed
     assert agent.poll() == [("failed", 100, "Stale file handle"), ("recovered", 100, "-")]
 
 
@@ -336,13 +346,13 @@ def test_an_incident_may_outlast_a_round(tmp_path):
     worker = agent.start_round()
     worker.report_not_saved(60, "why")
     assert agent.poll() == []
-    worker.report_stored(80)
+    worker.report_stored(80, 0.5)
     assert agent.poll() == [("recovered", 80, "-")]
     worker.report_not_saved(100, "why")
     assert len(agent.poll()) == 1
     agent.log.watch(None)
     assert agent.poll() == []
-    agent.start_round().report_stored(120)
+    agent.start_round().report_stored(120, 0.5)
     assert agent.poll() == []
 
 

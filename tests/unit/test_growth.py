@@ -1,9 +1,17 @@
 """Whether a node that joins late is worth a restart, and the requeue of one that is not."""
 
 import pytest
-from groups import A, B, C, SentBack, decisions, notes, pause, poll_none, running, stop, training
+from groups import A, B, C, D, SentBack, decisions, notes, pause, poll_none, running, stop, training
 
-from hpc_elastic.rendezvous.group_change import Forecast, ProgressEstimator, should_scale_up
+from hpc_elastic.rendezvous.effects import ClearHolds, Postpone
+from hpc_elastic.rendezvous.group_change import (
+    HELD_S,
+    MEASURED_STEPS,
+    Forecast,
+    ProgressEstimator,
+    should_scale_up,
+)
+from hpc_elastic.rendezvous.log_entry import decode_signed
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -55,6 +63,22 @@ def test_nodes_that_leave_soon_do_not_count_for_the_others():
     decision = should_scale_up(1, [None, 5.0], outlook)
     assert decision.admit == 1
     assert "1 more nodes save about 500 s of 1000 s, a restart costs 10.0 s" in decision.why
+
+
+@pytest.mark.parametrize(("round_s", "admit"), [(21.0, 1), (19.0, 0), (None, 1)])
+def test_a_newcomer_joins_anyway_when_the_round_breaks(round_s, admit):
+    """A restart of its own saves only the time until the next one that nodes cause by leaving."""
+    outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0, round_s=round_s)
+    assert should_scale_up(1, [86400.0], outlook).admit == admit
+
+
+def test_enough_newcomers_repay_a_restart_in_a_short_round():
+    """The more of them wait, the more they save until the next restart."""
+    outlook = Forecast(restart_cost_s=20.0, round_s=200.0)
+    decision = should_scale_up(64, [None] * 7, outlook)
+    assert decision.admit == 0
+    assert "20 s of 200 s until nodes leave again, a restart costs 20.0 s" in decision.why
+    assert should_scale_up(64, [None] * 8, outlook).admit == 8
 
 
 # ---- the estimate -------------------------------------------------------------------------
@@ -111,6 +135,38 @@ def test_a_run_beyond_its_total_has_nothing_left():
     estimate.record_step(1, 5, 1.0)
     estimate.record_step(9, 5, 2.0)
     assert estimate.outlook.remaining_s == 0.0
+
+
+def test_the_step_time_is_known_by_the_number_of_nodes():
+    """Once a round has made some steps; a later round of the same size replaces it."""
+    estimate = ProgressEstimator({4: 0.25})
+    estimate.on_close(0.0, 2)
+    estimate.record_step(0, None, 0.0)
+    estimate.record_step(MEASURED_STEPS - 1, None, 10.0)
+    assert estimate.step_times == {4: 0.25}, "too few steps"
+    estimate.record_step(MEASURED_STEPS, None, MEASURED_STEPS / 2)
+    assert estimate.step_times == {4: 0.25, 2: 0.5}
+    estimate.on_close(100.0, 4)
+    estimate.record_step(50, None, 101.0)
+    assert estimate.step_times == {4: 0.25, 2: 0.5}
+    estimate.record_step(100, None, 111.0)
+    assert estimate.step_times == {4: 0.2, 2: 0.5}
+
+
+def test_rounds_last_as_long_as_between_two_departures():
+    """The mean counts from the first round, until now; growth does not count."""
+    estimate = ProgressEstimator()
+    estimate.on_close(100.0)
+    estimate.on_break(400.0, departs=True)
+    assert estimate.outlook.round_s is None  # one departure shows no rate
+    estimate.on_close(401.0)
+    estimate.on_break(500.0)
+    estimate.on_close(501.0)
+    estimate.on_break(700.0, departs=True)
+    assert estimate.outlook.round_s == 300.0
+    estimate.on_close(701.0)
+    estimate.record_step(1, None, 1100.0)
+    assert estimate.outlook.round_s == 500.0
 
 
 # ---- the round ----------------------------------------------------------------------------
@@ -184,6 +240,27 @@ def test_the_decision_is_logged_again_only_when_it_changes():
     assert note.fields["admit"] == "not now"
 
 
+def test_departures_are_counted_and_growth_is_not():
+    """A node that is lost, and one that is preempted, break a round; a newcomer does too."""
+    m = training(A, B, scale_up="immediate")
+    m.join(C, 10.0)
+    close(m, (A, B), (A, B, C), 10.0)
+    m.agent_lost(C, "silent", 110.0)
+    close(m, (A, B), (A, B), 110.0)
+    assert m.run.estimator.outlook.round_s is None
+    m.noticed(B, "signal", 5.0, 210.0)
+    m.agent_lost(B, "left", 212.0)
+    assert m.run.estimator.outlook.round_s == pytest.approx(106.0, abs=1.0)
+
+
+def close(m, again, members, now) -> None:
+    """Let members join again, and Slurm report the members of the next round as running."""
+    for agent in again:
+        m.join(agent, now)
+    m.slurm_answered(running(*members), now, now)
+    assert m.run.ranks.members == members
+
+
 # ---- nodes that are not admitted ----------------------------------------------------------
 
 
@@ -236,3 +313,126 @@ def test_without_a_queue_a_node_that_is_not_admitted_stays():
     m = growing(scale_up="on_restart")
     m.join(C, 1.0)
     assert decisions(m.tick(1e9)) == []
+
+
+# ---- the size up to which a run grows -----------------------------------------------------
+
+USEFUL_2 = {1: 1.0, 2: 0.6, 3: 0.55}
+"""The third node adds a fifth of a node's share, the second two thirds."""
+
+
+def limited(*agents, times=USEFUL_2, **changes) -> RoundState:
+    """A run on these nodes, of at most four, whose step times are known; and the first tick."""
+    changes = {"min_efficiency": 0.5, "below_min_timeout_s": 10.0, **changes}
+    m = training(*agents, **changes)
+    m.run.estimator = ProgressEstimator(times)
+    return m
+
+
+def of(effects, *kinds) -> list:
+    """Return the effects of some kinds."""
+    return [effect for effect in effects if isinstance(effect, kinds)]
+
+
+def test_a_run_whose_next_node_adds_too_little_holds_its_pending_tasks():
+    """One event with the reason; the tasks are held again before they may start."""
+    m = limited(A, B)
+    effects = m.tick(20.0)
+    (note,) = notes(effects, "growth_decision")
+    assert note.fields["nodes"] == 2 and note.fields["grows"] is False
+    assert "beyond 2 nodes a further node adds" in note.fields["why"]
+    assert "min_efficiency is 50%" in note.fields["why"]
+    assert of(effects, Postpone) == [Postpone(HELD_S)]
+    later = [effect for now in range(21, 620) for effect in m.tick(float(now))]
+    assert of(later, Postpone) == [Postpone(HELD_S)] and not notes(later, "growth_decision")
+
+
+@pytest.mark.parametrize(
+    ("changes", "times"),
+    [({"min_efficiency": None}, USEFUL_2), ({}, {2: 0.6}), ({"min_efficiency": 0.1}, USEFUL_2)],
+)
+def test_a_run_grows_if_nothing_speaks_against_it(changes, times):
+    """No limit was set, one size alone was measured, or each node adds enough."""
+    m = limited(A, B, times=times, **changes)
+    assert not of(m.tick(20.0), Postpone) and not m.run.growth.holds
+
+
+def test_a_run_at_its_max_has_no_tasks_to_hold():
+    """All of its nodes train; none is released."""
+    m = limited(A, B, max_nodes=2)
+    assert not of(m.tick(20.0), Postpone) and m.run.ranks.members == (A, B)
+
+
+def test_a_node_that_comes_to_a_run_that_grows_no_further_goes_back_at_once():
+    """It was on its way when the tasks were held."""
+    m = limited(A, B)
+    m.tick(20.0)
+    effects = m.join(C, 21.0)
+    assert decisions(effects) == [SentBack((C,), HELD_S)]
+    (note,) = notes(effects, "scale_up_decision")
+    assert note.fields["admit"] == "not now" and "beyond 2 nodes" in note.fields["why"]
+
+
+def test_a_run_takes_in_only_as_many_as_it_has_use_for():
+    """Of three nodes that come to one, the first."""
+    m = limited(A)
+    m.tick(20.0)
+    m.join(C, 21.0)
+    m.join(D, 21.0)
+    m.join(A, 22.0)
+    m.slurm_answered(running(A, C, D), 23.0, 23.0)
+    assert m.run.ranks.members == (A, C)
+
+
+def test_a_lost_member_is_replaced():
+    """The pending tasks may start again, and the lost one is restarted."""
+    m = limited(A, B)
+    m.tick(20.0)
+    effects = [*m.agent_lost(B, "silent", 30.0), *m.tick(30.1)]
+    assert [postpone.delay_s < 30.0 for postpone in of(effects, Postpone)] == [True]
+    (note,) = notes(effects, "growth_decision")
+    assert note.fields["grows"] is True and note.fields["nodes"] == 1
+
+
+def test_a_lost_task_that_is_not_needed_stays_away():
+    """Three nodes had come; the run goes on with two, and Slurm holds the third."""
+    m = limited(A, B, C, times={})
+    m.agent_lost(C, "silent", 5.0)
+    m.join(A, 6.0)
+    m.join(B, 6.0)
+    m.slurm_answered(running(A, B), 7.0, 7.0)
+    m.run.estimator = ProgressEstimator(USEFUL_2)
+    m.tick(20.0)
+    held = TaskState(C.task, "PENDING", "BeginTime", restarts=1, starts_in_s=500.0)
+    view = running(A, B) | {C.task: held}
+    effects = [e for now in (20.0, 30.0, 60.0) for e in m.slurm_answered(view, now, now)]
+    assert not of(effects, ClearHolds)
+
+
+def test_a_run_grows_again_if_its_step_times_change():
+    """A little is not enough, since step times vary."""
+    m = limited(A, B)
+    m.tick(20.0)
+    m.run.estimator = ProgressEstimator({1: 1.0, 2: 0.52, 3: 0.36})
+    (note,) = notes(m.tick(40.0), "growth_decision")
+    assert note.fields["grows"] is True
+
+
+def test_a_run_grows_up_to_its_share_beside_other_runs():
+    """The share comes from its siblings' progress, and needs no min_efficiency."""
+    m = limited(A, B, min_efficiency=None)
+    m.run.growth.share = 2
+    (note,) = notes(m.tick(20.0), "growth_decision")
+    assert "worth more to other runs" in note.fields["why"]
+    m.run.growth.share = 3
+    assert [note.fields["grows"] for note in notes(m.tick(40.0), "growth_decision")] == [True]
+
+
+def test_the_next_leader_knows_the_step_times():
+    """They are in each entry of the log."""
+    m = limited(A, B)
+    m.agent_lost(B, "silent", 30.0)
+    m.join(A, 31.0)
+    m.slurm_answered(running(A), 32.0, 32.0)
+    entry = decode_signed(m.run.entry.encode_signed(b"s"), b"s")
+    assert entry is not None and entry.step_times == USEFUL_2

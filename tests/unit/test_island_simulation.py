@@ -1,5 +1,6 @@
 """Islands under random schedules in virtual time, and the simulator under planted bugs."""
 
+import os
 import re
 from collections import Counter
 
@@ -7,7 +8,7 @@ import pytest
 
 from simulation.islands import ISLAND_MUTANTS, BrokenPromiseError, IslandSimulator
 
-SCHEDULES = 1000
+SCHEDULES = 1000 if os.environ.get("HPC_ELASTIC_LONG") else 400
 MUTANT_SCHEDULES = 300
 RARE = {"forgets heads": 300}
 """Planted bugs that take luck: the seed to begin with."""

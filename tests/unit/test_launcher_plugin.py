@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
 SCRIPT = f"""
 import sys
+from pathlib import Path
 import hydra
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
@@ -30,6 +31,8 @@ class Calls(Callback):
         print("start", config.hydra.job.num, config.lr)
     def on_job_end(self, config, job_return, **kwargs):
         print("end", config.hydra.job.num, job_return.status.name, job_return._return_value)
+        if "PLOT" in config.launcher.env and config.launcher.env.PLOT == "succeed":
+            Path(config.hydra.sweep.dir, "go").touch()
     def on_multirun_end(self, config, **kwargs):
         print("all done")
 
@@ -71,11 +74,10 @@ def test_a_sweep_runs_and_returns_to_hydra(app, tmp_path):
     done = app("lr=1,2", "nodes=1,2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith(("start", "end", "all"))] == [
-        *("start 0 1", "start 1 2", "start 2 1", "start 3 2"),
-        *(f"end {n} COMPLETED 0.5" for n in range(4)),
-        "all done",
-    ]
+    called = [line for line in lines if line.startswith(("start", "end", "all"))]
+    assert called[:4] == ["start 0 1", "start 1 2", "start 2 1", "start 3 2"]
+    assert sorted(called[4:8]) == [f"end {n} COMPLETED 0.5" for n in range(4)]
+    assert called[8:] == ["all done"]
     assert "nodes=2 nproc_per_node=1 launcher" not in done.stdout
     assert "nodes=2 nproc_per_node=1 lr=2" in done.stdout
     for number in range(4):
@@ -103,6 +105,14 @@ def test_one_failed_run_does_not_end_the_others(app, tmp_path):
     assert "first failure: host n3, rank 3, local rank 1: exit code 1" in done.stderr
     assert "ValueError: no" in done.stderr
     assert "launch_sweep" not in done.stderr
+
+
+def test_results_are_reported_as_runs_end(app):
+    """The callback of the second run comes while the first still waits; both are one array."""
+    done = app("+launcher.env.PLOT=wait,succeed")
+    assert done.returncode == 0, done.stderr
+    ends = [line for line in done.stdout.splitlines() if line.startswith("end ")]
+    assert ends == ["end 1 COMPLETED 0.5", "end 0 COMPLETED 0.5"]
 
 
 def test_a_wrong_setting_is_told_in_one_line(app, tmp_path):
@@ -155,9 +165,9 @@ def test_other_hydra_scripts_do_not_pay_for_us(tmp_path):
     code = (
         "import sys, hydra, hydra._internal.core_plugins.basic_sweeper\n"
         "import hydra.plugins.launcher\n"
-        "import hydra_plugins.hpc_elastic_launcher.launcher\n"
+        "import hydra_plugins.hpc_elastic_launcher.sweeper\n"
         "print([m for m in sys.modules if m.split('.')[0] in "
-        "('torch', 'submitit', 'rich', 'jinja2', 'psutil') "
+        "('torch', 'submitit', 'rich', 'jinja2', 'psutil', 'optuna') "
         "or m.startswith('hpc_elastic.launcher')])"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -10,6 +10,7 @@ from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
     ClearHolds,
+    FitTimeLimits,
     JoinRequest,
     LetOthersStart,
     Note,
@@ -276,3 +277,11 @@ def test_a_run_of_a_sweep_that_trains_lets_others_start():
     assert not of(leader.tick(21.0), LetOthersStart)
     alone = training(A, B)
     assert not of(alone.tick(20.0), LetOthersStart, QuerySweep)
+
+
+def test_a_leader_fits_the_time_limits_of_waiting_tasks():
+    """From the first moment on, and now and then; not for a run with fixed limits."""
+    leader = training(A, B, fits_time_limits=True)
+    assert of(leader.tick(20.0), FitTimeLimits) == [FitTimeLimits()]
+    assert not of(leader.tick(21.0), FitTimeLimits)
+    assert not of(training(A, B).tick(20.0), FitTimeLimits)

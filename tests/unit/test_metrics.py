@@ -122,7 +122,28 @@ def test_an_observer_tells_of_the_first_worker_and_of_the_node(tmp_path):
     pages = {4: SharedPage.create(tmp_path, 0), 5: SharedPage.create(tmp_path, 1)}
     observer.start_round(pages, lambda: {0: os.getpid(), 1: os.getpid()})
     pages[4].report(7, 0.25, 128, 20)
-    expected = {"step": 7, "total": 20, "loss": 0.25, "samples": 128, "blocked_s": 0.0}
+    pages[4].report_metrics({"lr": 0.5})
+    expected = {"step": 7, "total": 20, "loss": 0.25, "samples": 128, "blocked_s": 0.0,
+                "metrics": {"lr": 0.5}, "gpu_use": None, "gpu_memory": None}  # fmt: skip
     assert observer.progress() == expected
     sample = observer.sample()
     assert (sample.step, sample.samples, sample.group_nodes, sample.requeues) == (7, 128, 2, 1)
+
+
+def test_the_use_of_the_tasks_own_gpus_is_measured(tmp_path, monkeypatch):
+    """By nvidia-smi, seldom; and no more once it fails."""
+    command, listed = tmp_path / "nvidia-smi", tmp_path / "listed"
+    command.write_text(f"#!/bin/sh\ncat {listed}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    lines = ["0, GPU-a, 1000, 500, 80", "1, GPU-b, 1000, 100, 40", "2, GPU-c, 1000, 900, [N/A]"]
+    listed.write_text("\n".join(lines))
+    meter, every_s = metrics.GpuMeter(["0", "GPU-b"]), metrics.GPUS_EVERY_S
+    sample = meter.measure(0.0)
+    assert (sample.gpu_use_ratio, sample.gpu_memory_ratio) == (pytest.approx(0.6), 0.5)
+    listed.write_text("Unable to determine the device handle")
+    assert meter.measure(every_s - 1) == sample and meter.measure(every_s) == Sample()
+    listed.write_text("\n".join(lines))
+    assert meter.measure(2 * every_s) == Sample()
+    of_all = metrics.GpuMeter(["?", "?", "?"]).measure(0.0)
+    assert (of_all.gpu_use_ratio, of_all.gpu_memory_ratio) == (pytest.approx(0.6), 0.9)

@@ -8,6 +8,7 @@ import pytest
 
 from hpc_elastic.agent.preemption import (
     PreemptionNotice,
+    measured_departure_s,
     merged,
     of_departure,
     of_signal,
@@ -78,6 +79,34 @@ def test_the_notice_of_a_time_limit_takes_no_more_than_a_tenth_of_it(length_s, a
     due_at, notice = of_time_limit(10_000, length_s, 120)
     assert due_at == 10_000 - ahead_s and due_at < notice.by < 10_000
     assert notice.reason is Reason.TIME_LIMIT
+
+
+TEN_STEPS = {"first_step": 1, "first_time": 50.0, "step": 11, "step_time": 52.0}
+
+
+@pytest.mark.parametrize(
+    ("workers", "departure_s"),
+    [
+        ([worker(**TEN_STEPS, save_s=0.3)], 1.5 * (1.0 + 0.4 + 0.6)),
+        ([worker(**TEN_STEPS, save_s=0.3, restore_s=9.0)], 1.5 * (1.0 + 0.4 + 0.6)),
+        ([worker(**TEN_STEPS, restore_s=0.8), worker(**TEN_STEPS, save_s=0.3)], 1.5 * 3.0),
+        ([worker(**TEN_STEPS), worker(**TEN_STEPS, save_s=0.3)], None),
+        ([worker(step=1, step_time=50.0, first_step=1, first_time=50.0, save_s=0.3)], None),
+        ([worker(save_s=0.3)], None),
+        ([], None),
+    ],
+)
+def test_how_long_leaving_takes_is_measured(workers, departure_s):
+    """By the slowest worker, with twice its steps and its last save; before that it is unknown."""
+    assert measured_departure_s(workers) == pytest.approx(departure_s)
+
+
+def test_a_node_is_left_no_sooner_than_leaving_takes():
+    """Of a slot of five minutes no more is lost; what takes longer than a tenth begins there."""
+    assert of_time_limit(1000.0, 300.0, 120.0)[0] == 970.0
+    due_at, notice = of_time_limit(1000.0, 300.0, 120.0, departure_s=3.0)
+    assert (due_at, notice.by) == (997.0, 999.0)
+    assert of_time_limit(1000.0, 300.0, 120.0, departure_s=60.0)[0] == 970.0
 
 
 @pytest.mark.parametrize(

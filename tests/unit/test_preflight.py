@@ -35,7 +35,7 @@ from hpc_elastic.agent.preflight import (
 )
 from hpc_elastic.run.directory import RunDir
 
-GOOD = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 4\n"
+GOOD = "0, GPU-aa, 81559, 4, 30\n1, GPU-bb, 81559, 4, 30\n"
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ GOOD = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 4\n"
 )
 def test_gpus_are_counted_and_have_room(granted, used, shared, check):
     """As many as were granted, and no one else's data in them."""
-    listed = [Gpu("0", "GPU-aa", 81_559, used), Gpu("1", "GPU-bb", 81_559, 4)]
+    listed = [Gpu("0", "GPU-aa", 81_559, used), Gpu("1", "GPU-bb", 81_559, 4, 30)]
     problem = judge_gpus(granted, listed, shared=shared)
     assert (problem.check if problem else None) == check
 
 
 def test_a_lost_gpu_is_reported_with_nvidias_message():
     """A line that is no GPU is the reason."""
-    assert parse_gpus(GOOD)[1] == Gpu("1", "GPU-bb", 81_559, 4)
+    assert parse_gpus(GOOD)[1] == Gpu("1", "GPU-bb", 81_559, 4, 30)
     with pytest.raises(ValueError, match="Unknown Error"):
-        parse_gpus(GOOD + "2, GPU-cc, [Unknown Error], [Unknown Error]\n")
+        parse_gpus(GOOD + "2, GPU-cc, [Unknown Error], [Unknown Error], [N/A]\n")
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def nvidia_smi(tmp_path, monkeypatch):
     [
         (f"printf '{GOOD}'", None),
         ("echo 'Unable to determine the device handle: GPU is lost' >&2; exit 15", "GPU is lost"),
-        ("printf '0, GPU-aa, 81559, 4\\n'", "2 GPUs were granted, but nvidia-smi lists 1"),
-        ("printf '0, GPU-aa, ERR!, 4\\n'", "ERR!"),
+        ("printf '0, GPU-aa, 81559, 4, 30\\n'", "2 GPUs were granted, but nvidia-smi lists 1"),
+        ("printf '0, GPU-aa, ERR!, 4, 0\\n'", "ERR!"),
     ],
 )
 def test_what_nvidia_smi_says(nvidia_smi, script, reason):

@@ -1,6 +1,7 @@
 """The progress of a run over time, and the pace that it shows."""
 
 import json
+import math
 
 import pytest
 
@@ -31,9 +32,13 @@ def test_lines_come_back_in_order_of_time(tmp_path):
 
 def test_what_a_leader_writes_is_what_is_read(tmp_path):
     """All fields that a point has."""
-    point = Point(1.5, "waiting", 3, 2, 4, 7, 10, 70, 0.5, 1.0, 6, 2.0, 20.0)
-    (tmp_path / "progress.jsonl").write_text(json.dumps(vars(point)) + "\n")
-    assert read_points(tmp_path / "progress.jsonl") == [point]
+    point = Point(1.5, "waiting", 3, 2, 4, 7, 10, 70, 0.5, 1.0, 6, 2.0, 20.0, 0.8, 0.4, {"lr": 2})
+    invalid = {**vars(point), "time": 2, "metrics": {"a": "x", "b": math.nan, "lr": 1}}
+    others = [{**invalid, "time": 3, "metrics": [1]}]
+    lines = map(json.dumps, (vars(point), invalid, *others))
+    (tmp_path / "progress.jsonl").write_text("\n".join(lines))
+    first, *rest = read_points(tmp_path / "progress.jsonl")
+    assert first == point and [p.metrics for p in rest] == [{"lr": 1}, {}]
 
 
 def test_a_steady_pace_and_when_it_is_done():

@@ -7,11 +7,12 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.config.schema import NodeRange, SlurmSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
 from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.slurm import client as slurm_client
 from hpc_elastic.slurm import parsing
+from hpc_elastic.slurm.forecast import outlook, shapes
 from hpc_elastic.slurm.job_state import Phase
 
 DATA = Path(__file__).parent / "data" / "slurm"
@@ -276,3 +277,49 @@ def test_a_node_is_in_service_or_not(recorded):
     }
     assert told[""] == ""
     assert told["-drained"].startswith("ALLOCATED+DRAIN: test [") and "DOWN" in told["-down"]
+
+
+def test_a_planned_queue_has_its_ends_plans_and_gaps(recorded):
+    """Three nodes have a job of an hour; the fourth is idle until a job of all nodes starts."""
+    jobs = parsing.parse_queue(recorded("queue-squeue"))
+    (runs,) = (job for job in jobs if job.state == "RUNNING")
+    planned = next(job for job in jobs if job.waits and job.num_nodes == 4)
+    array = next(job for job in jobs if job.num_tasks == 3)
+    held = next(job for job in jobs if job.reason == "JobHeldUser")
+    everywhere = {"node1", "node2", "node3", "node4"}
+    assert set(planned.nodes) == everywhere and len(runs.nodes) == 3
+    assert (planned.limit_s, array.limit_s, held.starts_at) == (7200.0, 14400.0, None)
+    assert abs(planned.starts_at - runs.ends_at) < 300 and array.partitions == ("low",)
+    states = parsing.parse_each_node(recorded("queue-sinfo"))
+    (idle,) = everywhere - set(runs.nodes)
+    assert states == {**dict.fromkeys(runs.nodes, "allocated"), idle: "planned"}
+    now = runs.ends_at - 3500
+    found = outlook(states, jobs, now, partitions=["low"])
+    own, shorter = shapes(found, 14400.0, NodeRange(1, 4), now)
+    assert [round((at - now) / 3600) for at in own.starts] == [3, 3, 3, 7]
+    assert (shorter.limit_s, shorter.starts[0] - now) == (1800.0, 0)
+    assert (found.num_waiting, found.num_unplanned) == (4, 2)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_test_of_a_submission_adds_the_mean_wait_of_all_jobs(release, client):
+    """Here 3 h: 4 nodes x 2 h and 1 x 4 h on 4 nodes, also for a gap that is free at once."""
+
+    def start(name):
+        _, output, errors = answer(release, f"queue-test-{name}")
+        return parsing.parse_expected_start(client(output, errors).test_only("run.sbatch"))
+
+    jobs = parsing.parse_queue((DATA / release / "queue-squeue.out").read_text())
+    (runs,) = (job for job in jobs if job.state == "RUNNING")
+    waits = [start(name) - (runs.ends_at - 3600) for name in ("1-30", "1-240", "4-30")]
+    assert waits == pytest.approx([3 * 3600, 3 * 3600, 4 * 3600], abs=10)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_standby_qos_is_read(release):
+    """Its flags, how and by which it is preempted, and that the user may name it."""
+    found = {qos.name: qos for qos in parsing.parse_qos(answer(release, "sacctmgr-qos")[1])}
+    standby = parsing.Qos("standby", frozenset({"NoReserve"}), "requeue", 60.0)
+    assert found["standby"] == standby and found["normal"].preempts == {"standby"}
+    offered = parsing.parse_offered_qos(answer(release, "sacctmgr-assoc")[1])
+    assert offered == {"normal", "standby"}

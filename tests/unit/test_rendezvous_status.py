@@ -35,8 +35,18 @@ def test_a_group_that_forms():
         "phase": "waiting", "term": 3, "round": 2, "nodes": 0, "world_size": 0, "members": [],
         "joined": 1, "restarts": 1, "max_restarts": 3,
         "step": None, "total_steps": None, "loss": None, "samples": None, "blocked_s": 0.0,
-        "checkpoint": None, "stragglers": [],
+        "checkpoint": None, "stragglers": [], "metrics": {}, "gpu_use": None, "gpu_memory": None,
+        "step_times": {},
     }  # fmt: skip
+
+
+def test_metrics_are_the_first_ranks_and_gpus_those_of_all():
+    """The mean of their use, and the fullest memory."""
+    leader = training()
+    one = {"step": 5, "metrics": {"lr": 0.1}, "gpu_use": 0.9, "gpu_memory": 0.2}
+    leader.progress = {A: one, B: {**one, "metrics": {"lr": 9}, "gpu_use": 0.3, "gpu_memory": 0.8}}
+    status = status_of(leader)
+    assert (status["metrics"], status["gpu_use"], status["gpu_memory"]) == ({"lr": 0.1}, 0.6, 0.8)
 
 
 def test_a_group_that_trains():

@@ -48,7 +48,7 @@ def test_the_element_is_submitted_again_and_takes_the_slot(tmp_path):
     assert client.submitted == [("array-0.sbatch", 3, [])]
     assert client.released == ["90_3"]
     assert requeue.current_names(run.load()) == ["70_1", "90_3", "71_0"]
-    assert requeue.followed(Submission(tmp_path / ".hpc_elastic")) == {"70_3": "90_3"}
+    assert requeue.followed([Submission(tmp_path / ".hpc_elastic")]) == {"70_3": "90_3"}
 
 
 def test_whoever_waits_for_the_run_sees_the_task_in_its_place(tmp_path):
@@ -65,7 +65,7 @@ def test_whoever_waits_for_the_run_sees_the_task_in_its_place(tmp_path):
         return {name: TaskState(name, word) for name, word in words.items()}
 
     client.tasks = tasks
-    states = requeue.list_followed(client, Submission(tmp_path / ".hpc_elastic"), ["70"])
+    states = requeue.list_followed(client, [Submission(tmp_path / ".hpc_elastic")], ["70"])
     assert asked == [["70", "90"]]
     assert (states["70_0"].state, states["70_1"]) == ("RUNNING", TaskState("70_1", "PENDING"))
 
@@ -111,7 +111,7 @@ def test_a_replacement_can_be_replaced_in_its_turn(tmp_path):
     assert requeue.resubmit(run, "90_0", client) == "91_0"
     assert requeue.resubmit(run, "70_0", client) == "91_0"
     assert requeue.current_names(run.load()) == ["91_0"]
-    assert requeue.followed(Submission(tmp_path / ".hpc_elastic")) == {"70_0": "91_0"}
+    assert requeue.followed([Submission(tmp_path / ".hpc_elastic")]) == {"70_0": "91_0"}
 
 
 def test_more_than_nine_replacements_are_in_order(tmp_path):
@@ -130,7 +130,7 @@ def test_a_coallocated_job_is_replaced_as_a_whole(tmp_path):
     assert requeue.resubmit(run, "70.1", client) == "90"
     assert client.submitted == [("array-0.sbatch", None, [])]
     assert requeue.current_names(run.load()) == ["90.0", "90.1", "71_0"]
-    assert requeue.followed(Submission(tmp_path / ".hpc_elastic")) == {"70": "90"}
+    assert requeue.followed([Submission(tmp_path / ".hpc_elastic")]) == {"70": "90"}
 
 
 def test_a_run_that_has_ended_gets_no_replacement(tmp_path):

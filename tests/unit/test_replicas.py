@@ -197,6 +197,16 @@ def test_a_bad_node_is_sent_away():
     assert m.run.ranks.members == (A, C) and m.run.policy.restarts == 0
 
 
+def test_a_bad_node_that_joins_again_is_sent_away_when_its_partner_is_lost():
+    """A later leader would stop it: it must not be placed meanwhile."""
+    m = training(A, B, C, D, unit_nodes=2, min_nodes=2)
+    m.worker_failed([failure(B, "CUDA error: uncorrectable ECC error encountered")], B, 1.0)
+    m.join(B, 1.5)
+    actions = decisions(m.agent_lost(A, "silent", 2.0))
+    assert "Exclude" in [kind(a) for a in actions] and kind(actions[-1]) == "SentBack"
+    assert m.run.ranks.members == (C, D) and not m.run.participants.joined
+
+
 # ---- the end ------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,15 @@ from hpc_elastic.report.charts import charts
 from hpc_elastic.report.node_time import KINDS, account
 from hpc_elastic.report.page import MEANINGS, by_cause, spec
 from hpc_elastic.report.progress_log import Point
-from hpc_elastic.report.report import About, Report, changes, redact, redact_argument, report
+from hpc_elastic.report.report import (
+    About,
+    Report,
+    changes,
+    hints,
+    redact,
+    redact_argument,
+    report,
+)
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
@@ -242,6 +250,37 @@ def test_a_share_is_never_rounded_to_all_or_nothing(part, shown):
     assert charts_module.share(part) == shown
 
 
+def test_throughput_gpus_and_the_scripts_metrics_are_drawn():
+    """Each over time; names that mean something to Vega or HTML are shown as they are."""
+    names = ("lr", "time", "a.b[0]", "<b>")
+    points = [
+        replace(p, samples_per_s=9.0, gpu_use=0.5, gpu_memory=0.25, metrics=dict.fromkeys(names, 1))
+        for p in POINTS
+    ]
+    found = reported(points=points)
+    drawn = {chart.name: chart for chart in charts(found.to_json())}
+    assert {"throughput", "gpus", *(f"metric-{n}" for n in range(4))} <= drawn.keys()
+    assert [drawn[f"metric-{n}"].title for n in range(4)] == list(names)
+    axis = drawn["throughput"].spec["layer"][1]["encoding"]["y"]
+    assert (axis["field"], axis["title"]) == ("value", "samples/s")
+    page = render(found, "html").decode()
+    assert "full to 25.0 % at most" in page and "&lt;b&gt; over time" in page
+
+
+# ---- hints --------------------------------------------------------------------------------
+
+
+def test_hints_name_what_wastes_node_time():
+    """With a remedy; a short run, and shares that are usual, have none."""
+    kinds = {**dict.fromkeys(KINDS, 0.0), "useful": 7000.0, "import": 2100.0, "restore": 100.0}
+    idle = [Point(float(t), gpu_use=0.2) for t in range(20)]
+    of_import, of_gpus = hints(kinds, 9200.0, idle)
+    assert of_import.startswith("23% of the node time is import: list the slow imports")
+    assert "busy for 20% of the time" in of_gpus
+    assert not list(hints({k: s / 100 for k, s in kinds.items()}, 92.0, idle))
+    assert not list(hints({**kinds, "import": 0.0}, 7100.0, POINTS))
+
+
 # ---- secrets ------------------------------------------------------------------------------
 
 
@@ -293,6 +332,33 @@ def test_damaged_events_are_left_out_and_that_is_said(run):
     assert "damaged events are left out: 1" in found.notes
     assert [change.cause for change in found.changes] == ["node_lost"]
     assert (found.about.phase, found.about.launcher) == ("not submitted", "local")
+
+
+def test_failures_are_shown_with_their_traceback_and_log(run, tmp_path):
+    """And nothing of a file outside of the run, which a forged event may name."""
+    private = tmp_path / "private"
+    private.write_text("the key")
+    log = run.tasks / "7_0" / "attempt-0" / "round-1.rank-0.err"
+    log.parent.mkdir(parents=True)
+    log.write_text("\x1b[31mbefore it\x1b[0m\nhttps://me:pw@host <script>\n")
+    events = [
+        event(20.0 + n, "restart", restarts=n, host="node1", failure=f"rank {n} on node1: boom",
+              rank=n, round=1, traceback="Traceback: <b>", log=str(file))
+        for n, file in enumerate((log, private))
+    ]  # fmt: skip
+    with run.events("7_0").open("w") as file:
+        file.writelines(f"{json.dumps(e)}\n" for e in (*LOST, *events))
+    run.result.write_text(json.dumps({
+        "status": "failed", "ended": 30.0,
+        "failure": {"host": "node2", "rank": 3, "round": 2, "message": "it broke", "log": None},
+    }))  # fmt: skip
+    first, forged, last = report_of(run.path).failures
+    assert (first.rank, first.round, first.traceback) == (0, 1, "Traceback: <b>")
+    assert first.last_lines == "before it\nhttps://me:***@host <script>"
+    assert forged.last_lines == "" and "the key" not in render(report_of(run.path), "json").decode()
+    assert last.ended_run and (last.host, last.rank) == ("node2", 3) and "broke" in last.error
+    page = render(report_of(run.path), "html").decode()
+    assert "Failures of workers (3)" in page and "host &lt;script&gt;" in page
 
 
 @pytest.mark.parametrize("form", ["json", "html"])

@@ -48,11 +48,12 @@ class Client:
     def __getattr__(self, what):
         """Return a method that records its call."""
 
-        def record(tasks, *about, exclude=()):
+        def record(tasks, *about, exclude=(), time_limit_s=None):
             tasks = [Path(tasks).name] if what == "resubmit" else tasks
             names = [tasks] if isinstance(tasks, str) else tasks
             extra = sorted(about[0]) if what == "exclude" else about
-            self._record(what, *names, *extra, *exclude)
+            limit = [] if time_limit_s is None else [time_limit_s]
+            self._record(what, *names, *extra, *exclude, *limit)
             return "99"
 
         return record
@@ -235,3 +236,12 @@ def test_a_run_directory_that_can_not_be_read_keeps_no_task_from_coming_back(tmp
     run.spec.unlink()
     client = Client(TaskState("7_0", "RUNNING", restarts=0))
     assert requeue_or_exit("7_0", client, attempt=0, run=run) is ExitAction.REQUEUE
+
+
+def test_a_task_that_filled_a_hole_returns_with_its_full_time_limit(tmp_path):
+    """It would keep the short one for good; without launcher.time_min nothing is set."""
+    for fields, limits in (({"time_s": 3600.0, "time_min_s": 120.0}, [3600.0]), ({}, [])):
+        run = run_of(tmp_path / str(len(limits)), "7", [(0, 0)], **fields)
+        client = Client(TaskState("7_0", "RUNNING", restarts=0))
+        requeue_or_exit("7_0", client, attempt=0, run=run)
+        assert client.told[2] == ("postpone", "7_0", RETURN_DELAY_S, *limits)

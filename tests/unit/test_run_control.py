@@ -173,7 +173,7 @@ class Client:
         """Take note."""
         self.cancelled += tasks
 
-    def postpone(self, *_):
+    def postpone(self, *_, **__):
         """Nothing."""
 
     exclude = postpone

@@ -1,4 +1,4 @@
-"""Restarts and goodput for TensorBoard and W&B."""
+"""Restarts and goodput for TensorBoard, W&B and MLflow."""
 
 from unittest.mock import Mock
 
@@ -30,14 +30,15 @@ def test_goodput_is_there_once_the_agent_has_told_it(in_a_run):
     assert run_scalars()["goodput"] == 0.75
 
 
-def test_either_kind_of_writer_gets_them(in_a_run):
+def test_each_kind_of_writer_gets_them(in_a_run):
     """Under names of their own."""
-    board, wandb = Mock(spec=["add_scalar"]), Mock(spec=["log"])
-    hpc_elastic.log_run_metrics(board, 7)
-    hpc_elastic.log_run_metrics(wandb, 7)
+    board, wandb, mlflow = (Mock(spec=[name]) for name in ("add_scalar", "log", "log_metrics"))
+    for writer in (board, wandb, mlflow):
+        hpc_elastic.log_run_metrics(writer, 7)
     board.add_scalar.assert_any_call("hpc_elastic/restarts", 2.0, 7)
-    (values,) = wandb.log.call_args.args
-    assert values["hpc_elastic/world_size"] == 4.0 and wandb.log.call_args.kwargs == {"step": 7}
+    for log in (wandb.log, mlflow.log_metrics):
+        (values,) = log.call_args.args
+        assert values["hpc_elastic/world_size"] == 4.0 and log.call_args.kwargs == {"step": 7}
 
 
 def test_other_ranks_and_other_programs_write_nothing(in_a_run, monkeypatch):

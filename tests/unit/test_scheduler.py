@@ -60,7 +60,7 @@ class FakeClient:
         assert pending_only
         self.cancelled += tasks
 
-    def postpone(self, tasks, delay_s):
+    def postpone(self, tasks, delay_s, *, time_limit_s=None):
         """Record what is postponed."""
         self.postponed.append((list(tasks), delay_s))
 

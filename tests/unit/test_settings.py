@@ -270,6 +270,9 @@ def test_a_key_that_was_renamed_is_refused_with_its_present_name(old):
         ("scale_up_timeout_s", -1, "at least 0"),
         ("scale_up_timeout_s", None, "a number"),
         ("below_min_timeout_s", 0, "above 0"),
+        ("min_efficiency", 1.5, "from 0 to 1"),
+        ("min_efficiency", "half", "a number"),
+        ("sweep_growth", "first", "equal or soonest"),
         ("below_min_timeout_s", "ever", "a number"),
         ("interface", 10, "quotes"),
         ("interface", "ib0,eth0 ", "without spaces"),
@@ -319,6 +322,8 @@ def test_what_spares_import_ahead_is_a_list_of_modules(modules):
         ("scale_up", "immediate", "immediate"),
         ("scale_up_timeout_s", 0, 0.0),
         ("below_min_timeout_s", None, None),
+        ("min_efficiency", "0.5", 0.5),
+        ("min_efficiency", None, None),
         ("below_min_timeout_s", "30", 30.0),
         ("interface", "ib0", "ib0"),
         ("coallocate_min", True, True),
@@ -387,7 +392,8 @@ def test_environment_variables_that_can_not_work(name, value, why):
         ("two words", "x", "long name"),
         ("reservation", 1.5, "whole number"),
         ("reservation", "a\nb", "one line"),
-        ("time-min", 5400, "'1:30:00'"),
+        ("time-min", "10", "use launcher.time_min"),
+        ("begin", 5400, "'1:30:00'"),
     ],
 )
 def test_sbatch_flags_that_a_key_owns_or_that_would_break_a_run(flag, value, why):
@@ -486,3 +492,46 @@ def test_an_unknown_backend_is_refused():
 def test_local_settings_are_read_for_launcher_local():
     """Each launcher has its own dataclass."""
     assert resolve(local(max_agents=3)).launcher == LocalSettings(max_agents=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"time_min": 5}, "needs launcher.time"),
+        ({"time_min": 5, "time": "UNLIMITED"}, "needs launcher.time"),
+        ({"time_min": "0:30", "time": "60"}, "at least a minute"),
+        ({"time_min": "90", "time": "1:00:00"}, "at most launcher.time (1:00:00)"),
+        ({"time_min": "soon", "time": "60"}, "allowed is"),
+    ],
+)
+def test_the_least_wall_time_lies_between_a_minute_and_the_wall_time(settings, why):
+    """The refusal comes before anything is submitted."""
+    error = refusal(slurm(**settings))
+    assert error.key == "launcher.time_min" and why in str(error)
+
+
+def test_pools_are_read_like_the_settings_that_they_replace():
+    """On the command line and in YAML; their nodes are those of the run."""
+    pools = [{"partition": "gpu", "nodes": 2}, {"nodes": 14, "time": 90, "time_min": 5}]
+    overrides = ["nodes=1:16", "launcher.pools=[...]"]
+    settings = resolve({**slurm(pools=pools), "nodes": "1:16"}, overrides=overrides)
+    first, last = settings.shares
+    assert (first[0], first[1].partition, first[1].time) == (range(2), "gpu", None)
+    assert (last[0], last[1].partition, last[1].time) == (range(2, 16), None, "90")
+
+
+@pytest.mark.parametrize(
+    ("pools", "key", "why"),
+    [
+        ([{"nodes": 2}, {"nodes": 3}], "launcher.pools", "they have 5 nodes together"),
+        ([{"nodes": 4}, {}], "launcher.pools.1.nodes", "at least 1"),
+        ([{"nodes": 4, "partion": "x"}], "launcher.pools.0.partion", "partition"),
+        ([{"nodes": 4, "time_min": 5}], "launcher.pools.0.time_min", "needs launcher.time"),
+        ("gpu", "launcher.pools", "a list of mappings"),
+        ([3], "launcher.pools.0", "a mapping"),
+    ],
+)
+def test_pools_that_cannot_work_are_refused(pools, key, why):
+    """Each error names the pool."""
+    error = refusal({**slurm(pools=pools), "nodes": "1:4"})
+    assert error.key == key and why in str(error)

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.worker import reporting, shared_page
 from hpc_elastic.worker.reporting import mark_checkpoint
 from hpc_elastic.worker.shared_page import (
@@ -163,6 +164,23 @@ def test_a_script_announces_its_checkpoints_and_where_it_will_stop(worker):
     assert (seen.boundary, seen.step, seen.total_steps) == (20, 3, 1000)
 
 
+def test_a_scripts_own_metrics(worker, caplog):
+    """The first 16 names have room, and one warning says so; other names are refused."""
+    assert worker.read().metrics == {}
+    reporting.report(step=1, lr=0.1, **{"val/accuracy": torch.tensor(0.5)})
+    reporting.report(lr=0.2)
+    assert worker.read().metrics == {"lr": 0.2, "val/accuracy": 0.5}
+    for number in range(20):
+        reporting.report(**{f"{number:040d}": number})
+    kept = worker.read().metrics
+    assert len(kept) == 16 and kept[f"{13:040d}"] == 13
+    assert caplog.text.count("only the first 16 metrics") == 1
+    with pytest.raises(ConfigError, match="40 letters"):
+        reporting.report(**{"a b": 1})
+    reporting.report_logged({"lr": 0.3, "step": 7, "loss": 1, "a b": 1, "note": "x"})
+    assert worker.read().metrics["lr"] == 0.3 and worker.read().step == 1
+
+
 def test_a_script_that_has_paused_for_too_long_warns(worker, monkeypatch, caplog):
     """Its user sees where the time went."""
     monkeypatch.setattr(shared_page, "LONGEST_PAUSE_S", 0.05)
@@ -200,8 +218,9 @@ import json, pathlib, torch
 from dataclasses import asdict, replace
 from hpc_elastic import report
 from hpc_elastic.agent.worker_main import _prepare_torch
+from hpc_elastic.run.directory import RunDir
 from hpc_elastic.worker.shared_page import SharedPage
-_prepare_torch()
+_prepare_torch(RunDir(pathlib.Path("none")))
 w = torch.nn.Parameter(torch.zeros(1))
 sgd = torch.optim.SGD([w], 0.1)
 for _ in range(3):
@@ -213,6 +232,23 @@ sgd.step()
     last, printed = in_worker(code, tmp_path)
     assert set(json.loads(printed)) == set(asdict(last))
     assert json.loads(printed)["step"] == 3 and last.step == 100
+
+
+def test_the_step_by_which_torch_makes_an_optimizers_state_is_not_counted(tmp_path):
+    """torch.distributed.checkpoint calls `step` before it loads a state into a new optimizer."""
+    code = """
+import pathlib, torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from hpc_elastic.agent.worker_main import _prepare_torch
+from hpc_elastic.run.directory import RunDir
+_prepare_torch(RunDir(pathlib.Path("none")))
+net = torch.nn.Linear(2, 1)
+adam = torch.optim.AdamW(net.parameters())
+assert get_optimizer_state_dict(net, adam)["state"], "torch has called step"
+print("made")
+"""
+    last, printed = in_worker(code, tmp_path)
+    assert printed == "made\n" and last.step is None and last.first_step is None
 
 
 def test_outside_a_run_nothing_happens():
@@ -357,3 +393,13 @@ def test_a_worker_pauses_at_the_agreed_checkpoint_and_none_before(sides):
         wait_until(lambda: agent.read().paused == 4)
         agent.request_checkpoint(CheckpointRequest(5, 12))
         assert stays.result(10), "it is to come along to the later step"
+
+
+def test_a_loss_and_a_metric_may_have_a_graph(sides):
+    """The loss itself can be reported: torch's warning about its conversion does not appear."""
+    agent, worker = sides
+    loss = torch.tensor(0.5, requires_grad=True) * 2
+    worker.report(step=1, loss=loss, samples=None)
+    assert worker.report_metrics({"loss": loss}) and worker.report_metrics({"loss": loss * 2})
+    assert agent.read().loss == 1.0
+    assert agent.read().metrics == {"loss": 2.0}

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic import _util
+from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm import client as slurm_command
-from hpc_elastic.slurm.client import SiteClient, SlurmClient, time_limit_s
+from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.parsing import Preemption, is_refused
 
 REST = "|9:00|N/A|N/A|"
@@ -224,6 +225,17 @@ def test_pending_tasks_are_postponed_by_job(command):
     ]
 
 
+def test_the_limit_of_a_task_that_has_started_is_not_lowered(command):
+    """NumTasks is refused for it before the limit is set; one that returns gets both at once."""
+    command("scontrol", "echo '7_0: Job is no longer pending execution' >&2; exit 1")
+    command.client.set_time_limit(["7_0", "7_1"], 290.0)
+    command.client.postpone(["7_0"], 10, time_limit_s=3600.0)
+    assert command.calls() == [
+        "update jobid=7_[0-1] NumTasks=1 TimeLimit=5",
+        "update jobid=7_[0] starttime=now+10 TimeLimit=60",
+    ]
+
+
 @pytest.mark.parametrize(
     "says",
     [
@@ -405,6 +417,13 @@ def test_a_node_without_an_address_has_none(command):
     command("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(SlurmCommandError, match="Unable to contact"):
         command.client.node_address("n5")
+
+
+def test_each_batch_script_of_the_user_is_listed_once(command):
+    """Jobs without a script, such as those of salloc, have no path."""
+    command("squeue", "printf '/a/array-0.sbatch\\n(null)\\n/a/array-0.sbatch\\n/b c/x.sh\\n'")
+    assert command.client.batch_scripts() == [Path("/a/array-0.sbatch"), Path("/b c/x.sh")]
+    assert command.calls() == ["-h --me -o %o"]
 
 
 def test_each_node_is_listed_once_with_its_state(command):

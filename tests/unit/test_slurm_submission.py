@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 import submitit
 
-from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.config.schema import (
+    LocalSettings,
+    NodeRange,
+    PoolSettings,
+    RunSettings,
+    SlurmSettings,
+)
 from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
 from hpc_elastic.launcher import slurm, submit
 from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.launcher.plan import RunRequest, make_plan
-from hpc_elastic.run.directory import Entry
+from hpc_elastic.run.directory import Entry, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.parsing import Partition, Preemption, parse_node_kinds
 
@@ -149,8 +155,35 @@ def test_the_grace_of_a_run_is_frozen(tmp_path, launcher, preemption, grace_s):
     """A given grace takes precedence; a cancelled task has no more time than a preempted one."""
     run = RunRequest(tmp_path, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
     plan = make_plan([run], tmp_path, max_array_size=9)
-    spec = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemption=preemption)
+    spec = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemptions=[preemption])
     assert (spec.preempt_grace_s, spec.kill_wait_s) == grace_s
+
+
+def test_each_pool_has_terms_of_its_own(tmp_path):
+    """An array for each; a task sees its partition, its time limit and its grace."""
+    pools = [
+        PoolSettings(2, partition="gpu"),
+        PoolSettings(3, partition="spot", time="60", time_min="5", qos="standby"),
+    ]
+    launcher = SlurmSettings(time="24:00:00", account="lab", pools=pools)
+    run = RunRequest(tmp_path, RunSettings(NodeRange(1, 5), 1, launcher), ENTRY)
+    plan = make_plan([run], tmp_path, max_array_size=9)
+    assert [[task.slot for task in array.tasks] for array in plan.arrays] == [[0, 1], [2, 3, 4]]
+    texts = submit.render_scripts(plan, "train")
+    assert "--partition=gpu" in texts[0] and "--qos" not in texts[0]
+    assert "--partition=spot" in texts[1] and "--qos=standby" in texts[1]
+    assert "--time=60" in texts[1] and "--time=24:00:00" in texts[0]
+    assert all("--account=lab" in text for text in texts.values())
+
+    terms = [Preemption(kill_wait_s=30), Preemption(grace_s=60, kill_wait_s=30)]
+    made = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemptions=terms)
+    spec = RunSpec.from_json(made.to_json())
+    assert spec == made and spec.all_partitions == "gpu,spot"
+    assert [spec.of_slot(slot).partition for slot in range(5)] == ["gpu"] * 2 + ["spot"] * 3
+    first, last = spec.of_slot(1), spec.of_slot(4)
+    assert (first.preempt_grace_s, first.time_s, first.restored_limit_s) == (30, 86_400.0, None)
+    assert (last.preempt_grace_s, last.time_s, last.restored_limit_s) == (90, 3600.0, 3600.0)
+    assert last.of_slot(0) == spec, "the leader sees all pools"
 
 
 def test_a_minimum_that_the_partition_does_not_have_is_refused():

@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -47,3 +49,11 @@ def test_no_module_imports_itself_by_way_of_others():
     """Not in a function or for types either."""
     graph = {module: imported(module, tree) for module, tree in MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_report_can_be_called_where_its_package_has_been_imported():
+    """The integrations import `hpc_elastic.report`, which takes the place of the function."""
+    code = (
+        "import hpc_elastic.integrations.tracking; from hpc_elastic import report; report(step=1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,15 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import control
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.node_value import NodeDemand
 from hpc_elastic.slurm.sweep_queue import (
+    KEPT_AWAY_S,
     NodeSupply,
     QueuedRun,
     SweepQueue,
+    deferred_runs,
+    divide_next_nodes,
+    keep_away,
     let_start,
     why_blocked,
 )
@@ -50,7 +56,7 @@ def test_a_run_that_lacks_what_others_train_with_waits_in_vain():
     """Three of four nodes are another run's: the fourth serves nobody."""
     runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
     assert why_blocked(runs, 0, four()) is None, "it trains"
-    assert "other runs of the sweep" in str(why_blocked(runs, 1, four()))
+    assert "other runs of the user" in str(why_blocked(runs, 1, four()))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +173,49 @@ def test_further_nodes_of_the_run_itself_come_back_last():
     other = queued("b", 2, "away", "away")
     idle = {"n2": "idle", "n3": "idle", "n4": "idle"}
     assert let_start([me, other], 0, four(**idle)) == ["b_0", "b_1", "a_1"]
-    assert let_start([me], 0, four(**idle), lost={"a_1"}) == ["a_2", "a_3"]
+    assert let_start([me], 0, four(**idle), withheld={"a_1"}) == ["a_2", "a_3"]
+
+
+def test_a_run_that_would_start_for_nothing_stays_away_for_longer():
+    """All tasks of all such runs at once, as soon as one is about to start."""
+    trains = queued("a", 3, "n1", "n2", "n3")
+    soon = {f"b_{n}": TaskState(f"b_{n}", "PENDING", "BeginTime", starts_in_s=30.0) for n in (0, 1)}
+    runs = [trains, QueuedRun("b", 2, soon), queued("c", 2, "away", "away")]
+    assert keep_away(runs, four(n4="idle")) == ["b_0", "b_1", "c_0", "c_1"]
+    assert keep_away([trains, runs[2]], four(n4="idle")) == [], "it stays away for a minute yet"
+    assert keep_away(runs, four(n4="idle", n5="allocated")) == [], "another user's job may end"
+    short = [queued("a", 3, "n1", "n2", "waits"), runs[1]]
+    assert keep_away(short, four(n3="idle", n4="idle")) == [], "it may give its nodes back"
+
+
+def grows(run: QueuedRun, left: int) -> QueuedRun:
+    """Return a run of at most four nodes that has measured its step times."""
+    times = {1: 1.0, 2: 0.52, 3: 0.36}
+    return replace(run, demand=NodeDemand(0, run.min_nodes, 4, 1, times, left))
+
+
+def test_the_next_nodes_go_to_the_run_that_ends_first():
+    """A run that is over gets none, and one that would end last does not start."""
+    runs = [
+        grows(queued("a", 1, "n1", "waits", "waits", "waits"), 900),
+        grows(queued("b", 1, "n2", "waits", "waits", "waits"), 100),
+        grows(queued("c", 1, "over"), 0),
+        grows(queued("d", 1, "waits", "waits"), 5000),
+    ]
+    shares = divide_next_nodes(runs)
+    assert shares == [0, 2, 0, 0] and deferred_runs(runs, shares) == {3}
+    assert keep_away(runs, four(n4="idle"), {3}) == ["d_0", "d_1"]
+    away = [*runs[:3], grows(queued("d", 1, "away", "away"), 5000)]
+    assert keep_away(away, four(n4="idle"), {3}) == []
+    assert let_start(away, 1, four(n4="idle")) == ["d_0"]
+    assert let_start(away, 1, four(n4="idle"), deferred={3}) == []
+
+
+def test_a_run_that_holds_its_tasks_does_not_start_them_itself():
+    """It grows no further, though nodes are idle."""
+    runs = [queued("a", 1, "n1", "away"), queued("b", 1, "n2")]
+    assert let_start(runs, 0, four(n3="idle")) == ["a_1"]
+    assert let_start(runs, 0, four(n3="idle"), withheld={"a_1"}) == []
 
 
 def test_a_begin_of_the_users_own_is_kept():
@@ -188,23 +236,31 @@ class FakeClient:
     def __init__(self) -> None:
         self.states = {"n1": "allocated", "n2": "allocated", "n3": "idle", "n4": "idle"}
         self.started: list[str] = []
+        self.delays: list[float] = []
+        self.scripts: list[Path] = []
         self.num_asked = 0
         self.second = TaskState("7_2", "PENDING", "BeginTime", starts_in_s=AWAY)
+        self.third = TaskState("7_3", "PENDING", "Resources")
 
     def tasks(self, job_ids, *, once=False):
         """The queue."""
         self.num_asked += 1
         first = {f"7_{i}": TaskState(f"7_{i}", "RUNNING", node=f"n{i + 1}") for i in (0, 1)}
-        return {**first, "7_2": self.second, "7_3": TaskState("7_3", "PENDING", "Resources")}
+        return {**first, "7_2": self.second, "7_3": self.third}
+
+    def batch_scripts(self):
+        """The scripts of the user's jobs."""
+        return self.scripts
 
     def each_node(self, partition):
         """The nodes."""
         assert partition == "low"
         return self.states
 
-    def postpone(self, tasks, delay_s):
+    def postpone(self, tasks, delay_s, *, time_limit_s=None):
         """Note them."""
         self.started += tasks
+        self.delays.append(delay_s)
 
 
 @pytest.fixture
@@ -234,7 +290,7 @@ def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
     """Runs and their tasks by the array's file; what is away starts again, and is asked seldom."""
     client = FakeClient()
     queue = queue_of(two_runs[0], client)
-    assert queue.num_runs == 2 and queue.why_blocked({}) is None
+    assert queue.why_blocked({}) is None
     queue.let_others_start()
     assert client.started == ["7_2"]
     asked = client.num_asked
@@ -271,7 +327,110 @@ def test_a_run_that_is_short_of_nodes_is_told_by_the_queue(two_runs):
     client = FakeClient()
     client.second = TaskState("7_2", "RUNNING", node="n3")
     client.states |= {"n3": "allocated", "n4": "down"}
-    assert "other runs of the sweep" in str(queue_of(two_runs[1], client).why_blocked({}))
+    assert "other runs of the user" in str(queue_of(two_runs[1], client).why_blocked({}))
+
+
+def test_a_run_that_is_kept_away_and_one_that_starts_are_events(two_runs):
+    """Each decision is one sentence; a run that is about to start for nothing stays away."""
+    client, noted = FakeClient(), []
+    run = two_runs[0]
+    note = lambda kind, **fields: noted.append((kind, fields))  # noqa: E731
+    queue = SweepQueue(run, run.load(), None, client, note=note)
+    client.second = replace(client.second, starts_in_s=30.0)
+    client.states = {"n1": "allocated", "n2": "allocated", "n3": "idle"}
+    client.third = replace(client.second, task="7_3")
+    queue.let_others_start()
+    assert client.started == ["7_2", "7_3"] and client.delays == [KEPT_AWAY_S]
+    ((kind, fields),) = noted
+    assert (
+        kind == "sweep_decision" and fields["runs"] == ["1"] and "must stay away" in fields["why"]
+    )
+
+
+def test_the_next_nodes_are_divided_by_what_the_runs_report(two_runs, monkeypatch):
+    """The run that ends first grows; the other one has as many nodes as it will get."""
+    now = [0.0]
+    monkeypatch.setattr(
+        "hpc_elastic.slurm.sweep_queue.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    client = FakeClient()
+    client.second = TaskState("7_2", "RUNNING", node="n3")
+    for run, step in zip(two_runs, (900, 100), strict=True):
+        raw = {**json.loads(run.spec.read_text()), "sweep_growth": "soonest", "max_nodes": 4}
+        run.spec.write_text(json.dumps({**raw, "min_nodes": 1}))
+        times = {"1": 1.0, "2": 0.55, "3": 0.4}
+        status = {"step": step, "total_steps": 1000, "step_times": times}
+        run.status.write_text(json.dumps(status))
+    first, second = (queue_of(run, client) for run in two_runs)
+    assert first.let_others_start() == (4,) and second.let_others_start() == (1,)
+    now[0] = 1.0
+    assert first.let_others_start() == (), "not so soon again"
+    now[0] = 31.0
+    assert second.let_others_start() == (1,), "as often as the first run"
+    now[0] = 100.0
+    two_runs[0].status.write_text("{")
+    assert first.let_others_start() == (2,), "nothing is known of it"
+
+
+def test_without_the_setting_every_run_grows(two_runs):
+    """As it always was."""
+    assert queue_of(two_runs[0], FakeClient()).let_others_start() == (None,)
+
+
+def resubmitted(runs: list[RunDir], folder: Path, flags: str) -> Path:
+    """Move the second run into a submission of its own, job 9; return its script."""
+    submission = Submission(folder / ".hpc_elastic")
+    submission.path.mkdir(parents=True)
+    run = RunDir(folder / "0")
+    shutil.move(runs[1].path, run.path)
+    tasks = [{"dir": str(run.path), "slot": slot} for slot in range(2)]
+    submission.array(0).tasks.write_text(json.dumps({"runs": tasks}))
+    submission.array(0).submitted_as("9")
+    spec = replace(run.load(), submission=str(submission.path), tasks=[(0, 0), (0, 1)])
+    run.spec.write_text(spec.to_json())
+    submission.array(0).script.write_text(f"#!/bin/sh\n#SBATCH --job-name=b\n{flags}")
+    first = Submission(runs[0].path.parent / ".hpc_elastic").array(0)
+    mine = [{"dir": str(runs[0].path), "slot": slot} for slot in range(2)]
+    first.tasks.write_text(json.dumps({"runs": mine}))
+    first.script.write_text("#!/bin/sh\n#SBATCH --job-name=a\n#SBATCH --partition=low\n")
+    runs[1] = run
+    return submission.array(0).script
+
+
+@pytest.mark.parametrize(("flags", "are_siblings"), [("low", True), ("high", False)])
+def test_the_users_other_runs_on_the_same_nodes_are_siblings(two_runs, flags, are_siblings):
+    """They share no folder: Slurm has the paths of their scripts. Others are left alone."""
+    client = FakeClient()
+    script = resubmitted(two_runs, two_runs[0].path / "other", f"#SBATCH --partition={flags}\n")
+    first = Submission(two_runs[0].path.parent / ".hpc_elastic").array(0).script
+    client.scripts = [script, Path("/somebody/else.sh"), first]
+    client.states = {"n1": "allocated", "n2": "allocated", "n3": "allocated", "n4": "down"}
+    second = {f"9_{n}": TaskState(f"9_{n}", "RUNNING", node="n3") for n in (0,)}
+    second["9_1"] = TaskState("9_1", "PENDING", "Resources")
+    first = {f"7_{i}": TaskState(f"7_{i}", "RUNNING", node=f"n{i + 1}") for i in (0, 1)}
+    client.tasks = lambda job_ids, *, once=False: {**first, **second}
+    why = queue_of(two_runs[1], client).why_blocked({})
+    assert (why is not None and "other runs" in why) == are_siblings
+
+
+def test_a_run_without_siblings_asks_slurm_once_a_minute(two_runs, monkeypatch):
+    """For the user's other jobs only."""
+    client = FakeClient()
+    resubmitted(two_runs, two_runs[0].path / "other", "")
+    queue = queue_of(two_runs[0], client)
+    asked = []
+    monkeypatch.setattr(client, "batch_scripts", lambda: asked.append(1) or [])
+    now = [0.0]
+    monkeypatch.setattr(
+        "hpc_elastic.slurm.sweep_queue.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    for _ in range(180):
+        now[0] += 1.0
+        queue.let_others_start()
+        assert queue.why_blocked({}) is None
+    assert len(asked) == 3 and client.num_asked == 0
+    queue.let_others_start(ends=True)
+    assert len(asked) == 4, "one may have been submitted since"
 
 
 @pytest.mark.parametrize("had_looked", [False, True])
@@ -285,7 +444,7 @@ def test_a_run_whose_directory_was_removed_keeps_no_other_from_its_turn(two_runs
     client.second = TaskState("7_2", "RUNNING", node="n3")
     client.states |= {"n3": "allocated", "n4": "down"}
     shutil.rmtree(two_runs[0].path)
-    assert "other runs of the sweep" in str(second.why_blocked({}))
+    assert "other runs of the user" in str(second.why_blocked({}))
     client.second = TaskState("7_2", "PENDING", "BeginTime", starts_in_s=AWAY)
     shutil.rmtree(two_runs[1].path)
     first.let_others_start(ends=True)

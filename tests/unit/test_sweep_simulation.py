@@ -7,7 +7,8 @@ import pytest
 from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.run.directory import Entry
-from simulation.sweep import Figures, SweepSimulation
+from hpc_elastic.slurm.node_value import StepTimeModel
+from simulation.sweep import Figures, Scaling, SweepSimulation
 
 AIM_S = 20.0
 
@@ -78,6 +79,27 @@ def test_the_order_alone_leaves_a_node_held_where_the_minimum_does_not_divide_th
     assert simulated([(3, 3)] * 4, takes_turns=False, work_s=400.0).held_s > 300.0
 
 
+@pytest.mark.parametrize("name", ["3 x 4", "3:4 x 4", "3 x 12", "mixed"])
+def test_less_than_two_percent_of_the_held_node_time_is_without_a_step(name):
+    """The minima together exceed the cluster; each run trains for ten minutes."""
+    assert simulated(SWEEPS[name], work_s=600.0).share_in_vain < 0.02
+
+
+@pytest.mark.parametrize("every_s", [0.0, 37.0, 250.0])
+@pytest.mark.parametrize("nodes", [[(3, 3)] * 3, SWEEPS["mixed"]], ids=["3 x 3", "mixed"])
+def test_independent_runs_of_a_user_hold_few_nodes_in_vain(nodes, every_s):
+    """Each in an array of its own; they find each other within a minute, at whatever times."""
+    arrays = {
+        "order": [(run, slot) for run, (_, high) in enumerate(nodes) for slot in range(high)],
+        "submitted": [run * every_s for run in range(len(nodes))],
+        "discovery_s": 60.0,
+    }
+    figures = simulated(nodes, work_s=900.0, **arrays)
+    assert figures.share_in_vain < 0.05 and figures.held_s <= AIM_S
+    alone = simulated(nodes, work_s=900.0, takes_turns=False, **arrays)
+    assert alone.share_in_vain > 0.05, "each run alone"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_run_that_loses_its_minimum_gives_back_what_is_left(seed):
     """Its node dies while another run trains: it goes on once there are two nodes again."""
@@ -92,3 +114,30 @@ def test_nodes_that_other_users_leave_are_seen(seed):
     foreign = [(0.0, 150.0, 2)]
     figures = simulated([(2, 2)] * 3, seed=seed, work_s=400.0, foreign=foreign)
     assert figures.idle_s <= AIM_S and figures.took_s < 1000.0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_further_nodes_go_to_the_run_that_ends_first(first):
+    """Two runs on a node each, and two more nodes after some minutes; one has little left to do."""
+    model, work_s = StepTimeModel(0.02, 2.0, 0.0), [4000.0, 4000.0]
+    work_s[first] = 1500.0
+    pool = [(0.0, 2), (300.0, 3), (420.0, 4)]
+
+    def means(soonest: bool) -> Figures:
+        scaling = Scaling([(model, each) for each in work_s], pool, 5.0, soonest)
+        return simulated([(1, 4)] * 2, scaling=scaling)
+
+    equal, soonest = means(False), means(True)
+    assert soonest.mean_s < 0.95 * equal.mean_s
+    assert soonest.share_in_vain < 0.02
+
+
+def test_a_run_that_waits_for_its_turn_does_not_wait_for_ever():
+    """The longest of three runs on two nodes that come and go."""
+    model = StepTimeModel(0.02, 2.0, 0.0)
+    scaling = Scaling(
+        [(model, work_s) for work_s in (600.0, 900.0, 3000.0)],
+        [(120.0 * n, (2, 1)[n % 2]) for n in range(40)], 5.0, soonest=True,
+    )  # fmt: skip
+    figures = simulated([(1, 2)] * 3, scaling=scaling)
+    assert figures.took_s < 4500.0

@@ -217,6 +217,15 @@ TOLD = {
     "parked": (
         [event(10.0, "scale_up_decision", waiting=["7_2"], admit="not now", why="max nodes"), ],
         "7_2 waits, and does not join now: max nodes"),
+    "no further growth": (
+        [event(10.0, "growth_decision", nodes=4, grows=False, why="beyond 4 nodes")],
+        "the run has 4 nodes and grows no further: beyond 4 nodes"),
+    "growth again": (
+        [event(10.0, "growth_decision", nodes=1, grows=True, why="beyond 4 nodes")],
+        "the run has 1 node and may grow again: beyond 4 nodes"),
+    "other runs": (
+        [event(10.0, "sweep_decision", runs=["2", "10"], why="may start: nodes are idle")],
+        "runs 2 and 10 may start: nodes are idle"),
     "disbanded": (
         [event(10.0, "nodes_requeued", nodes=1, hosts=["node0"], all=True, delay_s=300.0)],
         "too few nodes for too long: all go back to the queue for 5 min, so that "

@@ -48,7 +48,7 @@ class Slurm:
         for task in tasks:
             self.restarts[task] += 1
 
-    def postpone(self, tasks, delay_s):
+    def postpone(self, tasks, delay_s, *, time_limit_s=None):
         """Note when they start."""
         self._note("postpone", *tasks)
         self.starts |= dict.fromkeys(tasks, delay_s)

@@ -165,7 +165,7 @@ def copied(code: Path) -> set[str]:
 def test_copies_what_git_tracks_or_does_not_ignore(checkout, tmp_path):
     """Data that is ignored stays out; what is new and not ignored is code, too."""
     submission = tmp_path / "sweep" / ".hpc_elastic"
-    entry = take_snapshot(entry_in(checkout), submission)
+    (entry,) = take_snapshot([entry_in(checkout)], submission)
     code = submission / "code"
     assert copied(code) == {"train.py", ".gitignore", "link", "pkg/neü.py"}
     assert (code / "link").is_symlink()
@@ -175,7 +175,7 @@ def test_copies_what_git_tracks_or_does_not_ignore(checkout, tmp_path):
 
 def test_later_edits_do_not_reach_the_copy(checkout, tmp_path):
     """A task that waited for a day runs what was submitted."""
-    take_snapshot(entry_in(checkout), tmp_path / "s")
+    take_snapshot([entry_in(checkout)], tmp_path / "s")
     (checkout / "train.py").write_text("edited")
     assert (tmp_path / "s" / "code" / "train.py").read_text() == "tracked"
 
@@ -190,7 +190,7 @@ def test_output_of_sweeps_is_not_copied(checkout):
     submission = checkout / "multirun" / "new" / ".hpc_elastic"
     submission.mkdir(parents=True)
     (submission / "array-0.json").touch()
-    take_snapshot(entry_in(checkout), submission)
+    take_snapshot([entry_in(checkout)], submission)
     assert not [name for name in copied(submission / "code") if name.startswith("multirun")]
 
 
@@ -201,14 +201,14 @@ def test_submodules_are_copied(checkout, tmp_path):
     (library / "lib.py").touch()
     commit_all(library)
     git(checkout, "submodule", "add", "-q", str(library), "lib")
-    take_snapshot(entry_in(checkout), tmp_path / "s")
+    take_snapshot([entry_in(checkout)], tmp_path / "s")
     assert "lib/lib.py" in copied(tmp_path / "s" / "code")
 
 
 def test_outside_git_it_is_an_error(tmp_path):
     """The error names the setting and the folder."""
     with pytest.raises(SubmissionError, match=r"launcher\.code_snapshot.*git"):
-        take_snapshot(entry_in(tmp_path), tmp_path / "s")
+        take_snapshot([entry_in(tmp_path)], tmp_path / "s")
 
 
 def test_own_files_are_those_outside_of_sweeps():

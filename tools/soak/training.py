@@ -132,8 +132,8 @@ def _train(
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     training = _Training()
-    with Checkpointer(folder, training.state) as checkpoints:
-        checkpoints.restore()
+    with Checkpointer(training.state, folder) as checkpoints:
+        checkpoints.load_latest()
         model = DistributedDataParallel(training.net)
         loader = DataLoader(training.data, batch_sampler=training.sampler)
         for epoch in training.sampler.epochs(_ENDLESS):

@@ -235,14 +235,14 @@ def _sbatch(call: CommandCall, cluster: FakeCluster) -> str:
     """Submit a job or an array; the command line goes before the script's #SBATCH lines."""
     given = parse(call.argv, submit_options.SBATCH)
     if (wrapped := given.get("wrap")) is not None:
-        name = "wrap"
+        path = Path("wrap")
         script = f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{wrapped}\n"
     elif not given.rest:
-        name, script = "sbatch", call.stdin()
+        path, script = Path("sbatch"), call.stdin()
     else:
         path = Path(call.cwd) / given.rest[0]
         try:
-            name, script = path.name, path.read_text()
+            script = path.read_text()
         except OSError as e:
             raise Refusal(f"Unable to open file {given.rest[0]}: {e.strerror}") from e
     options = parse(directives(script), submit_options.SBATCH)
@@ -251,7 +251,7 @@ def _sbatch(call: CommandCall, cluster: FakeCluster) -> str:
         if one in given and other not in given:
             options.options.pop(other, None)
     origin = submit_options.SubmitContext(
-        call.cwd, call.env, call.now, script, name, () if "wrap" in given else tuple(given.rest[1:])
+        call.cwd, call.env, call.now, script, path, () if "wrap" in given else tuple(given.rest[1:])
     )
     wanted = submit_options.read_request(options, origin, cluster.config)
     size = cluster.config.max_array_size
@@ -322,7 +322,7 @@ class SrunCall:
         """Queue for nodes, run the step on them, and release them."""
         call = self._call
         origin = submit_options.SubmitContext(
-            call.cwd, call.env, call.now, None, options.rest[0].rpartition("/")[2]
+            call.cwd, call.env, call.now, None, Path(Path(options.rest[0]).name)
         )
         wanted = replace(
             submit_options.read_request(options, origin, self._cluster.config), requeue=False

@@ -182,7 +182,10 @@ _FIELDS: dict[str, Callable[[QueueRow], str]] = {
         nodelist.compress(r.job.nodes) if r.job.has_nodes else f"({r.job.reason})"
     ),
     "name": lambda r: r.job.request.name,
+    "command": lambda r: r.job.request.command or "(null)",
     "partition": lambda r: r.job.request.partition,
+    "prioritylong": lambda r: str(2**32 - 1 - r.job.order),
+    "schednodes": lambda _: "(null)",
     "username": lambda _: user_name(),
     "dependency": lambda r: ",".join(f"{k}:{i}" for k, i in r.job.request.dependency) or "(null)",
 }
@@ -191,6 +194,7 @@ _LETTERS = {
     **{"T": "state", "r": "reason", "R": "reasonlist", "N": "nodelist", "P": "partition"},
     **{"j": "name", "u": "username", "D": "numnodes", "M": "timeused", "l": "timelimit"},
     **{"L": "timeleft", "S": "starttime", "V": "submittime", "e": "endtime", "E": "dependency"},
+    **{"o": "command"},
 }
 _HEADS = {
     **{"jobarrayid": "JOBID", "username": "USER", "statecompact": "ST", "timeused": "TIME"},

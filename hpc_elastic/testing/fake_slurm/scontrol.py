@@ -88,6 +88,8 @@ def _show(
             if node not in cluster.nodes:
                 raise Refusal(f"Node {node} not found")
         fields = [show_node(cluster.nodes[node], jobs, config, address) for node in names]
+    elif entity in ("reservation", "reservations"):
+        return "No reservations in the system\n"
     elif entity in ("partition", "partitions"):
         known = [p for p in config.partitions if name in ("", p.name)]
         if not known:
@@ -164,7 +166,7 @@ def _update(words: Sequence[str], cluster: FakeCluster, now: float) -> None:
 
 def _update_jobs(names: str, given: Mapping[str, str], cluster: FakeCluster, now: float) -> None:
     for key in given:
-        if key not in ("starttime", "excnodelist", "requeue", "timelimit"):
+        if key not in ("starttime", "excnodelist", "requeue", "timelimit", "numtasks"):
             raise unknown(f"scontrol update jobid=... {key}=")
 
     def act(job: Job) -> str | None:
@@ -173,7 +175,7 @@ def _update_jobs(names: str, given: Mapping[str, str], cluster: FakeCluster, now
         for key, value in given.items():
             if job.is_over:
                 return _FINISHED
-            if key in ("starttime", "excnodelist") and not job.is_queued:
+            if key in ("starttime", "excnodelist", "numtasks") and not job.is_queued:
                 return _NOT_PENDING
             if key == "starttime":
                 job.begin, job.reason = parse_begin(value, now), "None"
@@ -181,8 +183,10 @@ def _update_jobs(names: str, given: Mapping[str, str], cluster: FakeCluster, now
                 job.excluded = frozenset(nodelist.expand(value))
             elif key == "requeue":
                 job.may_requeue = value == "1"
-            else:
+            elif key == "timelimit":
                 job.limit_s = parse_limit(value)
+            elif value != str(job.request.num_tasks):
+                raise unknown(f"scontrol update jobid=... NumTasks={value}")
         return None
 
     _apply_to_jobs(_split_names([names]), cluster, act)

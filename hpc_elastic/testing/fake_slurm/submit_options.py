@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.testing.fake_slurm.config import FakeConfig, Refusal, unknown
@@ -214,6 +215,7 @@ class JobRequest:
         env: The environment of the submission.
         script: The batch script; None for an allocation of srun.
         arguments: Arguments of the script.
+        command: Path of the batch script, and its arguments; empty if it has none.
     """
 
     name: str
@@ -239,6 +241,7 @@ class JobRequest:
     env: Mapping[str, str] = field(repr=False)
     script: str | None = field(repr=False)
     arguments: tuple[str, ...] = ()
+    command: str = ""
 
     @property
     def cpus(self) -> int:
@@ -249,13 +252,14 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class SubmitContext:
-    """The circumstances of a submission: directory, environment, time, script and its name."""
+    """The circumstances of a submission: directory, environment, time, script and its path."""
 
     cwd: str
     env: Mapping[str, str]
     now: float
     script: str | None = None
-    name: str = "wrap"
+    path: Path = Path("wrap")
+    """Path of the script; without a script, a name."""
     arguments: tuple[str, ...] = ()
 
 
@@ -267,6 +271,7 @@ def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConf
     """
     _refuse_unavailable(options, config)
     listed = _hosts(options, "nodelist", config)
+    command = [str(origin.path), *origin.arguments] if origin.path.is_absolute() else []
     num_nodes = _number(options, "nodes") or max(1, len(listed))
     per_node = _number(options, "ntasks-per-node")
     warning = None
@@ -277,7 +282,7 @@ def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConf
         to_shell = text.startswith("B:")
         warning = SignalOption(signal_name(name), float(ahead or 60), to_shell=to_shell)
     return JobRequest(
-        name=options.get("job-name") or origin.name,
+        name=options.get("job-name") or origin.path.name,
         partition=options.get("partition") or "low",
         num_nodes=num_nodes,
         num_tasks=_number(options, "ntasks") or num_nodes * (per_node or 1),
@@ -300,6 +305,7 @@ def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConf
         env=origin.env,
         script=origin.script,
         arguments=origin.arguments,
+        command=" ".join(command),
     )
 
 

@@ -66,6 +66,10 @@ SOUND = Components()
 class Keeper(Protocol):
     """A keeper of the quorum, as groups use it (`simulation.ft.lighthouse`)."""
 
+    @property
+    def host(self) -> Host:
+        """The node that it is on."""
+
     def accept(self, server: Server) -> Connection:
         """Connect a group."""
 
@@ -74,7 +78,7 @@ class Keepers(Protocol):
     """The present keeper, and the elections of the next ones."""
 
     @property
-    def keeper(self) -> object | None:
+    def keeper(self) -> Keeper | None:
         """The present keeper."""
 
     def reachable_from(self, node: Node) -> Keeper | None:
@@ -165,11 +169,11 @@ class Env:
         quorum_id, keeper = lost.steps.quorum_id, self.keepers.keeper
         if quorum_id == NO_QUORUM or keeper is None or lost.link is not lost.group.link_of(lost):
             return
-        since, cuts, paused = self.world.now, self.num_cuts, lost.process.paused
+        since, cuts, stopped_since = self.world.now, self.num_cuts, lost.stopped_since
         servers = [n.server for n in lost.group.nodes if n.server is not None]
-        is_cut_off = self.keepers.reachable_from(lost.group.nodes[0]) is None
-        if lost.group.up_since > since or is_cut_off or not servers[0].process.alive:
-            return  # only the time-out of its first node shows that
+        is_cut = self.network.is_any_cut([keeper.host, *(n for g in self.groups for n in g.nodes)])
+        if lost.group.up_since > since or is_cut or not servers[0].process.alive:
+            return  # only a time-out of the network shows that
         waiting = [w for g in self.groups if g is not lost.group for w in g.workers]
 
         def is_held_up(worker: Worker) -> bool:
@@ -183,9 +187,10 @@ class Env:
             )
 
         def check() -> None:
-            is_back = paused and not lost.process.paused
-            if self.keepers.keeper is not keeper or self.num_cuts != cuts or is_back:
+            if self.keepers.keeper is not keeper or self.num_cuts != cuts:
                 return
+            if lost.stopped_since != stopped_since:
+                return  # it has continued
             if not is_node_silent and any(server.is_silent for server in servers):
                 return  # a node has been lost since
             held_up = [w.name for w in waiting if is_held_up(w)]

@@ -110,8 +110,10 @@ class KeeperProcess:
         name = server.node.name
         connection.peer = name
         before = self._connections.get(name)
-        if before is not None and self._env.world.rng.random() < 0.5:
-            self.lost(before)
+        if before is not None:
+            is_noticed = self._env.world.rng.random() < 0.5
+            if is_noticed or before.ends[0] is not server:
+                self.lost(before)
         self._connections[name] = connection
         self._agents[name] = server.agent
         self._send(self.keeper.on_connect(name, self._env.world.now))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from hpc_elastic.ft import quorum
@@ -87,6 +88,11 @@ class Shared(Protocol):
         """Return the process group of a quorum over the workers of one rank."""
 
 
+def digest(*parts: object) -> int:
+    """Return a hash that is the same in every process, as `hash` is not for text."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest())
+
+
 @dataclass
 class Placement:
     """What the workers of a group share that were started together.
@@ -141,7 +147,7 @@ class Worker:
         self.monitor = env.monitor
         self.placement = placement
         self.steps = env.components.steps(is_single=placement.size == 1)
-        self.state = State(0, f"fresh {self.name}", hash((env.seed, self.name)))
+        self.state = State(0, f"fresh {self.name}", digest(env.seed, self.name))
         self.doing = Doing.CONNECTING
         self.waits_since = math.inf
         self.stopped_since: float | None = None
@@ -494,7 +500,7 @@ class Worker:
     def _commit(self) -> None:
         num, state = len(self._contributors), self.state
         token = quorum.next_version(state.state_version, self.steps.quorum_id, num)
-        history = hash((state.history, self._contributors))
+        history = digest(state.history, self._contributors)
         self.state = State(state.step + 1, token, history, state.flips)
         if not self.is_partial:
             self.monitor.state_reached(self.name, self.rank, self.state)
@@ -752,7 +758,7 @@ class Meeting:
         step = self._max_step + call
         if step % _CHECK_EVERY or self.size == 1 or self._catch_up:
             return None
-        digests = [(hash(s.history), s.flips) for _, s in sorted(states.items())]
+        digests = [(s.history, s.flips) for _, s in sorted(states.items())]
         if len(set(digests)) == 1:
             return None
         names = [self.members[rank].name for rank in sorted(states)]

@@ -105,6 +105,28 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     assert line(details).startswith("training, 1 of 2 nodes, step 400 of 1,000, loss 0.25")
 
 
+@pytest.mark.parametrize(
+    ("waits", "words"),
+    [
+        (WAITS, "next node expected in 10 min"),
+        (replace(WAITS, starts_in_s=-1.0), "next node expected now"),
+        (replace(WAITS, reason="BeginTime", starts_in_s=100.0), "next node not before"),
+        (replace(WAITS, starts_in_s=None), "next node unknown: Slurm has planned no start"),
+        (replace(WAITS, state="COMPLETED"), None),
+    ],
+)
+def test_the_next_node_is_shown_while_a_task_waits(tmp_path, waits, words):
+    """With its time, or why that is unknown; not once all tasks run or have ended."""
+    run = made(tmp_path)
+    training(run, time.time())
+    details = read_details(run.path, slurm(RUNS, waits))
+    text = " ".join(shown(details).split())
+    assert "next node" not in text if words is None else words in text
+    found = details.to_json()["next_node"]
+    assert (found is None) == (words is None)
+    assert found is None or not not_in_help("status", found)
+
+
 def announced(run: RunDir, *told: int | tuple[int, int] | None, begin: float) -> None:
     """Lines of the progress, ten seconds apart: of the checkpoint's step, and of the training's."""
     pairs = [t if isinstance(t, tuple) else (t, None) for t in told]

@@ -1,0 +1,187 @@
+"""``hpc-elastic watch``: live pages of runs in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_elastic.cli import options
+from hpc_elastic.errors import HpcElasticError, RunDirectoryError
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import SUBMISSION, RunDir
+from hpc_elastic.shared_files import is_there
+
+if TYPE_CHECKING:
+    import uvicorn
+
+_PORT, _NUM_PORTS = 8672, 50
+_MOST_CONNECTIONS = 200
+"""Others can open connections too; requests beyond this number are refused."""
+_STOP_S = 2
+
+_HELP = """
+\b
+What it shows:
+  list of runs  state, nodes, step, loss, pace, time left, goodput, the
+                parameters by which the runs differ, and their results; to
+                sort and to filter, with the loss of all runs by step
+  a run         the report of `hpc-elastic report`, kept up to date
+  its logs      the last lines, followed, and a search in all of them
+
+The pages are served on 127.0.0.1 of this machine. From another machine, forward the port with
+the printed ssh command, and open the printed URL there. The URL holds a token: without it all
+requests are refused, also those of other users of this machine.
+
+Nothing is read while no page is open, and no process runs on the nodes. Needs
+`pip install 'hpc_elastic[watch]'`.
+
+\b
+--json prints one object:
+  url      what to open; it holds the token
+  port     of 127.0.0.1
+  forward  the ssh command for another machine
+
+\b
+Examples:
+  hpc-elastic watch last
+  hpc-elastic watch multirun/2030-01-31/12-00-00
+  hpc-elastic watch --all --port 9000
+"""
+
+
+class _RunsName(options.RunName):
+    """A run as `find_run` finds it, or the directory of a sweep."""
+
+    def convert(
+        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return the directory."""
+        folder = Path(value).absolute()
+        return folder if _is_sweep(folder) else options.find_run(str(value))
+
+
+@click.command(epilog=_HELP)
+@click.argument("runs", type=_RunsName(), nargs=-1, metavar="[RUN]...")
+@click.option("-a", "--all", "everything", is_flag=True, help="All runs of `hpc-elastic list`.")
+@click.option(
+    "--control", is_flag=True,
+    help="Let the pages cancel and resume runs, and take nodes from them.",
+)  # fmt: skip
+@options.as_json
+@click.option(
+    "--port", type=click.IntRange(1, 65535), metavar="PORT",
+    help=f"Port of 127.0.0.1. [default: {_PORT}, or the next that is free]",
+)  # fmt: skip
+def watch_command(
+    runs: tuple[Path, ...], everything: bool, control: bool, as_json: bool, port: int | None
+) -> int:
+    """Show runs in a browser, as they are now: a list, the report of each, and its logs.
+
+    RUN is also the directory of a sweep, whose new runs are added. The command serves until Ctrl-C.
+    It is read-only unless --control is given.
+    """
+    if everything == bool(runs):
+        raise click.UsageError("give RUN, or --all (and not both)")
+    try:
+        import uvicorn
+
+        from hpc_elastic.cli.live_pages import application
+        from hpc_elastic.report.page import charts_script
+    except ImportError as e:
+        remedy = "pip install 'hpc_elastic[watch]'"
+        raise click.ClickException(f"watch needs starlette and uvicorn ({e}): {remedy}") from e
+    from hpc_elastic.cli.live_runs import LiveRuns
+
+    charts_script()  # refuses now, if the library is missing
+    token = secrets.token_urlsafe(32)
+    with listen(port) as listener, LiveRuns(_finder(runs)) as live:
+        app = application(live, token, control=control)
+        server = uvicorn.Server(uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", server_header=False,
+            proxy_headers=False, ws="none", limit_concurrency=_MOST_CONNECTIONS,
+            timeout_graceful_shutdown=_STOP_S,
+        ))  # fmt: skip
+        number = listener.getsockname()[1]
+        url = f"http://127.0.0.1:{number}/?token={token}"
+        forward = f"ssh -L {number}:127.0.0.1:{number} {socket.gethostname()}"
+        told = {"url": url, "port": number, "forward": forward}
+        text = f"{url}\nfrom another machine, first: {forward}"
+        print(json.dumps(told) if as_json else text, flush=True)
+        asyncio.run(_serve(server, listener, live.close))
+    return 0
+
+
+async def _serve(
+    server: uvicorn.Server, listener: socket.socket, end_streams: Callable[[], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    server.capture_signals = contextlib.nullcontext
+
+    def stop() -> None:
+        end_streams()
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    await server.serve(sockets=[listener])
+
+
+def listen(port: int | None) -> socket.socket:
+    """Return a listening socket of 127.0.0.1.
+
+    Args:
+        port: Its port; None for the usual one, or the next that is free.
+
+    Raises:
+        HpcElasticError: It is not free.
+    """
+    ports = range(_PORT, _PORT + _NUM_PORTS) if port is None else (port,)
+    for number in ports:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", number))
+            listener.listen(128)
+        except OSError as e:
+            listener.close()
+            error = e
+            continue
+        return listener
+    raise HpcElasticError(f"--port {ports[-1]}: {error.strerror}: give another port") from error
+
+
+def _finder(given: Sequence[Path]) -> Callable[[], list[Path]]:
+    """Return a function that lists the directories of runs: those given, or all if none is."""
+
+    def find() -> list[Path]:
+        if not given:
+            return [run.path for run in registry.newest_first()]
+        found = dict[Path, None]()
+        for path in given:
+            found |= dict.fromkeys(_runs_below(path) if _is_sweep(path) else [path])
+        return list(found)
+
+    if not find():
+        what = "the directory of a sweep holds no run" if given else "no run was submitted yet"
+        raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
+    return find
+
+
+def _is_sweep(folder: Path) -> bool:
+    return (folder / SUBMISSION).is_dir() and not is_there(RunDir(folder).spec)
+
+
+def _runs_below(sweep: Path) -> list[Path]:
+    def order(run: Path) -> tuple[int, str]:
+        return (int(run.name) if run.name.isdecimal() else 0, run.name)
+
+    return sorted((file.parent for file in sweep.glob("*/run.json")), key=order)

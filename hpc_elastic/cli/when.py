@@ -1,0 +1,397 @@
+"""``hpc-elastic when``: when a run would start, and how it would grow."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpc_elastic._util import counted, duration
+from hpc_elastic.cli import options
+from hpc_elastic.cli.submit import dry_run
+from hpc_elastic.errors import SlurmCommandError, SubmissionError
+from hpc_elastic.slurm import forecast as outlooks
+from hpc_elastic.slurm.forecast import FAR_S, SAME_S, Outlook, Shape
+
+if TYPE_CHECKING:
+    from hpc_elastic.config.schema import RunSettings, SlurmSettings
+    from hpc_elastic.slurm.client import SiteClient
+    from hpc_elastic.slurm.parsing import Partition
+
+_HELP = """
+\b
+What it shows, for the run's own time limit and for shorter ones that help:
+  starts      when the run has its minimum, at the latest: jobs may end before their time limit
+  nodes       how it grows
+Lines with ! name what is not known.
+
+\b
+Examples:
+  hpc-elastic when train.py launcher=slurm nodes=1:16
+  hpc-elastic when train.py launcher=slurm nodes=4:16 launcher.time=8:00:00 launcher.partition=gpu
+  hpc-elastic when --json train.py launcher=slurm nodes=1:16 | jq .shapes[0].starts_at
+
+\b
+--json prints one object:
+  time          when it was made; all times are Unix seconds
+  partition, nodes (min, max, unit), time_limit_s: of the run; null: no limit
+  idle, planned, busy, out_of_service: nodes of the partition; planned ones are idle, and are
+                reserved for waiting jobs
+  unknown       nodes that are free at an unknown time
+  waiting_jobs, unplanned_jobs: jobs and array elements that wait for nodes, and those without a
+                visible planned start
+  test_only     when Slurm would start a job of some nodes by `sbatch --test-only`: at, by number
+  shapes        the run's own time limit, then shorter ones: time_limit_s, starts_at, growth (nodes
+                and at); unknown times are null
+  soonest       index in shapes; null if no start is known
+  notes         what is not known
+"""
+
+
+@click.command(epilog=_HELP, context_settings={"ignore_unknown_options": True})
+@options.as_json
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
+def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
+    """Forecast when the run of `python SCRIPT OVERRIDE...` would start, and how it would grow.
+
+    Nothing is submitted, and no run directory is written. The forecast is made of what every user
+    may read: the states of nodes, the ends and planned starts of jobs, and `sbatch --test-only`.
+    At most eleven of Slurm's commands are called.
+
+    Of a sweep, the first run counts. If SCRIPT fails, this command returns its exit code.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
+        place = [f"hydra.sweep.dir='{folder}/sweep'", "launcher.code_snapshot=false"]
+        code, printed, scripts = dry_run(script, [*overrides, *place])
+        if code != 0:
+            sys.stderr.write(printed)
+            return code
+        if not scripts:
+            remedy = "only launcher=slurm has a queue: add launcher=slurm, or +launcher=slurm"
+            raise SubmissionError(f"{script} made no batch script; {remedy}")
+        forecast = make_forecast(scripts)
+    if as_json:
+        print(json.dumps(forecast.to_json(), indent=2))
+    else:
+        _print(forecast)
+    return 0
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """The forecast of one run.
+
+    Attributes:
+        time: When it was made, in Unix seconds.
+        settings: The run.
+        partitions: Those in which it may run.
+        limit_s: Time limit of its tasks; infinite without a limit.
+        found: The nodes.
+        shapes: The run's own time limit, and shorter ones that help.
+        soonest: The one that starts soonest; None if no start is known.
+        notes: What is not known.
+    """
+
+    time: float
+    settings: RunSettings
+    partitions: Sequence[str]
+    limit_s: float
+    found: Outlook
+    shapes: Sequence[Shape]
+    soonest: Shape | None
+    notes: Sequence[str]
+
+    @property
+    def is_coallocated(self) -> bool:
+        """Whether the minimum is one job."""
+        from hpc_elastic.launcher.plan import is_coallocated
+
+        return is_coallocated(self.settings)
+
+    def start_of(self, shape: Shape) -> float | None:
+        """Return when the run would start with this time limit; None if unknown."""
+        return shape.start_of_run(self.settings.nodes, coallocated=self.is_coallocated)
+
+    def growth_of(self, shape: Shape) -> list[tuple[int, float]]:
+        """Return the sizes of the run with this time limit, and when it has them."""
+        return shape.growth(self.settings.nodes, coallocated=self.is_coallocated)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints; the help describes the keys."""
+        found, nodes = self.found, self.settings.nodes
+        index = None if self.soonest is None else list(self.shapes).index(self.soonest)
+        return {
+            "time": self.time, "partition": ",".join(self.partitions) or None,
+            "nodes": {"min": nodes.min, "max": nodes.max, "unit": nodes.unit},
+            "time_limit_s": _finite(self.limit_s),
+            "idle": found.num_idle, "planned": found.num_planned, "busy": found.num_busy,
+            "out_of_service": found.num_out,
+            "unknown": found.num_unknown_ends + found.num_unknown_plans,
+            "waiting_jobs": found.num_waiting, "unplanned_jobs": found.num_unplanned,
+            "test_only": {str(n): at for n, at in self.shapes[0].tested.items()},
+            "shapes": [
+                {
+                    "time_limit_s": _finite(shape.limit_s), "starts_at": self.start_of(shape),
+                    "growth": [{"nodes": n, "at": at} for n, at in self.growth_of(shape)],
+                }
+                for shape in self.shapes
+            ],
+            "soonest": index, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---- queries
+
+
+def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> RunForecast:
+    """Query Slurm, and return the forecast of a run.
+
+    Args:
+        scripts: The batch scripts of a dry run; the first run of the first one counts.
+        client: Runs Slurm's commands.
+
+    Raises:
+        ConfigError: sbatch would refuse the run; names the key.
+        SlurmCommandError: Slurm does not answer.
+    """
+    from hpc_elastic.config.resolve import resolve
+    from hpc_elastic.launcher.slurm import refusal
+    from hpc_elastic.run.directory import ArrayFiles, RunDir
+    from hpc_elastic.shared_files import read_json
+    from hpc_elastic.slurm.client import SiteClient
+
+    client = client or SiteClient(env=dict(os.environ))
+    runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
+    settings = resolve(read_json(RunDir(next(iter(runs))).settings) or {})
+    launcher: Any = settings.launcher
+    config, partitions = client.config(), client.all_partitions()
+    wanted = (launcher.partition or "").split(",")
+    chosen = [p for p in partitions if p.name in wanted or (p.is_default and wanted == [""])]
+    names = [partition.name for partition in chosen]
+    states = client.each_node(",".join(names) or launcher.partition)
+    jobs, now = client.queue(), time.time()
+    found = outlooks.outlook(
+        _allowed(states, launcher.exclude), jobs, now,
+        partitions=names, are_jobs_hidden=_hides_jobs(config),
+    )  # fmt: skip
+    limit_s = _limit_s(launcher, chosen)
+    fits_any_gap = _has_no_reserve(launcher.qos, client)
+    own, *shorter = outlooks.shapes(found, limit_s, settings.nodes, now, fits_any_gap=fits_any_gap)
+    notes = [*_notes(settings, found, config)]
+    if fits_any_gap:
+        notes.append(
+            f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "
+            "preempted when the planned jobs start"
+        )
+    tested: dict[int, float] = {}
+    for number in dict.fromkeys((1, settings.nodes.min, settings.nodes.max)):
+        try:
+            at = _test(client, scripts[0], number)
+        except SlurmCommandError as e:
+            if number == 1:
+                raise refusal(e, launcher, client) from e
+            notes.append(f"sbatch --test-only, {number} nodes: {' '.join(e.stderr.split())}")
+            continue
+        if at is not None and at - now < FAR_S:
+            tested[number] = at
+    own = replace(
+        own, tested=tested, is_queue_empty=not found.num_waiting and not _hides_jobs(config)
+    )
+    if any(size > len(own.starts) for size, _ in own.growth(settings.nodes)):
+        notes.append(
+            "for nodes that are free at an unknown time `sbatch --test-only` counts, which "
+            "includes waiting jobs only as a mean"
+        )
+    if len(runs) > 1:
+        notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
+    shapes = [own, *shorter]
+    best = outlooks.soonest(
+        shapes, settings.nodes, coallocated=getattr(launcher, "coallocate_min", False)
+    )
+    return RunForecast(now, settings, names, limit_s, found, shapes, best, tuple(notes))
+
+
+def _test(client: SiteClient, script: Path, number: int) -> float | None:
+    """Return when Slurm would start a job of some nodes; None if sbatch prints no time."""
+    from hpc_elastic.slurm.parsing import parse_expected_start
+
+    flags = [f"--nodes={number}", f"--ntasks={number}"]
+    if "\n#SBATCH --array=" in script.read_text():
+        flags.append("--array=0")
+    return parse_expected_start(client.test_only(str(script), flags))
+
+
+def _has_no_reserve(qos: str | None, client: SiteClient) -> bool:
+    """Return whether a QOS is known to have the flag NoReserve."""
+    if qos is None:
+        return False
+    try:
+        return any(found.name == qos and "NoReserve" in found.flags for found in client.all_qos())
+    except SlurmCommandError:  # no accounting, or it is private
+        return False
+
+
+def _allowed(states: Mapping[str, str], excluded: str | None) -> dict[str, str]:
+    from hpc_elastic.slurm.nodelist import expand
+
+    left_out = set(expand(excluded or ""))
+    return {node: state for node, state in states.items() if node not in left_out}
+
+
+def _limit_s(launcher: SlurmSettings, partitions: Sequence[Partition]) -> float:
+    """Return the time limit of the run's tasks in seconds; infinite without a limit."""
+    from hpc_elastic.config.parse import time_limit_s
+
+    given = launcher.sbatch.get("time", launcher.time)
+    if given is not None:
+        asked = time_limit_s(str(given))
+        return math.inf if asked is None else asked
+    defaults = [p.default_time_s or p.max_time_s or math.inf for p in partitions]
+    return min(defaults, default=math.inf)
+
+
+def _hides_jobs(config: Mapping[str, str]) -> bool:
+    return "jobs" in config.get("PrivateData", "").lower().split(",")
+
+
+def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the forecast does not include, or cannot."""
+    from hpc_elastic.launcher.batch_script import has_whole_nodes
+
+    launcher: Any = settings.launcher
+    if _hides_jobs(config):
+        yield (
+            "PrivateData hides the jobs of other users: of the nodes that they use, only `sbatch "
+            "--test-only` has the ends"
+        )
+    if "backfill" not in config.get("SchedulerType", "backfill"):
+        yield (
+            f"{config['SchedulerType']}: without backfill Slurm plans no starts and fills no gaps, "
+            "and a shorter time limit does not help"
+        )
+    if found.num_unknown_ends:
+        busy = counted(found.num_unknown_ends, "busy node")
+        yield f"{busy} with hidden jobs, or jobs without a time limit: free at an unknown time"
+    if found.num_unknown_plans:
+        idle = counted(found.num_unknown_plans, "idle node")
+        yield f"{idle} planned for jobs whose start is not visible: not counted"
+    if found.num_unplanned:
+        jobs = counted(found.num_unplanned, "waiting job")
+        yield f"{jobs} without a visible planned start: those with a higher priority are first"
+    if not has_whole_nodes(launcher):
+        yield "a task takes a share of a node: a node in use may have room for it before it is free"
+    if launcher.constraint:
+        yield (
+            f"launcher.constraint={launcher.constraint}: the nodes above are all of the partition; "
+            "only `sbatch --test-only` takes it into account"
+        )
+
+
+# ---- text
+
+
+def _print(forecast: RunForecast) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from hpc_elastic.cli.status import console
+
+    out, found = console(), forecast.found
+    parts = [f"{found.num_idle} idle"]
+    if found.num_planned:
+        parts[0] += f" ({found.num_planned} planned for other jobs)"
+    parts += [f"{found.num_busy} busy"]
+    parts += [f"{found.num_out} out of service or reserved"] if found.num_out else []
+    parts += [f"{counted(found.num_waiting, 'job')} waiting"] if found.num_waiting else []
+    where = ", ".join(forecast.partitions) or "no partition"
+    out.print(f"{where}: {counted(len(found.nodes) + found.num_out, 'node')}, {', '.join(parts)}")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("time limit", "starts", "nodes"):
+        table.add_column(name)
+    for shape in forecast.shapes:
+        table.add_row(
+            _limit(shape.limit_s), _at(forecast.start_of(shape), forecast.time),
+            _growth(forecast, shape), style="bold" if shape is forecast.soonest else "",
+        )  # fmt: skip
+    out.print(table)
+    tested = (
+        f"{counted(n, 'node')} {_at(at, forecast.time, 'at ')}"
+        for n, at in forecast.shapes[0].tested.items()
+    )
+    out.print(f"sbatch --test-only: {', '.join(tested) or 'no start'}")
+    for sentence in sentences(forecast):
+        out.print(sentence)
+    for note in forecast.notes:
+        out.print(Text(f"! {note}", style="yellow"))
+
+
+_MOST_STEPS = 4
+
+
+def _growth(forecast: RunForecast, shape: Shape) -> str:
+    """Return the growth of the run: ``3 now, 5 at 14:20, 16 at 18:00``."""
+    steps = forecast.growth_of(shape)
+    shown = steps if len(steps) <= _MOST_STEPS else [*steps[: _MOST_STEPS - 1], steps[-1]]
+    text = ", ".join(f"{number} {_at(at, forecast.time, 'at ')}" for number, at in shown)
+    most = forecast.settings.nodes.max
+    return text if steps and steps[-1][0] == most else f"{text}{', ' * bool(text)}{most} unknown"
+
+
+def sentences(forecast: RunForecast) -> Iterator[str]:
+    """Yield what the forecast means for the user's settings."""
+    nodes, own, best = forecast.settings.nodes, forecast.shapes[0], forecast.soonest
+    now = forecast.time
+    if best is None:
+        yield "No start is known."
+        return
+    starts, usual = forecast.start_of(best), forecast.start_of(own)
+    number = forecast.growth_of(best)[0][0]
+    when = f"{_at(starts, now, 'at ')} with {counted(number, 'node')}"
+    if best is own:
+        yield f"The run starts {when}, at the latest."
+    else:
+        yield (
+            f"launcher.time={best.limit_s // 60:.0f} starts soonest: {when}; with "
+            f"{_limit(own.limit_s)} the start is {_at(usual, now, 'at ')}."
+        )
+    sizes = {shape.limit_s: _num_at_once(forecast, shape) for shape in forecast.shapes}
+    limit_s, most = max(sizes.items(), key=lambda size: (size[1], size[0]))
+    if most > sizes[best.limit_s]:
+        yield f"With launcher.time={limit_s // 60:.0f} it has {counted(most, 'node')} then."
+    fewer = best.start_of(1) if nodes.min > nodes.unit == 1 else None
+    if fewer is not None and starts is not None and starts - fewer >= SAME_S:
+        yield f"With nodes=1:{nodes.max} it starts {_at(fewer, now, 'at ')} with 1 node."
+
+
+def _num_at_once(forecast: RunForecast, shape: Shape) -> int:
+    """Return the size of the run in its first minute, if that is the first minute of the best."""
+    steps, best = forecast.growth_of(shape), forecast.soonest
+    first = None if best is None else forecast.start_of(best)
+    return steps[0][0] if steps and first is not None and steps[0][1] - first < SAME_S else 0
+
+
+def _limit(limit_s: float) -> str:
+    return duration(limit_s) if math.isfinite(limit_s) else "none"
+
+
+def _at(at: float | None, now: float, before: str = "") -> str:
+    from hpc_elastic.cli.status import clock
+
+    if at is None:
+        return "unknown"
+    return "now" if at - now < SAME_S else f"{before}{clock(at, now)}"

@@ -1,0 +1,98 @@
+"""A run in a notebook: its progress as a frame of pandas, and a card that is updated in place.
+
+`hpc_elastic.Run` has the methods. Neither pandas nor IPython is a dependency: a notebook has them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_elastic.cli.report import report_of
+from hpc_elastic.cli.status import CachedQuery
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launcher.run_view import LOST, Query, number
+from hpc_elastic.report import page
+from hpc_elastic.report.page import ReportLibraryError
+from hpc_elastic.report.progress_log import Point, read_points
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import read_json
+from hpc_elastic.slurm.scheduler import take_snapshot
+
+if TYPE_CHECKING:
+    import pandas
+
+_SHARE = 10
+"""At most a tenth of the time is spent on reading a run."""
+_LOST_S = 12.0
+"""Time without a task after which a run without a result has ended."""
+
+
+def progress(run_dir: Path) -> pandas.DataFrame:
+    """Return the progress of a run; see `Run.progress`."""
+    try:
+        import pandas
+    except ImportError as e:
+        raise ReportLibraryError(f"progress() needs pandas ({e}): pip install pandas") from e
+    run = RunDir(run_dir)
+    points = read_points(run.progress)
+    status = read_json(run.status) or {}
+    updated = number(status.get("updated"))
+    if updated is not None:
+        points.append(Point.of(status, updated))
+    rows = [asdict(point) for point in points]
+    own = dict.fromkeys(name for row in rows for name in row.pop("metrics"))
+    fields = [name for name in Point.__match_args__ if name != "metrics"]
+    metrics = [name for name in own if name not in fields]
+    for row, point in zip(rows, points, strict=True):
+        row.update((name, point.metrics.get(name)) for name in metrics)
+    frame = pandas.DataFrame(rows, columns=[*fields, *metrics])
+    frame["time"] = pandas.to_datetime(frame["time"], unit="s", utc=True)
+    numbers = [name for name in frame.columns if name not in ("time", "phase")]
+    frame[numbers] = frame[numbers].apply(pandas.to_numeric)
+    return frame.set_index("time")
+
+
+def card(run_dir: Path) -> str:
+    """Return a run as HTML; a run that cannot be read, as what is wrong with it."""
+    return _card(run_dir, take_snapshot)[0]
+
+
+def _card(run_dir: Path, query: Query) -> tuple[str, str | None]:
+    """Return the card, and how the run ended; None if it goes on."""
+    try:
+        report = report_of(run_dir, query).to_json()
+    except (HpcElasticError, OSError) as e:
+        return page.live_problem(str(e)), LOST
+    ended = report["about"]["ended"]
+    return page.card_html(report), None if ended is None else str(ended["status"])
+
+
+def watch(run_dir: Path, every_s: float) -> None:
+    """Show a card, and update it until the run has ended; see `Run.watch`."""
+    try:
+        from IPython.display import HTML, display
+    except ImportError as e:
+        raise ReportLibraryError(f"watch() is for notebooks ({e}): {_INSTEAD}") from e
+    query, handle, lost_since = CachedQuery(), None, 0.0
+    try:
+        while True:
+            began = time.monotonic()
+            text, ended = _card(run_dir, query)
+            if handle is None:
+                handle = display(HTML(text), display_id=True)
+                if handle is None:
+                    raise ReportLibraryError(f"watch() is for notebooks: {_INSTEAD}")
+            else:
+                handle.update(HTML(text))
+            lost_since = began if ended != LOST else lost_since or began
+            if ended is not None and (ended != LOST or began - lost_since > _LOST_S):
+                return
+            time.sleep(max(every_s, _SHARE * (time.monotonic() - began)))
+    except KeyboardInterrupt:
+        return
+
+
+_INSTEAD = "elsewhere use hpc-elastic status --watch"

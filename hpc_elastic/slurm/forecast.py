@@ -1,0 +1,348 @@
+"""Forecast of the starts of a run's tasks, from what an ordinary user may read of Slurm. Pure.
+
+A run is one task for each node, so it grows whenever one node is free for one task. There are two
+sources:
+
+- **The nodes' outlook**: a node is free at once, or when the last job on it reaches its time limit,
+  and not while backfill has planned a waiting job there. It includes the queue as far as backfill
+  has planned it, and no other rule of the cluster.
+- **``sbatch --test-only``**: Slurm's own estimate, for the run's own time limit. It includes
+  features of nodes, reservations and the jobs of users that are hidden. Waiting jobs of a higher
+  priority are included as their node time divided by the nodes of the partition, which delays every
+  estimate by as much, also one for a gap that backfill fills at once (22.05 to 26.05). So the later
+  of both counts only where no job waits; else the test counts for nodes with an unknown time only.
+
+Both count time limits, so a job that ends early lets a run start sooner. Unknown are: nodes whose
+jobs are hidden or have no time limit; nodes that are planned for a job without a visible plan; and
+waiting jobs that backfill has not planned. `Outlook` counts them. Neither source includes a
+preemption, or a job that is submitted later.
+
+`expected_start` is the forecast for the waiting tasks of a submitted run: Slurm's own plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpc_elastic._util import counted, duration
+from hpc_elastic.config.schema import NodeRange
+from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
+from hpc_elastic.slurm.parsing import QueuedJob
+
+SAME_S = 60.0
+"""Starts less far apart are one: backfill makes a pass each half minute."""
+FAR_S = 30 * 86_400.0
+"""Without time limits Slurm expects an end in a year: a time further ahead than this is unknown."""
+LIMITS_S = tuple(60.0 * minutes for minutes in (1440, 720, 480, 240, 120, 60, 30, 20, 10))
+"""Shorter time limits that are tried beside a run's own."""
+_MOST_SHAPES = 4
+_NO_RESERVE_S = 60.0
+
+_MARKS = "~#%!+-"
+"""Marks of sinfo behind a state that keep no task away: power saving, and a plan (-)."""
+_AHEAD = ("", "Priority", "Resources")
+"""Reasons of jobs that wait for nodes."""
+
+
+# ---- the nodes
+
+
+@dataclass(frozen=True)
+class NodeOutlook:
+    """One node that takes jobs.
+
+    Attributes:
+        gaps: Spans without a job in Unix seconds, in order; the last one is infinite. None if it is
+            unknown when the node is free.
+        is_busy: Whether it has a job now.
+        is_planned: Whether it is idle, and backfill has planned a waiting job there.
+    """
+
+    gaps: tuple[tuple[float, float], ...] | None
+    is_busy: bool = False
+    is_planned: bool = False
+
+    def windows(self, limit_s: float) -> list[tuple[float, float]]:
+        """Return the spans in which a task with this time limit may start; none if unknown."""
+        return [
+            (begin, math.inf if end == math.inf else end - limit_s)
+            for begin, end in self.gaps or ()
+            if end - begin >= limit_s
+        ]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The nodes of the wanted partitions that take jobs, and the queue before them.
+
+    Attributes:
+        nodes: The nodes.
+        num_out: Number of nodes that take no jobs: out of service, or in a reservation.
+        num_waiting: Number of jobs that wait for nodes, of array elements each.
+        num_unplanned: Number of these whose planned start is not visible.
+    """
+
+    nodes: tuple[NodeOutlook, ...]
+    num_out: int = 0
+    num_waiting: int = 0
+    num_unplanned: int = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Number of idle nodes, those included that are planned for a waiting job."""
+        return sum(not node.is_busy for node in self.nodes)
+
+    @property
+    def num_planned(self) -> int:
+        """Number of idle nodes that are planned for a waiting job."""
+        return sum(node.is_planned for node in self.nodes)
+
+    @property
+    def num_busy(self) -> int:
+        """Number of nodes with a job."""
+        return sum(node.is_busy for node in self.nodes)
+
+    @property
+    def num_unknown_ends(self) -> int:
+        """Number of busy nodes that are free at an unknown time."""
+        return sum(node.is_busy and node.gaps is None for node in self.nodes)
+
+    @property
+    def num_unknown_plans(self) -> int:
+        """Number of idle nodes that are planned for a job whose plan is not visible."""
+        return sum(not node.is_busy and node.gaps is None for node in self.nodes)
+
+
+def outlook(
+    states: Mapping[str, str],
+    jobs: Iterable[QueuedJob],
+    now: float,
+    *,
+    partitions: Sequence[str] = (),
+    are_jobs_hidden: bool = False,
+) -> Outlook:
+    """Return the outlook of some nodes.
+
+    Args:
+        states: State of each node in sinfo's words, marks included.
+        jobs: The jobs that squeue lists, of all partitions: those of others use the same nodes.
+        now: Unix seconds.
+        partitions: The wanted partitions, for the waiting jobs.
+        are_jobs_hidden: Whether the site hides the jobs of other users, so that a node with a
+            visible job may have others.
+    """
+    ends: dict[str, list[float | None]] = {}
+    plans: dict[str, list[tuple[float, float]]] = {}
+    num_waiting = num_unplanned = 0
+    for job in jobs:
+        if not job.waits:
+            for node in job.nodes:
+                ends.setdefault(node, []).append(job.ends_at)
+            continue
+        if job.reason in _AHEAD and set(job.partitions) & set(partitions):
+            num_waiting += job.num_tasks
+            # of an array, squeue has the plan of one element
+            num_unplanned += job.num_tasks - (job.starts_at is not None)
+        begin = max(now, job.starts_at or now)
+        for node in job.nodes if job.starts_at is not None else ():
+            end = math.inf if job.limit_s is None else begin + job.limit_s
+            plans.setdefault(node, []).append((begin, end))
+    nodes: list[NodeOutlook] = []
+    num_out = 0
+    for name, state in states.items():
+        word = state.rstrip(_MARKS)
+        planned, occupied = sorted(plans.get(name, ())), ends.get(name, [])
+        if word in ("idle", "planned"):
+            is_planned = bool(planned) or word == "planned" or "-" in state
+            is_known = bool(planned) or not is_planned
+            gaps = _gaps(now, planned) if is_known else None
+            nodes.append(NodeOutlook(gaps, is_planned=is_planned))
+        elif word in ("allocated", "mixed", "completing"):
+            is_complete = bool(occupied) and not (are_jobs_hidden and word == "mixed")
+            known = [end for end in occupied if end is not None and end - now < FAR_S]
+            is_known = is_complete and len(known) == len(occupied)
+            free_at = max([now, *known])
+            gaps = _gaps(free_at, planned) if is_known or word == "completing" else None
+            nodes.append(NodeOutlook(gaps, is_busy=True))
+        else:
+            num_out += 1
+    return Outlook(tuple(nodes), num_out, num_waiting, num_unplanned)
+
+
+def _gaps(
+    free_at: float, planned: Sequence[tuple[float, float]]
+) -> tuple[tuple[float, float], ...]:
+    """Return the spans of a node without a job, from when it is free on."""
+    gaps: list[tuple[float, float]] = []
+    at = free_at
+    for begin, end in planned:
+        if begin > at:
+            gaps.append((at, begin))
+        at = max(at, end)
+    return (*gaps, *([(at, math.inf)] if at < math.inf else []))
+
+
+# ---- the shapes of a request
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One time limit of the tasks, and when Slurm would start them at the latest.
+
+    Attributes:
+        limit_s: The time limit; infinite without a limit.
+        starts: When the first, second and each further node is free, in Unix seconds; nodes with an
+            unknown time are left out.
+        together: When the minimum is free at the same time; None if unknown.
+        tested: Number of nodes -> when Slurm would start a job of as many, by ``sbatch
+            --test-only``.
+        is_queue_empty: Whether no job waits, so that no start is earlier than as tested.
+    """
+
+    limit_s: float
+    starts: tuple[float, ...]
+    together: float | None = None
+    tested: Mapping[int, float] = field(default_factory=dict)
+    is_queue_empty: bool = False
+
+    def start_of(self, number: int) -> float | None:
+        """Return when the run has this many nodes; None if unknown."""
+        if number <= len(self.starts):
+            counts = self.tested.items() if self.is_queue_empty else ()
+            return max(self.starts[number - 1], *(at for n, at in counts if n <= number), 0.0)
+        return min((at for nodes, at in self.tested.items() if nodes >= number), default=None)
+
+    def start_of_run(self, nodes: NodeRange, *, coallocated: bool = False) -> float | None:
+        """Return when the run has its minimum; None if unknown."""
+        at = self.start_of(nodes.min)
+        if not coallocated or at is None or self.together is None:
+            return at
+        return max(at, self.together)
+
+    def growth(self, nodes: NodeRange, *, coallocated: bool = False) -> list[tuple[int, float]]:
+        """Return the sizes of the run and when it has them; starts within `SAME_S` are one step.
+
+        It ends where further starts are unknown.
+        """
+        first = self.start_of_run(nodes, coallocated=coallocated)
+        steps: list[tuple[int, float]] = []
+        for number in range(nodes.min, nodes.max + 1, nodes.unit):
+            at = self.start_of(number)
+            if at is None or first is None:
+                break
+            at = max(at, first)
+            if steps and at - steps[-1][1] < SAME_S:
+                steps[-1] = (number, steps[-1][1])
+            else:
+                steps.append((number, at))
+        return steps
+
+
+def shapes(
+    found: Outlook, limit_s: float, nodes: NodeRange, now: float, *, fits_any_gap: bool = False
+) -> list[Shape]:
+    """Return a run's own time limit, and shorter ones that let it start sooner or with more nodes.
+
+    Args:
+        found: The nodes.
+        limit_s: The time limit of the run's tasks; infinite without a limit.
+        nodes: Its nodes.
+        now: Unix seconds.
+        fits_any_gap: Whether the QOS has the flag NoReserve: backfill plans its tasks as jobs of a
+            minute, so they start in any gap with their whole time limit.
+
+    Returns:
+        The run's own shape, then shorter ones, the longest first.
+    """
+    kept: list[Shape] = []
+    for limit in (limit_s, *(shorter for shorter in LIMITS_S if shorter < limit_s)):
+        planned_s = min(limit, _NO_RESERVE_S) if fits_any_gap else limit
+        windows = [windows for node in found.nodes if (windows := node.windows(planned_s))]
+        starts = sorted(at for spans in windows if (at := spans[0][0]) - now < FAR_S)
+        shape = Shape(limit, tuple(starts[: nodes.max]), _together(windows, nodes.min))
+        if not kept or _is_better(shape, kept[-1], nodes, now):
+            kept.append(shape)
+    return kept[:_MOST_SHAPES]
+
+
+def _together(windows: Iterable[Sequence[tuple[float, float]]], number: int) -> float | None:
+    """Return the first time at which a number of nodes may start a task; None if there is none."""
+    changes = [change for spans in windows for b, e in spans for change in ((b, 0), (e, 1))]
+    free = 0
+    for at, is_end in sorted(changes):
+        free += -1 if is_end else 1
+        if free == number and not is_end:
+            return at
+    return None
+
+
+def _is_better(shape: Shape, other: Shape, nodes: NodeRange, now: float) -> bool:
+    """Return whether a shorter time limit gives the run an earlier start, or more nodes at once."""
+    mine, others = (s.start_of(nodes.min) or math.inf for s in (shape, other))
+    if others - mine >= SAME_S:
+        return True
+    at_once = [sum(at - now < SAME_S for at in s.starts) for s in (shape, other)]
+    return at_once[0] > at_once[1] and at_once[0] >= nodes.min
+
+
+def soonest(found: Sequence[Shape], nodes: NodeRange, *, coallocated: bool = False) -> Shape | None:
+    """Return the shape with the earliest start, of equal ones the longest; None if unknown."""
+    starts = [(s.start_of_run(nodes, coallocated=coallocated), s) for s in found]
+    known = [(at, shape) for at, shape in starts if at is not None]
+    if not known:
+        return None
+    first = min(at for at, _ in known)
+    return next(shape for at, shape in known if at - first < SAME_S)
+
+
+# ---- the waiting tasks of a submitted run
+
+
+@dataclass(frozen=True)
+class ExpectedStart:
+    """The start of the next waiting task of a run.
+
+    Attributes:
+        at: When Slurm expects it, in Unix seconds; None if unknown.
+        not_before: When it may start at the earliest; None if at any time.
+        why: Why `at` is unknown; None if it is known.
+    """
+
+    at: float | None = None
+    not_before: float | None = None
+    why: str | None = None
+
+
+def expected_start(tasks: Iterable[TaskState], now: float) -> ExpectedStart | None:
+    """Return when the next of a run's tasks is expected to start; None if none of them waits.
+
+    Args:
+        tasks: The tasks as squeue lists them.
+        now: Unix seconds.
+    """
+    waiting = [task for task in tasks if task.phase is Phase.PENDING]
+    if not waiting:
+        return None
+    planned, later = list[float](), list[float]()
+    for task in waiting:
+        if task.starts_in_s is not None:
+            (later if task.reason in ("", "BeginTime") else planned).append(task.starts_in_s)
+    if planned and min(planned) < FAR_S:
+        return ExpectedStart(at=now + max(0.0, min(planned)))
+    if planned:
+        what = f"Slurm plans it in {duration(min(planned))}: jobs before it have no time limit"
+        return ExpectedStart(why=what)
+    if len(later) == len(waiting):
+        return ExpectedStart(
+            not_before=now + max(0.0, min(later)), why="it is back in the queue, with a delay"
+        )
+    counts = Counter(task.reason or task.state for task in waiting)
+    reasons = ", ".join(f"{counted(num, 'task')} {reason}" for reason, num in counts.items())
+    remedies = {remedy(task.reason) for task in waiting}
+    if None not in remedies:
+        what = "; ".join(sorted(filter(None, remedies)))
+        return ExpectedStart(why=f"no task can start ({reasons}): {what}")
+    return ExpectedStart(why=f"Slurm has planned no start ({reasons})")

@@ -1,0 +1,218 @@
+"""Time limits of waiting tasks, fitted to the holes that other jobs leave (``launcher.time_min``).
+
+Backfill starts a task between other jobs only if its whole time limit fits there. On a busy cluster
+most idle nodes are needed again within minutes, so a task with a limit of an hour does not get
+them. sbatch's ``--time-min`` is meant for this and does not help: from Slurm 20.11 to 25.05.2 the
+backfill scheduler gives such a task exactly the minimum, on an empty cluster too, and the task
+keeps that limit after each requeue. So the run sets the limits itself:
+
+- The owner of a pending job may set its limit to any value up to the partition's. (That of a
+  running job can only be lowered.)
+- Every user may read which nodes are idle, where and when the scheduler plans to start other jobs,
+  and which nodes are reserved, unless the site hides it (PrivateData).
+
+At each check the first waiting tasks get the lengths of the holes, the longest first, since Slurm
+tries tasks in the same order. The others get the full limit. A task that returns to the queue gets
+the full limit with the time of its next start (`requeue`).
+
+A hole may be shorter than it seems, because the job that is to start there is hidden. So a node
+that remains idle is offered shorter limits, one rung of `LADDER_S` after the other, and then the
+longest one again.
+
+Without a process of the run that watches the queue, nothing would fit the limits to holes that come
+later. Then the waiting tasks get limits from the ladder, so that one of them fits into any hole;
+the run's leader is back as soon as it has started.
+
+Measured on Slurm 22.05; read in the sources of ``sched/backfill`` (``time_min``) and of
+``slurmctld/job_mgr.c`` (``_update_job``) of 22.05 to 26.05.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.job_state import Phase, TaskState, queue_name
+from hpc_elastic.slurm.parsing import NodeClaim
+from hpc_elastic.slurm.requeue import current_names, jobs_of
+
+_log = logging.getLogger(__name__)
+
+LADDER_S = tuple(60.0 * minutes for minutes in (90, 56, 34, 22, 14, 8, 6, 4, 2))
+"""Limits between the full one and the least, the longest first."""
+CHECK_S = 15.0
+"""Seconds between two checks while tasks wait."""
+CHECK_SELDOM_S = 60.0
+"""The same while none waits."""
+_PASS_S = 30.0
+"""Seconds until the next pass of backfill (bf_interval): the hole is shorter then."""
+_TRIES = 4
+"""Checks at which a node may be idle although a task fits there, before a shorter limit is tried:
+two passes of backfill."""
+_MOST = 20
+"""Tasks whose limit differs from the full one, at most. Slurm keeps a record of each element that
+was updated, and backfill plans for this many of an array (bf_max_job_array_resv)."""
+
+
+def hole_lengths(
+    idle: Iterable[str], claims: Iterable[NodeClaim], own: Iterable[str]
+) -> dict[str, float]:
+    """Return the seconds until each idle node is needed by another job; infinite if never (pure).
+
+    Args:
+        idle: The idle nodes.
+        claims: What is planned on nodes: jobs that wait, and reservations.
+        own: Ids of the run's jobs. Jobs behind all of them in the same queue end no hole: backfill
+            plans them around a task that starts now.
+    """
+    claims, own = list(claims), set(own)
+    mine = [claim for claim in claims if claim.job in own]
+    lengths = dict.fromkeys(idle, float("inf"))
+    for claim in claims:
+        is_behind = bool(mine) and all(claim.is_behind(each) for each in mine)
+        if claim.job in own or is_behind:
+            continue
+        for node in claim.nodes:
+            if node in lengths:
+                lengths[node] = min(lengths[node], claim.starts_in_s)
+    return lengths
+
+
+@dataclass
+class LimitFitter:
+    """The decision about time limits (pure).
+
+    Attributes:
+        time_s: The full limit.
+        time_min_s: The least limit with which a task is worth its start.
+    """
+
+    time_s: float
+    time_min_s: float
+    _offered: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Node -> the limit that fitted there, and for how many checks it was tried."""
+
+    def limits(
+        self, waiting: Sequence[str], holes: Mapping[str, float], *, is_watched: bool = True
+    ) -> dict[str, float]:
+        """Return the time limit of each waiting task, in seconds.
+
+        Args:
+            waiting: The waiting tasks, in the order in which Slurm tries them.
+            holes: Node -> seconds for which it is idle.
+            is_watched: Whether a task runs, so that there are further checks.
+        """
+        offers = {node: self._offer(node, length) for node, length in holes.items()}
+        fitting = [node for node, (limit_s, _) in offers.items() if limit_s >= self.time_min_s]
+        fitting.sort(key=offers.__getitem__, reverse=True)
+        placed = dict(zip(waiting[:_MOST], fitting, strict=False))
+        self._offered = {node: offers[node] for node in placed.values()}
+        found = {**dict.fromkeys(waiting, self.time_s), **{t: offers[placed[t]][0] for t in placed}}
+        if not is_watched:
+            rest = waiting[len(placed) : _MOST]
+            rungs = [self.time_s, *self._rungs_below(self.time_s)]
+            for number, task in enumerate(reversed(rest)):  # the last one fits anywhere
+                found[task] = rungs[-1 - number * len(rungs) // len(rest)]
+        return found
+
+    def _offer(self, node: str, length_s: float) -> tuple[float, int]:
+        """Return the limit to be tried on a node, in whole minutes, and how often it was tried."""
+        limit_s = self.time_s
+        if length_s - _PASS_S < limit_s:
+            limit_s = (length_s - _PASS_S) // 60 * 60
+        last_s, num_tried = self._offered.get(node, (limit_s, 0))
+        if num_tried < _TRIES:
+            return min(limit_s, last_s), num_tried + 1
+        shorter = self._rungs_below(last_s)
+        return min(limit_s, shorter[0]) if shorter else limit_s, 1
+
+    def _rungs_below(self, limit_s: float) -> list[float]:
+        """Return the limits of the ladder that are shorter, the least one included."""
+        rungs = [rung for rung in LADDER_S if self.time_min_s < rung < limit_s]
+        return [*rungs, self.time_min_s] if limit_s > self.time_min_s else rungs
+
+
+class TimeSlots:
+    """Fits the limits of the waiting tasks of runs by Slurm's commands.
+
+    At most four queries and a few updates a check, whatever the number of nodes. Methods raise
+    `SlurmError` if Slurm does not answer, and `OSError` if the submission's files cannot be read.
+
+    Args:
+        shares: Runs of one submission, with the slots whose tasks are fitted. These have the same
+            partition, ``time_s`` and ``time_min_s``.
+        partition: The partition of the tasks, if the runs name none; None: the default one.
+        client: Runs Slurm's commands.
+        leads: Whether this is the leader of the only run. Otherwise tasks of runs that have a node
+            are left alone: their leaders fit them.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[tuple[RunSpec, range]],
+        partition: str | None,
+        client: SlurmClient,
+        *,
+        leads: bool = False,
+    ) -> None:
+        first = shares[0][0].of_slot(shares[0][1].start)
+        assert first.time_s is not None and first.time_min_s is not None
+        self._shares = shares
+        self._partition = first.partition or partition
+        self._client = client
+        self._leads = leads
+        # Slurm counts whole minutes, and rounds up
+        self._fitter = LimitFitter(-(-first.time_s // 60) * 60, -(-first.time_min_s // 60) * 60)
+        self._lock = threading.Lock()
+        self._next_check = 0.0
+        self.has_fitted = False
+        """Whether `fit_if_due` was called."""
+
+    def fit_if_due(self) -> None:
+        """Call `fit`, unless the last check was just now, or is not answered yet."""
+        self.has_fitted = True
+        if self._lock.locked() or time.monotonic() < self._next_check:
+            return
+        are_waiting = self.fit()
+        self._next_check = time.monotonic() + (CHECK_S if are_waiting else CHECK_SELDOM_S)
+
+    def fit(self) -> bool:
+        """Set the limits of the waiting tasks; return whether any task waits."""
+        with self._lock:
+            jobs = dict.fromkeys(job for spec, _ in self._shares for job in jobs_of(spec) if job)
+            listed = self._client.tasks(jobs)
+            waiting: list[TaskState] = []
+            is_watched = False
+            for spec, slots in self._shares:
+                states = [listed.get(queue_name(name)) for name in current_names(spec)]
+                is_running = any(state and state.phase is Phase.RUNNING for state in states)
+                is_watched |= is_running and self._leads
+                if is_running and not self._leads:
+                    continue
+                for state in states[slots.start : slots.stop]:
+                    # a co-allocated job, which has no index, is never in a hole
+                    if state and state.phase is Phase.PENDING and "_" in state.task:
+                        waiting.append(state)
+            if not waiting:
+                return False
+            waiting.sort(key=lambda state: state.is_held)  # those cannot start yet
+            idle = self._client.idle_nodes(self._partition)
+            claims = self._client.node_claims() if idle else []
+            holes = hole_lengths(idle, claims, jobs)
+            tasks = [state.task for state in waiting]
+            self._set(waiting, self._fitter.limits(tasks, holes, is_watched=is_watched))
+            return True
+
+    def _set(self, waiting: Iterable[TaskState], limits: Mapping[str, float]) -> None:
+        changed: dict[float, list[str]] = {}
+        for state in waiting:
+            if state.time_left_s != limits[state.task]:
+                changed.setdefault(limits[state.task], []).append(state.task)
+        for limit_s, tasks in changed.items():
+            _log.info("time limit of %g min: %s", limit_s / 60, ", ".join(tasks))
+            self._client.set_time_limit(tasks, limit_s)

@@ -1,0 +1,76 @@
+"""`hpc-elastic when`, and the next node in `status`, beside a queue that backfill has planned."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from sweeps import ROOT, eventually
+
+HOUR = 3600.0
+
+
+def command(slurm, folder, *argv) -> dict:
+    """What a command prints as JSON."""
+    done = subprocess.run(
+        slurm.on_login([sys.executable, "-m", "hpc_elastic", *map(str, argv)]), cwd=folder,
+        env={**os.environ, **slurm.env}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def sbatch(slurm, *options: str) -> str:
+    """Submit a job that sleeps; return its id."""
+    argv = ["sbatch", "--parsable", "--exclusive", "-o", "/dev/null", *options]
+    return slurm.run([*argv, "--wrap", "sleep 600"]).stdout.strip()
+
+
+def start_of(slurm, job: str) -> str:
+    """The planned or real start of a job, as squeue prints it."""
+    return slurm.run(["squeue", "-h", "-j", job, "-o", "%S"]).stdout.strip()
+
+
+@pytest.fixture
+def queue(slurm):
+    """All nodes but one are busy for an hour; then a job of all nodes is planned for two hours."""
+    num = len(slurm.nodes)
+    jobs = [sbatch(slurm, f"-N{num - 1}", "-t", "60")]
+    eventually(lambda: "20" in start_of(slurm, jobs[0]), "the other job runs")
+    jobs.append(sbatch(slurm, f"-N{num}", "-t", "120"))
+    eventually(lambda: start_of(slurm, jobs[1]) not in ("", "N/A"), "the start is planned")
+    sinfo = ["sinfo", "-h", "-p", "low", "-o", "%T"]
+    eventually(lambda: "planned" in slurm.run(sinfo).stdout, "a node is planned")
+    yield jobs
+    slurm.run(["scancel", *jobs])
+
+
+def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
+    """A task of half an hour starts in the gap at once; the next node is planned in three hours."""
+    for name in ("train.py", "train.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    arguments = ("train.py", "launcher=slurm", "launcher.partition=low", "nodes=1:2")
+    found = command(slurm, tmp_path, "when", "--json", *arguments, "launcher.time=240")
+    own, shorter = found["shapes"][0], found["shapes"][found["soonest"]]
+    assert (found["idle"], found["planned"], found["unknown"]) == (1, 1, 0)
+    assert own["starts_at"] - found["time"] == pytest.approx(3 * HOUR, abs=300)
+    assert shorter["time_limit_s"] == HOUR / 2 and shorter["starts_at"] - found["time"] < 60
+    assert shorter["growth"][0]["nodes"] == 1 and "1" in found["test_only"]
+    assert not list(tmp_path.glob("multirun"))
+
+    run = sweep(
+        "nodes=1:2", "epochs=3", "pause_s=0.25", "launcher.time=30", "launcher.partition=low"
+    )
+    eventually(lambda: len(run.events("first_step")) == 1, "it trains in the gap")
+
+    def is_planned() -> bool:
+        """Whether its plan is that of a pass of backfill after the start of the first task."""
+        at = command(slurm, tmp_path, "status", "--json", run.run())["next_node"]["at"]
+        return at is not None and at - time.time() == pytest.approx(3 * HOUR, abs=300)
+
+    eventually(is_planned, "the second task is planned in three hours")
+    run.hurry()
+    eventually((run.run() / "result.json").exists, "it has ended")

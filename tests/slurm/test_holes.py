@@ -1,0 +1,67 @@
+"""Runs in the holes between other jobs (``launcher.time_min``)."""
+
+import pytest
+from counting import counting, undisturbed_loss
+from sweeps import eventually, hosts
+
+
+@pytest.fixture
+def limits(slurm):
+    """Return the time limits of a run's tasks by state, in squeue's words."""
+
+    def read(job: str) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        columns = "State:0|,TimeLimit:0"
+        for line in slurm.run(["squeue", "-h", "-r", "-j", job, "-O", columns]).stdout.split():
+            state, _, limit = line.partition("|")
+            found.setdefault(state, set()).add(limit)
+        return found
+
+    return read
+
+
+def test_a_run_trains_until_another_job_needs_its_nodes(slurm, sweep, tmp_path, limits):
+    """Each task starts in the hole with what is left of it; one that returns has all its time."""
+    held = ["--exclusive", "-o", "/dev/null", "--wrap", "sleep 3600"]
+    before = slurm.run(["sbatch", "--parsable", "-N1", "-t", "7", *held]).stdout.strip()
+    eventually(lambda: limits(before).get("RUNNING"), "a job takes one of four nodes")
+    after = slurm.run(["sbatch", "--parsable", "-N4", "-t", "10", *held]).stdout.strip()
+    planned = ["squeue", "-h", "-j", after, "-O", "SchedNodes:0"]
+    eventually(lambda: "node" in slurm.run(planned).stdout, "another one waits for all four")
+
+    run = counting(sweep, tmp_path / "run", "nodes=2:4", "launcher.time=60", "launcher.time_min=2")
+    eventually(lambda: 3 in run.sweep.group_sizes(), "the other three nodes train")
+    job = run.sweep.events("round")[-1]["members"][0]["task"].partition("_")[0]
+    found = limits(job)
+    assert found["PENDING"] == {"1:00:00"}
+    assert found["RUNNING"] <= {"3:00", "4:00", "5:00", "6:00"}
+
+    slurm.run(["scancel", before, after])
+    slurm.preempt(hosts(run.sweep)[:1], for_s=1)
+    eventually(lambda: "1:00:00" in limits(job).get("RUNNING", ()), "a task is back")
+    run.hurry()
+    output = run.sweep.output()
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert run.audit().returncode == 0
+    assert run.sweep.value() == pytest.approx(undisturbed_loss(), rel=0.01)
+
+
+def test_a_run_has_nodes_of_two_partitions(slurm, sweep, tmp_path):
+    """Those that can be preempted go and come, and the others train on."""
+    pools = "launcher.pools=[{partition:high,nodes:2,time:60},{partition:low,nodes:2}]"
+    run = counting(sweep, tmp_path / "run", "nodes=2:4", pools)
+    eventually(lambda: 4 in run.sweep.group_sizes(), "all four nodes train")
+    listed = slurm.run(["squeue", "-h", "-r", "-O", "Partition:0|,TimeLimit:0|,NodeList:0"]).stdout
+    rows = [line.strip().split("|") for line in listed.splitlines()]
+    spot = [node for partition, _, node in rows if partition == "low"]
+    assert sorted(partition for partition, *_ in rows) == ["high", "high", "low", "low"]
+    assert {limit for partition, limit, _ in rows if partition == "high"} == {"1:00:00"}
+
+    slurm.preempt(spot, for_s=5)
+    eventually(lambda: run.sweep.group_sizes()[-1] == 2, "two nodes are left")
+    assert set(hosts(run.sweep)).isdisjoint(spot)
+    eventually(lambda: run.sweep.group_sizes()[-1] == 4, "the others are back")
+    run.hurry()
+    output = run.sweep.output()
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert run.audit().returncode == 0 and run.is_complete()

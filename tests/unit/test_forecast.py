@@ -1,0 +1,174 @@
+"""The forecast of the starts of a run's tasks, from what squeue, sinfo and sbatch print."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from hpc_elastic.config.schema import NodeRange
+from hpc_elastic.slurm.forecast import (
+    NodeOutlook,
+    Shape,
+    expected_start,
+    outlook,
+    shapes,
+    soonest,
+)
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.parsing import QueuedJob
+
+NOW = 1_900_000_000.0
+HOUR = 3600.0
+RUNS = QueuedJob("RUNNING", ("n2",), ends_at=NOW + 2 * HOUR, limit_s=4 * HOUR)
+PLANNED = QueuedJob("PENDING", ("n1", "n2"), NOW + 2 * HOUR, limit_s=HOUR, num_nodes=2)
+WAITS = QueuedJob("PENDING", limit_s=HOUR, partitions=("gpu",), reason="Priority")
+STATES = {"n1": "idle", "n2": "allocated"}
+HOLES = {"n1": "planned", "n2": "allocated"}
+
+
+def starts(states, jobs, limit_s=4 * HOUR, **more):
+    """When each node of a few may start a task, in hours from now."""
+    found = outlook(states, jobs, NOW, **more)
+    (own, *_) = shapes(found, limit_s, NodeRange(1, 8), NOW)
+    return [(at - NOW) / HOUR for at in own.starts]
+
+
+def test_a_node_is_free_at_once_or_when_its_last_job_is_at_its_time_limit():
+    """Of several jobs the last one counts; one that is over its time counts as now."""
+    assert starts(STATES, [RUNS]) == [0, 2]
+    assert starts(STATES, [RUNS, replace(RUNS, ends_at=NOW + HOUR)]) == [0, 2]
+    assert starts(STATES, [replace(RUNS, ends_at=NOW - 60)]) == [0, 0]
+    assert starts({"n1": "completing"}, []) == [0]
+
+
+def test_a_task_starts_before_a_planned_job_only_if_its_time_limit_fits():
+    """Else after that job; a planned start that has passed is now."""
+    assert starts(HOLES, [RUNS, PLANNED], 2 * HOUR) == [0, 3]
+    assert starts(HOLES, [RUNS, PLANNED], 4 * HOUR) == [3, 3]
+    assert starts(HOLES, [RUNS, replace(PLANNED, starts_at=NOW - 5)], HOUR) == [1, 2]
+    assert starts(HOLES, [RUNS, replace(PLANNED, limit_s=None)], 4 * HOUR) == []
+    assert starts(HOLES, [RUNS, PLANNED], math.inf) == [3, 3]
+    assert starts(HOLES, [RUNS, replace(PLANNED, limit_s=365 * 86400.0)]) == []
+
+
+@pytest.mark.parametrize(
+    ("states", "jobs", "known", "unknown"),
+    [
+        ({"n2": "allocated"}, [], [], (1, 0)),
+        ({"n2": "allocated"}, [replace(RUNS, ends_at=None)], [], (1, 0)),
+        ({"n2": "allocated"}, [replace(RUNS, ends_at=NOW + 365 * 86400)], [], (1, 0)),
+        ({"n2": "mixed"}, [RUNS], [2], (0, 0)),
+        ({"n1": "planned"}, [], [], (0, 1)),
+        ({"n1": "idle-"}, [], [], (0, 1)),
+        ({"n1": "idle~"}, [], [0], (0, 0)),
+        ({"n1": "idle*", "n2": "drained", "n3": "reserved", "n4": "idle$"}, [], [], (0, 0)),
+    ],
+)
+def test_a_node_whose_jobs_or_plan_are_not_visible_is_counted_as_unknown(
+    states, jobs, known, unknown
+):
+    """Nothing is made up for it; nodes that take no jobs are neither."""
+    assert starts(states, jobs) == known
+    found = outlook(states, jobs, NOW)
+    assert (found.num_unknown_ends, found.num_unknown_plans) == unknown
+    assert found.num_idle + found.num_busy + found.num_out == len(states)
+
+
+def test_a_shared_node_with_a_visible_job_may_have_hidden_ones():
+    """Where the site hides the jobs of others."""
+    found = outlook({"n2": "mixed"}, [RUNS], NOW, are_jobs_hidden=True)
+    assert found.num_unknown_ends == 1
+    assert not outlook({"n2": "allocated"}, [RUNS], NOW, are_jobs_hidden=True).num_unknown_ends
+
+
+def test_waiting_jobs_are_counted_if_they_wait_for_these_nodes():
+    """Each element of an array; not those of other partitions, or that wait for something else."""
+    planned = replace(PLANNED, partitions=("gpu",), num_tasks=3)
+    jobs = [WAITS, replace(WAITS, num_tasks=4), replace(WAITS, partitions=("cpu",)),
+            replace(WAITS, reason="Dependency"), planned]  # fmt: skip
+    found = outlook(HOLES, jobs, NOW, partitions=["gpu"])
+    assert (found.num_waiting, found.num_unplanned) == (8, 7)
+
+
+def test_a_shorter_time_limit_is_shown_if_it_starts_sooner_or_on_more_nodes():
+    """With a gap of two hours, two hours are; one hour brings nothing more."""
+    found = outlook(HOLES, [RUNS, PLANNED], NOW)
+    nodes = NodeRange(1, 2)
+    own, shorter = shapes(found, 4 * HOUR, nodes, NOW)
+    assert (own.limit_s, shorter.limit_s) == (4 * HOUR, 2 * HOUR)
+    assert soonest([own, shorter], nodes) is shorter
+    assert shapes(outlook(STATES, [RUNS], NOW), 4 * HOUR, nodes, NOW)[1:] == []
+    more = outlook({**HOLES, "n3": "idle"}, [RUNS, PLANNED], NOW)
+    own, shorter = shapes(more, 4 * HOUR, nodes, NOW)
+    assert soonest([own, shorter], nodes) is own and shorter.limit_s == 2 * HOUR
+
+
+def test_a_task_that_reserves_nothing_starts_in_any_gap():
+    """Measured: eight hours of a QOS with NoReserve started in a gap of one hour."""
+    found = outlook(HOLES, [RUNS, PLANNED], NOW)
+    (own,) = shapes(found, 8 * HOUR, NodeRange(1, 2), NOW, fits_any_gap=True)
+    assert [(at - NOW) / HOUR for at in own.starts] == [0, 3]
+
+
+def test_a_coallocated_minimum_needs_its_nodes_at_the_same_time():
+    """A gap that ends before the second node is free is of no use."""
+    gap = NodeOutlook(((NOW, NOW + HOUR), (NOW + 5 * HOUR, math.inf)))
+    later = NodeOutlook(((NOW + 2 * HOUR, math.inf),))
+    found = replace(outlook({}, [], NOW), nodes=(gap, later))
+    (own, *_) = shapes(found, HOUR, NodeRange(2, 2), NOW)
+    assert own.start_of_run(NodeRange(2, 2)) == NOW + 2 * HOUR
+    assert own.start_of_run(NodeRange(2, 2), coallocated=True) == NOW + 5 * HOUR
+
+
+def test_sbatch_counts_where_no_job_waits_or_a_node_is_unknown():
+    """It adds the mean wait of all jobs to each estimate, also to that of a node that is idle."""
+    nodes = NodeRange(1, 8)
+    own = Shape(HOUR, (NOW, NOW, NOW + HOUR), tested={1: NOW + 600, 8: NOW + 3 * HOUR})
+    assert own.start_of_run(nodes) == NOW
+    assert own.growth(nodes) == [(2, NOW), (3, NOW + HOUR), (8, NOW + 3 * HOUR)]
+    alone = replace(own, is_queue_empty=True)
+    assert alone.start_of_run(nodes) == NOW + 600
+    assert alone.growth(nodes)[:2] == [(2, NOW + 600), (3, NOW + HOUR)]
+    early = replace(own, tested={8: NOW})
+    assert early.growth(nodes)[-1] == (8, NOW + HOUR), "a run does not shrink"
+    assert Shape(HOUR, (NOW,)).growth(nodes) == [(1, NOW)]
+    assert Shape(HOUR, ()).growth(nodes) == [] and soonest([Shape(HOUR, ())], nodes) is None
+
+
+def test_a_run_grows_by_whole_units():
+    """Of four nodes with a unit of two, three are two."""
+    own = Shape(HOUR, (NOW, NOW, NOW + HOUR, NOW + 2 * HOUR))
+    assert own.growth(NodeRange(2, 4, 2)) == [(2, NOW), (4, NOW + 2 * HOUR)]
+
+
+def waiting(reason: str, starts_in_s: float | None = None) -> TaskState:
+    """A task that waits."""
+    return TaskState("7_1", "PENDING", reason, starts_in_s=starts_in_s)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "at", "not_before", "why"),
+    [
+        ([waiting("Resources", 600.0), waiting("Priority", 900.0)], 600, None, None),
+        ([waiting("Resources", -3.0)], 0, None, None),
+        ([waiting("BeginTime", 60.0), waiting("Resources", 900.0)], 900, None, None),
+        ([waiting("BeginTime", 60.0)], None, 60, "back in the queue"),
+        ([waiting("Resources", 365 * 86400.0)], None, None, "in 365 d"),
+        ([waiting("Resources"), waiting("Priority")], None, None,
+         "no start (1 task Resources, 1 task Priority)"),
+        ([waiting("BeginTime", 60.0), waiting("Priority")], None, None, "planned no start"),
+        ([waiting("QOSMaxJobsPerUserLimit")], None, None, "1 task QOSMaxJobsPerUserLimit"),
+        ([waiting("PartitionDown")], None, None, "no task can start"),
+    ],
+)  # fmt: skip
+def test_the_next_node_of_a_run_is_expected_when_slurm_has_planned_it(tasks, at, not_before, why):
+    """A hold after a requeue is no plan, and a start in a year is none; the reason is given."""
+    found = expected_start([TaskState("7_0", "RUNNING"), *tasks], NOW)
+    assert found.at == (None if at is None else NOW + at)
+    assert found.not_before == (None if not_before is None else NOW + not_before)
+    assert found.why is None if why is None else why in found.why
+
+
+def test_a_run_without_a_waiting_task_expects_no_node():
+    """All run, or have ended."""
+    assert expected_start([TaskState("7_0", "RUNNING"), TaskState("7_1", "COMPLETED")], NOW) is None

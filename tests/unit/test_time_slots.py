@@ -1,0 +1,102 @@
+"""Time limits of waiting tasks: lengths of holes, and which limit is tried where."""
+
+from math import inf
+
+import pytest
+
+from hpc_elastic.slurm.parsing import NodeClaim, parse_planned, parse_reservations
+from hpc_elastic.slurm.time_slots import LADDER_S, LimitFitter, hole_lengths
+
+FULL_S = 3600.0
+
+
+@pytest.fixture
+def fitter():
+    """Tasks of an hour, which are worth their start for four minutes."""
+    return LimitFitter(FULL_S, 240.0)
+
+
+def minutes(limits):
+    """Return limits in minutes."""
+    return {task: limit_s / 60 for task, limit_s in limits.items()}
+
+
+def test_a_hole_ends_where_another_job_is_to_start():
+    """The earliest claim on a node counts; a node without one is idle for good."""
+    claims = [
+        NodeClaim(("n1", "n2"), 900.0, "7", "gpu", 5),
+        NodeClaim(("n2",), 300.0),
+        NodeClaim((), inf, "8", "gpu", 9),
+    ]
+    assert hole_lengths(["n1", "n2", "n3"], claims, ["9"]) == {"n1": 900, "n2": 300, "n3": inf}
+
+
+@pytest.mark.parametrize(
+    ("partition", "priority", "length_s"),
+    [("gpu", 4, inf), ("gpu", 5, 60.0), ("gpu", 6, 60.0), ("other", 4, 60.0)],
+)
+def test_a_job_behind_the_run_in_the_same_queue_ends_no_hole(partition, priority, length_s):
+    """Backfill plans it around a task that starts now; the run's own plans end none either."""
+    claims = [
+        NodeClaim(("n1",), 30.0, "9", "gpu", 5),
+        NodeClaim(("n1",), 60.0, "7", partition, priority),
+    ]
+    assert hole_lengths(["n1"], claims, ["9"]) == {"n1": length_s}
+
+
+def test_the_first_tasks_get_the_longest_holes(fitter):
+    """In whole minutes, with time for the next pass of backfill; the others get the full limit."""
+    holes = {"n1": 630.0, "n2": inf, "n3": 1200.0, "n4": 269.0}
+    limits = fitter.limits(list("abcd"), holes)
+    assert minutes(limits) == {"a": 60, "b": 19, "c": 10, "d": 60}, "n4 is too short"
+
+
+def test_a_hole_that_shrinks_is_followed(fitter):
+    """A task that has not started gets less, and nothing once the rest is too short."""
+    assert minutes(fitter.limits(["a"], {"n1": 400.0})) == {"a": 6}
+    assert minutes(fitter.limits(["a"], {"n1": 340.0})) == {"a": 5}
+    assert minutes(fitter.limits(["a"], {"n1": 240.0})) == {"a": 60}
+
+
+def test_a_node_that_remains_idle_is_tried_with_shorter_limits(fitter):
+    """Down the ladder to the least limit, and then with the longest one again."""
+    tried = [fitter.limits(["a"], {"n1": inf})["a"] / 60 for _ in range(60)]
+    assert list(dict.fromkeys(tried)) == [60, 56, 34, 22, 14, 8, 6, 4]
+    assert tried.count(60) > tried.count(4), "it begins again"
+    assert minutes(fitter.limits(["a"], {"n2": inf})) == {"a": 60}, "another node is another hole"
+
+
+def test_nobody_watches_tasks_of_a_run_that_has_no_node(fitter):
+    """One of them fits into any hole; those that fit into one already are not touched."""
+    limits = minutes(fitter.limits(list("abcdefghi"), {"n1": inf}, is_watched=False))
+    assert list(limits.values()) == [60, 60, 56, 34, 22, 14, 8, 6, 4]
+    assert minutes(fitter.limits(["a", "b"], {}, is_watched=False)) == {"a": 22, "b": 4}
+    tasks = [f"7_{i}" for i in range(30)]
+    limits = minutes(fitter.limits(tasks, {}, is_watched=False))
+    assert {limits[t] for t in tasks[20:]} == {60}, "Slurm keeps a record of each"
+    assert set(minutes(fitter.limits(tasks, {})).values()) == {60}, "with a leader all are full"
+
+
+def test_the_least_limit_may_be_all_there_is():
+    """time_min = time: the limit never changes."""
+    assert LimitFitter(600.0, 600.0).limits(["a"], {"n1": 650.0}, is_watched=False) == {"a": 600}
+    assert list(LADDER_S) == sorted(LADDER_S, reverse=True)
+
+
+def test_plans_and_reservations_are_read():
+    """As squeue and scontrol print them; a job without a plan has no nodes."""
+    planned = parse_planned(
+        "2|low|4294901758|2030-01-01T00:10:00|node[1-3]\n"
+        "3|low|4294901757|N/A|(null)\n",
+        0.0,
+    )  # fmt: skip
+    assert [claim.nodes for claim in planned] == [("node1", "node2", "node3"), ()]
+    assert planned[0].is_behind(planned[1]) is False and planned[1].is_behind(planned[0]) is True
+    assert planned[1].starts_in_s == inf
+    (reserved,) = parse_reservations(
+        "ReservationName=r StartTime=2030-01-01T00:10:00 EndTime=2030-01-01T01:10:00 "
+        "Duration=01:00:00 Nodes=node[1-2] NodeCnt=2 Flags=MAINT,SPEC_NODES State=INACTIVE\n",
+        planned[0].starts_in_s - 60,
+    )
+    assert (reserved.nodes, reserved.starts_in_s) == (("node1", "node2"), 60.0)
+    assert parse_reservations("No reservations in the system\n", 0.0) == []

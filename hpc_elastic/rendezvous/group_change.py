@@ -435,8 +435,8 @@ def should_scale_up(
     return ScaleUpDecision(len(staying) if saved > cost else 0, why)
 
 
-_FEW_DEPARTURES = 2
-"""Fewer show no rate."""
+_LEAST_DEPARTURES = 5
+"""Fewer show no rate: they may be one burst, e.g. two nodes that somebody asks to leave."""
 MEASURED_STEPS = 20
 """Steps of a round from which on its step time is known."""
 
@@ -509,7 +509,7 @@ class ProgressEstimator:
 
     @property
     def _round_s(self) -> float | None:
-        if self._began_at is None or self._num_departures < _FEW_DEPARTURES:
+        if self._began_at is None or self._num_departures < _LEAST_DEPARTURES:
             return None
         return (self._last_at - self._began_at) / self._num_departures
 

@@ -62,7 +62,7 @@ def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
     assert not list(tmp_path.glob("multirun"))
 
     run = sweep(
-        "nodes=1:2", "epochs=3", "pause_s=0.25", "launcher.time=30", "launcher.partition=low"
+        "nodes=1:2", "epochs=1000", "pause_s=0.25", "launcher.time=30", "launcher.partition=low"
     )
     eventually(lambda: len(run.events("first_step")) == 1, "it trains in the gap")
 
@@ -72,5 +72,4 @@ def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
         return at is not None and at - time.time() == pytest.approx(3 * HOUR, abs=300)
 
     eventually(is_planned, "the second task is planned in three hours")
-    run.hurry()
-    eventually((run.run() / "result.json").exists, "it has ended")
+    run.process.terminate()

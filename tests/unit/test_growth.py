@@ -157,16 +157,17 @@ def test_rounds_last_as_long_as_between_two_departures():
     """The mean counts from the first round, until now; growth does not count."""
     estimate = ProgressEstimator()
     estimate.on_close(100.0)
-    estimate.on_break(400.0, departs=True)
-    assert estimate.outlook.round_s is None  # one departure shows no rate
-    estimate.on_close(401.0)
+    for departed_at in (200.0, 201.0, 300.0, 400.0):
+        estimate.on_break(departed_at, departs=True)
+        estimate.on_close(departed_at + 0.5)
+    assert estimate.outlook.round_s is None  # a burst shows no rate
     estimate.on_break(500.0)
     estimate.on_close(501.0)
     estimate.on_break(700.0, departs=True)
-    assert estimate.outlook.round_s == 300.0
+    assert estimate.outlook.round_s == 120.0
     estimate.on_close(701.0)
     estimate.record_step(1, None, 1100.0)
-    assert estimate.outlook.round_s == 500.0
+    assert estimate.outlook.round_s == 200.0
 
 
 # ---- the round ----------------------------------------------------------------------------
@@ -243,14 +244,15 @@ def test_the_decision_is_logged_again_only_when_it_changes():
 def test_departures_are_counted_and_growth_is_not():
     """A node that is lost, and one that is preempted, break a round; a newcomer does too."""
     m = training(A, B, scale_up="immediate")
-    m.join(C, 10.0)
-    close(m, (A, B), (A, B, C), 10.0)
-    m.agent_lost(C, "silent", 110.0)
-    close(m, (A, B), (A, B), 110.0)
+    for joined_at in (10.0, 110.0, 210.0, 310.0):
+        m.join(C, joined_at)
+        close(m, (A, B), (A, B, C), joined_at)
+        m.agent_lost(C, "silent", joined_at + 50.0)
+        close(m, (A, B), (A, B), joined_at + 50.0)
     assert m.run.estimator.outlook.round_s is None
-    m.noticed(B, "signal", 5.0, 210.0)
-    m.agent_lost(B, "left", 212.0)
-    assert m.run.estimator.outlook.round_s == pytest.approx(106.0, abs=1.0)
+    m.noticed(B, "signal", 5.0, 410.0)
+    m.agent_lost(B, "left", 412.0)
+    assert m.run.estimator.outlook.round_s == pytest.approx(412.0 / 5, abs=1.0)
 
 
 def close(m, again, members, now) -> None:

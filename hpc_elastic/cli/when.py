@@ -20,7 +20,7 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.submit import dry_run
 from hpc_elastic.errors import SlurmCommandError, SubmissionError
 from hpc_elastic.slurm import forecast as outlooks
-from hpc_elastic.slurm.forecast import FAR_S, SAME_S, Outlook, Shape
+from hpc_elastic.slurm.forecast import FAR_S, NO_RESERVE_S, SAME_S, Outlook, Shape, TaskTerms
 
 if TYPE_CHECKING:
     from hpc_elastic.config.schema import RunSettings, SlurmSettings
@@ -66,7 +66,7 @@ def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
 
     Nothing is submitted, and no run directory is written. The forecast is made of what every user
     may read: the states of nodes, the ends and planned starts of jobs, and `sbatch --test-only`.
-    At most eleven of Slurm's commands are called.
+    At most eleven of Slurm's commands are called, and three for each further pool.
 
     Of a sweep, the first run counts. If SCRIPT fails, this command returns its exit code.
     """
@@ -168,42 +168,62 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         ConfigError: sbatch would refuse the run; names the key.
         SlurmCommandError: Slurm does not answer.
     """
+    from hpc_elastic.config.parse import time_limit_s
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.slurm import refusal
     from hpc_elastic.run.directory import ArrayFiles, RunDir
     from hpc_elastic.shared_files import read_json
     from hpc_elastic.slurm.client import SiteClient
+    from hpc_elastic.slurm.parsing import selected
 
     client = client or SiteClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
     settings = resolve(read_json(RunDir(next(iter(runs))).settings) or {})
-    launcher: Any = settings.launcher
     config, partitions = client.config(), client.all_partitions()
-    wanted = (launcher.partition or "").split(",")
-    chosen = [p for p in partitions if p.name in wanted or (p.is_default and wanted == [""])]
-    names = [partition.name for partition in chosen]
-    states = client.each_node(",".join(names) or launcher.partition)
+    launchers: list[Any] = [own for _, own in settings.shares]
+    asked = {own.partition: selected(partitions, own.partition) for own in launchers}
+    names = list(dict.fromkeys(p.name for chosen in asked.values() for p in chosen))
+    listed = {
+        wanted: client.each_node(",".join(p.name for p in chosen) or wanted)
+        for wanted, chosen in asked.items()
+    }
+    states = {node: state for each in listed.values() for node, state in each.items()}
     jobs, now = client.queue(), time.time()
     found = outlooks.outlook(
-        _allowed(states, launcher.exclude), jobs, now,
+        _allowed(states, settings.launcher), jobs, now,
         partitions=names, are_jobs_hidden=_hides_jobs(config),
     )  # fmt: skip
-    limit_s = _limit_s(launcher, chosen)
-    fits_any_gap = _has_no_reserve(launcher.qos, client)
-    own, *shorter = outlooks.shapes(found, limit_s, settings.nodes, now, fits_any_gap=fits_any_gap)
     notes = [*_notes(settings, found, config)]
-    if fits_any_gap:
-        notes.append(
-            f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "
-            "preempted when the planned jobs start"
-        )
+    pools: list[TaskTerms] = []
+    for (slots, _), own in zip(settings.shares, launchers, strict=True):
+        gap_s = None if own.time_min is None else time_limit_s(own.time_min)
+        if _has_no_reserve(own.qos, client):
+            gap_s = NO_RESERVE_S
+            notes.append(
+                f"QOS {own.qos} has NoReserve: its tasks start in gaps of any length, and are "
+                "preempted when the planned jobs start"
+            )
+        elif gap_s is not None:
+            notes.append(
+                f"launcher.time_min={own.time_min}: tasks start in gaps that are as long, and "
+                "return to the queue at their ends"
+            )
+        limit_s, here = _limit_s(own, asked[own.partition]), frozenset(listed[own.partition])
+        pools.append(TaskTerms(limit_s, gap_s, len(slots), here))
+    own, *shorter = outlooks.shapes(found, pools, settings.nodes, now)
     tested: dict[int, float] = {}
-    for number in dict.fromkeys((1, settings.nodes.min, settings.nodes.max)):
+    for script, launcher in zip(scripts, launchers, strict=False):
+        try:
+            at = _test(client, script, 1)
+        except SlurmCommandError as e:
+            raise refusal(e, launcher, client) from e
+        if at is not None and at - now < FAR_S:
+            tested[1] = min(at, tested.get(1, math.inf))
+    several = {settings.nodes.min, settings.nodes.max} if len(pools) == 1 else set()
+    for number in sorted(several - {1}):
         try:
             at = _test(client, scripts[0], number)
         except SlurmCommandError as e:
-            if number == 1:
-                raise refusal(e, launcher, client) from e
             notes.append(f"sbatch --test-only, {number} nodes: {' '.join(e.stderr.split())}")
             continue
         if at is not None and at - now < FAR_S:
@@ -222,7 +242,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     best = outlooks.soonest(
         shapes, settings.nodes, coallocated=getattr(launcher, "coallocate_min", False)
     )
-    return RunForecast(now, settings, names, limit_s, found, shapes, best, tuple(notes))
+    return RunForecast(now, settings, names, own.limit_s, found, shapes, best, tuple(notes))
 
 
 def _test(client: SiteClient, script: Path, number: int) -> float | None:
@@ -245,10 +265,10 @@ def _has_no_reserve(qos: str | None, client: SiteClient) -> bool:
         return False
 
 
-def _allowed(states: Mapping[str, str], excluded: str | None) -> dict[str, str]:
+def _allowed(states: Mapping[str, str], launcher: Any) -> dict[str, str]:
     from hpc_elastic.slurm.nodelist import expand
 
-    left_out = set(expand(excluded or ""))
+    left_out = set(expand(launcher.exclude or ""))
     return {node: state for node, state in states.items() if node not in left_out}
 
 

@@ -243,23 +243,27 @@ def _pool_contradictions(nodes: NodeRange, settings: SlurmSettings) -> Iterator[
             remedy = "give the number of its nodes, at least 1"
             yield ConfigError(f"{key}.{at}.nodes", pool.nodes, remedy)
         time, time_min = pool.time or settings.time, pool.time_min or settings.time_min
-        yield from _time_min_contradictions(f"{key}.{at}.time_min", time_min, time)
+        yield from _gap_contradictions(f"{key}.{at}", time, time_min, pool.harvest)
     if not pools:
-        yield from _time_min_contradictions("launcher.time_min", settings.time_min, settings.time)
+        given = settings.time, settings.time_min, settings.harvest
+        yield from _gap_contradictions("launcher", *given)
 
 
-def _time_min_contradictions(
-    key: str, time_min: str | None, time: str | None
+def _gap_contradictions(
+    where: str, time: str | None, time_min: str | None, harvest: str | None
 ) -> Iterator[ConfigError]:
-    if time_min is None:
-        return
-    least_s, full_s = time_limit_s(time_min), None if time is None else time_limit_s(time)
+    full_s = None if time is None else time_limit_s(time)
     if full_s is None:
         remedy = "needs launcher.time: the wall time that a task gets where nothing is in its way"
-        yield ConfigError(key, time_min, remedy)
-    elif least_s is None or not 60 <= least_s <= full_s:
-        remedy = f"allowed is at least a minute, and at most launcher.time ({time})"
-        yield ConfigError(key, time_min, remedy)
+        if time_min is not None:
+            yield ConfigError(f"{where}.time_min", time_min, remedy)
+        if harvest not in (None, "off"):
+            yield ConfigError(f"{where}.harvest", harvest, remedy)
+    elif time_min is not None:
+        least_s = time_limit_s(time_min)
+        if least_s is None or not 60 <= least_s <= full_s:
+            remedy = f"allowed is at least a minute, and at most launcher.time ({time})"
+            yield ConfigError(f"{where}.time_min", time_min, remedy)
 
 
 def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:

@@ -173,6 +173,8 @@ class PoolSettings:
     """Wall time of one task."""
     time_min: str | None = None
     """The least wall time for which a task starts."""
+    harvest: Literal["off", "auto", "ladder"] | None = None
+    """How its tasks fill gaps between other jobs."""
     preempt_grace_s: float | None = None
     """Seconds between SIGTERM and SIGKILL of a preempted node."""
 
@@ -198,6 +200,11 @@ class SlurmSettings(LauncherSettings):
     """The least wall time for which a task starts, such as ``10``: between other jobs a task starts
     with as much of ``time`` as is left there, and returns to the queue at its end. null: with all
     of ``time`` only."""
+    harvest: Literal["off", "auto", "ladder"] = "off"
+    """How tasks start in gaps between other jobs. ``auto``: by what the site offers, a preemptible
+    QOS with NoReserve, if ``qos`` is not given, else ``time_min`` (5 minutes if not given).
+    ``ladder``: ``time_min`` without a look at other jobs: the waiting tasks have limits of several
+    lengths."""
     gpus_per_node: int | str | None = None
     """``2`` or ``'a100:2'``."""
     cpus_per_node: int | None = None

@@ -12,7 +12,7 @@ from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, un
 from hpc_elastic.doctor.probe_task import FolderFacts
 from hpc_elastic.errors import near_miss
 from hpc_elastic.shared_files import LOCAL, SANDBOX, Mount
-from hpc_elastic.slurm.parsing import Partition, Qos
+from hpc_elastic.slurm.parsing import Partition, Qos, preemptible_qos
 
 _SHORT_KILL_WAIT_S = 10
 _SHORT_TIME_S = 600.0
@@ -242,14 +242,12 @@ def _standby(cluster: ClusterFacts) -> Finding:
     why = "a preemptible run starts in gaps that are too short for other jobs"
     if "qos" in cluster.problems:
         return unknown(check, f"sacctmgr does not answer: {cluster.problems['qos']}", why)
-    by_qos = cluster.setting("PreemptType") == "preempt/qos"
-    usual = cluster.setting("PreemptMode")
+    config = cluster.config or {}
     is_enforced = {"qos", "all"} & set(cluster.setting("AccountingStorageEnforce").split(","))
     found = [
-        f"QOS {_describe_qos(qos, usual)}"
+        f"QOS {_describe_qos(qos, qos.mode(config))}"
         + (", not offered to you" if is_enforced and qos.name not in cluster.offered_qos else "")
-        for qos in cluster.qos
-        if by_qos and any(qos.name in other.preempts for other in cluster.qos)
+        for qos in preemptible_qos(cluster.qos, config)
     ]
     if cluster.setting("PreemptType") == "preempt/partition_prio":
         modes = {p.name: p.preempt_mode.upper().split(",") for p in cluster.partitions}
@@ -263,11 +261,10 @@ def _standby(cluster: ClusterFacts) -> Finding:
     return ok(check, "; ".join(found) or nothing, why)
 
 
-def _describe_qos(qos: Qos, usual: str) -> str:
+def _describe_qos(qos: Qos, mode: str) -> str:
     """Return a QOS in words: ``standby (NoReserve, REQUEUE, GraceTime 2 min)``."""
-    mode = usual if qos.preempt_mode == "cluster" else qos.preempt_mode
     flags = ["NoReserve"] if "NoReserve" in qos.flags else []
-    return f"{qos.name} ({', '.join([*flags, mode.upper(), f'GraceTime {duration(qos.grace_s)}'])})"
+    return f"{qos.name} ({', '.join([*flags, mode, f'GraceTime {duration(qos.grace_s)}'])})"
 
 
 def _process_tracking(cluster: ClusterFacts) -> Finding:

@@ -8,11 +8,13 @@ the script.
 
 from __future__ import annotations
 
+import getpass
+import math
 import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,9 @@ from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, RunSpec, Submission
 from hpc_elastic.slurm import requeue
-from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.parsing import Partition, Preemption
+from hpc_elastic.slurm.parsing import Partition, Preemption, Qos, preemptible_qos, selected
 from hpc_elastic.slurm.time_slots import TimeSlots
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
@@ -235,7 +237,7 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
 
 
 def query_partitions(
-    runs: Sequence[RunRequest], client: SlurmClient | None = None
+    runs: Sequence[RunRequest], client: SiteClient | None = None
 ) -> list[list[Preemption]]:
     """Return how tasks of each run's pools are preempted; check that partitions can hold the run.
 
@@ -248,8 +250,8 @@ def query_partitions(
     """
 
     @cache
-    def query(partition: str | None) -> Preemption:
-        return (client or SlurmClient()).preemption(partition)
+    def query(partition: str | None, qos: str | None) -> Preemption:
+        return (client or SiteClient()).preemption(partition, qos)
 
     found: list[list[Preemption]] = []
     notes: dict[str, None] = {}
@@ -258,12 +260,118 @@ def query_partitions(
         partitions: dict[str, Partition] = {}
         for _, launcher in run.settings.shares:
             assert isinstance(launcher, SlurmSettings)
-            known.append(query(launcher.partition))
+            known.append(query(launcher.partition, launcher.qos))
             partitions |= {partition.name: partition for partition in known[-1].partitions}
             if note := _time_note(launcher, known[-1].partitions):
                 notes[note] = None
         _require_nodes(run.settings, list(partitions.values()))
         found.append(known)
+    for note in notes:
+        print(note, file=sys.stderr)
+    return found
+
+
+# ---- launcher.harvest
+
+_LEAST_SLOT = "5"
+"""``launcher.time_min`` where it is not given, in minutes."""
+
+
+@dataclass(frozen=True)
+class HarvestSite:
+    """What a cluster offers to a run that fills gaps.
+
+    Attributes:
+        config: Settings of slurm.conf.
+        partitions: The partitions.
+        qos: Preemptible QOS with the flag NoReserve that this user may name: backfill takes their
+            jobs for jobs of a minute, so they start in any gap, and planned jobs preempt them.
+    """
+
+    config: Mapping[str, str]
+    partitions: Sequence[Partition] = ()
+    qos: Sequence[Qos] = ()
+
+    @classmethod
+    def query(cls, client: SiteClient) -> HarvestSite:
+        """Query Slurm. What it does not answer is missing: then gaps are filled without it."""
+        config: Mapping[str, str] = {}
+        try:
+            config = client.config()
+            partitions = client.all_partitions()
+            preemptible = preemptible_qos(client.all_qos(), config)
+            offered = client.offered_qos(getpass.getuser()) if preemptible else frozenset()
+        except SlurmCommandError:  # no accounting, or it is private
+            return cls(config)
+        if not {"qos", "all"} & set(config.get("AccountingStorageEnforce", "").split(",")):
+            offered |= {qos.name for qos in preemptible}
+        found = (q for q in preemptible if "NoReserve" in q.flags and q.name in offered)
+        return cls(config, partitions, [q for q in found if "REQUEUE" in q.mode(config)])
+
+
+def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSettings, str]:
+    """Return settings without ``harvest=auto``, and the reason as a sentence (pure).
+
+    Args:
+        launcher: The settings of a run or of one of its pools, with launcher.harvest.
+        site: What the cluster offers; not read unless it is ``auto``.
+    """
+    usual = min(_LEAST_SLOT, launcher.time or "", key=lambda time: time_limit_s(time) or math.inf)
+    slots = replace(launcher, time_min=launcher.time_min or usual)
+    shown = f"launcher.time_min={slots.time_min}"
+    if launcher.harvest == "ladder":
+        return slots, f"waiting tasks have limits of several lengths, from {shown} on"
+    chosen = selected(site.partitions, launcher.partition)
+    for qos in site.qos:
+        if launcher.qos in (None, qos.name) and all(p.allows(qos.name) for p in chosen):
+            what = f"tasks start in gaps of any length with QOS {qos.name}, which is preemptible"
+            return replace(launcher, qos=qos.name, time_min=None, harvest="off"), what
+    if "backfill" not in site.config.get("SchedulerType", "backfill"):
+        what = f"no effect, {site.config['SchedulerType']} starts no task in a gap"
+        return replace(launcher, harvest="off"), what
+    if "jobs" in site.config.get("PrivateData", "").lower().split(","):
+        what = (
+            f"the site hides the plans for other jobs (PrivateData), so limits vary from {shown} on"
+        )
+        return replace(slots, harvest="ladder"), what
+    return replace(slots, harvest="off"), f"tasks start in gaps that are long enough for {shown}"
+
+
+def choose_harvest(
+    requests: Sequence[RunRequest], client: SiteClient | None = None
+) -> list[RunRequest]:
+    """Return runs whose settings have what ``launcher.harvest=auto`` is on this cluster.
+
+    A run that is resumed keeps what was chosen. The choice is printed.
+    """
+
+    @cache
+    def site() -> HarvestSite:
+        return HarvestSite.query(client or SiteClient())
+
+    notes: dict[str, None] = {}
+
+    def chosen(launcher: SlurmSettings) -> SlurmSettings:
+        if launcher.harvest == "off":
+            return launcher
+        needed = site() if launcher.harvest == "auto" else HarvestSite({})
+        found, why = harvest_terms(launcher, needed)
+        notes[f"launcher.harvest={launcher.harvest}: {why}"] = None
+        return found
+
+    found: list[RunRequest] = []
+    for request in requests:
+        launcher: Any = request.settings.launcher
+        own: list[Any] = [chosen(share) for _, share in request.settings.shares]  # type: ignore[arg-type]
+        if launcher.pools:
+            pools = [
+                replace(pool, qos=terms.qos, time_min=terms.time_min, harvest=terms.harvest)
+                for pool, terms in zip(launcher.pools, own, strict=True)
+            ]
+            launcher = replace(launcher, pools=pools)
+        else:
+            launcher = own[0]
+        found.append(replace(request, settings=replace(request.settings, launcher=launcher)))
     for note in notes:
         print(note, file=sys.stderr)
     return found

@@ -174,7 +174,7 @@ def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepar
 
 
 def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
-    """Return the plan for runs in one sweep directory.
+    """Return the plan for runs in one sweep directory; launcher.harvest is decided here.
 
     Raises:
         ConfigError: Two runs would share a directory, settings of the sweep differ, or a run may
@@ -195,9 +195,10 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
                 raise ConfigError("launcher.global_batch", batch, wrong)
     launcher, size = requests[0].settings.launcher, 1 << 30
     if isinstance(launcher, SlurmSettings):
-        from hpc_elastic.launcher.slurm import max_array_size
+        from hpc_elastic.launcher.slurm import choose_harvest, max_array_size
 
         size = max_array_size(dry_run=launcher.dry_run)
+        requests = choose_harvest(requests)
     return make_plan(requests, submission, max_array_size=size, first_array=next_array(submission))
 
 
@@ -332,6 +333,7 @@ def make_spec(
         partition=pools[0].partition,
         time_s=pools[0].time_s,
         time_min_s=pools[0].time_min_s,
+        time_ladder=pools[0].time_ladder,
         whole_nodes=all(pool.whole_nodes for pool in pools),
         pools=pools if len(pools) > 1 else [],
         env=dict(launcher.env),
@@ -354,8 +356,9 @@ def _pool(
         preempt_grace_s = launcher.preempt_grace_s
         kill_wait_s = min(kill_wait_s, preempt_grace_s)
     partition = time = time_min = None
+    time_ladder = False
     if isinstance(launcher, SlurmSettings):
-        partition = launcher.partition
+        partition, time_ladder = launcher.partition, launcher.harvest == "ladder"
         if not launcher.dry_run:  # else it is submitted by hand, perhaps with another time
             time, time_min = launcher.time, launcher.time_min
     return Pool(
@@ -363,6 +366,7 @@ def _pool(
         partition,
         None if time is None else time_limit_s(time),
         None if time_min is None else time_limit_s(time_min),
+        time_ladder,
         preempt_grace_s,
         kill_wait_s,
         batch_script.has_whole_nodes(launcher),

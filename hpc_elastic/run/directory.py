@@ -101,6 +101,7 @@ class Pool:
     partition: str | None
     time_s: float | None
     time_min_s: float | None
+    time_ladder: bool
     preempt_grace_s: float
     kill_wait_s: float
     whole_nodes: bool
@@ -147,6 +148,8 @@ class RunSpec:
     """Time limit that each task was submitted with; None: none, or not known exactly."""
     time_min_s: float | None = None
     """The least time limit of a waiting task (`slurm.time_slots`); None: its limit is fixed."""
+    time_ladder: bool = False
+    """Whether the limits of waiting tasks are chosen without a look at other jobs."""
     whole_nodes: bool = False
     """Whether each task requests whole nodes, which it does not share with other jobs."""
     pools: list[Pool] = field(default_factory=list)

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_elastic import _util
@@ -134,23 +135,6 @@ class SlurmClient:
     def config(self) -> dict[str, str]:
         """Return the cluster's settings by name, as in slurm.conf."""
         return parsing.parse_config(self._run(["scontrol", "show", "config"]))
-
-    def preemption(self, partition: str | None) -> parsing.Preemption:
-        """Return how a task in these partitions is preempted (login node).
-
-        If Slurm does not answer this is Slurm's default, with a warning in the log.
-
-        Args:
-            partition: As given to sbatch: a name or several with commas; None: the default one.
-        """
-        try:
-            config = self._run(["scontrol", "show", "config"])
-            partitions = self._run(["scontrol", "-a", "-o", "show", "partition"])
-        except SlurmCommandError as e:
-            what = "how tasks are preempted is unknown (%s): no grace time is assumed"
-            _log.warning(what, e)
-            return parsing.Preemption()
-        return parsing.parse_preemption(config, partitions, partition)
 
     def partitions(self) -> list[str]:
         """Return the names of the cluster's partitions, those hidden from the user included."""
@@ -518,6 +502,33 @@ class SiteClient(SlurmClient):
             return parsing.parse_queue(output)
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
+
+    def preemption(self, partition: str | None, qos: str | None = None) -> parsing.Preemption:
+        """Return how a task in these partitions is preempted (login node).
+
+        If Slurm does not answer this is Slurm's default, with a warning in the log.
+
+        Args:
+            partition: As given to sbatch: a name or several with commas; None: the default one.
+            qos: As given to sbatch. Where QOS preempt each other, its grace counts, if it is known.
+        """
+        try:
+            config = self._run(["scontrol", "show", "config"])
+            partitions = self._run(["scontrol", "-a", "-o", "show", "partition"])
+        except SlurmCommandError as e:
+            what = "how tasks are preempted is unknown (%s): no grace time is assumed"
+            _log.warning(what, e)
+            return parsing.Preemption()
+        found = parsing.parse_preemption(config, partitions, partition)
+        if parsing.parse_config(config).get("PreemptType") != "preempt/qos":
+            return found
+        try:
+            listed = [] if qos is None else self.all_qos()
+        except SlurmCommandError as e:
+            _log.warning("the grace of QOS %s is unknown (%s): none is assumed", qos, e)
+            listed = []
+        grace_s = next((each.grace_s for each in listed if each.name == qos), 0.0)
+        return replace(found, grace_s=int(grace_s))
 
     def all_qos(self) -> list[parsing.Qos]:
         """Return every QOS of the accounting."""

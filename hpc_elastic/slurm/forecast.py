@@ -39,7 +39,9 @@ FAR_S = 30 * 86_400.0
 LIMITS_S = tuple(60.0 * minutes for minutes in (1440, 720, 480, 240, 120, 60, 30, 20, 10))
 """Shorter time limits that are tried beside a run's own."""
 _MOST_SHAPES = 4
-_NO_RESERVE_S = 60.0
+NO_RESERVE_S = 60.0
+"""How long a gap must be for tasks of a QOS with NoReserve, which backfill takes for jobs of a
+minute. They start with their whole time limit."""
 
 _MARKS = "~#%!+-"
 """Marks of sinfo behind a state that keep no task away: power saving, and a plan (-)."""
@@ -79,13 +81,13 @@ class Outlook:
     """The nodes of the wanted partitions that take jobs, and the queue before them.
 
     Attributes:
-        nodes: The nodes.
+        nodes: The nodes by name.
         num_out: Number of nodes that take no jobs: out of service, or in a reservation.
         num_waiting: Number of jobs that wait for nodes, of array elements each.
         num_unplanned: Number of these whose planned start is not visible.
     """
 
-    nodes: tuple[NodeOutlook, ...]
+    nodes: Mapping[str, NodeOutlook]
     num_out: int = 0
     num_waiting: int = 0
     num_unplanned: int = 0
@@ -93,27 +95,27 @@ class Outlook:
     @property
     def num_idle(self) -> int:
         """Number of idle nodes, those included that are planned for a waiting job."""
-        return sum(not node.is_busy for node in self.nodes)
+        return sum(not node.is_busy for node in self.nodes.values())
 
     @property
     def num_planned(self) -> int:
         """Number of idle nodes that are planned for a waiting job."""
-        return sum(node.is_planned for node in self.nodes)
+        return sum(node.is_planned for node in self.nodes.values())
 
     @property
     def num_busy(self) -> int:
         """Number of nodes with a job."""
-        return sum(node.is_busy for node in self.nodes)
+        return sum(node.is_busy for node in self.nodes.values())
 
     @property
     def num_unknown_ends(self) -> int:
         """Number of busy nodes that are free at an unknown time."""
-        return sum(node.is_busy and node.gaps is None for node in self.nodes)
+        return sum(node.is_busy and node.gaps is None for node in self.nodes.values())
 
     @property
     def num_unknown_plans(self) -> int:
         """Number of idle nodes that are planned for a job whose plan is not visible."""
-        return sum(not node.is_busy and node.gaps is None for node in self.nodes)
+        return sum(not node.is_busy and node.gaps is None for node in self.nodes.values())
 
 
 def outlook(
@@ -150,7 +152,7 @@ def outlook(
         for node in job.nodes if job.starts_at is not None else ():
             end = math.inf if job.limit_s is None else begin + job.limit_s
             plans.setdefault(node, []).append((begin, end))
-    nodes: list[NodeOutlook] = []
+    nodes: dict[str, NodeOutlook] = {}
     num_out = 0
     for name, state in states.items():
         word = state.rstrip(_MARKS)
@@ -159,17 +161,17 @@ def outlook(
             is_planned = bool(planned) or word == "planned" or "-" in state
             is_known = bool(planned) or not is_planned
             gaps = _gaps(now, planned) if is_known else None
-            nodes.append(NodeOutlook(gaps, is_planned=is_planned))
+            nodes[name] = NodeOutlook(gaps, is_planned=is_planned)
         elif word in ("allocated", "mixed", "completing"):
             is_complete = bool(occupied) and not (are_jobs_hidden and word == "mixed")
             known = [end for end in occupied if end is not None and end - now < FAR_S]
             is_known = is_complete and len(known) == len(occupied)
             free_at = max([now, *known])
             gaps = _gaps(free_at, planned) if is_known or word == "completing" else None
-            nodes.append(NodeOutlook(gaps, is_busy=True))
+            nodes[name] = NodeOutlook(gaps, is_busy=True)
         else:
             num_out += 1
-    return Outlook(tuple(nodes), num_out, num_waiting, num_unplanned)
+    return Outlook(nodes, num_out, num_waiting, num_unplanned)
 
 
 def _gaps(
@@ -241,36 +243,77 @@ class Shape:
         return steps
 
 
-def shapes(
-    found: Outlook, limit_s: float, nodes: NodeRange, now: float, *, fits_any_gap: bool = False
-) -> list[Shape]:
+@dataclass(frozen=True)
+class TaskTerms:
+    """What the tasks of a run, or of one of its pools, ask for.
+
+    Attributes:
+        limit_s: Their time limit; infinite without a limit.
+        gap_s: The shortest gap in which one starts; None: as long as its time limit.
+        number: How many there are; None: as many as the run has.
+        nodes: Names of the nodes on which they may run; None: all.
+    """
+
+    limit_s: float
+    gap_s: float | None = None
+    number: int | None = None
+    nodes: frozenset[str] | None = None
+
+    def windows(self, found: Outlook, limit_s: float) -> dict[str, list[tuple[float, float]]]:
+        """Return the spans in which a task may start by node, with this time limit at most."""
+        planned_s = min(limit_s, self.limit_s, math.inf if self.gap_s is None else self.gap_s)
+        allowed = found.nodes if self.nodes is None else found.nodes.keys() & self.nodes
+        spans = {name: found.nodes[name].windows(planned_s) for name in sorted(allowed)}
+        return {name: windows for name, windows in spans.items() if windows}
+
+
+def shapes(found: Outlook, pools: Sequence[TaskTerms], nodes: NodeRange, now: float) -> list[Shape]:
     """Return a run's own time limit, and shorter ones that let it start sooner or with more nodes.
 
     Args:
         found: The nodes.
-        limit_s: The time limit of the run's tasks; infinite without a limit.
+        pools: What its tasks ask for; a shorter limit counts for those with a longer one.
         nodes: Its nodes.
         now: Unix seconds.
-        fits_any_gap: Whether the QOS has the flag NoReserve: backfill plans its tasks as jobs of a
-            minute, so they start in any gap with their whole time limit.
 
     Returns:
         The run's own shape, then shorter ones, the longest first.
     """
     kept: list[Shape] = []
-    for limit in (limit_s, *(shorter for shorter in LIMITS_S if shorter < limit_s)):
-        planned_s = min(limit, _NO_RESERVE_S) if fits_any_gap else limit
-        windows = [windows for node in found.nodes if (windows := node.windows(planned_s))]
-        starts = sorted(at for spans in windows if (at := spans[0][0]) - now < FAR_S)
-        shape = Shape(limit, tuple(starts[: nodes.max]), _together(windows, nodes.min))
+    own_s = max(pool.limit_s for pool in pools)
+    for limit_s in (own_s, *(shorter for shorter in LIMITS_S if shorter < own_s)):
+        windows: dict[str, list[tuple[float, float]]] = {}
+        starts: list[tuple[float, str, int]] = []
+        for number, pool in enumerate(pools):
+            spans = pool.windows(found, limit_s)
+            starts += [(at, node, number) for node, ((at, _), *_) in spans.items()]
+            windows = {**spans, **windows}
+        shape = Shape(limit_s, _first(starts, pools, nodes, now), _together(windows, nodes.min))
         if not kept or _is_better(shape, kept[-1], nodes, now):
             kept.append(shape)
     return kept[:_MOST_SHAPES]
 
 
-def _together(windows: Iterable[Sequence[tuple[float, float]]], number: int) -> float | None:
+def _first(
+    starts: Iterable[tuple[float, str, int]],
+    pools: Sequence[TaskTerms],
+    nodes: NodeRange,
+    now: float,
+) -> tuple[float, ...]:
+    """Return the first starts, one for each node, and no more for each pool than it has tasks."""
+    left = [nodes.max if pool.number is None else pool.number for pool in pools]
+    taken: dict[str, float] = {}
+    for at, node, number in sorted(starts):
+        if at - now < FAR_S and left[number] and node not in taken:
+            taken[node] = at
+            left[number] -= 1
+    return tuple(taken.values())[: nodes.max]
+
+
+def _together(windows: Mapping[str, Sequence[tuple[float, float]]], number: int) -> float | None:
     """Return the first time at which a number of nodes may start a task; None if there is none."""
-    changes = [change for spans in windows for b, e in spans for change in ((b, 0), (e, 1))]
+    spans = [span for each in windows.values() for span in each]
+    changes = [change for begin, end in spans for change in ((begin, 0), (end, 1))]
     free = 0
     for at, is_end in sorted(changes):
         free += -1 if is_end else 1

@@ -74,6 +74,8 @@ class Partition:
         num_nodes: Number of its nodes.
         max_nodes: The most nodes of one job; None without a limit.
         default_time_s: Wall time of a job that names none; None: `max_time_s`.
+        allowed_qos: Names of the QOS of its jobs; None: all but those in `denied_qos`.
+        denied_qos: Names of QOS that its jobs may not have.
     """
 
     name: str
@@ -85,6 +87,14 @@ class Partition:
     num_nodes: int = 0
     max_nodes: int | None = None
     default_time_s: float | None = None
+    allowed_qos: frozenset[str] | None = None
+    denied_qos: frozenset[str] = frozenset()
+
+    def allows(self, qos: str) -> bool:
+        """Return whether its jobs may have a QOS."""
+        if self.allowed_qos is not None:
+            return qos in self.allowed_qos
+        return qos not in self.denied_qos
 
 
 @dataclass(frozen=True)
@@ -232,6 +242,11 @@ class Qos:
     grace_s: float = 0.0
     preempts: frozenset[str] = frozenset()
 
+    def mode(self, config: Mapping[str, str]) -> str:
+        """Return what becomes of its preempted jobs, such as ``REQUEUE``, by the configuration."""
+        is_usual = self.preempt_mode == "cluster"
+        return (config.get("PreemptMode", "") if is_usual else self.preempt_mode).upper()
+
 
 # ---- scontrol
 
@@ -271,9 +286,26 @@ def parse_partitions(output: str) -> list[Partition]:
             num_nodes=parse_number(row.get("TotalNodes", "")) or 0,
             max_nodes=parse_number(row.get("MaxNodes", "")),
             default_time_s=parse_time_left(row.get("DefaultTime", "")),
+            allowed_qos=_allowed_qos(row.get("AllowQos", "ALL")),
+            denied_qos=_names(row.get("DenyQos", "")),
         )
         for row in _rows_with("PartitionName", output)
     ]
+
+
+def selected(partitions: Iterable[Partition], wanted: str | None) -> list[Partition]:
+    """Return the partitions that sbatch would take: the named ones, or the default one.
+
+    Args:
+        partitions: All partitions.
+        wanted: Names of partitions with commas; None: the default one.
+    """
+    names = set(wanted.split(",")) if wanted else set()
+    return [p for p in partitions if p.name in names or (not names and p.is_default)]
+
+
+def _allowed_qos(names: str) -> frozenset[str] | None:
+    return None if names.upper() == "ALL" else _names(names)
 
 
 def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
@@ -285,12 +317,7 @@ def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemp
         wanted: Names of partitions with commas; None is the default one. Of several, the one with
             the least grace counts.
     """
-    names = set(wanted.split(",")) if wanted else set()
-    chosen = [
-        partition
-        for partition in parse_partitions(partitions)
-        if partition.name in names or (not names and partition.is_default)
-    ]
+    chosen = selected(parse_partitions(partitions), wanted)
     kill_wait_s = parse_number(parse_config(config).get("KillWait", ""))
     return Preemption(
         grace_s=min((partition.grace_s for partition in chosen), default=0),
@@ -610,6 +637,13 @@ def _lines(output: str) -> Iterator[list[str]]:
 
 
 # ---- sacctmgr
+
+
+def preemptible_qos(qos: Sequence[Qos], config: Mapping[str, str]) -> list[Qos]:
+    """Return the QOS whose jobs other QOS preempt."""
+    if config.get("PreemptType") != "preempt/qos":
+        return []
+    return [own for own in qos if any(own.name in other.preempts for other in qos)]
 
 
 def parse_qos(output: str) -> list[Qos]:

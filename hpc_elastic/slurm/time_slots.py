@@ -21,7 +21,8 @@ longest one again.
 
 Without a process of the run that watches the queue, nothing would fit the limits to holes that come
 later. Then the waiting tasks get limits from the ladder, so that one of them fits into any hole;
-the run's leader is back as soon as it has started.
+the run's leader is back as soon as it has started. With ``launcher.harvest=ladder`` the limits are
+always these.
 
 Measured on Slurm 22.05; read in the sources of ``sched/backfill`` (``time_min``) and of
 ``slurmctld/job_mgr.c`` (``_update_job``) of 22.05 to 26.05.
@@ -145,7 +146,7 @@ class TimeSlots:
 
     Args:
         shares: Runs of one submission, with the slots whose tasks are fitted. These have the same
-            partition, ``time_s`` and ``time_min_s``.
+            partition, ``time_s``, ``time_min_s`` and ``time_ladder``.
         partition: The partition of the tasks, if the runs name none; None: the default one.
         client: Runs Slurm's commands.
         leads: Whether this is the leader of the only run. Otherwise tasks of runs that have a node
@@ -164,6 +165,7 @@ class TimeSlots:
         assert first.time_s is not None and first.time_min_s is not None
         self._shares = shares
         self._partition = first.partition or partition
+        self._is_ladder = first.time_ladder
         self._client = client
         self._leads = leads
         # Slurm counts whole minutes, and rounds up
@@ -201,11 +203,12 @@ class TimeSlots:
             if not waiting:
                 return False
             waiting.sort(key=lambda state: state.is_held)  # those cannot start yet
-            idle = self._client.idle_nodes(self._partition)
-            claims = self._client.node_claims() if idle else []
-            holes = hole_lengths(idle, claims, jobs)
-            tasks = [state.task for state in waiting]
-            self._set(waiting, self._fitter.limits(tasks, holes, is_watched=is_watched))
+            holes: dict[str, float] = {}
+            if not self._is_ladder:
+                idle = self._client.idle_nodes(self._partition)
+                holes = hole_lengths(idle, self._client.node_claims() if idle else [], jobs)
+            tasks, looks = [state.task for state in waiting], is_watched and not self._is_ladder
+            self._set(waiting, self._fitter.limits(tasks, holes, is_watched=looks))
             return True
 
     def _set(self, waiting: Iterable[TaskState], limits: Mapping[str, float]) -> None:

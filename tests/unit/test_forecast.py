@@ -7,8 +7,10 @@ import pytest
 
 from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.slurm.forecast import (
+    NO_RESERVE_S,
     NodeOutlook,
     Shape,
+    TaskTerms,
     expected_start,
     outlook,
     shapes,
@@ -29,7 +31,7 @@ HOLES = {"n1": "planned", "n2": "allocated"}
 def starts(states, jobs, limit_s=4 * HOUR, **more):
     """When each node of a few may start a task, in hours from now."""
     found = outlook(states, jobs, NOW, **more)
-    (own, *_) = shapes(found, limit_s, NodeRange(1, 8), NOW)
+    (own, *_) = shapes(found, [TaskTerms(limit_s)], NodeRange(1, 8), NOW)
     return [(at - NOW) / HOUR for at in own.starts]
 
 
@@ -94,28 +96,48 @@ def test_a_shorter_time_limit_is_shown_if_it_starts_sooner_or_on_more_nodes():
     """With a gap of two hours, two hours are; one hour brings nothing more."""
     found = outlook(HOLES, [RUNS, PLANNED], NOW)
     nodes = NodeRange(1, 2)
-    own, shorter = shapes(found, 4 * HOUR, nodes, NOW)
+    own, shorter = shapes(found, [TaskTerms(4 * HOUR)], nodes, NOW)
     assert (own.limit_s, shorter.limit_s) == (4 * HOUR, 2 * HOUR)
     assert soonest([own, shorter], nodes) is shorter
-    assert shapes(outlook(STATES, [RUNS], NOW), 4 * HOUR, nodes, NOW)[1:] == []
+    assert shapes(outlook(STATES, [RUNS], NOW), [TaskTerms(4 * HOUR)], nodes, NOW)[1:] == []
     more = outlook({**HOLES, "n3": "idle"}, [RUNS, PLANNED], NOW)
-    own, shorter = shapes(more, 4 * HOUR, nodes, NOW)
+    own, shorter = shapes(more, [TaskTerms(4 * HOUR)], nodes, NOW)
     assert soonest([own, shorter], nodes) is own and shorter.limit_s == 2 * HOUR
 
 
 def test_a_task_that_reserves_nothing_starts_in_any_gap():
     """Measured: eight hours of a QOS with NoReserve started in a gap of one hour."""
     found = outlook(HOLES, [RUNS, PLANNED], NOW)
-    (own,) = shapes(found, 8 * HOUR, NodeRange(1, 2), NOW, fits_any_gap=True)
+    (own,) = shapes(found, [TaskTerms(8 * HOUR, NO_RESERVE_S)], NodeRange(1, 2), NOW)
     assert [(at - NOW) / HOUR for at in own.starts] == [0, 3]
+
+
+def test_a_task_that_takes_what_is_left_of_a_gap_starts_in_one_of_its_least_length():
+    """launcher.time_min: the gap of two hours is long enough for one hour, not for three."""
+    found = outlook(HOLES, [RUNS, PLANNED], NOW)
+    for least, hours in {HOUR: [0, 3], 3 * HOUR: [3, 3]}.items():
+        own, *_ = shapes(found, [TaskTerms(8 * HOUR, least)], NodeRange(1, 2), NOW)
+        assert [(at - NOW) / HOUR for at in own.starts] == hours
+
+
+def test_each_pool_has_its_nodes_and_its_number_of_tasks():
+    """A node of two partitions is used once; a pool without nodes has no start."""
+    found = outlook({"n1": "idle", "n2": "allocated", "n3": "idle"}, [RUNS], NOW)
+    first = TaskTerms(HOUR, number=1, nodes=frozenset({"n1", "n3"}))
+    rest = TaskTerms(4 * HOUR, number=3, nodes=frozenset({"n1", "n2"}))
+    none = TaskTerms(HOUR, number=4, nodes=frozenset())
+    own, *_ = shapes(found, [first, rest, none], NodeRange(1, 8), NOW)
+    assert own.limit_s == 4 * HOUR and [(at - NOW) / HOUR for at in own.starts] == [0, 2]
+    own, *_ = shapes(found, [replace(rest, nodes=None), first], NodeRange(1, 2), NOW)
+    assert [(at - NOW) / HOUR for at in own.starts] == [0, 0], "no more than the run's maximum"
 
 
 def test_a_coallocated_minimum_needs_its_nodes_at_the_same_time():
     """A gap that ends before the second node is free is of no use."""
     gap = NodeOutlook(((NOW, NOW + HOUR), (NOW + 5 * HOUR, math.inf)))
     later = NodeOutlook(((NOW + 2 * HOUR, math.inf),))
-    found = replace(outlook({}, [], NOW), nodes=(gap, later))
-    (own, *_) = shapes(found, HOUR, NodeRange(2, 2), NOW)
+    found = replace(outlook({}, [], NOW), nodes={"n1": gap, "n2": later})
+    (own, *_) = shapes(found, [TaskTerms(HOUR)], NodeRange(2, 2), NOW)
     assert own.start_of_run(NodeRange(2, 2)) == NOW + 2 * HOUR
     assert own.start_of_run(NodeRange(2, 2), coallocated=True) == NOW + 5 * HOUR
 

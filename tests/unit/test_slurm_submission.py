@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.run.directory import Entry, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.parsing import Partition, Preemption, parse_node_kinds
+from hpc_elastic.slurm.parsing import Partition, Preemption, Qos, parse_node_kinds
 
 ENTRY = Entry("function", "f", "f.py")
 
@@ -120,7 +121,7 @@ class OnePartition:
     def __init__(self) -> None:
         self.asked: list[str | None] = []
 
-    def preemption(self, partition: str | None) -> Preemption:
+    def preemption(self, partition: str | None, qos: str | None = None) -> Preemption:
         """Return it."""
         self.asked.append(partition)
         short = Partition("short", num_nodes=4, max_time_s=1800.0)
@@ -207,6 +208,97 @@ def test_a_time_limit_above_the_partitions_is_noted_once(capsys):
     note = capsys.readouterr().err
     assert note.count("launcher.time=120: partition short allows 30 min at most") == 1
     assert "launcher.time=30 or less" in note
+
+
+STANDBY = Qos("standby", frozenset({"NoReserve"}))
+NORMAL = Qos("normal", preempts=frozenset({"standby", "kept"}))
+BY_QOS = {
+    "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE",
+    "AccountingStorageEnforce": "associations,limits,qos", "SchedulerType": "sched/backfill",
+}  # fmt: skip
+GPU = Partition("gpu", is_default=True)
+
+
+class Offers:
+    """What a site offers; a command of `silent` does not answer. Counts the queries."""
+
+    def __init__(self, config=BY_QOS, qos=(STANDBY, NORMAL), partitions=(GPU,), silent=()) -> None:
+        self.given = {"config": config, "all_qos": qos, "all_partitions": partitions}
+        self.offered, self.silent, self.num_queries = frozenset({"standby", "normal"}), silent, 0
+
+    def __getattr__(self, name: str):
+        if name in self.silent:
+            raise SlurmCommandError([name], 1, "no")
+        self.num_queries += 1
+        return lambda *args: self.given.get(name, self.offered)
+
+
+def harvested(offers: Offers, **settings) -> SlurmSettings:
+    """The settings of a run with launcher.harvest=auto after the choice."""
+    terms = {"time": "60", "harvest": "auto", **settings}
+    request = RunRequest(
+        Path("/sweep/0"), RunSettings(NodeRange(1, 4), 1, SlurmSettings(**terms)), ENTRY
+    )
+    (chosen,) = slurm.choose_harvest([request], offers)
+    return chosen.settings.launcher
+
+
+def test_harvest_takes_the_standby_qos_of_the_site(capsys):
+    """Its tasks start in any gap with their whole limit; the choice is printed."""
+    found = harvested(Offers())
+    assert (found.qos, found.time_min, found.harvest) == ("standby", None, "off")
+    assert "launcher.harvest=auto: tasks start in gaps of any" in capsys.readouterr().err
+    assert harvested(Offers(), qos="standby", time_min="9").time_min is None
+
+
+@pytest.mark.parametrize(
+    ("offers", "settings"),
+    [
+        ({}, {"qos": "normal"}),
+        ({"qos": (NORMAL, Qos("standby"))}, {}),
+        ({"qos": (STANDBY,)}, {}),
+        ({"qos": (Qos("kept", frozenset({"NoReserve"})), NORMAL)}, {}),
+        ({"qos": (Qos("standby", frozenset({"NoReserve"}), "cancel"), NORMAL)}, {}),
+        ({"config": {**BY_QOS, "PreemptType": "preempt/partition_prio"}}, {}),
+        ({"partitions": (replace(GPU, allowed_qos=frozenset({"normal"})),)}, {}),
+        ({"partitions": (Partition("a", denied_qos=frozenset({"standby"})),)}, {"partition": "a"}),
+        ({"silent": ("all_qos",)}, {}),
+        ({"silent": ("config",)}, {}),
+    ],
+)  # fmt: skip
+def test_without_a_standby_qos_harvest_fits_limits_to_gaps(offers, settings):
+    """One that is not preemptible, not requeued, not offered or not allowed counts as none."""
+    found = harvested(Offers(**offers), **settings)
+    assert (found.qos, found.time_min, found.harvest) == (settings.get("qos"), "5", "off")
+    found = harvested(Offers(**offers), **settings, time_min="9")
+    assert found.time_min == "9"
+
+
+def test_where_plans_are_hidden_harvest_is_a_ladder(capsys):
+    """And without backfill nothing fills a gap."""
+    hidden = Offers({"SchedulerType": "sched/backfill", "PrivateData": "accounts,jobs"}, ())
+    assert (harvested(hidden).time_min, harvested(hidden).harvest) == ("5", "ladder")
+    assert "PrivateData" in capsys.readouterr().err
+    builtin = harvested(Offers({"SchedulerType": "sched/builtin"}, ()))
+    assert (builtin.time_min, builtin.harvest) == (None, "off")
+    assert "sched/builtin starts no task in a gap" in capsys.readouterr().err
+
+
+def test_the_site_is_queried_only_for_auto():
+    """A ladder needs nothing of it; a task shorter than the least slot has its own length."""
+    offers = Offers()
+    assert harvested(offers, harvest="off") == SlurmSettings(time="60")
+    ladder = harvested(offers, harvest="ladder", time="3")
+    assert (ladder.time_min, ladder.harvest, offers.num_queries) == ("3", "ladder", 0)
+
+
+def test_each_pool_is_harvested_as_it_says():
+    """Two nodes that stay, and two more in gaps."""
+    pools = [PoolSettings(nodes=2, partition="gpu"), PoolSettings(nodes=2, harvest="auto")]
+    found = harvested(Offers(), harvest="off", pools=pools)
+    assert [(pool.qos, pool.harvest) for pool in found.pools] == [(None, "off"), ("standby", "off")]
+    found = harvested(Offers(), pools=pools)
+    assert [pool.qos for pool in found.pools] == ["standby", "standby"]
 
 
 @pytest.mark.parametrize(

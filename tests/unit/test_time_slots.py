@@ -4,8 +4,11 @@ from math import inf
 
 import pytest
 
+from hpc_elastic.run.directory import Entry, RunSpec
+from hpc_elastic.slurm import time_slots
+from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import NodeClaim, parse_planned, parse_reservations
-from hpc_elastic.slurm.time_slots import LADDER_S, LimitFitter, hole_lengths
+from hpc_elastic.slurm.time_slots import LADDER_S, LimitFitter, TimeSlots, hole_lengths
 
 FULL_S = 3600.0
 
@@ -75,6 +78,49 @@ def test_nobody_watches_tasks_of_a_run_that_has_no_node(fitter):
     limits = minutes(fitter.limits(tasks, {}, is_watched=False))
     assert {limits[t] for t in tasks[20:]} == {60}, "Slurm keeps a record of each"
     assert set(minutes(fitter.limits(tasks, {})).values()) == {60}, "with a leader all are full"
+
+
+class Queue:
+    """A client with a running and two waiting tasks; records the limits that are set."""
+
+    def __init__(self) -> None:
+        self.set: dict[str, float] = {}
+        self.asked: list[str] = []
+
+    def tasks(self, jobs):
+        """The first has started."""
+        states = ["RUNNING", "PENDING", "PENDING"]
+        tasks = (TaskState(f"7_{i}", s, time_left_s=FULL_S) for i, s in enumerate(states))
+        return {task.task: task for task in tasks}
+
+    def idle_nodes(self, partition):
+        """One."""
+        self.asked.append("idle_nodes")
+        return ["n1"]
+
+    def node_claims(self):
+        """It is needed in ten minutes."""
+        self.asked.append("node_claims")
+        return [NodeClaim(("n1",), 630.0)]
+
+    def set_time_limit(self, tasks, limit_s):
+        """Record it."""
+        self.set |= dict.fromkeys(tasks, limit_s / 60)
+
+
+@pytest.mark.parametrize("is_ladder", [False, True])
+def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder):
+    """Its limits are spread over the lengths, although a leader watches."""
+    monkeypatch.setattr(time_slots, "jobs_of", lambda spec: ["7"])
+    monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
+    queue = Queue()
+    spec = RunSpec(
+        "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
+        time_s=FULL_S, time_min_s=240.0, time_ladder=is_ladder,
+    )  # fmt: skip
+    assert TimeSlots([(spec, range(3))], None, queue, leads=True).fit()
+    assert queue.set == ({"7_1": 22, "7_2": 4} if is_ladder else {"7_1": 10})
+    assert queue.asked == ([] if is_ladder else ["idle_nodes", "node_claims"])
 
 
 def test_the_least_limit_may_be_all_there_is():

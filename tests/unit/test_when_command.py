@@ -99,6 +99,34 @@ def test_a_standby_qos_starts_in_the_gap_with_its_own_time_limit(cluster, capsys
     assert len(cluster.calls()) <= 11
 
 
+def test_slots_between_other_jobs_are_in_the_forecast(cluster, capsys):
+    """With time_min and with harvest a task of twelve hours starts in the gap of three."""
+    cluster(test=starts(0))
+    for override, why in {
+        "launcher.time_min=30": "launcher.time_min=30: tasks start in gaps",
+        "launcher.harvest=auto": "launcher.time_min=5: tasks start in gaps",
+    }.items():
+        found = when(capsys, "nodes=1:4", "launcher.time=12:00:00", override)
+        (own,) = found["shapes"]
+        assert own["time_limit_s"] == 12 * HOUR and own["growth"][0]["nodes"] == 2
+        assert own["starts_at"] - found["time"] < 60
+        assert any(note.startswith(why) for note in found["notes"])
+    own, *_ = when(capsys, "nodes=1:4", "launcher.time=12:00:00", "launcher.time_min=5:00:00")[
+        "shapes"
+    ]
+    assert own["starts_at"] - found["time"] > 2 * HOUR
+
+
+def test_each_pool_is_in_the_forecast(cluster, capsys):
+    """Two nodes for twelve hours, after the planned job, and two more in the gap before it."""
+    cluster(test=starts(0))
+    pools = "launcher.pools=[{nodes: 1}, {nodes: 3, time: '60'}]"
+    found = when(capsys, "nodes=1:4", "launcher.time=12:00:00", pools)
+    own = found["shapes"][0]
+    assert own["time_limit_s"] == 12 * HOUR and own["growth"][0]["nodes"] == 2
+    assert sum("sbatch --test-only" in call for call in cluster.calls()) == 2, "each array once"
+
+
 def test_the_forecast_in_words(cluster, capsys):
     """Which time limit starts soonest, and in place of what; without a word of the script's."""
     cluster(test=starts(0))

@@ -368,7 +368,7 @@ def choose_harvest(
                 replace(pool, qos=terms.qos, time_min=terms.time_min, harvest=terms.harvest)
                 for pool, terms in zip(launcher.pools, own, strict=True)
             ]
-            launcher = replace(launcher, pools=pools)
+            launcher = replace(launcher, pools=pools, time_min=None)  # each pool has its own
         else:
             launcher = own[0]
         found.append(replace(request, settings=replace(request.settings, launcher=launcher)))

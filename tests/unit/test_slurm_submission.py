@@ -243,6 +243,11 @@ def harvested(offers: Offers, **settings) -> SlurmSettings:
     return chosen.settings.launcher
 
 
+def shares(launcher: SlurmSettings) -> list[SlurmSettings]:
+    """The settings of each pool."""
+    return [own for _, own in RunSettings(NodeRange(1, 4), 1, launcher).shares]
+
+
 def test_harvest_takes_the_standby_qos_of_the_site(capsys):
     """Its tasks start in any gap with their whole limit; the choice is printed."""
     found = harvested(Offers())
@@ -297,8 +302,11 @@ def test_each_pool_is_harvested_as_it_says():
     pools = [PoolSettings(nodes=2, partition="gpu"), PoolSettings(nodes=2, harvest="auto")]
     found = harvested(Offers(), harvest="off", pools=pools)
     assert [(pool.qos, pool.harvest) for pool in found.pools] == [(None, "off"), ("standby", "off")]
-    found = harvested(Offers(), pools=pools)
+    found = harvested(Offers(), pools=pools, time_min="9")
     assert [pool.qos for pool in found.pools] == ["standby", "standby"]
+    assert [share.time_min for share in shares(found)] == [None, None]
+    found = harvested(Offers(), harvest="off", pools=pools, time_min="9")
+    assert [share.time_min for share in shares(found)] == ["9", None]
 
 
 @pytest.mark.parametrize(

@@ -168,9 +168,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         ConfigError: sbatch would refuse the run; names the key.
         SlurmCommandError: Slurm does not answer.
     """
-    from hpc_elastic.config.parse import time_limit_s
     from hpc_elastic.config.resolve import resolve
-    from hpc_elastic.launcher.slurm import refusal
     from hpc_elastic.run.directory import ArrayFiles, RunDir
     from hpc_elastic.shared_files import read_json
     from hpc_elastic.slurm.client import SiteClient
@@ -195,39 +193,14 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     )  # fmt: skip
     notes = [*_notes(settings, found, config)]
     pools: list[TaskTerms] = []
-    for (slots, _), own in zip(settings.shares, launchers, strict=True):
-        gap_s = None if own.time_min is None else time_limit_s(own.time_min)
-        if _has_no_reserve(own.qos, client):
-            gap_s = NO_RESERVE_S
-            notes.append(
-                f"QOS {own.qos} has NoReserve: its tasks start in gaps of any length, and are "
-                "preempted when the planned jobs start"
-            )
-        elif gap_s is not None:
-            notes.append(
-                f"launcher.time_min={own.time_min}: tasks start in gaps that are as long, and "
-                "return to the queue at their ends"
-            )
-        limit_s, here = _limit_s(own, asked[own.partition]), frozenset(listed[own.partition])
-        pools.append(TaskTerms(limit_s, gap_s, len(slots), here))
+    for (slots, _), launcher in zip(settings.shares, launchers, strict=True):
+        gap_s, note = _gap(launcher, client)
+        limit_s, here = _limit_s(launcher, asked[launcher.partition]), listed[launcher.partition]
+        pools.append(TaskTerms(limit_s, gap_s, len(slots), frozenset(here)))
+        notes += [note] if note else []
     own, *shorter = outlooks.shapes(found, pools, settings.nodes, now)
-    tested: dict[int, float] = {}
-    for script, launcher in zip(scripts, launchers, strict=False):
-        try:
-            at = _test(client, script, 1)
-        except SlurmCommandError as e:
-            raise refusal(e, launcher, client) from e
-        if at is not None and at - now < FAR_S:
-            tested[1] = min(at, tested.get(1, math.inf))
-    several = {settings.nodes.min, settings.nodes.max} if len(pools) == 1 else set()
-    for number in sorted(several - {1}):
-        try:
-            at = _test(client, scripts[0], number)
-        except SlurmCommandError as e:
-            notes.append(f"sbatch --test-only, {number} nodes: {' '.join(e.stderr.split())}")
-            continue
-        if at is not None and at - now < FAR_S:
-            tested[number] = at
+    tested, refused = _tests(client, scripts, settings, now)
+    notes += refused
     own = replace(
         own, tested=tested, is_queue_empty=not found.num_waiting and not _hides_jobs(config)
     )
@@ -240,9 +213,55 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
     shapes = [own, *shorter]
     best = outlooks.soonest(
-        shapes, settings.nodes, coallocated=getattr(launcher, "coallocate_min", False)
+        shapes, settings.nodes, coallocated=getattr(settings.launcher, "coallocate_min", False)
     )
     return RunForecast(now, settings, names, own.limit_s, found, shapes, best, tuple(notes))
+
+
+def _gap(launcher: SlurmSettings, client: SiteClient) -> tuple[float | None, str | None]:
+    """Return the shortest gap in which a task starts, and a note; None: as its time limit."""
+    from hpc_elastic.config.parse import time_limit_s
+
+    if _has_no_reserve(launcher.qos, client):
+        return NO_RESERVE_S, (
+            f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "
+            "preempted when the planned jobs start"
+        )
+    if launcher.time_min is None:
+        return None, None
+    return time_limit_s(launcher.time_min), (
+        f"launcher.time_min={launcher.time_min}: tasks start in gaps that are as long, and return "
+        "to the queue at their ends"
+    )
+
+
+def _tests(
+    client: SiteClient, scripts: Sequence[Path], settings: RunSettings, now: float
+) -> tuple[dict[int, float], list[str]]:
+    """Return when Slurm would start jobs by their number of nodes, and what it refuses.
+
+    Raises:
+        HpcElasticError: It refuses one node.
+    """
+    from hpc_elastic.launcher.slurm import refusal
+
+    tested: dict[int, float] = {}
+    notes: list[str] = []
+    launchers: list[Any] = [own for _, own in settings.shares]
+    sizes = {settings.nodes.min, settings.nodes.max} if len(launchers) == 1 else set[int]()
+    tests = [(script, own, 1) for script, own in zip(scripts, launchers, strict=False)]
+    tests += [(scripts[0], launchers[0], number) for number in sorted(sizes - {1})]
+    for script, own, number in tests:
+        try:
+            at = _test(client, script, number)
+        except SlurmCommandError as e:
+            if number == 1:
+                raise refusal(e, own, client) from e
+            notes.append(f"sbatch --test-only, {number} nodes: {' '.join(e.stderr.split())}")
+            continue
+        if at is not None and at - now < FAR_S:
+            tested[number] = min(at, tested.get(number, math.inf))
+    return tested, notes
 
 
 def _test(client: SiteClient, script: Path, number: int) -> float | None:

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""How much sooner is a training done on a full cluster if it takes the nodes that are left over?
+
+    as root: python benchmarks/full_cluster.py --minutes 60
+
+Sixteen nodes of a Slurm sandbox under backfill, on which a hour of a real cluster is a minute: the
+same jobs of all shapes are submitted for each contestant (`full_cluster/background.py`), each on a
+sandbox of its own. After some minutes the same training is submitted, as
+
+- hpc_elastic, ``nodes=1:16 launcher.harvest=auto``;
+- one job of four nodes, and one of eight, with a time limit that is long enough;
+- hydra-submitit-launcher with four nodes, whose job is requeued at its time limit;
+- torchrun in a chain of short jobs of four nodes;
+- nobody, to see how long the other jobs wait by themselves.
+
+The training is node time that is to be spent (`full_cluster/work.py`), without torch. All peers
+save each step, so that they lose nothing when a job ends.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from evidence.machine import package_version
+from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target
+from evidence.sandbox import sandbox_of
+from evidence.show import among, options, present
+from full_cluster import account
+from full_cluster.background import OtherJob, other_jobs
+from full_cluster.replay import Contestant, Player, Replay, chain, hydra_submitit, ours, rigid
+
+from slurm_sandbox import SandboxConfig
+
+NUM_NODES = 16
+LOADS = (0.7, 0.9)
+WORK_NODE_S = 3600.0
+PASS_S = 10.0
+OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
+SOONER, USED, RIGHT = 3.0, 90.0, 80.0
+ABOUT = About(
+    title="A full cluster",
+    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, an hour in which other jobs "
+    "of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' time; each "
+    "contestant has a sandbox and a copy of these jobs of its own, all at the same time. The "
+    "training is an hour of one node's time. Done: from its submission to its end. Others wait: "
+    "the mean wait of the other jobs; one that has not started has waited until the end.",
+    does_not_show=(
+        "A cluster: the nodes share two cores, so a start costs several times what it costs on "
+        "nodes of their own, and here an hour of a real cluster is a minute: starts are 60 times "
+        "as long beside the holes.",
+        "Users who adapt: the other jobs are submitted at fixed times.",
+    ),
+)
+CONTESTANTS = {
+    "nobody": Contestant(NOBODY, None),
+    "ours": Contestant(
+        OURS, ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "2"})
+    ),
+    "rigid-4": Contestant("one job of 4 nodes", rigid(4, 17)),
+    "rigid-8": Contestant("one job of 8 nodes", rigid(8, 9)),
+    "submitit": Contestant("hydra-submitit-launcher, 4 nodes", hydra_submitit(4, 6)),
+    "chain": Contestant("torchrun, chain of 4 nodes", chain(4, 6, 12)),
+}
+
+
+def replay(contestant: Contestant, jobs: Sequence[OtherJob], name: str, minutes: float) -> Replay:
+    """Play the other jobs on a sandbox of its own, and train."""
+    seen = Replay(contestant.label)
+    every = f"SchedulerParameters=batch_sched_delay=0,bf_interval={PASS_S:.0f},sched_interval=5"
+    config = SandboxConfig(name=name, nodes=NUM_NODES, gpus_per_node=0, extra_lines=(every,))
+    with (
+        tempfile.TemporaryDirectory(prefix="full-cluster-") as folder,
+        sandbox_of(config) as sandbox,
+    ):
+        Path(folder, "plan.json").write_text(json.dumps({"work": WORK_NODE_S}))
+        player = Player(sandbox, jobs, Path(folder), seen)
+        player.play(contestant.submit, 60 * minutes / 6, 60 * minutes)
+    return seen
+
+
+def rows(
+    replays: Sequence[Replay], jobs: Sequence[OtherJob], length_s: float
+) -> list[tuple[Cell, ...]]:
+    """Return one line for each contestant at one load."""
+    submitted = [job.submitted_s for job in jobs]
+    found: list[tuple[Cell, ...]] = []
+    for seen in replays:
+        wait = Figure(account.mean_wait_s(seen, length_s, submitted))
+        if seen.contestant == NOBODY:
+            found.append((NOBODY, "", "", "", wait))
+            continue
+        took = account.took_s(seen)
+        done = f"above {length_s - seen.submitted_s:.0f}" if took is None else Figure(took)
+        used, share = account.used_node_s(seen), account.trained_share(seen)
+        found.append((seen.contestant, done, Figure(used), Figure(100 * share), wait))
+    return found
+
+
+def targets(load: float, replays: Sequence[Replay]) -> list[Target]:
+    """Return what is aimed at, with what was seen."""
+    mine = next((seen for seen in replays if seen.contestant == OURS), None)
+    if mine is None:
+        return []
+    where, found = f"load {load:.0%}", list[Target]()
+    others = [account.took_s(s) for s in replays if s.contestant not in (OURS, NOBODY)]
+    took, known = account.took_s(mine), [other for other in others if other is not None]
+    if took is not None and known:
+        what = f"{where}: times sooner than the best of the others"
+        found.append(Target(what, SOONER, min(known) / took, "", True))
+    used = account.used_share(mine)
+    if used is not None:
+        what = f"{where}: share of idle spans of 5 minutes and more that is used"
+        found.append(Target(what, USED, 100 * used, "%", True))
+    right, total = account.forecasts_right(mine, 2 * PASS_S)
+    if total:
+        what = f"{where}: expected starts that are right within two passes, of {total}"
+        found.append(Target(what, RIGHT, 100 * right / total, "%", True))
+    return found
+
+
+def main() -> None:
+    """Measure, then print the table and the verdict."""
+    parser = options(__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument(
+        "--loads", type=lambda text: tuple(map(float, text.split(","))), default=LOADS
+    )
+    parser.add_argument("--only", type=among(CONTESTANTS), help="of these contestants")
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE", help="write all that was seen there"
+    )
+    given = parser.parse_args()
+    chosen = [CONTESTANTS[name] for name in given.only or CONTESTANTS]
+    tables, met, seen = list[Table](), list[Target](), dict[str, list[object]]()
+    columns = (
+        Column(""), Column("done, s", ".0f"), Column("node-seconds used", ".0f"),
+        Column("of these trained, %", ".1f"), Column("others wait, s", ".0f"),
+    )  # fmt: skip
+    for load in given.loads:
+        jobs = list(other_jobs(NUM_NODES, load, 60 * given.minutes, seed=1))
+        names = [f"full{number}" for number in range(len(chosen))]
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            minutes = [given.minutes] * len(chosen)
+            replays = list(pool.map(replay, chosen, [jobs] * len(chosen), names, minutes))
+        seen[str(load)] = [each.to_json() for each in replays]
+        if given.samples:
+            given.samples.write_text(json.dumps(seen) + "\n")
+        title = f"{len(jobs)} other jobs that ask for {load:.0%} of the nodes' time"
+        tables.append(Table(title, columns, tuple(rows(replays, jobs, 60 * given.minutes))))
+        met += targets(load, replays)
+    peers = (
+        Peer("hydra-submitit-launcher", package_version("hydra-submitit-launcher")),
+        Peer("torchrun (torch)", package_version("torch")),
+    )
+    present(Result(ABOUT, tuple(tables), tuple(met), peers, repeats=1), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""From what was seen in a replay to figures (pure)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from full_cluster.replay import Replay
+
+LONG_S = 300.0
+"""Idle spans that are to be used."""
+
+
+def took_s(seen: Replay) -> float | None:
+    """Return the seconds from the submission to the end; None if it did not end."""
+    return None if seen.complete_s is None else seen.complete_s - seen.submitted_s
+
+
+def used_node_s(seen: Replay) -> float:
+    """Return the node-seconds that the training has held."""
+    return sum(a[2] * (b[0] - a[0]) for a, b in pairwise(seen.occupied))
+
+
+def trained_share(seen: Replay) -> float:
+    """Return the part of these in which it has trained."""
+    done = seen.trail[-1][2] if seen.trail else 0.0
+    used = used_node_s(seen)
+    return done / used if used else 0.0
+
+
+def mean_wait_s(seen: Replay, length_s: float, submitted: Sequence[float]) -> float:
+    """Return the mean wait of the other jobs; one that has not started has waited until the end."""
+    waits = [
+        length_s - at if wait is None else wait
+        for at, wait in zip(submitted, seen.waits, strict=True)
+    ]
+    return statistics.fmean(waits) if waits else 0.0
+
+
+def idle_spans(seen: Replay) -> Iterator[tuple[str, float, float]]:
+    """Yield node, begin and end of spans of `LONG_S` without another job, while it was to train."""
+    end_s = seen.complete_s or (seen.occupied[-1][0] if seen.occupied else 0.0)
+    for node, changes in seen.holders.items():
+        begin: float | None = None
+        for at, holder in [*changes, (end_s, "other")]:
+            if holder == "other":
+                if begin is not None:
+                    first, last = max(begin, seen.submitted_s), min(at, end_s)
+                    if last - first >= LONG_S:
+                        yield node, first, last
+                begin = None
+            elif begin is None:
+                begin = at
+
+
+def used_share(seen: Replay) -> float | None:
+    """Return the part of the long idle spans that the training had; None if there were none."""
+    total = had = 0.0
+    for node, begin, end in idle_spans(seen):
+        total += end - begin
+        changes = [*seen.holders[node], (end, "")]
+        for (at, holder), (until, _) in pairwise(changes):
+            if holder == "training":
+                had += max(0.0, min(until, end) - max(at, begin))
+    return had / total if total else None
+
+
+def forecasts_right(seen: Replay, within_s: float) -> tuple[int, int]:
+    """Return how many expected starts came true within some seconds, and how many there were."""
+    right = total = 0
+    for asked_s, expected_s in seen.forecasts:
+        later = [at for at in seen.starts if at > asked_s]
+        if later:
+            total += 1
+            right += abs(min(later) - expected_s) <= within_s
+    return right, total

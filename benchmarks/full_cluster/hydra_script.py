@@ -1,0 +1,21 @@
+"""The training as a script of Hydra, for hydra-submitit-launcher."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from full_cluster.work import train_fixed
+
+
+@hydra.main(version_base=None, config_path=None)
+def main(cfg: Any) -> None:
+    """Train as one task of the job."""
+    train_fixed(Path(cfg.folder), int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The training of all contestants: node time that is to be spent, without torch.
+
+A step is a sleep, and makes as much progress as there are workers. The first rank keeps the
+progress in a file, and appends each step to a trail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+STEP_S = 0.5
+
+
+class Training:
+    """The progress of the training in a folder; all ranks make the same steps.
+
+    Attributes:
+        step: Number of steps that are made.
+        done: Node-seconds that are trained.
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self._folder, self._is_first, self._world = folder, rank == 0, world
+        plan = json.loads((folder / "plan.json").read_text())
+        self.work: float = plan["work"]
+        saved = folder / "progress.json"
+        found = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "done": 0.0}
+        self.step: int = found["step"]
+        self.done: float = found["done"]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is trained."""
+        return self.done >= self.work
+
+    def make_step(self) -> None:
+        """Train for a moment."""
+        time.sleep(STEP_S)
+        self.step += 1
+        self.done += STEP_S * self._world
+        if self._is_first:
+            with (self._folder / "trail").open("a") as trail:
+                trail.write(f"{time.time():.2f} {self._world} {self.done}\n")
+
+    def save(self) -> None:
+        """Keep the progress (first rank); note the end."""
+        if not self._is_first:
+            return
+        staged = self._folder / "progress.new"
+        staged.write_text(json.dumps({"step": self.step, "done": self.done}))
+        staged.replace(self._folder / "progress.json")
+        if self.is_complete and not (self._folder / "complete").exists():
+            (self._folder / "complete").write_text(str(time.time()))
+
+
+def train_fixed(folder: Path, rank: int, world: int) -> None:
+    """Train with as many workers as there are, and save each step."""
+    training = Training(folder, rank, world)
+    while not training.is_complete:
+        training.make_step()
+        training.save()
+
+
+if __name__ == "__main__":
+    names = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("SLURM_PROCID", "SLURM_NTASKS")
+    train_fixed(Path(sys.argv[1]), *(int(os.environ[name]) for name in names))

@@ -89,7 +89,7 @@ def require_nothing_lost(s: Sweep) -> None:
         printed = [re.findall(r"^\w+ \d+$", text, re.MULTILINE) for text in ranks.values()]
         assert all(lines == printed[0] for lines in printed), (number, ranks)
         made += [int(line.split()[1]) for line in printed[0] if line.startswith("step")]
-        if number != max(rounds):
+        if printed[0] and number != max(rounds):  # one may be broken before its first step
             assert printed[0][-1] == f"save {made[-1]}", (number, printed[0][-3:])
     assert made == list(range(1, len(made) + 1))
     assert s.result()["status"] == "succeeded" and s.result()["restarts"] == 0

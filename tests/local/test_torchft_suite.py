@@ -78,6 +78,9 @@ FILES = sorted(
     if path.name != "transport_test.py"  # has no tests, but helpers of others
 )
 
+SLOW = ("local_sgd_integ_test.py",)
+"""They take a minute."""
+
 pytestmark = pytest.mark.skipif(
     WHEEL is None or importlib.util.find_spec("parameterized") is None,
     reason="needs torchft and parameterized: pip install -e '.[test]'",
@@ -120,7 +123,9 @@ def run_file(file: str, folder: Path) -> dict[str, tuple[str, str]]:
             for test, outcome, *text in map(json.loads, lines)}  # fmt: skip
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=pytest.mark.long) if file in SLOW else file for file in FILES]
+)
 def test_torchfts_tests_pass(file, folder):
     """Those that are not on the list; and those on it fail, or they have no place there."""
     assert importlib.metadata.version("torchft") == "0.2.0"

@@ -81,6 +81,7 @@ def test_two_runs_that_do_not_fit_together_finish_one_after_the_other(slurm, swe
     assert coallocated_job(s, 0) != coallocated_job(s, 1)
 
 
+@pytest.mark.long
 def test_a_node_of_the_coallocated_job_that_dies_is_dropped(slurm, sweep):
     """Its job and the other agents in it live on."""
     s = sweep("nodes=2:3", COALLOCATED, *LIGHT)

@@ -103,6 +103,7 @@ class Run:
         assert sorted(set(self.steps())) == list(range(1, self.sweep.value() + 1))
 
 
+@pytest.mark.long
 def test_a_script_with_a_handler_of_its_own_goes_on_after_its_node_was_taken(
     slurm: SlurmSandbox, sweep, tmp_path
 ):

@@ -10,7 +10,9 @@ slurmctld was asked for by such commands (sdiag).
 
 - waits: half of the nodes are busy, the others are there; the busiest minute from the command on;
 - trains: per minute of two;
-- preempted: all nodes at once, for 20 s; the busiest minute from then on.
+- preempted: all nodes at once, for 20 s; the busiest minute from then on;
+- waits for gaps: half of the nodes are busy, and the run, which trains on the others, fits the time
+  limits of its waiting tasks to gaps (``launcher.time_min``); per minute of two.
 
 And a sweep of 200 runs of which none may start, watched by one launcher.
 """
@@ -40,7 +42,8 @@ PATIENCE_S = 300.0
 MINUTE_S = 60.0
 TRAINS_S = 120.0
 SETTLES_S = 30.0
-TARGETS = {"waits": 20.0, "trains": 4.0, "preempted": 20.0}
+GAPS = "waits for gaps"
+TARGETS = {"waits": 20.0, "trains": 4.0, "preempted": 20.0, GAPS: 20.0}
 COUNTED = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
 RPCS = re.compile(
     r"REQUEST_(?:JOB_INFO|JOB_INFO_SINGLE|JOB_USER_INFO|JOB_STEP_INFO|NODE_INFO|NODE_INFO_SINGLE|"
@@ -54,8 +57,9 @@ ABOUT = About(
     "together: calls of squeue, scontrol, sinfo, scancel and sbatch in a minute. *waits*: half of "
     "its nodes are there, the others are busy; the busiest minute from the command on. *trains*: "
     "the mean of two minutes. *preempted*: all nodes are taken at once, for 20 s; the busiest "
-    "minute from then on. Requests: what slurmctld counts of them, a minute. Then 200 runs that "
-    "wait, watched by one launcher.",
+    "minute from then on. *waits for gaps*: half of the nodes train, and launcher.time_min fits "
+    "the limits of the waiting tasks; the mean of two minutes. Requests: what slurmctld counts of "
+    "them, a minute. Then 200 runs that wait, watched by one launcher.",
     does_not_show=(
         "srun, which is called once for each start of a task, and speaks to slurmctld, too.",
         "Another release of Slurm than the one of this machine: where the end of a task's time "
@@ -155,7 +159,8 @@ def main() -> None:
     targets: list[Target] = []
     for size in given.sizes:
         with sandbox_of(SandboxConfig(name="load", nodes=size), enter=True) as sandbox:
-            for calls in of_run(sandbox, size, given.quick):
+            found = [*of_run(sandbox, size, given.quick), of_gaps(sandbox, size, given.quick)]
+            for calls in found:
                 rows.append(_row(f"{size} nodes: {calls.name}", calls))
                 what = f"{size} nodes, {calls.name}: commands a minute"
                 targets.append(Target(what, TARGETS[calls.name], calls.per_minute, ""))
@@ -181,17 +186,14 @@ def of_run(sandbox: SlurmSandbox, size: int, quick: bool) -> list[Calls]:
     shorter = 4.0 if quick else 1.0
     with tempfile.TemporaryDirectory(prefix="load-") as name:
         folder, counter = Path(name), Counter(Path(name), sandbox)
-        size_of_job = [f"-N{size // 2}", "--exclusive", "-o", "/dev/null", "--chdir=/"]
-        busy = sandbox.run(["sbatch", "--parsable", *size_of_job, "--wrap=sleep 3600"]).stdout
-        running = ["squeue", "-h", "-t", "RUNNING", "-o", "%i"]
-        until(lambda: sandbox.run(running).stdout.strip(), "half of the nodes are busy")
+        busy = occupy_half(sandbox, size)
         run, began = folder / "runs" / "0", time.time()
         settings = ["launcher.agent.warm_workers=false", "launcher.below_min_timeout_s=null"]
         launcher = start(folder, counter, f"nodes={size}:{size}", *settings)
         try:
             until(lambda: len(events(run, "joined")) >= size // 2, "half of the nodes have come")
             found = [counter.during("waits", 90.0 / shorter, since=began)]
-            sandbox.run(["scancel", busy.strip()])
+            sandbox.run(["scancel", busy])
             until(lambda: len(events(run, "round")) == 1, "all train")
             time.sleep(SETTLES_S)
             found.append(counter.during("trains", TRAINS_S / shorter))
@@ -204,6 +206,31 @@ def of_run(sandbox: SlurmSandbox, size: int, quick: bool) -> list[Calls]:
         finally:
             end(launcher, sandbox)
     return found
+
+
+def of_gaps(sandbox: SlurmSandbox, size: int, quick: bool) -> Calls:
+    """Return what a run calls that trains on half of the nodes, and waits for gaps elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="load-") as name:
+        folder, counter = Path(name), Counter(Path(name), sandbox)
+        occupy_half(sandbox, size)
+        slots = ["launcher.time=60", "launcher.time_min=5", "launcher.agent.warm_workers=false"]
+        launcher = start(folder, counter, f"nodes=1:{size}", *slots)
+        try:
+            run = folder / "runs" / "0"
+            until(lambda: len(events(run, "joined")) >= size // 2, "half of the nodes have come")
+            time.sleep(SETTLES_S)
+            return counter.during(GAPS, TRAINS_S / (4.0 if quick else 1.0))
+        finally:
+            end(launcher, sandbox)
+
+
+def occupy_half(sandbox: SlurmSandbox, size: int) -> str:
+    """Let a job take half of the nodes; return its id."""
+    size_of_job = [f"-N{size // 2}", "--exclusive", "-o", "/dev/null", "--chdir=/"]
+    busy = sandbox.run(["sbatch", "--parsable", *size_of_job, "--wrap=sleep 3600"]).stdout
+    running = ["squeue", "-h", "-t", "RUNNING", "-o", "%i"]
+    until(lambda: sandbox.run(running).stdout.strip(), "half of the nodes are busy")
+    return busy.strip()
 
 
 def of_sweep(sandbox: SlurmSandbox, num_runs: int) -> Calls:

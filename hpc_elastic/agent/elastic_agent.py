@@ -56,6 +56,7 @@ from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.agent.worker_main import STOP
 from hpc_elastic.config.schema import AgentSettings
+from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
 from hpc_elastic.ft.messages import SOCKET_ENV
 from hpc_elastic.rendezvous.effects import RoundInfo
 from hpc_elastic.rendezvous.log_entry import Agent
@@ -234,6 +235,7 @@ class ElasticAgent(LocalElasticAgent):
         )  # fmt: skip
         workplace.observer.start_round(self.pages, self._pids_by_rank)
         os.environ[ROUND_VARIABLE] = str(round_.number)
+        os.environ[THROUGHPUTS_VARIABLE] = round_.throughputs
         os.environ[fencing.VARIABLE] = str(fencing.entry_path(workplace.run.rdzv, round_.index))
         if replica is not None:
             os.environ.update(replica.environment(round_))

@@ -37,6 +37,7 @@ from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, 
 from hpc_elastic.agent.worker_failures import NodeIdentity
 from hpc_elastic.checkpoint.node_memory import agent_folder
 from hpc_elastic.config.schema import Nproc
+from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.ft.manager_relay import STORE_KEY
 from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
@@ -327,7 +328,10 @@ class NodeAgent:
 
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
-        me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc, slurm.switches)
+        me = Agent(
+            task.name, task.attempt, task.slot, slurm.node_name, self._nproc, slurm.switches,
+            round(THROUGHPUT_UNIT * task.spec.of_slot(task.slot).throughput),
+        )  # fmt: skip
         candidate = leader.LeaderCandidate(
             self._interface.address, self._leader_context(), self._scheduler.is_running
         )

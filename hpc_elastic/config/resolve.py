@@ -226,11 +226,16 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
         yield ConfigError(key, limit, f"must be at least {nodes.min}, the min of the key nodes")
     if isinstance(settings, SlurmSettings):
         yield from _slurm_contradictions(settings)
-        yield from _pool_contradictions(nodes, settings)
+        yield from _pool_contradictions(nodes, settings, ft)
 
 
-def _pool_contradictions(nodes: NodeRange, settings: SlurmSettings) -> Iterator[ConfigError]:
+def _pool_contradictions(
+    nodes: NodeRange, settings: SlurmSettings, ft: bool
+) -> Iterator[ConfigError]:
     key, pools = "launcher.pools", settings.pools
+    if ft and len({pool.throughput for pool in pools}) > 1:
+        remedy = "with ft=true all replicas have the same share of a batch: leave it out"
+        yield ConfigError(f"{key}.throughput", [pool.throughput for pool in pools], remedy)
     if pools and settings.coallocate_min:
         remedy = "with launcher.coallocate_min the min nodes are one job: leave one of them out"
         yield ConfigError(key, len(pools), remedy)
@@ -412,6 +417,13 @@ def _component(*names: str) -> Parser:
     return parse_component
 
 
+def _throughput(given: Given) -> float:
+    value = number(given)
+    if not 0.01 <= value <= 100:
+        raise given.refuse("allowed is a number from 0.01 to 100, such as 2.5")
+    return value
+
+
 def _share(given: Given) -> float:
     value = number(given)
     if not 0 <= value <= 1:
@@ -509,7 +521,7 @@ PARSERS |= {
     f"launcher.pools.{name}": PARSERS[f"launcher.{name}"]
     for name in _POOL
     if f"launcher.{name}" in PARSERS
-}
+} | {"launcher.pools.throughput": _throughput}
 
 
 # ---- overrides of commands without a script, such as `resume` and `doctor`

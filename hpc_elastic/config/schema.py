@@ -175,6 +175,9 @@ class PoolSettings:
     """The least wall time for which a task starts."""
     harvest: Literal["off", "auto", "ladder"] | None = None
     """How its tasks fill gaps between other jobs."""
+    throughput: float = 1.0
+    """Samples a second of one of its workers, in relation to those of other pools: `ElasticSampler`
+    and `ElasticStream` give each worker a share of the global batch in proportion to it."""
     preempt_grace_s: float | None = None
     """Seconds between SIGTERM and SIGKILL of a preempted node."""
 
@@ -271,6 +274,7 @@ class RunSettings:
         for pool in launcher.pools:
             own = {name: value for name, value in asdict(pool).items() if value is not None}
             slots = range(first, first + own.pop("nodes"))
+            del own["throughput"]  # it is of the run, not of its requests
             found.append((slots, replace(launcher, pools=[], **own)))
             first = slots.stop
         return found

@@ -15,6 +15,9 @@ for rounding, however uneven the shares are.
 Whatever depends on more than the sum of gradients depends on the world size: batch normalisation
 sees one micro-batch (SyncBatchNorm: one micro-batch of each rank), also one of weight 0.
 
+Workers of different speed (``throughput`` of ``launcher.pools``) have shares in proportion to it,
+so that all of them finish a step at the same time; the formula of the weights is the same.
+
 With virtual ranks (`virtual_ranks`), the batch is divided among those, and W above is their number:
 each worker has the micro-batches of several of them, and the division depends on no world size.
 """
@@ -22,10 +25,11 @@ each worker has the micro-batches of several of them, and the division depends o
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +70,8 @@ class BatchDivision:
             memory. None: a rank takes its whole share at once.
         rank: This worker's rank among those that divide the data. None: the rank in
             torch.distributed, or else the variables RANK and WORLD_SIZE, or else 0 of 1. Give it
-            where ranks share data: with tensor parallelism, the data-parallel rank.
+            where ranks share data: with tensor parallelism, the data-parallel rank. All ranks that
+            are given are taken to be equally fast.
         world_size: Number of workers that divide the data; None as with ``rank``.
         virtual_ranks: Number of virtual ranks, at least the number of workers. None: each worker
             has the share of its own rank.
@@ -154,12 +159,18 @@ class BatchDivision:
         return len(ranks) * self._num_micro_batches_of_a_rank(size)
 
     def _num_micro_batches_of_a_rank(self, size: int) -> int:
-        largest_share = -(-size // self._num_ranks)
+        largest_share = max(1, _largest(_cuts(size, self._throughputs_or_number)))
         return -(-largest_share // (self.micro_batch_size or largest_share))
 
     @property
     def _num_ranks(self) -> int:
         return self.virtual_ranks or self.group()[1]
+
+    @property
+    def _throughputs_or_number(self) -> tuple[int, ...] | int:
+        num, is_given = self._num_ranks, self.rank is not None or self.virtual_ranks is not None
+        known = () if is_given else decode_throughputs(os.environ.get(THROUGHPUTS_VARIABLE, ""))
+        return known if len(known) == num else num
 
     def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
         """Return (offset, count) of this rank's share of a global batch of that size.
@@ -169,8 +180,8 @@ class BatchDivision:
             ranks: Adjoining ranks whose share it is; None: those that this rank computes.
         """
         ranks = self.ranks_of(self.group()[0]) if ranks is None else ranks
-        first = size * ranks.start // self._num_ranks
-        return first, size * ranks.stop // self._num_ranks - first
+        cuts = _cuts(size, self._throughputs_or_number)
+        return cuts[ranks.start], cuts[ranks.stop] - cuts[ranks.start]
 
     def micro_batches(self, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch of that size."""
@@ -186,6 +197,43 @@ class BatchDivision:
                 for start, stop in itertools.pairwise(cuts)
             ]
         return found
+
+
+THROUGHPUTS_VARIABLE = "HPC_ELASTIC_THROUGHPUTS"
+"""Throughputs of the ranks of a worker's group, such as ``8*1000,16*2500``; unset if equal."""
+THROUGHPUT_UNIT = 1000
+"""Whole numbers of a throughput of 1."""
+
+
+def encode_throughputs(ranks: Iterable[int]) -> str:
+    """Return the value of `THROUGHPUTS_VARIABLE`; empty if all ranks are equally fast."""
+    runs = [(len(list(group)), value) for value, group in itertools.groupby(ranks)]
+    return ",".join(f"{count}*{value}" for count, value in runs) if len(runs) > 1 else ""
+
+
+@functools.lru_cache(maxsize=8)
+def decode_throughputs(text: str) -> tuple[int, ...]:
+    """Return the throughput of each rank; empty if all are equally fast."""
+    runs = [run.partition("*") for run in text.split(",") if run]
+    return tuple(int(value) for count, _, value in runs for _ in range(int(count)))
+
+
+@functools.lru_cache(maxsize=8)
+def _cuts(size: int, throughputs: tuple[int, ...] | int) -> tuple[int, ...]:
+    """Return where the shares of a batch begin, and its end.
+
+    Args:
+        size: Samples of the batch.
+        throughputs: Of each rank; or the number of ranks, if all are equally fast.
+    """
+    if isinstance(throughputs, int):
+        return tuple(size * rank // throughputs for rank in range(throughputs + 1))
+    before = tuple(itertools.accumulate(throughputs, initial=0))
+    return tuple(size * each // before[-1] for each in before)
+
+
+def _largest(cuts: tuple[int, ...]) -> int:
+    return max(stop - start for start, stop in itertools.pairwise(cuts))
 
 
 def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str | None:

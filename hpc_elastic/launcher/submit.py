@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -305,6 +306,9 @@ def make_spec(
         _pool(len(slots), own, known)
         for (slots, own), known in zip(settings.shares, preemptions, strict=True)
     ]
+    if isinstance(launcher, SlurmSettings) and launcher.pools:
+        given = (pool.throughput for pool in launcher.pools)
+        pools = [replace(pool, throughput=x) for pool, x in zip(pools, given, strict=True)]
     return RunSpec(
         run_id=run_id,
         min_nodes=settings.nodes.min,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from hpc_elastic.data.batch import encode_throughputs
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 
 Message = dict[str, Any]
@@ -311,6 +312,8 @@ class RoundInfo:
     """Address and port of the store of the group."""
     replica: int = 0
     """Number of the replica that the group is, below the most that the run may have."""
+    throughputs: str = ""
+    """Of the workers, if they differ (`data.batch.encode_throughputs`): one part for each pool."""
 
 
 def places(
@@ -323,10 +326,11 @@ def places(
         if announce.replicas is not None:
             store = requests[members[0]].store
         *first_ranks, world_size = accumulate((m.nproc for m in members), initial=0)
+        throughputs = encode_throughputs(m.throughput for m in members for _ in range(m.nproc))
         for rank, (agent, first_rank) in enumerate(zip(members, first_ranks, strict=True)):
             yield agent, RoundInfo(
                 entry.round, entry.index, entry.restarts, rank, len(members), first_rank,
-                world_size, store, replica,
+                world_size, store, replica, throughputs,
             )  # fmt: skip
 
 

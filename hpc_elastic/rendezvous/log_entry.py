@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.shared_files import Steps
 from hpc_elastic.transport.auth import is_signed, sign
 
@@ -48,6 +49,8 @@ class Agent:
     nproc: int
     switches: str = ""
     """Network switches above its node, from the top, with dots between; empty if unknown."""
+    throughput: int = THROUGHPUT_UNIT
+    """How fast its workers are in relation to those of other nodes (``launcher.pools``)."""
 
     def __hash__(self) -> int:
         """Return the hash of the task's name, which Python caches: agents are looked up often."""

@@ -105,6 +105,7 @@ class Pool:
     preempt_grace_s: float
     kill_wait_s: float
     whole_nodes: bool
+    throughput: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,8 @@ class RunSpec:
     """Whether the limits of waiting tasks are chosen without a look at other jobs."""
     whole_nodes: bool = False
     """Whether each task requests whole nodes, which it does not share with other jobs."""
+    throughput: float = 1.0
+    """How fast its workers are in relation to those of other pools."""
     pools: list[Pool] = field(default_factory=list)
     """The pools of the slots in their order, if there are several; see `of_slot`."""
     env: dict[str, str] = field(default_factory=dict)

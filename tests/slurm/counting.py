@@ -62,10 +62,12 @@ SCRIPT = textwrap.dedent(
         for epoch in sampler.epochs(EPOCHS):
             for batch in sampler.batches(loader):
                 optimizer.zero_grad()
+                samples = 0
                 for (x,), weight in batch.micro_batches(model):
                     (weight * nn.functional.mse_loss(model(x), x)).backward()
+                    samples += len(x)
                 optimizer.step()
-                say(f"step {batch.step} {time.time()}")
+                say(f"step {batch.step} {time.time()} {samples}")
                 hurry = hurry or is_there(folder / "hurry")
                 time.sleep(0 if hurry else PAUSE_S)
                 if should_checkpoint(batch.step, every_steps=every):

@@ -1,7 +1,9 @@
 """Runs in the holes between other jobs (``launcher.time_min``)."""
 
+import re
+
 import pytest
-from counting import counting, undisturbed_loss
+from counting import Counting, counting, undisturbed_loss
 from sweeps import eventually, hosts
 
 
@@ -46,9 +48,18 @@ def test_a_run_trains_until_another_job_needs_its_nodes(slurm, sweep, tmp_path, 
     assert run.sweep.value() == pytest.approx(undisturbed_loss(), rel=0.01)
 
 
+def shares(run: Counting) -> list[set[int]]:
+    """How many samples of each batch the ranks of the last round have had."""
+    files = [*run.sweep.run().glob("tasks/*/attempt-*/round-*.rank-*.out")]
+    last = max(int(file.name.split(".")[0].removeprefix("round-")) for file in files)
+    outputs = [file.read_text() for file in files if file.name.startswith(f"round-{last}.")]
+    return [set(map(int, re.findall(r"^step \S+ \S+ (\d+)", text, re.M))) for text in outputs]
+
+
 def test_a_run_has_nodes_of_two_partitions(slurm, sweep, tmp_path):
-    """Those that can be preempted go and come, and the others train on."""
-    pools = "launcher.pools=[{partition:high,nodes:2,time:60},{partition:low,nodes:2}]"
+    """Those that can be preempted go and come, and the others train on; they are thrice as fast."""
+    spot_pool = "{partition:low,nodes:2,throughput:3}"
+    pools = f"launcher.pools=[{{partition:high,nodes:2,time:60}},{spot_pool}]"
     run = counting(sweep, tmp_path / "run", "nodes=2:4", pools)
     eventually(lambda: 4 in run.sweep.group_sizes(), "all four nodes train")
     listed = slurm.run(["squeue", "-h", "-r", "-O", "Partition:0|,TimeLimit:0|,NodeList:0"]).stdout
@@ -61,6 +72,8 @@ def test_a_run_has_nodes_of_two_partitions(slurm, sweep, tmp_path):
     eventually(lambda: run.sweep.group_sizes()[-1] == 2, "two nodes are left")
     assert set(hosts(run.sweep)).isdisjoint(spot)
     eventually(lambda: run.sweep.group_sizes()[-1] == 4, "the others are back")
+    is_divided = lambda: sorted(shares(run), key=str) == [{3}, {3}, {9}, {9}]  # noqa: E731
+    eventually(is_divided, "each has samples in proportion to its throughput")
     run.hurry()
     output = run.sweep.output()
     assert run.sweep.result()["status"] == "succeeded", output

@@ -1,8 +1,17 @@
 """A global batch, divided among any number of ranks."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from hpc_elastic.data.batch import BatchDivision, check
+from hpc_elastic.data.batch import (
+    THROUGHPUTS_VARIABLE,
+    BatchDivision,
+    MicroBatch,
+    check,
+    decode_throughputs,
+    encode_throughputs,
+)
 from hpc_elastic.errors import ConfigError
 
 CASES = [
@@ -49,6 +58,54 @@ def test_all_ranks_do_the_same_number_of_parts():
         ]
         assert max(counts) <= (micro_batch or size)
         assert max(counts) - min(counts) <= 2
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Be one worker of a group with these throughputs."""
+
+    def be(rank: int, throughputs: Sequence[int], world_size: int | None = None) -> None:
+        monkeypatch.setenv(THROUGHPUTS_VARIABLE, encode_throughputs(throughputs))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size or len(throughputs)))
+
+    return be
+
+
+@pytest.mark.parametrize("throughputs", [(1000, 1000, 2500), (1, 1000), (7, 7, 7, 7)])
+def test_shares_are_in_proportion_to_the_throughput(group, throughputs):
+    """Each sample is in one part, the weights make its mean, and all ranks have as many parts."""
+    num, total = len(throughputs), sum(throughputs)
+    for size, micro_batch, _ in CASES:
+        parts: list[list[MicroBatch]] = []
+        for rank in range(num):
+            group(rank, throughputs)
+            parts.append(BatchDivision(size, micro_batch).micro_batches(size))
+        taken = [part.offset + i for rank in parts for part in rank for i in range(part.count)]
+        assert taken == list(range(size)) and len({len(rank) for rank in parts}) == 1
+        for rank, throughput in zip(parts, throughputs, strict=True):
+            count = sum(part.count for part in rank)
+            assert count == pytest.approx(size * throughput / total, abs=1)
+            assert max(part.count for part in rank) <= (micro_batch or size)
+            assert sum(part.weight for part in rank) * size / num == pytest.approx(count)
+
+
+def test_throughputs_count_for_the_workers_of_the_run_only(group):
+    """A script may divide the data among some of them, or among virtual ranks."""
+    group(0, (1000, 3000))
+    assert BatchDivision(12).share(12) == (0, 3)
+    for more in ({"rank": 0, "world_size": 2}, {"virtual_ranks": 2}):
+        assert BatchDivision(12, **more).share(12) == (0, 6)
+    group(0, (1000, 3000), world_size=3)
+    assert BatchDivision(12).share(12) == (0, 4)
+
+
+def test_throughputs_have_one_part_for_each_pool():
+    """Equal ones are left out."""
+    text = encode_throughputs([1000, 1000, 2500])
+    assert text == "2*1000,1*2500" and decode_throughputs(text) == (1000, 1000, 2500)
+    assert encode_throughputs([2500] * 8) == encode_throughputs([]) == ""
+    assert decode_throughputs("") == ()
 
 
 def test_a_rank_without_a_sample_is_lent_one():

@@ -215,8 +215,14 @@ def test_every_member_is_told_its_place():
     assert place_message(announce, big, a) == {
         "type": "round", "request": 5, "index": 17, "number": 3, "restarts": 1, "group_rank": 0,
         "replica": 0, "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
+        "throughputs": "",
     }  # fmt: skip
     assert b == replace(a, group_rank=1, first_rank=8)
+    fast = replace(small, throughput=2500)
+    announce = Announce(
+        replace(entry, members=(big, fast)), {big: JoinRequest(5), fast: JoinRequest(6)}
+    )
+    assert {place.throughputs for _, place in places(announce)} == {"8*1000,4*2500"}
 
 
 def test_tasks_are_brought_back_whatever_is_being_recorded():

@@ -527,6 +527,8 @@ def test_pools_are_read_like_the_settings_that_they_replace():
         ([{"nodes": 4}, {}], "launcher.pools.1.nodes", "at least 1"),
         ([{"nodes": 4, "partion": "x"}], "launcher.pools.0.partion", "partition"),
         ([{"nodes": 4, "time_min": 5}], "launcher.pools.0.time_min", "needs launcher.time"),
+        ([{"nodes": 4, "harvest": "auto"}], "launcher.pools.0.harvest", "needs launcher.time"),
+        ([{"nodes": 4, "throughput": 0}], "launcher.pools.0.throughput", "from 0.01 to 100"),
         ("gpu", "launcher.pools", "a list of mappings"),
         ([3], "launcher.pools.0", "a mapping"),
     ],
@@ -535,3 +537,10 @@ def test_pools_that_cannot_work_are_refused(pools, key, why):
     """Each error names the pool."""
     error = refusal({**slurm(pools=pools), "nodes": "1:4"})
     assert error.key == key and why in str(error)
+
+
+def test_replicas_have_equal_shares_of_a_batch():
+    """ft=true: what a pool's workers could do more does not count."""
+    pools = [{"nodes": 2}, {"nodes": 2, "throughput": 2}]
+    error = refusal({**slurm(pools=pools), "nodes": "1:4", "ft": True})
+    assert error.key == "launcher.pools.throughput" and "ft=true" in str(error)

@@ -164,7 +164,7 @@ def test_each_pool_has_terms_of_its_own(tmp_path):
     """An array for each; a task sees its partition, its time limit and its grace."""
     pools = [
         PoolSettings(2, partition="gpu"),
-        PoolSettings(3, partition="spot", time="60", time_min="5", qos="standby"),
+        PoolSettings(3, partition="spot", time="60", time_min="5", qos="standby", throughput=2.5),
     ]
     launcher = SlurmSettings(time="24:00:00", account="lab", pools=pools)
     run = RunRequest(tmp_path, RunSettings(NodeRange(1, 5), 1, launcher), ENTRY)
@@ -184,6 +184,7 @@ def test_each_pool_has_terms_of_its_own(tmp_path):
     first, last = spec.of_slot(1), spec.of_slot(4)
     assert (first.preempt_grace_s, first.time_s, first.restored_limit_s) == (30, 86_400.0, None)
     assert (last.preempt_grace_s, last.time_s, last.restored_limit_s) == (90, 3600.0, 3600.0)
+    assert (first.throughput, last.throughput) == (1.0, 2.5)
     assert last.of_slot(0) == spec, "the leader sees all pools"
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import select
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TextIO, cast
 
 _REAP_S = 1.0
 
@@ -220,3 +222,67 @@ def readable(*files: int | HasFileno, timeout_s: float | None = None) -> list[in
         poll.register(number, select.POLLIN)
     timeout_ms = None if timeout_s is None else min(math.ceil(timeout_s * 1000), 2**31 - 1)
     return [by_number[number] for number, _ in poll.poll(timeout_ms)]
+
+
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # strings: the window's title, links
+    r"|\x1b[ -/]*[0-~]"
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
+    r"|[\u2028-\u202e\u2066-\u2069]"  # ends of lines, and changes of the direction of text
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+
+
+def cleaned(text: str, *, colours: bool) -> str:
+    """Return a line without control characters and escape sequences (pure).
+
+    Args:
+        text: The line.
+        colours: Keep colours and styles; they end with the line.
+    """
+    if text.isprintable():
+        return text
+
+    def shown(m: re.Match[str]) -> str:
+        return m[0] if colours and _COLOUR.fullmatch(m[0]) else ""
+
+    found = _ESCAPES.sub(shown, text)
+    return found + "\x1b[0m" if "\x1b" in found else found
+
+
+class CleanedStream:
+    """A text stream that removes control characters, except tabs and ends of lines.
+
+    Colours stay on a terminal.
+
+    Attributes:
+        stream: Where it writes.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write without control characters; return the number of characters taken."""
+        colours = self.stream.isatty()
+        self.stream.write("\n".join(cleaned(line, colours=colours) for line in text.split("\n")))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        self.write("".join(lines))
+
+
+@contextlib.contextmanager
+def cleaned_output() -> Iterator[None]:
+    """Let what is printed meanwhile be without control characters."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, CleanedStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

@@ -77,8 +77,7 @@ def doctor_command(
     A failed check means that runs fail, or are not requeued; a warning is a loss that can be
     avoided.
     """
-    from rich.console import Console
-
+    from hpc_elastic._console import console
     from hpc_elastic._util import sigterm_as_interrupt
     from hpc_elastic.doctor import cluster, examine
     from hpc_elastic.doctor.findings import Verdict, print_findings, worst_verdict
@@ -103,18 +102,18 @@ def doctor_command(
         }  # fmt: skip
         print(json.dumps(report, indent=2))
     else:
-        print_findings(found.findings, Console(highlight=False), probed=probe)
+        print_findings(found.findings, console(), probed=probe)
     return 1 if worst_verdict(found.findings) is Verdict.FAIL else 0
 
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Report]:
     """Show progress on standard error: one line that changes, or a line for each step."""
-    from rich.console import Console
+    from hpc_elastic._console import console
 
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal and not quiet:
-        with console.status("submitting the probe") as status:
+    errors = console(stderr=True)
+    if errors.is_terminal and not quiet:
+        with errors.status("submitting the probe") as status:
             yield status.update
         return
     last = ""

@@ -14,9 +14,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from hpc_elastic._console import console
 from hpc_elastic._util import duration
 from hpc_elastic.cli import options
-from hpc_elastic.cli.status import PHASES, console
+from hpc_elastic.cli.status import PHASES
 from hpc_elastic.launcher.run_view import Query, label_of, read_views
 from hpc_elastic.run import registry
 from hpc_elastic.run.registry import KnownRun

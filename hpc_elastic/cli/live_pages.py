@@ -38,6 +38,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hpc_elastic._util import cleaned
 from hpc_elastic.cli.live_runs import LiveRun, LiveRuns
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import log_files, page
@@ -395,7 +396,7 @@ class _LogQuery:
         return {"lines": [_line(line) for line in lines], "more": len(lines) >= num_lines}
 
     def _is_kept(self, line: LogLine) -> bool:
-        return not self._text or self._text in log_files.cleaned(line.text, colours=False).lower()
+        return not self._text or self._text in cleaned(line.text, colours=False).lower()
 
 
 class _TooLongError(Exception):
@@ -404,7 +405,7 @@ class _TooLongError(Exception):
 
 def _line(line: LogLine) -> list[Any]:
     """Return a line as a page shows it: time, node, origin, stream and text."""
-    source, text = line.source, log_files.cleaned(line.text, colours=False)
+    source, text = line.source, cleaned(line.text, colours=False)
     text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
     host = source.host.partition(".")[0] or source.task
     origin = f"r{source.rank}" if source.is_worker else source.stream

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import click
 
+from hpc_elastic._util import cleaned
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_view import EndDetector, RunView, read_view
@@ -173,7 +174,7 @@ def logs_command(
     def is_wanted(line: LogLine) -> bool:
         if since is not None and line.time < since:
             return False
-        return pattern is None or bool(pattern.search(log_files.cleaned(line.text, colours=False)))
+        return pattern is None or bool(pattern.search(cleaned(line.text, colours=False)))
 
     query = Query(selection, is_wanted, since, tail, follow)
     return _print_output(RunDir(run), query, _Output(as_json=as_json))
@@ -342,7 +343,7 @@ class Writer:
         if known is None or known[0] is not source:
             self._widen(source)
             known = self._labels[id(source)] = (source, self._label(source))
-        text = log_files.cleaned(line.text, colours=self._on_terminal)
+        text = cleaned(line.text, colours=self._on_terminal)
         clock = f"{self._clock}.{int(line.time * 10) % 10}"
         if self._on_terminal:
             return f"{click.style(clock, dim=True)} {known[1]} {text}"
@@ -367,14 +368,14 @@ def json_of(line: LogLine) -> str:
         "time": round(line.time, 3), "timed": line.timed, "host": source.host or None,
         "task": source.task, "attempt": source.attempt, "round": source.round,
         "rank": source.rank, "stream": source.stream,
-        "text": log_files.cleaned(line.text, colours=False),
+        "text": cleaned(line.text, colours=False),
     }  # fmt: skip
     return json.dumps(fields)
 
 
 def _host(source: LogSource) -> str:
     """Return the name of the node without its domain; of the task if it has no single node."""
-    return source.host.partition(".")[0] or source.task
+    return cleaned(source.host.partition(".")[0] or source.task, colours=False)
 
 
 def _origin(source: LogSource) -> str:

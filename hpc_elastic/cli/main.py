@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from hpc_elastic._util import cleaned_output
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, near_miss
 
@@ -100,6 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a question mark for what LC_ALL=C cannot encode
             stream.reconfigure(errors="replace")
+    with cleaned_output():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         code = program.main(argv, prog_name="hpc-elastic", standalone_mode=False)
     except HpcElasticError as e:

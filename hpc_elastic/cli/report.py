@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 
+from hpc_elastic._util import cleaned
 from hpc_elastic.checkpoint.store import Store, directories
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_handle import read_tail
 from hpc_elastic.launcher.run_view import Query, overrides_label, overrides_of
-from hpc_elastic.report.log_files import cleaned
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import (
     About,

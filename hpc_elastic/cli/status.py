@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hpc_elastic._console import console
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, RunTask, read_details
@@ -219,17 +219,9 @@ _LAST = {"end": "until the end", "node_lost": "lost", "silence": "lost without a
 """How the last attempt ended of a task that the scheduler does not list any more."""
 _MOST_TASKS = 40
 _MOST_SLOW = 4
-_FILE_WIDTH = 160
 _WORTH_SHOWING_S = 1.0
 _WORTH_NAMING = 0.0005
 _LABEL_WIDTH = 10
-
-
-def console() -> Console:
-    """Return the console of standard output; a file or pipe has long lines."""
-    narrow = Console(highlight=False)
-    wide = not narrow.is_terminal and "COLUMNS" not in os.environ
-    return Console(highlight=False, width=_FILE_WIDTH) if wide else narrow
 
 
 def page(details: RunDetails, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:

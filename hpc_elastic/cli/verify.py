@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hpc_elastic._console import console
 from hpc_elastic._util import counted
 from hpc_elastic.checkpoint import store
 from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest
@@ -123,16 +122,16 @@ def _print_findings(findings: Sequence[CheckpointFinding]) -> None:
     for finding in findings:
         created, num_bytes = finding.created, finding.num_bytes
         table.add_row(
-            escape(finding.folder if has_several else Path(finding.folder).name),
+            finding.folder if has_several else Path(finding.folder).name,
             "?" if created is None else time.strftime("%F %T", time.localtime(created)),
             "?" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB",
             "?" if finding.world_size is None else str(finding.world_size),
             "damaged" if finding.problems else "good",
         )
-    console = Console()
-    console.print(table)
+    out = console()
+    out.print(table)
     for problem in (problem for finding in findings for problem in finding.problems):
-        console.print(f"damaged: {problem}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"damaged: {problem}", soft_wrap=True)
 
 
 # ---- ``hpc-elastic audit``
@@ -185,7 +184,7 @@ def audit_command(run: Path, as_json: bool) -> int:
 
 
 def _print_audit(proof: Proof) -> None:
-    console = Console(highlight=False, markup=False)
+    out = console()
     # without columns of zeros
     counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
     table = Table(title=Text(f"{proof.name}: {counted(proof.dataset_len, 'sample')}"))
@@ -193,18 +192,18 @@ def _print_audit(proof: Proof) -> None:
         table.add_column(column, justify="right")
     for epoch in proof.epochs:
         table.add_row(str(epoch.epoch), *(f"{getattr(epoch, count):,}" for count in counts))
-    console.print(table)
-    console.print(
+    out.print(table)
+    out.print(
         f"{counted(proof.last_step, 'step')}, trained in "
         f"{counted(proof.stretches, 'stretch', 'stretches')}; recorded and lost: "
         f"{counted(proof.replayed_steps, 'step')} ({counted(proof.replayed_samples, 'sample')})"
     )
     if proof.open_samples:
-        console.print(f"not yet recorded by all ranks: {counted(proof.open_samples, 'sample')}")
+        out.print(f"not yet recorded by all ranks: {counted(proof.open_samples, 'sample')}")
     for problem in proof.problems:
-        console.print(f"NOT PROVEN: {problem}")
+        out.print(f"NOT PROVEN: {problem}")
     if proof.holds:
-        console.print("Proven: every sample so far was trained exactly once per epoch")
+        out.print("Proven: every sample so far was trained exactly once per epoch")
 
 
 # ---- ``hpc-elastic export``

@@ -348,7 +348,7 @@ def _print(forecast: RunForecast) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hpc_elastic.cli.status import console
+    from hpc_elastic._console import console
 
     out, found = console(), forecast.found
     parts = [f"{found.num_idle} idle"]

@@ -570,9 +570,9 @@ def console_for(stream: TextIO | None) -> Console:
     Args:
         stream: Where it writes; None: the program has no standard output, nothing is written.
     """
-    from rich.console import Console
+    from hpc_elastic._console import CleanConsole
 
-    console = Console(file=None if stream is None else cast(TextIO, _Unfailing(stream)))
+    console = CleanConsole(file=None if stream is None else cast(TextIO, _Unfailing(stream)))
     if not console.is_terminal:
         console.width = max(console.width, _LOG_WIDTH)
     return console

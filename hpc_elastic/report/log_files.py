@@ -711,31 +711,6 @@ def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
 MAX_LINE = 1 << 16
 """Bytes of a line; a longer line is split."""
 
-_ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
-    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # strings: the window's title, links
-    r"|\x1b[ -/]*[0-~]"
-    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
-)
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
-
-
-def cleaned(text: str, *, colours: bool) -> str:
-    """Return a line without control characters and escape sequences.
-
-    Args:
-        text: The line.
-        colours: Keep colours and styles; they end with the line.
-    """
-    if text.isprintable():
-        return text
-
-    def shown(m: re.Match[str]) -> str:
-        return m[0] if colours and _COLOUR.fullmatch(m[0]) else ""
-
-    found = _ESCAPES.sub(shown, text)
-    return found + "\x1b[0m" if "\x1b" in found else found
-
 
 class Splitter:
     """Splitter of the bytes of a file, piece by piece, into lines.

@@ -33,11 +33,11 @@ def day_of(entry: TimelineEntry) -> str:
 
 def sentence(entry: TimelineEntry) -> str:
     """Return an entry as a sentence that needs no knowledge of the run."""
-    aside = _aside(entry)
-    if aside is not None:
-        return aside
-    parts = [because(entry.causes, entry.leader), *_outcome(entry)]
-    return "; ".join(part for part in parts if part)
+    found = _aside(entry)
+    if found is None:
+        parts = [because(entry.causes, entry.leader), *_outcome(entry)]
+        found = "; ".join(part for part in parts if part)
+    return " ".join(found.splitlines())  # one line, whatever the texts of the run contain
 
 
 # ---- the group ----------------------------------------------------------------------------

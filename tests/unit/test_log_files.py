@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from output_files import EPOCH, Output, make_run
 
+from hpc_elastic._util import cleaned
 from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import (
     MAX_LINE,
@@ -22,7 +23,6 @@ from hpc_elastic.report.log_files import (
     Settling,
     Splitter,
     begin_of,
-    cleaned,
     is_over,
     lines,
     merge,
@@ -77,6 +77,7 @@ def stream(source, *times):
         ("\x1bPdevice\x1b\\text", "text", "text"),
         ("\x1b(0bell\x07\x00\x08\x7f\x9b", "bell", "bell"),
         ("\x1bc reset", " reset", " reset"),
+        ("gpj\u202etxt\u2029x", "gpjtxtx", "gpjtxtx"),
     ],
 )
 def test_a_terminal_gets_text_and_colours_alone(text, plain, coloured):

@@ -1,0 +1,49 @@
+"""The console of the commands: it shows what Rich renders, and nothing else reaches the terminal.
+
+Texts of a run are written by all who may write to its directory, and by its nodes: names, events,
+errors. A control character in them could clear the screen, set the window's title, or show lines
+that this program has not written. `CleanConsole` removes them from all that Rich renders, and
+`_util.CleanedStream` from what is printed without it. Colours stay.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from hpc_elastic._util import CleanedStream, cleaned
+
+_FILE_WIDTH = 160
+
+
+class CleanConsole(Console):
+    """A console that removes control characters from all texts that it renders; its own stay."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render a part, or the whole."""
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text == "\n" or text.isprintable():
+                yield segment
+            else:
+                lines = (cleaned(part, colours=False) for part in text.split("\n"))
+                yield Segment("\n".join(lines), segment.style)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return the console of standard output or error; a file or pipe has long lines.
+
+    Texts are shown as they are: brackets are no markup.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    file = stream.stream if isinstance(stream, CleanedStream) else stream
+    made = CleanConsole(file=file, highlight=False, markup=False, emoji=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _FILE_WIDTH
+    return made

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from hpc_elastic._util import CleanedStream, cleaned
+from hpc_elastic._util import cleaned, terminal_of
 
 _FILE_WIDTH = 160
 
@@ -41,8 +41,7 @@ def console(*, stderr: bool = False) -> Console:
 
     Texts are shown as they are: brackets are no markup.
     """
-    stream = sys.stderr if stderr else sys.stdout
-    file = stream.stream if isinstance(stream, CleanedStream) else stream
+    file = terminal_of(sys.stderr if stderr else sys.stdout)
     made = CleanConsole(file=file, highlight=False, markup=False, emoji=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _FILE_WIDTH

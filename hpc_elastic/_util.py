@@ -277,6 +277,11 @@ class CleanedStream:
         self.write("".join(lines))
 
 
+def terminal_of(stream: TextIO) -> TextIO:
+    """Return where a stream writes, for a console that cleans texts itself and moves the cursor."""
+    return stream.stream if isinstance(stream, CleanedStream) else stream
+
+
 @contextlib.contextmanager
 def cleaned_output() -> Iterator[None]:
     """Let what is printed meanwhile be without control characters."""

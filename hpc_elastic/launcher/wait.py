@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from hpc_elastic._util import counted, duration, sigterm_as_interrupt
+from hpc_elastic._util import counted, duration, sigterm_as_interrupt, terminal_of
 from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle, SubmittedJobs
 from hpc_elastic.launcher.run_view import (
@@ -572,7 +572,8 @@ def console_for(stream: TextIO | None) -> Console:
     """
     from hpc_elastic._console import CleanConsole
 
-    console = CleanConsole(file=None if stream is None else cast(TextIO, _Unfailing(stream)))
+    file = None if stream is None else cast(TextIO, _Unfailing(terminal_of(stream)))
+    console = CleanConsole(file=file)
     if not console.is_terminal:
         console.width = max(console.width, _LOG_WIDTH)
     return console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -348,15 +349,56 @@ def _environment(given: Given) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in given.value.items():
         entry = Given(f"{given.key}.{name}", value)
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise entry.refuse("not a variable name: letters, digits and _, no digit first")
-        if name in WORKER_VARIABLES or name.startswith("TORCHELASTIC_"):
-            raise entry.refuse("the agent sets this variable for each worker; leave it out")
+        if wrong := _wrong_variable(name):
+            raise entry.refuse(wrong)
         # true and null have no single spelling in an environment
         is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
         if not is_text or "\0" in str(value):
             raise entry.refuse("allowed is a text or a number; put it in quotes")
         found[name] = str(value)
+    return found
+
+
+def _wrong_variable(name: object) -> str | None:
+    """Return what is wrong with the name of a variable of the workers; None if nothing is."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        return "not a variable name: letters, digits and _, no digit first"
+    if name in WORKER_VARIABLES or name.startswith("TORCHELASTIC_"):
+        return "the agent sets this variable for each worker; leave it out"
+    return None
+
+
+def _env_file(given: Given) -> str:
+    path = str(Path(_existing_file(given)).absolute())
+    read_env_file(path)
+    return path
+
+
+def read_env_file(path: str) -> dict[str, str]:
+    """Return the variables in ``launcher.env_file``.
+
+    Raises:
+        ConfigError: It cannot be read, others may read or write it, or a line is no variable. The
+            error names the line, and no value.
+    """
+    key = "launcher.env_file"
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ConfigError(key, path, f"other users have access to it: chmod 600 {path}")
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(key, path, f"it cannot be read: {e}") from e
+    found: dict[str, str] = {}
+    for at, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, is_variable, value = line.partition("=")
+        wrong = _wrong_variable(name.strip()) if is_variable else "not NAME=value"
+        if wrong or "\0" in value:
+            raise ConfigError(key, path, f"line {at}: {wrong or 'it has a null character'}")
+        found[name.strip()] = value
     return found
 
 
@@ -477,6 +519,7 @@ PARSERS: dict[str, Parser] = {
     "launcher.below_min_timeout_s": _SPAN,
     "launcher.interface": _name,
     "launcher.env": _environment,
+    "launcher.env_file": _env_file,
     "launcher.rendezvous.join_timeout_s": _SPAN,
     "launcher.rendezvous.straggler_timeout_s": _WAIT,
     "launcher.rendezvous.last_call_s": _WAIT,

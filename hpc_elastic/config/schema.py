@@ -145,7 +145,12 @@ class LauncherSettings:
     poll_interval_s: float = 1.0
     """Interval of the progress display. Slurm is queried once a minute while all runs train."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the workers. They may be secret: files that hold them are 0600."""
+    """Environment variables of the workers. They may be secret: files that hold them are 0600. On
+    the command line they can be read by all users of the machine: see ``env_file``."""
+    env_file: str | None = None
+    """Path of a file with further variables, for secrets: a line ``NAME=value`` each, as it is,
+    without quotes; ``#`` begins a comment. Only its owner may read it (``chmod 600``), and it is
+    read at the submission."""
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
 

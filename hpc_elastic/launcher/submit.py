@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 
 from hpc_elastic import _util
 from hpc_elastic.config.parse import time_limit_s
-from hpc_elastic.config.resolve import as_config
+from hpc_elastic.config.resolve import as_config, read_env_file
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
@@ -165,6 +166,7 @@ def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepar
         SubmissionError: Slurm does not answer, or the snapshot of the code failed.
     """
     found = provenance(requests[0].entry)
+    _note_secrets([override for request in requests for override in request.overrides])
     remove_rendered([request.dir for request in requests], sweep / SUBMISSION)
 
     def prepare_again() -> Prepared:
@@ -172,6 +174,19 @@ def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepar
         return write(plan, name, provenance=found, preemptions=query_backend(plan))
 
     return with_free_numbers(prepare_again)
+
+
+def _note_secrets(overrides: Sequence[str]) -> None:
+    """Print a note if a secret for the workers is in the arguments of this process."""
+    given = dict.fromkeys(re.findall(r"launcher\.env\.(\w+)=", "\n".join(overrides)))
+    if not given:
+        return
+    from hpc_elastic.report.report import is_secret
+
+    for name in filter(is_secret, given):
+        remedy = "launcher.env_file=PATH reads variables from a file that only you can read"
+        where = "can be read by all users of this machine in the arguments of this process"
+        print(f"launcher.env.{name} {where}: {remedy}", file=sys.stderr)
 
 
 def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
@@ -291,7 +306,7 @@ def make_spec(
     run_id: str,
     preemptions: Sequence[Preemption | None],
 ) -> RunSpec:
-    """Return run.json of one run of the plan (pure), without its provenance.
+    """Return run.json of one run of the plan, without its provenance; launcher.env_file is read.
 
     Args:
         plan: The plan.
@@ -302,6 +317,7 @@ def make_spec(
     """
     settings = plan.runs[number].settings
     launcher = settings.launcher
+    secrets_of_workers = read_env_file(launcher.env_file) if launcher.env_file else {}
     pools = [
         _pool(len(slots), own, known)
         for (slots, own), known in zip(settings.shares, preemptions, strict=True)
@@ -340,7 +356,7 @@ def make_spec(
         time_ladder=pools[0].time_ladder,
         whole_nodes=all(pool.whole_nodes for pool in pools),
         pools=pools if len(pools) > 1 else [],
-        env=dict(launcher.env),
+        env={**secrets_of_workers, **launcher.env},
         rendezvous=launcher.rendezvous,
         agent=launcher.agent,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from hpc_elastic.config.parse import parse_nodes, parse_nproc, parse_time
-from hpc_elastic.config.resolve import RENAMED, as_config, resolve
+from hpc_elastic.config.resolve import RENAMED, as_config, read_env_file, resolve
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 
@@ -368,6 +369,45 @@ def test_environment_variables_that_can_not_work(name, value, why):
     error = refusal(slurm(env={name: value}))
     assert error.key == f"launcher.env.{name}"
     assert why in str(error)
+
+
+@pytest.fixture
+def env_file(tmp_path):
+    """Write a file with variables; return its path."""
+
+    def write(text: str, mode: int = 0o600) -> Path:
+        path = tmp_path / "secrets.env"
+        path.write_text(text)
+        path.chmod(mode)
+        return path
+
+    return write
+
+
+def test_variables_may_stand_in_a_file_that_only_its_owner_can_read(env_file):
+    """As they are, whatever they contain."""
+    path = env_file("# a comment\n\nTOKEN=a=b 'c' # d\n EMPTY =\n")
+    settings = resolve({**slurm(env_file=str(path)), "nodes": 1})
+    assert settings.launcher.env_file == str(path) and settings.launcher.env == {}
+    assert read_env_file(str(path)) == {"TOKEN": "a=b 'c' # d", "EMPTY": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("TOKEN=secret", 0o640, "chmod 600"),
+        ("TOKEN=secret", 0o602, "chmod 600"),
+        ("A=1\nexport TOKEN=secret", 0o600, "line 2: not a variable name"),
+        ("TOKEN secret", 0o600, "line 1: not NAME=value"),
+        ("RANK=secret", 0o600, "line 1: the agent sets this variable"),
+        ("TOKEN=secret\0", 0o600, "line 1: it has a null character"),
+    ],
+)
+def test_a_file_of_variables_that_cannot_work_is_refused(env_file, text, mode, why):
+    """The error names the line, and no value."""
+    error = refusal(slurm(env_file=str(env_file(text, mode))))
+    assert error.key == "launcher.env_file" and why in str(error)
+    assert "secret" not in str(error).replace("secrets.env", "")
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,22 @@ def test_each_pool_has_terms_of_its_own(tmp_path):
     assert last.of_slot(0) == spec, "the leader sees all pools"
 
 
+def test_secrets_come_from_a_file_and_not_from_the_command_line(tmp_path, capsys):
+    """Those that are given on it are named in a note."""
+    path = tmp_path / "secrets.env"
+    path.write_text("TOKEN=a\nMODE=b\n")
+    path.chmod(0o600)
+    launcher = LocalSettings(env={"MODE": "c"}, env_file=str(path))
+    overrides = ("+launcher.env.API_KEY=x", "launcher.env.OMP_NUM_THREADS=1")
+    run = RunRequest(tmp_path / "0", RunSettings(NodeRange(1, 1), 1, launcher), ENTRY, overrides)
+    submit.prepare([run], sweep=tmp_path, name="train")
+    spec = RunSpec.from_json((tmp_path / "0" / "run.json").read_text())
+    assert spec.env == {"TOKEN": "a", "MODE": "c"}
+    assert "TOKEN" not in (tmp_path / "0" / "settings.json").read_text()
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith("launcher.env.API_KEY can be read by all users") and "env_file" in note
+
+
 def test_a_minimum_that_the_partition_does_not_have_is_refused():
     """It would hold all its nodes in silence. Tasks that share nodes may be more than nodes."""
     slurm.query_partitions(with_minimum(4), OnePartition())

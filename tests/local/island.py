@@ -4,6 +4,7 @@ python island.py FOLDER NAME SECONDS STEP_S SYNC_EVERY QUANTIZE
 """
 
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -58,3 +59,6 @@ def main():
 
 if __name__ == "__main__":
     main()
+    # threads of torch's autograd may abort the process while the interpreter ends, as
+    # `worker_main._exit_process` describes: an island that had done all its work was lost so
+    os._exit(0)

@@ -43,8 +43,7 @@ def launch():
         argv = [folder, name, seconds, step_s, sync_every, int(quantize)]
         process = subprocess.Popen(
             [sys.executable, SCRIPT, *map(str, argv)],
-            stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         started.append(process)
         return process

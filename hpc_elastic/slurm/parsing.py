@@ -87,8 +87,8 @@ class Partition:
     num_nodes: int = 0
     max_nodes: int | None = None
     default_time_s: float | None = None
-    allowed_qos: frozenset[str] | None = None
-    denied_qos: frozenset[str] = frozenset()
+    allowed_qos: tuple[str, ...] | None = None
+    denied_qos: tuple[str, ...] = ()
 
     def allows(self, qos: str) -> bool:
         """Return whether its jobs may have a QOS."""
@@ -287,7 +287,7 @@ def parse_partitions(output: str) -> list[Partition]:
             max_nodes=parse_number(row.get("MaxNodes", "")),
             default_time_s=parse_time_left(row.get("DefaultTime", "")),
             allowed_qos=_allowed_qos(row.get("AllowQos", "ALL")),
-            denied_qos=_names(row.get("DenyQos", "")),
+            denied_qos=tuple(sorted(_names(row.get("DenyQos", "")))),
         )
         for row in _rows_with("PartitionName", output)
     ]
@@ -304,8 +304,8 @@ def selected(partitions: Iterable[Partition], wanted: str | None) -> list[Partit
     return [p for p in partitions if p.name in names or (not names and p.is_default)]
 
 
-def _allowed_qos(names: str) -> frozenset[str] | None:
-    return None if names.upper() == "ALL" else _names(names)
+def _allowed_qos(names: str) -> tuple[str, ...] | None:
+    return None if names.upper() == "ALL" else tuple(sorted(_names(names)))
 
 
 def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:

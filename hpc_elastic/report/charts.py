@@ -220,11 +220,10 @@ def _step(report: Values) -> Chart | None:
     steps = [(p["time"], p["step"]) for p in report["progress"] if p["step"] is not None]
     if len(steps) < 2 or begin is None:
         return None
-    return Chart("step", {"layer": [
-        _faults(report),
-        _line(report, begin, steps, "step"),
-        _checkpoints(report),
-    ]}, 180)  # fmt: skip
+    layers = [_faults(report), _line(report, begin, steps, "step")]
+    if report["checkpoints"]["announced"]:  # Vega warns of a scale without values
+        layers.append(_checkpoints(report))
+    return Chart("step", {"layer": layers}, 180)
 
 
 def _loss(report: Values) -> Chart | None:

@@ -267,6 +267,17 @@ def test_throughput_gpus_and_the_scripts_metrics_are_drawn():
     assert "full to 25.0 % at most" in page and "&lt;b&gt; over time" in page
 
 
+def test_no_layer_of_the_steps_is_without_values():
+    """Vega warns of a scale without values in the console of the browser: before a checkpoint."""
+    values = reported(points=POINTS).to_json()
+    for announced in ([], [{"time": 5.0, "step": 3}]):
+        values["checkpoints"]["announced"] = announced
+        (steps,) = (chart for chart in charts(values) if chart.name == "step")
+        _faults, line, *marks = steps.spec["layer"]
+        assert line["encoding"]["y"]["field"] == "step"
+        assert [len(mark["data"]["values"]) for mark in marks] == [1] * len(announced)
+
+
 # ---- hints --------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ save each step, so that they lose nothing when a job ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from full_cluster import account
 from full_cluster.background import OtherJob, other_jobs
 from full_cluster.replay import Contestant, Player, Replay, chain, hydra_submitit, ours, rigid
 
-from slurm_sandbox import SandboxConfig
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 NUM_NODES = 16
 LOADS = (0.7, 0.9)
@@ -67,15 +68,18 @@ CONTESTANTS = {
 }
 
 
-def replay(contestant: Contestant, jobs: Sequence[OtherJob], name: str, minutes: float) -> Replay:
-    """Play the other jobs on a sandbox of its own, and train."""
-    seen = Replay(contestant.label)
+def config(name: str) -> SandboxConfig:
+    """Return the settings of a sandbox."""
     every = f"SchedulerParameters=batch_sched_delay=0,bf_interval={PASS_S:.0f},sched_interval=5"
-    config = SandboxConfig(name=name, nodes=NUM_NODES, gpus_per_node=0, extra_lines=(every,))
-    with (
-        tempfile.TemporaryDirectory(prefix="full-cluster-") as folder,
-        sandbox_of(config) as sandbox,
-    ):
+    return SandboxConfig(name=name, nodes=NUM_NODES, gpus_per_node=0, extra_lines=(every,))
+
+
+def replay(
+    contestant: Contestant, jobs: Sequence[OtherJob], sandbox: SlurmSandbox, minutes: float
+) -> Replay:
+    """Play the other jobs on a sandbox, and train."""
+    seen = Replay(contestant.label)
+    with tempfile.TemporaryDirectory(prefix="full-cluster-") as folder:
         Path(folder, "plan.json").write_text(json.dumps({"work": WORK_NODE_S}))
         player = Player(sandbox, jobs, Path(folder), seen)
         player.play(contestant.submit, 60 * minutes / 6, 60 * minutes)
@@ -142,10 +146,13 @@ def main() -> None:
     )  # fmt: skip
     for load in given.loads:
         jobs = list(other_jobs(NUM_NODES, load, 60 * given.minutes, seed=1))
-        names = [f"full{number}" for number in range(len(chosen))]
-        with ThreadPoolExecutor(len(chosen)) as pool:
-            minutes = [given.minutes] * len(chosen)
-            replays = list(pool.map(replay, chosen, [jobs] * len(chosen), names, minutes))
+        with contextlib.ExitStack() as stack:
+            # first in, last out: the sandboxes end after the replays
+            names = [f"full{number}" for number in range(len(chosen))]
+            sandboxes = [stack.enter_context(sandbox_of(config(name))) for name in names]
+            pool = stack.enter_context(ThreadPoolExecutor(len(chosen)))
+            every, minutes = [jobs] * len(chosen), [given.minutes] * len(chosen)
+            replays = list(pool.map(replay, chosen, every, sandboxes, minutes))
         seen[str(load)] = [each.to_json() for each in replays]
         if given.samples:
             given.samples.write_text(json.dumps(seen) + "\n")

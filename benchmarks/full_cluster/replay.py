@@ -99,7 +99,7 @@ class Player:
         """Play all of it; the training is submitted once the queue has formed.
 
         Args:
-            submit: Submits the training; None: nobody trains.
+            submit: What submits the training; None if there is none.
             submit_s: When, in seconds from the begin.
             length_s: Seconds of the replay.
         """
@@ -193,7 +193,7 @@ class Contestant:
 
     Attributes:
         label: Its row in the table.
-        submit: Submits it; None: nobody trains.
+        submit: What submits it; None if there is no training.
     """
 
     label: str

@@ -20,6 +20,7 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.submit import dry_run
 from hpc_elastic.errors import SlurmCommandError, SubmissionError
 from hpc_elastic.slurm import forecast as outlooks
+from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.forecast import FAR_S, NO_RESERVE_S, SAME_S, Outlook, Shape, TaskTerms
 
 if TYPE_CHECKING:
@@ -169,17 +170,17 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         SlurmCommandError: Slurm does not answer.
     """
     from hpc_elastic.config.resolve import resolve
+    from hpc_elastic.launcher.plan import is_coallocated
     from hpc_elastic.run.directory import ArrayFiles, RunDir
     from hpc_elastic.shared_files import read_json
     from hpc_elastic.slurm.client import SiteClient
-    from hpc_elastic.slurm.parsing import selected
 
     client = client or SiteClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
     settings = resolve(read_json(RunDir(next(iter(runs))).settings) or {})
     config, partitions = client.config(), client.all_partitions()
     launchers: list[Any] = [own for _, own in settings.shares]
-    asked = {own.partition: selected(partitions, own.partition) for own in launchers}
+    asked = {own.partition: parsing.selected(partitions, own.partition) for own in launchers}
     names = list(dict.fromkeys(p.name for chosen in asked.values() for p in chosen))
     listed = {
         wanted: client.each_node(",".join(p.name for p in chosen) or wanted)
@@ -189,7 +190,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     jobs, now = client.queue(), time.time()
     found = outlooks.outlook(
         _allowed(states, settings.launcher), jobs, now,
-        partitions=names, are_jobs_hidden=_hides_jobs(config),
+        partitions=names, are_jobs_hidden=parsing.hides_jobs(config),
     )  # fmt: skip
     notes = [*_notes(settings, found, config)]
     pools: list[TaskTerms] = []
@@ -202,7 +203,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     tested, refused = _tests(client, scripts, settings, now)
     notes += refused
     own = replace(
-        own, tested=tested, is_queue_empty=not found.num_waiting and not _hides_jobs(config)
+        own, tested=tested, is_queue_empty=not found.num_waiting and not parsing.hides_jobs(config)
     )
     if any(size > len(own.starts) for size, _ in own.growth(settings.nodes)):
         notes.append(
@@ -212,9 +213,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     if len(runs) > 1:
         notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
     shapes = [own, *shorter]
-    best = outlooks.soonest(
-        shapes, settings.nodes, coallocated=getattr(settings.launcher, "coallocate_min", False)
-    )
+    best = outlooks.soonest(shapes, settings.nodes, coallocated=is_coallocated(settings))
     return RunForecast(now, settings, names, own.limit_s, found, shapes, best, tuple(notes))
 
 
@@ -266,12 +265,10 @@ def _tests(
 
 def _test(client: SiteClient, script: Path, number: int) -> float | None:
     """Return when Slurm would start a job of some nodes; None if sbatch prints no time."""
-    from hpc_elastic.slurm.parsing import parse_expected_start
-
     flags = [f"--nodes={number}", f"--ntasks={number}"]
     if "\n#SBATCH --array=" in script.read_text():
         flags.append("--array=0")
-    return parse_expected_start(client.test_only(str(script), flags))
+    return parsing.parse_expected_start(client.test_only(str(script), flags))
 
 
 def _has_no_reserve(qos: str | None, client: SiteClient) -> bool:
@@ -303,21 +300,17 @@ def _limit_s(launcher: SlurmSettings, partitions: Sequence[Partition]) -> float:
     return min(defaults, default=math.inf)
 
 
-def _hides_jobs(config: Mapping[str, str]) -> bool:
-    return "jobs" in config.get("PrivateData", "").lower().split(",")
-
-
 def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> Iterator[str]:
     """Yield what the forecast does not include, or cannot."""
     from hpc_elastic.launcher.batch_script import has_whole_nodes
 
     launcher: Any = settings.launcher
-    if _hides_jobs(config):
+    if parsing.hides_jobs(config):
         yield (
             "PrivateData hides the jobs of other users: of the nodes that they use, only `sbatch "
             "--test-only` has the ends"
         )
-    if "backfill" not in config.get("SchedulerType", "backfill"):
+    if not parsing.has_backfill(config):
         yield (
             f"{config['SchedulerType']}: without backfill Slurm plans no starts and fills no gaps, "
             "and a shorter time limit does not help"

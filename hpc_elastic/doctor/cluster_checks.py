@@ -12,7 +12,7 @@ from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, un
 from hpc_elastic.doctor.probe_task import FolderFacts
 from hpc_elastic.errors import near_miss
 from hpc_elastic.shared_files import LOCAL, SANDBOX, Mount
-from hpc_elastic.slurm.parsing import Partition, Qos, preemptible_qos
+from hpc_elastic.slurm.parsing import Partition, Qos, enforces_qos, preemptible_qos
 
 _SHORT_KILL_WAIT_S = 10
 _SHORT_TIME_S = 600.0
@@ -243,10 +243,13 @@ def _standby(cluster: ClusterFacts) -> Finding:
     if "qos" in cluster.problems:
         return unknown(check, f"sacctmgr does not answer: {cluster.problems['qos']}", why)
     config = cluster.config or {}
-    is_enforced = {"qos", "all"} & set(cluster.setting("AccountingStorageEnforce").split(","))
     found = [
         f"QOS {_describe_qos(qos, qos.mode(config))}"
-        + (", not offered to you" if is_enforced and qos.name not in cluster.offered_qos else "")
+        + (
+            ", not offered to you"
+            if enforces_qos(config) and qos.name not in cluster.offered_qos
+            else ""
+        )
         for qos in preemptible_qos(cluster.qos, config)
     ]
     if cluster.setting("PreemptType") == "preempt/partition_prio":

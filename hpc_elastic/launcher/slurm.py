@@ -37,7 +37,7 @@ from hpc_elastic.launcher.batch_script import TASK_MODULE, explain, has_whole_no
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, RunSpec, Submission
-from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm import parsing, requeue
 from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import Partition, Preemption, Qos, preemptible_qos, selected
@@ -303,7 +303,7 @@ class HarvestSite:
             offered = client.offered_qos(getpass.getuser()) if preemptible else frozenset()
         except SlurmCommandError:  # no accounting, or it is private
             return cls(config)
-        if not {"qos", "all"} & set(config.get("AccountingStorageEnforce", "").split(",")):
+        if not parsing.enforces_qos(config):
             offered |= {qos.name for qos in preemptible}
         found = (q for q in preemptible if "NoReserve" in q.flags and q.name in offered)
         return cls(config, partitions, [q for q in found if "REQUEUE" in q.mode(config)])
@@ -326,10 +326,10 @@ def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSett
         if launcher.qos in (None, qos.name) and all(p.allows(qos.name) for p in chosen):
             what = f"tasks start in gaps of any length with QOS {qos.name}, which is preemptible"
             return replace(launcher, qos=qos.name, time_min=None, harvest="off"), what
-    if "backfill" not in site.config.get("SchedulerType", "backfill"):
+    if not parsing.has_backfill(site.config):
         what = f"no effect, {site.config['SchedulerType']} starts no task in a gap"
         return replace(launcher, harvest="off"), what
-    if "jobs" in site.config.get("PrivateData", "").lower().split(","):
+    if parsing.hides_jobs(site.config):
         what = (
             f"the site hides the plans for other jobs (PrivateData), so limits vary from {shown} on"
         )

@@ -256,6 +256,21 @@ def parse_config(output: str) -> dict[str, str]:
     return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", output, re.MULTILINE))
 
 
+def hides_jobs(config: Mapping[str, str]) -> bool:
+    """Return whether a user sees no jobs of other users, and no plans for them."""
+    return "jobs" in config.get("PrivateData", "").lower().split(",")
+
+
+def has_backfill(config: Mapping[str, str]) -> bool:
+    """Return whether Slurm starts jobs in gaps between others; assumed if it is not known."""
+    return "backfill" in config.get("SchedulerType", "backfill")
+
+
+def enforces_qos(config: Mapping[str, str]) -> bool:
+    """Return whether users may name only the QOS of their associations."""
+    return bool({"qos", "all"} & set(config.get("AccountingStorageEnforce", "").split(",")))
+
+
 def parse_number(value: str) -> int | None:
     """Return the number that a value begins with, such as ``30 sec``; None if with no number."""
     m = re.match(r"\d+", value)

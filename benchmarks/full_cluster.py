@@ -59,7 +59,7 @@ ABOUT = About(
 CONTESTANTS = {
     "nobody": Contestant(NOBODY, None),
     "ours": Contestant(
-        OURS, ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "2"})
+        OURS, ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "1"})
     ),
     "rigid-4": Contestant("one job of 4 nodes", rigid(4, 17)),
     "rigid-8": Contestant("one job of 8 nodes", rigid(8, 9)),
@@ -144,21 +144,28 @@ def main() -> None:
         Column(""), Column("done, s", ".0f"), Column("node-seconds used", ".0f"),
         Column("of these trained, %", ".1f"), Column("others wait, s", ".0f"),
     )  # fmt: skip
-    for load in given.loads:
-        jobs = list(other_jobs(NUM_NODES, load, 60 * given.minutes, seed=1))
-        with contextlib.ExitStack() as stack:
-            # first in, last out: the sandboxes end after the replays
-            names = [f"full{number}" for number in range(len(chosen))]
-            sandboxes = [stack.enter_context(sandbox_of(config(name))) for name in names]
-            pool = stack.enter_context(ThreadPoolExecutor(len(chosen)))
-            every, minutes = [jobs] * len(chosen), [given.minutes] * len(chosen)
-            replays = list(pool.map(replay, chosen, every, sandboxes, minutes))
+    plays = [(load, contestant) for load in given.loads for contestant in chosen]
+    jobs = {
+        load: list(other_jobs(NUM_NODES, load, 60 * given.minutes, seed=1)) for load in given.loads
+    }
+    with contextlib.ExitStack() as stack:
+        # first in, last out: the sandboxes end after the replays
+        names = [f"full{number}" for number in range(len(plays))]
+        sandboxes = [stack.enter_context(sandbox_of(config(name))) for name in names]
+        pool = stack.enter_context(ThreadPoolExecutor(len(plays)))
+        played = [
+            pool.submit(replay, contestant, jobs[load], sandbox, given.minutes)
+            for (load, contestant), sandbox in zip(plays, sandboxes, strict=True)
+        ]
+        every = [each.result() for each in played]
+    for number, load in enumerate(given.loads):
+        replays = every[number * len(chosen) : (number + 1) * len(chosen)]
         seen[str(load)] = [each.to_json() for each in replays]
-        if given.samples:
-            given.samples.write_text(json.dumps(seen) + "\n")
-        title = f"{len(jobs)} other jobs that ask for {load:.0%} of the nodes' time"
-        tables.append(Table(title, columns, tuple(rows(replays, jobs, 60 * given.minutes))))
+        title = f"{len(jobs[load])} other jobs that ask for {load:.0%} of the nodes' time"
+        tables.append(Table(title, columns, tuple(rows(replays, jobs[load], 60 * given.minutes))))
         met += targets(load, replays)
+    if given.samples:
+        given.samples.write_text(json.dumps(seen) + "\n")
     peers = (
         Peer("hydra-submitit-launcher", package_version("hydra-submitit-launcher")),
         Peer("torchrun (torch)", package_version("torch")),

@@ -1,4 +1,4 @@
-"""The training as a run of hpc_elastic: ``ours.py FOLDER SETTINGS`` submits it, and returns."""
+"""The training as a run of hpc_elastic: ``ours.py FOLDER SETTINGS`` submits it, and waits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def train(folder: str) -> None:
 
 
 def submit(folder: str, settings: str) -> None:
-    """Submit `train`."""
+    """Submit `train`, and wait, as a launcher on a login node does."""
     from hpc_elastic import launch
 
     launch(
-        train, folder, nproc_per_node=1, launcher="slurm", run_dir=Path(folder, "run"), wait=False,
+        train, folder, nproc_per_node=1, launcher="slurm", run_dir=Path(folder, "run"),
         **json.loads(settings),
     )  # fmt: skip
 

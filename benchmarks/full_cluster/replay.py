@@ -75,8 +75,7 @@ class Player:
         self._submitted: dict[str, tuple[int, float]] = {}
         self._started: dict[str, float] = {}
         self._over = threading.Event()
-        self.launchers: list[subprocess.Popen[bytes]] = []
-        """Processes that wait for their jobs; they are ended at the end."""
+        self._launchers: list[subprocess.Popen[bytes]] = []
 
     @property
     def now_s(self) -> float:
@@ -92,6 +91,16 @@ class Player:
         if done.returncode:
             raise RuntimeError(f"{argv}: {done.stdout}{done.stderr}")
         return done.stdout
+
+    def launch(self, argv: Sequence[str]) -> None:
+        """Start a launcher on the login node that waits for its jobs."""
+        with (self.folder / "launcher.log").open("w") as log:
+            self._launchers.append(
+                subprocess.Popen(
+                    self.sandbox.on_login([*argv]), cwd=self.folder, env=self.env, stdout=log,
+                    stderr=log,
+                )
+            )  # fmt: skip
 
     def play(
         self, submit: Callable[[Player], None] | None, submit_s: float, length_s: float
@@ -167,7 +176,7 @@ class Player:
                     self.seen.forecasts.append((asked_s, expected - self._begin))
 
     def _finish(self) -> None:
-        for launcher in self.launchers:
+        for launcher in self._launchers:
             launcher.kill()
             launcher.wait()
         waits: dict[int, float | None] = {}
@@ -205,7 +214,7 @@ def ours(settings: Mapping[str, Any]) -> Callable[[Player], None]:
 
     def submit(player: Player) -> None:
         script = str(Path(__file__).with_name("ours.py"))
-        player.run([sys.executable, script, str(player.folder), json.dumps(settings)])
+        player.launch([sys.executable, script, str(player.folder), json.dumps(settings)])
 
     return submit
 
@@ -246,16 +255,7 @@ def hydra_submitit(nodes: int, limit_min: int) -> Callable[[Player], None]:
             f"+folder={player.folder}", "+hydra.launcher.additional_parameters.exclusive=true",
             *(f"hydra.launcher.{key}={value}" for key, value in terms.items()),
         ]  # fmt: skip
-        with (player.folder / "launcher.log").open("w") as log:
-            player.launchers.append(
-                subprocess.Popen(
-                    player.sandbox.on_login(argv),
-                    cwd=player.folder,
-                    env=player.env,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
+        player.launch(argv)
 
     return submit
 

@@ -266,6 +266,12 @@ def has_backfill(config: Mapping[str, str]) -> bool:
     return "backfill" in config.get("SchedulerType", "backfill")
 
 
+def backfill_interval_s(config: Mapping[str, str]) -> float:
+    """Return the seconds between two passes of backfill, Slurm's default of 30 if none is named."""
+    named = re.search(r"\bbf_interval=(\d+)", config.get("SchedulerParameters", ""))
+    return float(named[1]) if named else 30.0
+
+
 def enforces_qos(config: Mapping[str, str]) -> bool:
     """Return whether users may name only the QOS of their associations."""
     return bool({"qos", "all"} & set(config.get("AccountingStorageEnforce", "").split(",")))

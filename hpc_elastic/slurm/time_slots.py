@@ -37,9 +37,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState, queue_name
-from hpc_elastic.slurm.parsing import NodeClaim
 from hpc_elastic.slurm.requeue import current_names, jobs_of
 
 _log = logging.getLogger(__name__)
@@ -50,18 +50,13 @@ CHECK_S = 15.0
 """Seconds between two checks while tasks wait."""
 CHECK_SELDOM_S = 60.0
 """The same while none waits."""
-_PASS_S = 30.0
-"""Seconds until the next pass of backfill (bf_interval): the hole is shorter then."""
-_TRIES = 4
-"""Checks at which a node may be idle although a task fits there, before a shorter limit is tried:
-two passes of backfill."""
 _MOST = 20
 """Tasks whose limit differs from the full one, at most. Slurm keeps a record of each element that
 was updated, and backfill plans for this many of an array (bf_max_job_array_resv)."""
 
 
 def hole_lengths(
-    idle: Iterable[str], claims: Iterable[NodeClaim], own: Iterable[str]
+    idle: Iterable[str], claims: Iterable[parsing.NodeClaim], own: Iterable[str]
 ) -> dict[str, float]:
     """Return the seconds until each idle node is needed by another job; infinite if never (pure).
 
@@ -91,10 +86,14 @@ class LimitFitter:
     Attributes:
         time_s: The full limit.
         time_min_s: The least limit with which a task is worth its start.
+        pass_s: Seconds until the next pass of backfill (bf_interval): the hole is shorter then. A
+            node that is idle for two passes, although a task fits there, is offered a shorter
+            limit.
     """
 
     time_s: float
     time_min_s: float
+    pass_s: float = 30.0
     _offered: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Node -> the limit that fitted there, and for how many checks it was tried."""
 
@@ -124,10 +123,10 @@ class LimitFitter:
     def _offer(self, node: str, length_s: float) -> tuple[float, int]:
         """Return the limit to be tried on a node, in whole minutes, and how often it was tried."""
         limit_s = self.time_s
-        if length_s - _PASS_S < limit_s:
-            limit_s = (length_s - _PASS_S) // 60 * 60
+        if length_s - self.pass_s < limit_s:
+            limit_s = (length_s - self.pass_s) // 60 * 60
         last_s, num_tried = self._offered.get(node, (limit_s, 0))
-        if num_tried < _TRIES:
+        if num_tried * CHECK_S < 2 * self.pass_s:
             return min(limit_s, last_s), num_tried + 1
         shorter = self._rungs_below(last_s)
         return min(limit_s, shorter[0]) if shorter else limit_s, 1
@@ -141,8 +140,9 @@ class LimitFitter:
 class TimeSlots:
     """Fits the limits of the waiting tasks of runs by Slurm's commands.
 
-    At most four queries and a few updates a check, whatever the number of nodes. Methods raise
-    `SlurmError` if Slurm does not answer, and `OSError` if the submission's files cannot be read.
+    At most four queries and a few updates a check, one more at the first, whatever the number of
+    nodes. Methods raise `SlurmError` if Slurm does not answer, and `OSError` if the submission's
+    files cannot be read.
 
     Args:
         shares: Runs of one submission, with the slots whose tasks are fitted. These have the same
@@ -171,6 +171,7 @@ class TimeSlots:
         # Slurm counts whole minutes, and rounds up
         self._fitter = LimitFitter(-(-first.time_s // 60) * 60, -(-first.time_min_s // 60) * 60)
         self._lock = threading.Lock()
+        self._knows_pass = False
         self._next_check = 0.0
         self.has_fitted = False
         """Whether `fit_if_due` was called."""
@@ -206,6 +207,10 @@ class TimeSlots:
             holes: dict[str, float] = {}
             if not self._is_ladder:
                 idle = self._client.idle_nodes(self._partition)
+                if idle and not self._knows_pass:
+                    config = self._client.config()
+                    self._fitter.pass_s = parsing.backfill_interval_s(config)
+                    self._knows_pass = True
                 holes = hole_lengths(idle, self._client.node_claims() if idle else [], jobs)
             tasks, looks = [state.task for state in waiting], is_watched and not self._is_ladder
             self._set(waiting, self._fitter.limits(tasks, holes, is_watched=looks))

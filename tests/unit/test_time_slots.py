@@ -69,6 +69,14 @@ def test_a_node_that_remains_idle_is_tried_with_shorter_limits(fitter):
     assert minutes(fitter.limits(["a"], {"n2": inf})) == {"a": 60}, "another node is another hole"
 
 
+@pytest.mark.parametrize(("pass_s", "limit", "checks"), [(10, 10, 2), (30, 10, 4), (120, 8, 16)])
+def test_a_pass_of_backfill_is_as_long_as_the_site_says(pass_s, limit, checks):
+    """A hole ends sooner by a pass; a shorter limit is tried after two."""
+    fitter = LimitFitter(FULL_S, 240.0, pass_s)
+    tried = [fitter.limits(["a"], {"n1": 630.0})["a"] / 60 for _ in range(checks + 1)]
+    assert tried[:-1] == [limit] * checks and tried[-1] < limit
+
+
 def test_nobody_watches_tasks_of_a_run_that_has_no_node(fitter):
     """One of them fits into any hole; those that fit into one already are not touched."""
     limits = minutes(fitter.limits(list("abcdefghi"), {"n1": inf}, is_watched=False))
@@ -92,6 +100,11 @@ class Queue:
         states = ["RUNNING", "PENDING", "PENDING"]
         tasks = (TaskState(f"7_{i}", s, time_left_s=FULL_S) for i, s in enumerate(states))
         return {task.task: task for task in tasks}
+
+    def config(self):
+        """Backfill each 90 seconds."""
+        self.asked.append("config")
+        return {"SchedulerParameters": "bf_max_job_test=100,bf_interval=90"}
 
     def idle_nodes(self, partition):
         """One."""
@@ -118,9 +131,11 @@ def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder):
         "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
         time_s=FULL_S, time_min_s=240.0, time_ladder=is_ladder,
     )  # fmt: skip
-    assert TimeSlots([(spec, range(3))], None, queue, leads=True).fit()
-    assert queue.set == ({"7_1": 22, "7_2": 4} if is_ladder else {"7_1": 10})
-    assert queue.asked == ([] if is_ladder else ["idle_nodes", "node_claims"])
+    slots = TimeSlots([(spec, range(3))], None, queue, leads=True)
+    assert slots.fit() and slots.fit()
+    assert queue.set == ({"7_1": 22, "7_2": 4} if is_ladder else {"7_1": 9})
+    check = ["idle_nodes", "node_claims"]
+    assert queue.asked == ([] if is_ladder else ["idle_nodes", "config", "node_claims", *check])
 
 
 def test_the_least_limit_may_be_all_there_is():

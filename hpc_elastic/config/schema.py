@@ -47,6 +47,9 @@ class RendezvousSettings:
     """Interval of the heartbeats that each agent sends to the leader."""
     heartbeat_timeout_s: float = 3.0
     """An agent without a heartbeat for this long is dropped from the group."""
+    allow_from: list[str] = field(default_factory=list)
+    """Networks of the nodes, such as ``[10.1.0.0/16]``: nobody else reaches the run's ports, those
+    of gloo and of torch's store included, which authenticate nobody. Empty: all addresses."""
 
 
 @dataclass

@@ -47,6 +47,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport import interface as interface_module
+from hpc_elastic.transport import socket_filter
 from hpc_elastic.transport.auth import sign, user_folder, user_key
 
 BACKEND = "slurm"
@@ -181,6 +182,7 @@ class RoundStores:
         """
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listening = socket.create_server((self._address, 0), family=family)
+        socket_filter.apply(listening)
         port = int(listening.getsockname()[1])
         self._current = TCPStore(
             self._address,

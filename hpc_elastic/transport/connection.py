@@ -13,6 +13,7 @@ import resource
 import socket
 from typing import Any, Protocol
 
+from hpc_elastic.transport import socket_filter
 from hpc_elastic.transport.auth import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
@@ -270,6 +271,7 @@ class Listener:
             dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
         )
         self._socket.setblocking(False)
+        socket_filter.apply(self._socket)
         self._open = True
         self._terms: tuple[bytes, object, ConnectionOwner]
         self._buffer = memoryview(bytearray(BUFFER_BYTES))

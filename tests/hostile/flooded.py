@@ -122,11 +122,11 @@ def port_of(where: Where) -> tuple[str, int]:
 
 
 FLOOD = """
-import resource, socket, sys
+import resource, select, socket, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-held = []
-for number in range(int(sys.argv[3])):
+held, number, most = [], 0, int(sys.argv[3])
+while not select.select([sys.stdin], [], [], 0)[0]:
     guest = socket.socket()
     guest.settimeout(5)
     try:
@@ -134,12 +134,15 @@ for number in range(int(sys.argv[3])):
     except OSError:
         pass
     held.append(guest)
-    if number == int(sys.argv[3]) // 2:
+    number += 1
+    if number == most // 2:
         print("half", flush=True)
-print("all", flush=True)
-sys.stdin.readline()
+    if number == most:
+        print("all", flush=True)
+    if len(held) > most:
+        held.pop(0).close()
 """
-"""Holds so many silent connections to a port, as far as it lets a stranger: ADDRESS PORT NUMBER."""
+"""Opens silent connections without an end, and holds the last of them: ADDRESS PORT NUMBER."""
 
 
 def what_is_open() -> dict[str, int]:

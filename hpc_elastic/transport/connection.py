@@ -33,8 +33,9 @@ _CLOSE_TIMEOUT_S = 1.0
 BUFFER_BYTES = 1 << 16
 _ACCEPTS_A_TURN = 64
 _ACCEPT_PAUSE_S = 0.2
-_MOST_UNPROVED = 512
-"""Connections to one port whose peers have not proved yet that they hold the secret."""
+_MOST_UNPROVED = 4096
+"""Connections to one port whose peers have not proved yet that they hold the secret. Thousands of
+agents may connect to a leader at once."""
 
 _log = logging.getLogger(__name__)
 

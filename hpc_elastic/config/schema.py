@@ -48,8 +48,8 @@ class RendezvousSettings:
     heartbeat_timeout_s: float = 3.0
     """An agent without a heartbeat for this long is dropped from the group."""
     allow_from: list[str] = field(default_factory=list)
-    """Networks of the nodes, such as ``[10.1.0.0/16]``: nobody else reaches the run's ports, those
-    of gloo and of torch's store included, which authenticate nobody. Empty: all addresses."""
+    """Networks of the nodes, such as ``[10.1.0.0/16]``: no other address reaches the run's ports,
+    those of gloo and of torch's store included, which do not authenticate. Empty: all addresses."""
 
 
 @dataclass

@@ -120,7 +120,7 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 
 
 class ConnectionOwner(Protocol):
-    """A server; it hears of authenticated connections only.
+    """A server; it is called for authenticated connections only.
 
     An error that a method raises ends the connection.
     """
@@ -246,7 +246,7 @@ class Listener:
 
     A leader opens the port before it claims a term, and closes it when it ends.
 
-    A stranger who opens connections and says nothing is not to keep others out, nor to take the
+    A stranger who opens connections and sends nothing is not to keep others out, nor to take the
     file descriptors that the process needs for its files: `HANDSHAKE_TIMEOUT_S` after it was
     accepted a connection is authenticated, or ended. Beyond `_MOST_UNPROVED` others, or a quarter
     of the process's descriptors, the oldest one that is not authenticated is ended for a new one. A

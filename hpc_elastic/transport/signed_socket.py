@@ -254,7 +254,7 @@ class SocketServer:
             thread.start()
         except RuntimeError as e:
             _log.warning("a connection cannot be served: %s", e)
-            self._end(thread, sock)
+            self._end_connection(thread, sock)
 
     def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
         """Its thread has the connection."""
@@ -268,9 +268,9 @@ class SocketServer:
         except (OSError, ValueError) as e:
             _log.debug("a connection has ended: %s", e)
         finally:
-            self._end(threading.current_thread(), sock)
+            self._end_connection(threading.current_thread(), sock)
 
-    def _end(self, thread: threading.Thread, sock: socket.socket) -> None:
+    def _end_connection(self, thread: threading.Thread, sock: socket.socket) -> None:
         with self._lock:
             self._serving.pop(thread, None)
         with contextlib.suppress(OSError):  # for both sides, even if a forked process has it too

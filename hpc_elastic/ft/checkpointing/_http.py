@@ -8,7 +8,7 @@
 
 Before its first request a connection is authenticated by the handshake of `transport.auth`, under
 the key that the replicas share. All else on it is signed with the key of this connection, to which
-the server has given a nonce, so nothing that was heard before counts. The token is the server's,
+the server has given a nonce, so nothing that was recorded before counts. The token is the server's,
 drawn when it began. An answer's head is signed with the nonce of the request, so it answers no
 other. A range is followed by a checksum of each block of it (XXH3) and a
 signature of all of them (HMAC, RFC 2104): the sums find damage, the signature finds a range of

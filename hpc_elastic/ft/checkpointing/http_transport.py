@@ -233,7 +233,7 @@ class HTTPTransport(CheckpointTransport[T]):
         digest, timeout_s = _layout.digest(layout.to_json()), _seconds(timeout)
         client, wait_s = secrets.token_hex(16), timeout_s
         request = HealRequest("", "digests", step, client, "", wait_s, digest)
-        answer = json.loads(ask(source, self._key, request, timeout_s, self._hold))
+        answer = json.loads(send_request(source, self._key, request, timeout_s, self._hold))
         if not isinstance(answer, list) or len(answer) != len(layout.specs):
             raise HealError(f"no digests of {len(layout.specs)} tensors: {str(answer)[:80]}")
         return [int(digest) for digest in answer]
@@ -800,7 +800,7 @@ def request_body(connection: socket.socket, key: bytes, request: HealRequest) ->
     return body
 
 
-def ask(
+def send_request(
     url: str,
     key: bytes,
     request: HealRequest,
@@ -832,7 +832,7 @@ def ask(
 def send_done(url: str, key: bytes, done: HealRequest) -> None:
     """Send `done` to a peer, if it can be reached."""
     try:
-        ask(url, key, done, CONNECT_TIMEOUT_S)
+        send_request(url, key, done, CONNECT_TIMEOUT_S)
     except _FAILURES as e:
         _log.debug("%s did not get `done`: %s", url, e)
 

@@ -232,7 +232,7 @@ class SlurmSettings(LauncherSettings):
     shares, several nodes of a run may be on one machine."""
     pools: list[PoolSettings] = field(default_factory=list)
     """Several partitions, QOS or accounts for one run, each with its number of nodes; together they
-    have the max of the key nodes. The first pools come first: they have the lowest ranks' nodes."""
+    have the max of the key nodes. The first ones are first in the queue."""
     array_parallelism: int | None = None
     """At most this many tasks of the array at a time."""
     setup: list[str] = field(default_factory=list)

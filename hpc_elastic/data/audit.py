@@ -27,7 +27,6 @@ Ranges are kept, not samples, and merged where they adjoin: an undisturbed epoch
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -39,9 +38,9 @@ from numpy.typing import NDArray
 from hpc_elastic._util import counted
 from hpc_elastic.data.epoch_plan import SamplePosition
 from hpc_elastic.data.ledger import FOLDER, LedgerSegment, Name, Span, TrainingEnd, parse_record
-from hpc_elastic.errors import HpcElasticError, RunDirectoryError
+from hpc_elastic.errors import DamagedFileError, HpcElasticError, RunDirectoryError
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import read_json
+from hpc_elastic.shared_files import lines_in, parse_json, read_json
 
 Spans = NDArray[np.int64]
 """Rows of (step, num_steps, epoch, start, stride, count), as `ledger.Span`."""
@@ -506,10 +505,8 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
     spans: list[Span] | None = None
     ends: list[TrainingEnd] = []
     try:
-        for line in path.read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # cut off
-            raw = json.loads(line)
+        for _, line in lines_in(path):  # without one that is cut off
+            raw = parse_json(line, path)
             if isinstance(raw, dict):
                 record = parse_record(raw)
                 if isinstance(record, TrainingEnd):
@@ -528,8 +525,10 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
                 spans[-1] = joined
             else:
                 spans.append(span)
-    except (ValueError, TypeError, LookupError, HpcElasticError) as e:
-        raise RunDirectoryError(f"{path} is damaged: {e}") from e
+    except DamagedFileError:
+        raise
+    except (ValueError, TypeError, LookupError, OverflowError, HpcElasticError) as e:
+        raise DamagedFileError(f"{path} is damaged: {e}") from e
     return [
         (head, np.array([astuple(span) for span in rows], dtype=np.int64).reshape(-1, 6))
         for head, rows in stretches.values()

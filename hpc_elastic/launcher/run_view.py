@@ -26,7 +26,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_handle import stop_s
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
-from hpc_elastic.shared_files import is_there, read_json
+from hpc_elastic.shared_files import is_there, read_json, read_yaml
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.requeue import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
@@ -250,11 +250,9 @@ def _read(
 
 def overrides_of(run: Path) -> list[str]:
     """Return the overrides of a run; none for one that a program launched."""
-    import yaml
-
     try:
-        overrides = yaml.safe_load((RunDir(run).hydra / "overrides.yaml").read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        overrides = read_yaml(RunDir(run).hydra / "overrides.yaml")
+    except OSError:
         return []
     return [str(line) for line in overrides] if isinstance(overrides, list) else []
 

@@ -11,7 +11,6 @@ by the order of their sources.
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import re
 import time
@@ -24,7 +23,7 @@ from typing import Literal
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import AGENT_LOG, RunDir, Submission
 from hpc_elastic.run.log_index import Index
-from hpc_elastic.shared_files import names_listed, status_of
+from hpc_elastic.shared_files import lines_in, names_listed, open_file, parse_json, status_of
 from hpc_elastic.slurm.job_state import queue_name
 from hpc_elastic.slurm.nodelist import compress_indices
 from hpc_elastic.slurm.requeue import current_names
@@ -208,6 +207,10 @@ _LATE_S = 60.0
 """Largest error of the clock of a file server, which dates files."""
 _TICK_S = 1.0
 """Resolution of a file server's dates: two changes within it may have the same date."""
+_LATEST = 1e11
+"""Unix seconds; a file's owner may give it any date."""
+_LONGEST_BACK = 256 << 20
+"""Number of bytes in which the start of one line is searched for."""
 
 
 class Discovery:
@@ -290,15 +293,14 @@ class Discovery:
 
 def _hosts_in(events: Path) -> dict[int, str]:
     hosts = {}
-    with events.open(errors="replace") as f:
-        for line in f:
-            if '"kind": "task"' not in line:
-                continue
-            try:
-                event = json.loads(line)
-                hosts[int(event["attempt"])] = str(event["host"])
-            except (ValueError, KeyError, TypeError):
-                continue
+    for _, line in lines_in(events):
+        if b'"kind": "task"' not in line:
+            continue
+        try:
+            event = parse_json(line, events)
+            hosts[int(event["attempt"])] = str(event["host"])
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue
     return hosts
 
 
@@ -412,8 +414,9 @@ def tail(
             break
         end, floor = (until or {}).get(source.path), start_of(source, since)
         count, start, last = num_lines, floor + 1, deque[LogLine]()
-        while len(last) < num_lines and start > floor:  # four times as many while these are few
-            start = max(floor, _start_of_last(source.path, count, end))
+        before = start + 1
+        while len(last) < num_lines and floor < start != before:  # four times as many while few
+            before, start = start, max(floor, _start_of_last(source.path, count, end))
             last = deque((line for line in lines(source, start, end) if keep(line)), num_lines)
             count *= 4
         found += last
@@ -426,7 +429,8 @@ def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
     """Return the byte at which the last `num_lines` lines of a file start."""
     end = size_of(path) if until is None else until
     at = end - 1  # an end of line at the very end belongs to the last line
-    while at > 0:
+    farthest = at - _LONGEST_BACK
+    while at > max(0, farthest):
         first = max(0, at - BLOCK)
         block = _bytes_at(path, first, at - first)
         ends = block.count(b"\n")
@@ -437,7 +441,8 @@ def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
             return first + found + 1
         num_lines -= ends
         at = first
-    return 0
+        farthest = at - _LONGEST_BACK if ends else farthest
+    return max(0, at)
 
 
 def line_start(path: Path, offset: int) -> int:
@@ -456,14 +461,14 @@ def size_of(path: Path) -> int:
 def modified_at(path: Path) -> float:
     """Return when a file was last written to; 0 if it cannot be read."""
     try:
-        return status_of(path).st_mtime
+        return min(max(0.0, status_of(path).st_mtime), _LATEST)
     except OSError:
         return 0.0
 
 
 def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
     try:
-        with path.open("rb", buffering=0) as f:
+        with open_file(path) as f:
             f.seek(offset)
             return f.read(num_bytes)
     except OSError:
@@ -492,6 +497,8 @@ _OVER_AFTER_S = 5.0
 
 _LINES_A_POLL = 10_000
 """Lines of one file in one poll, so that the other files are not delayed."""
+_BYTES_A_POLL = 64 << 20
+"""Bytes of one file in one poll: they are in memory."""
 
 
 class Follower:
@@ -616,8 +623,11 @@ class _Followed:
         if until <= reader.offset:
             return []
         self._waits_since, self.grew_at = None, now
-        found: list[LogLine] = []
-        while len(found) < _LINES_A_POLL and (lines := reader.read(until)) is not None:
+        found, begin = list[LogLine](), reader.offset
+        while len(found) < _LINES_A_POLL and reader.offset - begin < _BYTES_A_POLL:
+            lines = reader.read(until)
+            if lines is None:
+                break
             found += lines
         return found
 

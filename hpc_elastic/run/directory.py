@@ -65,6 +65,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_elastic.config.parse import fits
 from hpc_elastic.config.schema import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.shared_files import (
@@ -236,7 +237,7 @@ class RunSpec:
         """
         raw = parse_json(text, "the run description")
         try:
-            return cls(
+            spec = cls(
                 **{
                     **raw,
                     "entry": Entry(**raw["entry"]),
@@ -246,8 +247,11 @@ class RunSpec:
                     "agent": AgentSettings(**raw["agent"]),
                 }
             )
-        except (KeyError, TypeError) as e:
+        except (KeyError, TypeError, ValueError) as e:
             raise ValueError(f"not a run description: {e}") from e
+        if not fits(spec, cls):
+            raise ValueError("not a run description: a value has a wrong type")
+        return spec
 
 
 @dataclass(frozen=True)

@@ -436,7 +436,10 @@ def read_json(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, 
         DamagedFileError: It is no JSON, or no file, or too large a one.
         OSError: It may not be read.
     """
-    text = read_listed(path, read)
+    try:
+        text = read_listed(path, read)
+    except IsADirectoryError as e:
+        raise DamagedFileError(f"{path} is a folder, not a file") from e
     value = None if text is None else parse_json(text, path)
     return value if isinstance(value, dict) else None
 

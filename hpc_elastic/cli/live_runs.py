@@ -70,6 +70,8 @@ _FIND_S = 30.0
 _CLOSE_S = 1.0
 _CURVE_COLUMNS = 20
 _LONGEST_TEXT = 200
+_LARGEST = 1e300
+"""Numbers beyond it, and those that are none, are shown as text."""
 
 Row = dict[str, Any]
 """The JSON form of a run in the list; see `row_of`."""
@@ -540,8 +542,8 @@ def curve_of(points: Sequence[Point]) -> list[list[float]]:
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, int | float | None):
-        return _finite(value)
+    if value is None or (isinstance(value, int | float) and abs(value) < _LARGEST):
+        return value
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 

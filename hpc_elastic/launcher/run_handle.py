@@ -32,6 +32,8 @@ from hpc_elastic.shared_files import (
 from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.scheduler import states_of
 
+_LONGEST_NAME = 200
+
 COMMANDS = "command"
 """Name in place of a task, in events that a command writes."""
 
@@ -230,7 +232,8 @@ def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
     if not name:
         return None
     folder = Path(str(name))
-    if folder.is_absolute() or ".." in folder.parts:
+    is_inside = not folder.is_absolute() and ".." not in folder.parts
+    if not is_inside or len(str(name)) > _LONGEST_NAME:
         raise DamagedFileError(f"{run.result} is damaged: its results are in {str(name)!r:.80}")
     return run.path / folder
 

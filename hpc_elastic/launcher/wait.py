@@ -40,6 +40,7 @@ from hpc_elastic.launcher.run_view import (
 )
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import STATUS_SELDOM_S, SUBMISSION, RunDir, Submission
+from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import Mount, is_there
@@ -345,7 +346,7 @@ class _WatchedRun:
             return
         self.events = self.events or EventReader(self.handle.paths.event_logs)
         try:
-            for event in self.events.new():
+            for event in valid_events(self.events.new()):
                 if event["kind"] == "resume":  # the count starts anew
                     self.restarts.clear()
                 elif event["kind"] == "restart":

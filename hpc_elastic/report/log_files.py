@@ -10,8 +10,11 @@ by the order of their sources.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import heapq
 import math
+import os
 import re
 import time
 from collections import deque
@@ -253,6 +256,8 @@ class Discovery:
     def _captured(self, tasks: Iterable[str]) -> Iterator[LogSource]:
         """Yield what Slurm has captured of the tasks, and of a co-allocated job's batch script."""
         submission = Submission(Path(self._spec.submission))
+        if not self._is_of_the_owner(submission):
+            return
         there = set(self._names(submission.logs))
         names = dict.fromkeys([*tasks, *current_names(self._spec)])
         for name in dict.fromkeys(n for task in names for n in (task, queue_name(task))):
@@ -261,6 +266,12 @@ class Discovery:
                 hosts = set(self._hosts.get(name, (0, {}))[1].values())
                 host = hosts.pop() if len(hosts) == 1 else ""
                 yield LogSource(path, self._spec.launcher, name, host=host)
+
+    def _is_of_the_owner(self, submission: Submission) -> bool:
+        """Return whether the run's owner has the submission, too: run.json may name any folder."""
+        with contextlib.suppress(OSError):
+            return submission.path.stat().st_uid == self._run.path.stat().st_uid
+        return False
 
     def _names(self, folder: Path) -> list[str]:
         """Return the names in a folder, read again after a change, and once more a tick later."""
@@ -330,6 +341,13 @@ class LogReader:
         data = _bytes_at(self.source.path, self.offset, num_bytes)
         if not data:
             return None
+        if len(data) == BLOCK and data.count(0) == BLOCK:  # perhaps a hole of a sparse file
+            size = until or size_of(self.source.path)
+            num_bytes = min(_data_after(self.source.path, self.offset), size) - self.offset
+            if num_bytes > BLOCK:
+                self.offset += num_bytes
+                self._splitter.skip(num_bytes)
+                return []
         self.offset += len(data)
         return self._lines(self._splitter.feed(data))
 
@@ -473,6 +491,15 @@ def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
             return f.read(num_bytes)
     except OSError:
         return b""
+
+
+def _data_after(path: Path, offset: int) -> int:
+    """Return where the data of a file goes on at or after a byte; its end if there is a hole."""
+    try:
+        with open_file(path) as f:
+            return os.lseek(f.fileno(), offset, os.SEEK_DATA)
+    except OSError as e:
+        return size_of(path) if e.errno == errno.ENXIO else offset
 
 
 # ---- following files across restarts, requeues and new nodes
@@ -747,6 +774,10 @@ class Splitter:
         self._held += rest
         self._is_redrawn = self._is_redrawn or b"\r" in rest
         return found + self._overlong()
+
+    def skip(self, num_bytes: int) -> None:
+        """Leave out bytes that are a hole of the file."""
+        self._end += num_bytes
 
     def state(self) -> str:
         """Return the present state of a progress bar without an end of line; else empty."""

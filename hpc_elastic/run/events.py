@@ -181,7 +181,8 @@ def _parsed(line: bytes) -> Event | None:
         try:
             event = _DECODER.decode(text.decode())
             at = float(event["time"])
-            str(event["kind"]), str(event["task"])
+            if not (isinstance(event["kind"], str) and isinstance(event["task"], str)):
+                continue
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
         if 0.0 <= at <= _LATEST:

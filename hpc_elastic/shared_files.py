@@ -376,18 +376,21 @@ def lines_in(
             is_begun = not has_end
 
 
-def parse_json(text: str | bytes, what: object) -> Any:
+def parse_json(
+    text: str | bytes, what: object, loads: Callable[[str | bytes], Any] = json.loads
+) -> Any:
     """Return the value of JSON text.
 
     Args:
         text: The text.
         what: Its file, for the message.
+        loads: Reads it; it raises a `ValueError` at what it refuses.
 
     Raises:
         DamagedFileError: It is no JSON, or nested too deep for its readers.
     """
     try:
-        value = json.loads(text)
+        value = loads(text)
     except (ValueError, RecursionError) as e:
         raise DamagedFileError(f"{what} is damaged: {e}") from e
     level = [value]

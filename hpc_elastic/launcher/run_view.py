@@ -334,7 +334,7 @@ def _all_ended(states: Iterable[TaskState]) -> bool:
 def _submitted(spec: RunSpec | None) -> float | None:
     try:
         return datetime.fromisoformat(spec.provenance["time"]).timestamp() if spec else None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -369,7 +369,7 @@ def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return task and number of workers of each member in status.json; none if it is damaged."""
     try:
         return [(str(m["task"]), int(m["nproc"])) for m in status.get("members") or ()]
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         return []
 
 

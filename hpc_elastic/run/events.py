@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.shared_files import lines_in
+from hpc_elastic.shared_files import lines_in, parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -171,6 +171,10 @@ def _real(digits: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_float=_real)
 
 
+def _decode(line: str | bytes) -> Any:
+    return _DECODER.decode(line if isinstance(line, str) else line.decode())
+
+
 def _parsed(line: bytes) -> Event | None:
     """Return the event in a line; None if there is none.
 
@@ -179,11 +183,11 @@ def _parsed(line: bytes) -> Event | None:
     """
     for text in (line, line[max(0, line.rfind(b'{"v": ')) :]):
         try:
-            event = _DECODER.decode(text.decode())
+            event = parse_json(text, "the event", _decode)
             at = float(event["time"])
             if not (isinstance(event["kind"], str) and isinstance(event["task"], str)):
                 continue
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             continue
         if 0.0 <= at <= _LATEST:
             return dict(event)

@@ -532,7 +532,7 @@ class SweepQueue:
                 for index, task in enumerate(content["runs"]):
                     name = job if coallocated else task_name(job, index)
                     found.setdefault(Path(task["dir"]), {})[int(task["slot"])] = name
-            except (OSError, ValueError, KeyError, TypeError) as e:
+            except (OSError, ValueError, KeyError, TypeError, OverflowError) as e:
                 if array.tasks.parent == self._submission.path:
                     raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e
         return {

@@ -49,8 +49,10 @@ _AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, _STATX_BYTES = -100, 0x2000
 _LIBC = ctypes.CDLL(None, use_errno=True) if hasattr(ctypes.CDLL(None), "statx") else None
 """None if the C library is older than statx(2)."""
 
-TEXT_BYTES = 64 << 20
-"""Largest file that is read at once, such as run.json and a return value."""
+TEXT_BYTES = 16 << 20
+"""Largest file that is read at once, such as run.json; its value may be forty times as large."""
+VALUE_BYTES = 64 << 20
+"""Largest return value of a worker."""
 CONFIG_BYTES = 1 << 20
 """Largest file of YAML: reading it takes ten seconds."""
 LINES_BYTES = 256 << 20

@@ -44,7 +44,7 @@ from hpc_elastic.report import charts, page
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.report.report import is_secret, redact, redact_argument
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.shared_files import parse_json, read_json, read_text
+from hpc_elastic.shared_files import VALUE_BYTES, parse_json, read_json, read_text
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 _log = logging.getLogger(__name__)
@@ -510,7 +510,7 @@ def results_of(run: RunDir) -> dict[str, Any]:
     try:
         folder = results_folder(run, read_json(run.result) or {})
         file = None if folder is None else folder / "rank-0.json"
-        value = None if file is None else parse_json(read_text(file), file)
+        value = None if file is None else parse_json(read_text(file, VALUE_BYTES), file)
     except (OSError, ValueError):
         return {}
     if value is None:

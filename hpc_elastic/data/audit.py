@@ -555,6 +555,7 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
                 spans[-1] = joined
             else:
                 spans.append(span)
+                _require_few(10 * len(spans))
     except DamagedFileError:
         raise
     except (ValueError, TypeError, LookupError, OverflowError, HpcElasticError) as e:

@@ -22,6 +22,7 @@ from hpc_elastic.run.directory import RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import (
+    VALUE_BYTES,
     is_there,
     open_file,
     parse_json,
@@ -166,7 +167,7 @@ class RunHandle:
                 folder = results_folder(self.paths, result)
                 files = folder.glob("rank-*.json") if folder else ()
                 values = {
-                    int(f.stem.removeprefix("rank-")): parse_json(read_text(f), f)
+                    int(f.stem.removeprefix("rank-")): parse_json(read_text(f, VALUE_BYTES), f)
                     for f in sorted(files)
                 }
                 return Outcome(self, "succeeded", values, restarts, None)

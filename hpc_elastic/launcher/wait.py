@@ -40,7 +40,6 @@ from hpc_elastic.launcher.run_view import (
 )
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import STATUS_SELDOM_S, SUBMISSION, RunDir, Submission
-from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import Mount, is_there
@@ -346,11 +345,11 @@ class _WatchedRun:
             return
         self.events = self.events or EventReader(self.handle.paths.event_logs)
         try:
-            for event in valid_events(self.events.new()):
+            for event in self.events.new():
                 if event["kind"] == "resume":  # the count starts anew
                     self.restarts.clear()
-                elif event["kind"] == "restart":
-                    self.restarts[int(event["restarts"])] = event
+                elif event["kind"] == "restart" and isinstance(event.get("restarts"), int):
+                    self.restarts[event["restarts"]] = event
         except OSError:
             return
         while (event_ := self.restarts.get(self.num_restarts_reported + 1)) is not None:

@@ -270,7 +270,7 @@ class Discovery:
     def _is_of_the_owner(self, submission: Submission) -> bool:
         """Return whether the run's owner has the submission, too: run.json may name any folder."""
         with contextlib.suppress(OSError):
-            return submission.path.stat().st_uid == self._run.path.stat().st_uid
+            return status_of(submission.path).st_uid == status_of(self._run.spec).st_uid
         return False
 
     def _names(self, folder: Path) -> list[str]:

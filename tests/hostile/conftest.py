@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-STRANGER = 54321
-"""His uid and gid; no account needs to have it."""
+from strangers import STRANGER
 
 Stranger = Callable[..., subprocess.CompletedProcess[str]]
 

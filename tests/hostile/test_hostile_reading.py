@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import stored_run
 from reader import reader as running_reader
+from strangers import STRANGER
 
-from conftest import STRANGER
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from hpc_elastic.cli import live_runs
 from hpc_elastic.run import registry

@@ -26,10 +26,16 @@ import torch.distributed as dist
 import xxhash
 
 from hpc_elastic.checkpoint.collectives import RankGroup, device
-from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, merge
+from hpc_elastic.checkpoint.manifest import (
+    MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    RankPart,
+    merge,
+)
 from hpc_elastic.checkpoint.node_memory import MemorySave, NodeMemory, free_bytes
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
-from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.shared_files import open_file, read_text, write_atomic
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
 
@@ -56,11 +62,11 @@ def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, r
         OSError: there is no connection, it broke, or the other side does not know the key.
         CheckpointError: the other side refused; the message has its reason.
     """
-    text = (folder / f"part-{rank}.json").read_text()
+    text = read_text(folder / f"part-{rank}.json", MANIFEST_BYTES)
     with closing(SignedSocket.connect(address, key, _CONTEXT, timeout_s=TIMEOUT_S)) as connection:
         connection.send({"save": [save.step, save.token, save.world_size], "part": text})
         for file in RankPart.from_json(text).files:
-            with (folder / file.name).open("rb") as f:
+            with open_file(folder / file.name) as f:
                 if connection.send_file(f, file.num_bytes) != file.num_bytes:
                     raise CheckpointCorruptError(f"{folder / file.name} was cut short")
         answer = connection.receive()

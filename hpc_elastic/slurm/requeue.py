@@ -36,7 +36,7 @@ from typing import Protocol, cast
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission, task_name
-from hpc_elastic.shared_files import create_atomic, is_there, read_json, write_atomic
+from hpc_elastic.shared_files import create_atomic, is_there, make_folder, read_json, write_atomic
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide, row_of
 from hpc_elastic.slurm.job_state import TaskState, job_of, queue_name
@@ -458,7 +458,7 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     made = client.resubmit(files.script, place.index, exclude=excluded(run))
     record = folder(files) / f"{place.label}.{older + 1}"
     try:
-        record.parent.mkdir(exist_ok=True)
+        make_folder(record.parent)
         job = made if create_atomic(record, made + "\n") else record.read_text().strip()
     except OSError:
         try:
@@ -537,7 +537,7 @@ def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> N
     name = queue_name(task)
     if node in (client.excluded(name) or ()):
         return  # by this, or for good
-    run.avoided.mkdir(exist_ok=True)
+    make_folder(run.avoided)
     (run.avoided / f"{name}@{node}").touch()
     client.exclude([name], [node])
     _log.warning("%s does not start on %s until that is rid of it", name, node)

@@ -261,8 +261,9 @@ def write(
     """
     scripts = render_scripts(plan, name)  # refuses before anything is written
     try:
-        ownership.claim(plan.submission)
-        make_folder(Submission(plan.submission).logs)
+        logs = Submission(plan.submission).logs
+        ownership.claim(plan.submission, logs)
+        make_folder(logs)
         _require_links(plan.submission)
         for request in plan.runs:
             run = RunDir(request.dir)

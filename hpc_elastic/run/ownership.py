@@ -34,7 +34,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import UntrustedRunError
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.shared_files import has_acl, make_folder
+from hpc_elastic.shared_files import has_acl, make_folder, status_of
 
 TRUST_VARIABLE = "HPC_ELASTIC_TRUST"
 """The environment variable by which a user trusts the runs of others: 1."""
@@ -68,8 +68,8 @@ def load_own(run: RunDir, *used: Path) -> RunSpec:
 
     Args:
         run: The run.
-        *used: What is acted on in the run directory, or elsewhere, beside run.json and the
-            submission; it need not exist.
+        *used: What is acted on in the run directory, or elsewhere, beside run.json, the submission
+            and the code in it; it need not exist.
 
     Raises:
         UntrustedRunError: See `require_own`.
@@ -77,7 +77,10 @@ def load_own(run: RunDir, *used: Path) -> RunSpec:
     """
     require_own(run.path, run.spec, run.secret, *used)
     spec = run.load()
-    require_own(Path(spec.submission))
+    submission, script = Path(spec.submission), spec.entry.script
+    code = [*spec.entry.sys_path, *([str(Path(script).parent)] if script else [])]
+    copied = (Path(path) for path in code if Path(path).is_relative_to(submission))
+    require_own(submission, *copied)  # see launcher.code_snapshot
     return spec
 
 
@@ -119,7 +122,11 @@ def require_own(folder: Path, *used: Path) -> None:
     steps = (step for one in used for step in _steps(folder, one))
     for path in dict.fromkeys([folder, *steps]):
         try:
-            _require_own(path)
+            try:
+                _require_own(path)
+            except UntrustedRunError:
+                _forget_attributes(path)
+                _require_own(path)
         except (FileNotFoundError, NotADirectoryError):
             continue  # who needs it reports that
 
@@ -144,6 +151,13 @@ def _require_own(path: Path) -> None:
     forbidden = _NOBODY_ELSE if has_acl(path) else _NO_GROUP_EITHER
     if found.st_mode & forbidden:
         raise _refusal(path, found, "may be written by others")
+
+
+def _forget_attributes(path: Path) -> None:
+    """Have an NFS client ask for the mode again, which the user may just have changed elsewhere."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() or path.is_file():
+            status_of(path)
 
 
 def _own_uid_in(path: Path, found: os.stat_result) -> int | None:

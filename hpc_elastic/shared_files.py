@@ -94,9 +94,9 @@ def make_folder(
 ) -> None:
     """Make a folder that only its owner may write, whatever the umask; it may exist.
 
-    Who may write a folder of a run decides what the commands and the tasks of the run do. A default
-    ACL of the folder around it is kept, if that belongs to this user or to root: then the ACL says
-    who may write, apart from all the others.
+    A user who may write a folder of a run decides what the commands and tasks of the run do. If the
+    folder around it has a default ACL and belongs to this user or to root, the users and groups
+    that the ACL names may write the new folder too.
 
     Args:
         folder: The folder.

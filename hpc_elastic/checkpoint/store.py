@@ -138,7 +138,7 @@ class Store:
         every look into its folder.
         """
         for folder in (self.directory / name for name in names_in(self.directory)):
-            if folder.name.startswith(TRASH) and not folder.is_symlink():  # of nobody's making here
+            if folder.name.startswith(TRASH) and not folder.is_symlink():  # no save makes one
                 for name in names_in(folder):
                     with contextlib.suppress(OSError):
                         (folder / name).unlink()

@@ -12,9 +12,9 @@ reads a run does not: runs of other users may be shown.
 - A link belongs to this user or to root as well, and so does what it leads to, which may lie
   elsewhere (``checkpoints`` on a scratch file system).
 
-A check is not repeated: who may not write these folders cannot change what was found in them. The
-folders around the run directory are not examined. Who may write one of those can put another
-directory in the place of the run, but not one of this user.
+A check is not repeated: other users may not write these folders, so they cannot change what was
+found in them. The folders around the run directory are not examined: a user who may write one of
+those can put another directory in the place of the run, but none that belongs to this user.
 
 A file server may give files another owner than their writer (root_squash, all_squash). So an owner
 that is neither this user nor root is compared with that of a new file in the same folder.
@@ -128,7 +128,7 @@ def require_own(folder: Path, *used: Path) -> None:
                 _forget_attributes(path)
                 _require_own(path)
         except (FileNotFoundError, NotADirectoryError):
-            continue  # who needs it reports that
+            continue  # its reader reports that
 
 
 def _steps(folder: Path, path: Path) -> list[Path]:
@@ -180,7 +180,7 @@ def _refusal(path: Path, found: os.stat_result, why: str) -> UntrustedRunError:
     except KeyError:
         owner = str(found.st_uid)
     what = f"{path} {why} (owner {owner}, mode {stat.S_IMODE(found.st_mode):04o})"
-    risk = "whoever may write it decides what is ended, removed or started here in your name"
+    risk = "another user could decide what is ended, removed or started in your name"
     folder = path if stat.S_ISDIR(found.st_mode) else path.parent
     is_own = found.st_uid == os.geteuid()
     cure = f"if only you should write it: chmod -R go-w {folder}; " if is_own else ""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import psutil
 
 _request_numbers = itertools.count()
+_POLL_S, _NUM_TRIES = 0.02, 50
 
 
 def node_name(slot: int) -> str:
@@ -218,12 +219,12 @@ class LocalQueue:
             number = arrays.get(job_of(task))
             file = None if number is None else str(self._submission.array(number).tasks)
             argv = _command_line(process)
-            if argv and file not in argv:
+            if file not in argv and entries[task].process is not None:
                 what = f"names process {process.pid} as task {task}, but it is `{' '.join(argv)}`"
                 why = f"{self._submission.local_tasks} {what}"
                 remedy = "nothing was ended; end the processes of the run by their pids"
                 raise RunDirectoryError(f"{why}: {remedy}")
-        return [process for _, process in agents]
+        return [process for _, process in agents]  # a signal to one that has ended does nothing
 
     def _request(self, requests: Sequence[dict[str, Any]]) -> None:
         """Write requests, and wait until the launcher has carried them out."""
@@ -246,7 +247,7 @@ class LocalQueue:
                     file.unlink(missing_ok=True)
                 silent = f"the launcher has not answered for {self._timeout_s:g} s"
                 raise LocalQueueError(LAUNCHER_ENDED if is_orphaned else silent)
-            time.sleep(0.02)
+            time.sleep(_POLL_S)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -272,13 +273,20 @@ def find_process(pid: int | None, started: int | None) -> psutil.Process | None:
 
 
 def _command_line(process: psutil.Process) -> list[str]:
-    """Return the command line of a process; empty if it has ended, or may not be read."""
+    """Return the command line of a process; empty if it has ended, or has none.
+
+    It is empty for a moment while the process starts.
+    """
     import psutil
 
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    for _ in range(_NUM_TRIES):
+        with contextlib.suppress(psutil.Error):
+            if argv := process.cmdline():
+                return argv
+        if find_process(process.pid, start_ticks(process.pid)) is None:
+            break
+        time.sleep(_POLL_S)
+    return []
 
 
 def _send_signal(process: psutil.Process, number: signal.Signals) -> None:

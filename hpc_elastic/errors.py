@@ -4,7 +4,8 @@
     |- ConfigError (ValueError)          a setting is wrong; names the key and the remedy
     |- SubmissionError                   the run could not be handed to the scheduler
     |- RunDirectoryError                 a run directory is missing, unwritable or not ours
-    |  `- DamagedFileError (ValueError)  a file in it does not hold what it should
+    |  |- DamagedFileError (ValueError)  a file in it does not hold what it should
+    |  `- UntrustedRunError              others may write it, or it belongs to another user
     |- LocalQueueError                   the launcher of launcher=local does not do what it is asked
     |- SlurmError
     |  |- SlurmEnvironmentError          the SLURM_* variables are absent or malformed
@@ -69,6 +70,10 @@ class RunDirectoryError(HpcElasticError, OSError):
 
 class DamagedFileError(RunDirectoryError, ValueError):
     """A file of a run does not hold what it should."""
+
+
+class UntrustedRunError(RunDirectoryError):
+    """A run belongs to another user, or others may write it, so that they would decide."""
 
 
 class SlurmError(HpcElasticError):

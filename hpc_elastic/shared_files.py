@@ -117,6 +117,70 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     return True
 
 
+def make_folder(
+    folder: Path, *, parents: bool = False, mode: int = 0o755, closed: bool = False
+) -> None:
+    """Make a folder that only its owner may write, whatever the umask; it may exist.
+
+    A user who may write a folder of a run decides what the commands and tasks of the run do. If the
+    folder around it has a default ACL and belongs to this user or to root, the users and groups
+    that the ACL names may write the new folder too.
+
+    Args:
+        folder: The folder.
+        parents: Whether to make the folders around it too, by the same rule.
+        mode: Its permissions, less the umask.
+        closed: Take away the write permission of group and others from one that exists, if it is
+            this user's, is no link and has no ACL.
+
+    Raises:
+        OSError: It is not there, and could not be made.
+    """
+    try:
+        _make_folder(folder, mode)
+    except FileNotFoundError:
+        if not parents or folder.parent == folder:
+            raise
+        make_folder(folder.parent, parents=True)
+        make_folder(folder, mode=mode)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        found = folder.lstat()
+        is_open = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o022
+        if closed and is_open and found.st_uid == os.geteuid() and not has_acl(folder):
+            folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+
+
+def _make_folder(folder: Path, mode: int) -> None:
+    around = folder.parent
+    if not _has_attribute(around, _DEFAULT_ACL):
+        folder.mkdir(mode & ~0o022)
+    elif around.stat().st_uid in (0, os.geteuid()):
+        folder.mkdir(mode & ~0o002 | (mode & 0o040) >> 1)  # no less than the ACL grants
+    else:
+        folder.mkdir(mode & ~0o022)
+        os.removexattr(folder, _DEFAULT_ACL)
+
+
+_ACCESS_ACL, _DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default"
+
+
+def has_acl(path: Path) -> bool:
+    """Return whether a file or folder has an ACL of its own, beside its mode.
+
+    The group's bits of its mode are the most that the ACL grants to anybody, then.
+    """
+    return any(_has_attribute(path, name) for name in (_ACCESS_ACL, _DEFAULT_ACL))
+
+
+def _has_attribute(path: Path, name: str) -> bool:
+    try:
+        return bool(os.getxattr(path, name))
+    except OSError:  # none; or none on this file system
+        return False
+
+
 def names_in(folder: Path) -> frozenset[str]:
     """Return the names in a folder by its server; an empty set if the folder is missing.
 

@@ -9,9 +9,14 @@ import psutil
 
 
 @contextlib.contextmanager
-def sleeping() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that does nothing; it does not outlive the context."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def sleeping(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that does nothing; it does not outlive the context.
+
+    Args:
+        *arguments: Of its command line: an agent of a run has the path of its array's file.
+    """
+    argv = [sys.executable, "-c", "import time; time.sleep(600)", *map(str, arguments)]
+    process = subprocess.Popen(argv)
     try:
         yield process
     finally:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.shared_files import make_folder, write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class CompileCache:
         try:
             # one node of each type is enough; where two see no file, both write the same
             if self._is_first_node or not self._file.exists():
-                self._file.parent.mkdir(mode=0o700, exist_ok=True)
+                make_folder(self._file.parent, mode=0o700)
                 write_atomic(self._file, content, mode=0o600)
         except OSError as e:
             _log.warning("%s: compiled graphs are not kept: %s", self._file, e)

@@ -35,7 +35,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.agent.preflight import Gpu, list_gpus
 from hpc_elastic.agent.stacks import main_thread_load_s
-from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.shared_files import make_folder, write_atomic
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
 _log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class Exporter:
                 if not last and time.monotonic() - written < self._file_every_s:
                     continue
                 written = time.monotonic()
-                self._file.parent.mkdir(exist_ok=True)
+                make_folder(self._file.parent)
                 text = generate_latest(self._registry).decode()  # type: ignore[no-untyped-call]
                 write_atomic(self._file, text)
             except OSError as e:

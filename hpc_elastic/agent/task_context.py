@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
+from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec
 from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.environment import SlurmEnvironment
@@ -47,6 +48,7 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     """Look up the run and the node of this task.
 
     Raises:
+        UntrustedRunError: others may write it, so that they would decide what is executed here.
         RunDirectoryError: the array file or the run directory cannot be read.
         SlurmEnvironmentError: a variable that the task will need is malformed; it names the
             variable, its value and what is expected.
@@ -55,6 +57,7 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     # read once what the agent will read later, far from where an error could be explained
     _ = slurm.task_name, slurm.restart_count, slurm.node_name, slurm.cpus_on_node
     _ = slurm.step_id, slurm.end_time_s, slurm.hosts
+    ownership.require_own(array.parent, array)
     try:
         content = json.loads(array.read_text())
         runs, is_coallocated = content["runs"], bool(content.get("coallocated"))
@@ -75,7 +78,7 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     if is_coallocated:
         scheduler.record_job_nodes(files, slurm)
     run = RunDir(Path(runs[index]["dir"]))
-    spec = run.load()
+    spec = ownership.load_own(run, run.rdzv, run.first_term, run.event_logs, run.tasks, run.hydra)
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
     slot = int(runs[index]["slot"])
     return Task(run, spec.of_slot(slot), slot, slurm, is_coallocated, len(runs), superseded)

@@ -22,8 +22,9 @@ from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task, find_task
 from hpc_elastic.agent.warm_workers import frozen_imports, start_pool
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import AGENT_LOG, Submission, task_name
-from hpc_elastic.shared_files import is_there
+from hpc_elastic.shared_files import is_there, make_folder
 from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
@@ -43,14 +44,17 @@ def start(argv: Sequence[str], caught: SignalPipe) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m hpc_elastic.agent")
     parser.add_argument("array", type=Path, help="<sweep>/.hpc_elastic/array-<k>.json")
+    parser.add_argument("--trust", action="store_true", help="act on what others may write, too")
     arguments = parser.parse_args(argv)
+    if arguments.trust:
+        os.environ[ownership.TRUST_VARIABLE] = "1"  # of its workers, too
     try:
         task = find_task(arguments.array, SlurmEnvironment.from_env(os.environ))
         if task.superseded or task.run.is_over:
             why = "was resumed with other tasks" if task.superseded else "has ended"
             print(f"{task.run.path}: the run {why}; nothing to do")
             return 0
-        task.logs.mkdir(parents=True, exist_ok=True)
+        make_folder(task.logs, parents=True)
         log_file = task.logs / AGENT_LOG
         with log_file.open("a"):
             pass  # an error is reported at once

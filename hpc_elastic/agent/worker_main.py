@@ -38,8 +38,9 @@ from typing import Any, TextIO
 
 from hpc_elastic.agent import signals, stacks
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
-from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.shared_files import make_folder, write_atomic
 from hpc_elastic.transport import socket_filter
 from hpc_elastic.worker.reporting import function_returned, own_page, report_counted
 from hpc_elastic.worker.shared_page import (
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
     pid = os.getpid()
     phase = "import"
     try:
-        entry = run.load().entry
+        entry = ownership.load_own(run, run.hydra, run.results).entry
         socket_filter.watch_ports()
         after_import("torch", lambda: _prepare_torch(run))
         function = load_function(entry)
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
         if os.getpid() == pid:  # not a process that the user's function has forked
             name = os.environ.get(RESULTS_VARIABLE) or f"round-{os.environ[ROUND_VARIABLE]}"
             results = run.results / name
-            results.mkdir(parents=True, exist_ok=True)
+            make_folder(results, parents=True)
             rank = os.environ["RANK"]
             write_atomic(results / f"rank-{rank}.json", to_json(value) + "\n")
             function_returned()
@@ -149,7 +150,7 @@ def _wait_for_use(warm_worker: str, run: RunDir) -> None:
 
     modules: list[str] = []
     with contextlib.suppress(HpcElasticError, OSError):  # the worker meets, and reports, it again
-        spec = run.load()
+        spec = ownership.load_own(run)
         _enter(spec.entry)
         modules += spec.agent.warm_imports
         if spec.entry.kind != "function":

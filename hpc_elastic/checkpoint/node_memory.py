@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from pathlib import Path
 from hpc_elastic.checkpoint.manifest import MANIFEST_BYTES, RankPart
 from hpc_elastic.checkpoint.store import file_problem
 from hpc_elastic.errors import CheckpointCorruptError, ConfigError
-from hpc_elastic.shared_files import read_text, write_atomic
+from hpc_elastic.shared_files import make_folder, read_text, write_atomic
 from hpc_elastic.worker import shared_page
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -80,7 +81,7 @@ class NodeMemory:
             directory: Its path.
         """
         memory = cls(base / f"{number:015x}")
-        memory.folder.mkdir(exist_ok=True)
+        make_folder(memory.folder)
         write_atomic(memory.folder / _DIRECTORY, str(directory.absolute()))
         for name in _names(base):
             with contextlib.suppress(OSError):
@@ -109,7 +110,7 @@ class NodeMemory:
     def make(self, save: MemorySave) -> Path:
         """Return the folder of a save, which exists."""
         path = self.path(save)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path, parents=True)
         return path
 
     def good_parts(self, save: MemorySave, ranks: Iterable[int]) -> dict[int, RankPart]:
@@ -185,11 +186,14 @@ def base_folder(wanted: Path | None = None) -> Path:
     In a run it is in the folder of the node's agent: it survives the workers, and goes with the
     agent. Outside of one it is in ``/dev/shm``, and survives everything but a reboot.
 
+    Anybody may make a folder in ``/dev/shm``: one that is there already must be a folder, no link,
+    and its owner, this user, must be the only one who may enter it.
+
     Args:
-        wanted: Another place.
+        wanted: Another place, which only this user may write.
 
     Raises:
-        ConfigError: it cannot be made, or belongs to somebody else.
+        ConfigError: it cannot be made, belongs to somebody else, or is open to others.
     """
     control_folder = os.environ.get(shared_page.DIRECTORY_VARIABLE)
     if wanted is not None:
@@ -199,21 +203,27 @@ def base_folder(wanted: Path | None = None) -> Path:
     else:
         folder = SHARED_MEMORY / f"{PREFIX}{os.getuid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = folder.stat().st_uid
+        make_folder(folder, parents=True, mode=0o700)
+        found = folder.lstat() if wanted is None else folder.stat()
     except OSError as e:
         remedy = f"checkpoints cannot be kept there ({e.strerror}): give another folder"
         raise ConfigError("memory_tier.memory", str(folder), remedy) from e
-    if owner != os.getuid():
-        remedy = f"it belongs to user {owner}: give another folder"
-        raise ConfigError("memory_tier.memory", str(folder), remedy)
+    problem = None
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "it is a link: remove it"
+    elif found.st_uid != os.getuid():
+        problem = f"it belongs to user {found.st_uid}"
+    elif found.st_mode & (0o077 if wanted is None else 0o022):
+        problem = f"it is open to others (mode {stat.S_IMODE(found.st_mode):04o}): chmod 700 it"
+    if problem is not None:
+        raise ConfigError("memory_tier.memory", str(folder), f"{problem}, or give another folder")
     return folder
 
 
 def free_bytes(folder: Path) -> int:
     """Return how much may be written to a memory folder: what is free there, and in the machine."""
-    stat = os.statvfs(folder)
-    limits = [stat.f_bavail * stat.f_frsize, *_left_in_cgroup()]
+    free = os.statvfs(folder)
+    limits = [free.f_bavail * free.f_frsize, *_left_in_cgroup()]
     with contextlib.suppress(OSError, ValueError):
         m = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
         if m:
@@ -252,6 +262,8 @@ def remove_leftovers(parent: Path) -> None:
         if not name.startswith(PREFIX):
             continue
         try:
+            if folder.lstat().st_uid != os.getuid():
+                continue
             with (folder / _OWNER).open("r+") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _log.info("removing %s, which a killed agent left", folder)

@@ -43,7 +43,7 @@ from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.store import Cleaner, Retention, Store
 from hpc_elastic.errors import CheckpointError
 from hpc_elastic.run import fencing
-from hpc_elastic.shared_files import is_there, names_in, parse_json, read_text
+from hpc_elastic.shared_files import is_there, make_folder, names_in, parse_json, read_text
 
 EXIT_TIMEOUT_S = 30.0
 """How long the other ranks are waited for at the end of a program."""
@@ -188,7 +188,7 @@ class Save:
         try:
             if is_first and not self.urgent:
                 context.store.sweep(context.group.token, self.number)
-            self.folder.mkdir(exist_ok=True)
+            make_folder(self.folder)
             part = self._write(self.folder, snapshot, sync=True)
             if is_first:
                 self._commit(part)
@@ -317,7 +317,7 @@ class Save:
         group = self.context.group
         if group.world_size > 1:
             with contextlib.suppress(OSError):
-                self.folder.mkdir(exist_ok=True)
+                make_folder(self.folder)
                 mark = self.folder / f"failed-{group.rank}.json"
                 write_text(mark, json.dumps({"reason": reason}), sync=False)
 

@@ -34,7 +34,7 @@ from hpc_elastic.errors import (
 )
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import names_in, open_file, read_text, write_atomic
+from hpc_elastic.shared_files import make_folder, names_in, open_file, read_text, write_atomic
 
 LEFTOVER_AGE_S = 3600.0
 """A staging folder of a group that may still run is removed after this long."""
@@ -80,7 +80,7 @@ class Store:
         """
         probe = self.directory / f".probe-{uuid.uuid4().hex}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self.directory, parents=True)
             probe.mkdir()
             probe.rmdir()
         except OSError as e:
@@ -140,7 +140,7 @@ class Store:
         every look into its folder.
         """
         for folder in (self.directory / name for name in names_in(self.directory)):
-            if folder.name.startswith(TRASH):
+            if folder.name.startswith(TRASH) and not folder.is_symlink():  # no save makes one
                 for name in names_in(folder):
                     with contextlib.suppress(OSError):
                         (folder / name).unlink()
@@ -480,7 +480,7 @@ def remember(directory: Path) -> None:
     run = RunDir(entry.parent.parent)
     name = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
     if directory != run.checkpoints and not (run.saves_to / name).exists():
-        run.saves_to.mkdir(exist_ok=True)
+        make_folder(run.saves_to)
         write_atomic(run.saves_to / name, f"{directory}\n")
 
 

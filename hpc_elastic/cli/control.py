@@ -19,6 +19,7 @@ from hpc_elastic.errors import (
     SlurmError,
     SubmissionError,
 )
+from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import is_there
 
@@ -44,6 +45,7 @@ Examples:
     "--wait-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
     help="Longest wait for the tasks to end. [default: 30 s more than they may take]",
 )  # fmt: skip
+@options.trust
 @options.as_json
 def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) -> int:
     """End a run: its running tasks and its pending ones.
@@ -115,6 +117,7 @@ Examples:
 @click.command(epilog=_RESUME_EXAMPLES)
 @options.run
 @click.argument("overrides", nargs=-1, metavar="[OVERRIDE]...")
+@options.trust
 @options.as_json
 def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     """Restart a run that has stopped, in the same run directory, and return at once.
@@ -208,6 +211,7 @@ Examples:
     "-n", "--dry-run", is_flag=True, help="Print what would be removed, and remove nothing."
 )
 @click.option("-y", "--yes", is_flag=True, help="Confirms --keep-last 0.")
+@options.trust
 @options.as_json
 def prune_command(
     run: Path, keep_last: int, directory: Path | None, dry_run: bool, yes: bool, as_json: bool
@@ -232,14 +236,16 @@ def prune_command(
     if keep_last == 0 and _has_tasks(run):
         remedy = "keep at least one, or cancel the run first"
         raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
-    files.load()
+    ownership.load_own(files, files.rdzv, files.saves_to)
     folder = directory or _only_directory(files)
+    ownership.require_own(files.path, folder)
     try:
         last = fencing.last_index(files.rdzv)
     except OSError as e:
         raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
     last_index = last if _has_tasks(run) else None
     cleaning = store.plan(folder, keep_last=keep_last, last_index=last_index)
+    ownership.require_own(folder, *(item.folder for item in cleaning.going))
     left = [] if dry_run else store.remove(cleaning)
     freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
     if as_json:

@@ -26,7 +26,8 @@ _SIGNALLED = 128
 
 _HELP = """
 RUN is a run directory, the id of a run in `hpc-elastic list`, or `last`. The --help of a command
-shows examples and the keys of its --json.
+shows examples and the keys of its --json. cancel, preempt, kill, resume and prune act only on a run
+that is yours and that no other user may write, unless --trust is given.
 
 \b
 Exit codes:

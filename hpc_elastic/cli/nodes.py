@@ -15,11 +15,12 @@ import click
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError, near_miss
 from hpc_elastic.launcher.run_handle import COMMANDS, read_result_status
+from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventLog, read_events
 from hpc_elastic.run.registry import user
-from hpc_elastic.shared_files import read_json, write_atomic
+from hpc_elastic.shared_files import make_folder, read_json, write_atomic
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, Phase, TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, require_killable, take_snapshot
 
@@ -80,19 +81,20 @@ class NamedNode:
 
 
 def find_node(run: Path, name: str) -> NamedNode:
-    """Return a node of a run by its name.
+    """Return a node, by its name, of a run that this process may act on.
 
     Args:
         run: The run directory.
         name: Name of the node, with its domain or without, or of its task.
 
     Raises:
+        UntrustedRunError: The run is another user's, or others may write it.
         RunDirectoryError: The run has ended or is cancelled, or has no such node; the message
             lists its nodes.
         SlurmError: Slurm does not answer.
     """
     files = RunDir(run)
-    spec = files.load()
+    spec = ownership.load_own(files, files.notices, files.event_logs)
     result, mark = read_result_status(files), files.cancellation()
     if result is not None:
         raise RunDirectoryError(f"{files.path} has ended ({result}), and has no nodes")
@@ -205,6 +207,7 @@ Examples:
 @options.run
 @argument
 @wait_option
+@options.trust
 @options.as_json
 def kill_command(run: Path, node: str, wait_s: float | None, as_json: bool) -> int:
     """Kill the agent and the workers of NODE, to test how a run handles the loss of a node.
@@ -227,10 +230,12 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
         0 if they have ended, else 1.
     """
     require_killable(node.task)
+    scheduler = Scheduler(node.run, node.spec)
+    scheduler.require_own_jobs([node.task])
     if not as_json:
         print(f"killing {node}: nothing is saved", flush=True)
     node.write_event("kill")
-    Scheduler(node.run, node.spec).kill_task(node.task)
+    scheduler.kill_task(node.task)
 
     def has_ended() -> bool:
         """Whether the attempt that had the node has ended."""
@@ -245,7 +250,7 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
         if not any(state.phase is Phase.RUNNING for state in states.values()):
             # the run has lost its last node, and has no leader to restart its tasks
             ended = (task for task, state in states.items() if state.phase is Phase.ENDED)
-            Scheduler(node.run, node.spec).restart_tasks(list(dict.fromkeys([node.task, *ended])))
+            scheduler.restart_tasks(list(dict.fromkeys([node.task, *ended])))
     if as_json:
         printed = {**node.json, "gone": after_s is not None, "after_s": after_s}
         print(json.dumps(printed, indent=2))
@@ -299,6 +304,7 @@ Examples:
     help="Grace period of the node. [default: launcher.preempt_grace_s of the run]",
 )  # fmt: skip
 @wait_option
+@options.trust
 @options.as_json
 def preempt_command(
     run: Path, node: str, grace_s: float | None, wait_s: float | None, as_json: bool
@@ -321,7 +327,7 @@ def preempt_command(
     before, num_stops = len(found.events("task_exited")), len(_stops(found))
     found.write_event("preempt", grace_s=grace_s)
     notice = found.run.notices / found.task
-    found.run.notices.mkdir(exist_ok=True)
+    make_folder(found.run.notices)
     write_atomic(notice, f"{grace_s:g}\n")
     after_s = wait_until(found, lambda: len(found.events("task_exited")) > before, wait_s)
     exits = found.events("task_exited")[before:]

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from hpc_elastic.errors import RunDirectoryError, near_miss
-from hpc_elastic.run import registry
+from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.shared_files import is_there
 
@@ -109,11 +109,21 @@ def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
     return value
 
 
+def _note_trust(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Trust the run until the command ends."""
+    if value:
+        ctx.with_resource(ownership.trusting())
+
+
 run = click.argument("run", type=RunName(), metavar="RUN")
 checkpoints = click.argument("run", type=RunName(or_folder=True), metavar="RUN")
 as_json = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_note_json,
     help="Print JSON.",
+)  # fmt: skip
+trust = click.option(
+    "--trust", is_flag=True, is_eager=True, expose_value=False, callback=_note_trust,
+    help="Act on a run of another user, or that others may write, all the same.",
 )  # fmt: skip
 
 

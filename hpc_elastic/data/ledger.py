@@ -64,6 +64,7 @@ from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition, require_word
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import make_folder
 from hpc_elastic.worker import reporting
 
 VERSION = 2
@@ -258,7 +259,7 @@ class Ledger:
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._path.parent.mkdir(exist_ok=True)
+            make_folder(self._path.parent)
             self._file = os.open(self._path, flags, 0o644)
         except FileExistsError:
             raise ConfigError(

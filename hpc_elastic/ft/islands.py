@@ -56,7 +56,7 @@ from hpc_elastic.ft.outer_round import (
     check_island,
     open_contributions,
 )
-from hpc_elastic.shared_files import Steps, carried_out
+from hpc_elastic.shared_files import Steps, carried_out, make_folder
 
 _log = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ class _IslandFragment:
         parameters: Tensors = {}
         copies = _copies(self._module)
         if self._uses_folder:
-            self._path.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path, parents=True)
             self._files = IslandFolder(self._path, copies, self._outer_optimizer)
             self._steps = RoundSteps(self._files, self._island, self._nonce, self._policy)
             carried_out(self._steps.start())

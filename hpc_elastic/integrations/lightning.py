@@ -29,6 +29,7 @@ from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import default_checkpoints
+from hpc_elastic.shared_files import make_folder
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 
@@ -148,7 +149,7 @@ class ElasticCheckpoint(Checkpoint):
         step = trainer.global_step
         staged = self.directory / f".step-{step}.{fencing.fencing_token() or 'alone'}"
         with reporting.busy():
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self.directory, parents=True)
             trainer.save_checkpoint(staged)  # ends with a barrier: all parts exist
             if trainer.is_global_zero:
                 self._commit(staged, step)

@@ -30,6 +30,7 @@ from typing import Any, Self
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations import tracking
+from hpc_elastic.shared_files import make_folder
 from hpc_elastic.worker import reporting
 
 try:
@@ -177,7 +178,7 @@ class _Rows:
                 self._step, self._row = step, row
         last = self._recent[-1][1] if self._recent else last
         self._steps = tracking.LastSteps({_ROW: last}, annotate)
-        file.parent.mkdir(exist_ok=True)
+        make_folder(file.parent)
         self._fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def add(self, values: Mapping[str, Any], step: int) -> None:

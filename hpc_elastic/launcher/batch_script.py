@@ -78,6 +78,8 @@ class Script:
         cwd: Directory of the submission; setup lines run there.
         python_path: First entries of PYTHONPATH, so that the agent can be imported.
         coallocated: Whether it is one job of ``num_tasks`` nodes instead of an array.
+        trusting: Whether the tasks act on their runs even if others may write these
+            (`run.ownership`).
         module: Module that each task runs, with the path of ``array-<k>.json``.
     """
 
@@ -90,6 +92,7 @@ class Script:
     cwd: Path
     python_path: tuple[str, ...] = ()
     coallocated: bool = False
+    trusting: bool = False
     module: str = TASK_MODULE
 
     @property
@@ -261,7 +264,8 @@ def task_argv(script: Script) -> list[str]:
     inside = "python3" if script.settings.container.runtime else script.python
     python = _one_line("launcher.python", script.settings.python or inside)
     file = _one_line("hydra.sweep.dir", str(script.array_file))
-    return [python, "-u", "-m", script.module, file]
+    trust = ["--trust"] if script.trusting else []
+    return [python, "-u", "-m", script.module, *trust, file]
 
 
 def _in_container(script: Script) -> list[str]:

@@ -56,10 +56,10 @@ from hpc_elastic.launcher.run_handle import (
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import LogEntry, resume_entry
 from hpc_elastic.rendezvous.term import make_term_folder
-from hpc_elastic.run import registry
+from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.shared_files import parse_json, read_bytes, read_text, write_atomic
+from hpc_elastic.shared_files import make_folder, parse_json, read_bytes, read_text, write_atomic
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, moved
@@ -91,14 +91,15 @@ class CancelTarget:
 
     @classmethod
     def read(cls, path: Path) -> CancelTarget:
-        """Return the present state of a run.
+        """Return the present state of a run that this process may act on.
 
         Raises:
+            UntrustedRunError: It is another user's, or others may write it (`run.ownership`).
             RunDirectoryError: The folder is no run directory, or is unreadable.
             SlurmError: Slurm does not answer.
         """
         run = RunDir(path)
-        spec = run.load()
+        spec = ownership.load_own(run, run.event_logs)
         return cls(run, spec, read_result_status(run), Scheduler(run, spec).list_live_tasks())
 
     def __str__(self) -> str:
@@ -162,12 +163,15 @@ def cancel(
         The tasks that are left; none if all have ended.
 
     Raises:
-        RunDirectoryError: The run belongs to another user; nothing was done.
+        RunDirectoryError: The run belongs to another user, or its files name a job or a process
+            that is none of its tasks; nothing was done.
         SlurmError: Slurm refuses. Tasks that were cancelled stay so.
     """
     run, spec = target.run, target.spec
+    scheduler = scheduler or Scheduler(run, spec)
+    scheduler.require_own_jobs(target.left)
     mark_cancelled(run, warn)
-    left = _end_tasks(scheduler or Scheduler(run, spec), spec, wait_s, warn)
+    left = _end_tasks(scheduler, target, wait_s, warn)
     if spec.launcher == "slurm":  # other runs may stay away until its nodes are free
         try:
             SweepQueue(run, spec, None, SlurmClient()).let_others_start(ends=True)
@@ -179,9 +183,10 @@ def cancel(
 
 
 def _end_tasks(
-    scheduler: Scheduler, spec: RunSpec, wait_s: float, warn: Callable[[str], None]
+    scheduler: Scheduler, target: CancelTarget, wait_s: float, warn: Callable[[str], None]
 ) -> list[TaskState]:
     """Cancel tasks until there are none; return those that are left after the time."""
+    spec, known = target.spec, set(target.left)
     started = time.monotonic()
     kill_at = started + stop_s(spec) + _KILL_S
     cancelled_at: dict[str, float] = {}
@@ -200,6 +205,9 @@ def _end_tasks(
             if now > started + wait_s:
                 return list(left.values())
             due = to_cancel(left.values(), cancelled_at, now)
+            if new := left.keys() - known:  # replacements
+                scheduler.require_own_jobs(new)
+                known |= new
             scheduler.cancel_tasks(due)
             cancelled_at |= {task.task: now for task in due}
             for name in left if spec.launcher == "local" and now > kill_at else ():
@@ -293,6 +301,7 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
         overrides: ``nodes=...``, ``nproc_per_node=...`` and ``launcher.*=...``.
 
     Raises:
+        UntrustedRunError: It is another user's, or others may write it (`run.ownership`).
         RunDirectoryError: The run has tasks, has succeeded, or cannot be read or written.
         ConfigError: An override is malformed, or would change the run itself.
         SubmissionError: Another process is resuming it, or Slurm refuses. In the latter case it can
@@ -300,7 +309,8 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
         SlurmError: Slurm does not answer, so it is unknown whether the run has stopped.
     """
     run = RunDir(path)
-    run.load()  # the first error if it is no run
+    used = (run.settings, run.hydra, run.rdzv, run.first_term, run.notices, run.avoided)
+    ownership.load_own(run, *used, run.event_logs, *_endings(run))
     _, last = _last_entry(run)
     generation_before = 0 if last is None else last.generation
     spec = run.load()
@@ -442,7 +452,7 @@ def _begin_generation(resumption: Resumption) -> None:
     if not DecisionLog(run.rdzv, run.secret.read_bytes()).create(resumption.entry):
         raise _resumed_by_another(run)
     make_term_folder(run, resumption.entry.term)
-    resumption.folder_before.mkdir(exist_ok=True)
+    make_folder(resumption.folder_before)
     for file in _endings(run):
         with contextlib.suppress(FileNotFoundError):
             file.rename(resumption.folder_before / file.name)

@@ -83,7 +83,7 @@ from hpc_elastic.launcher.sweep import (
 from hpc_elastic.launcher.user_code import entry_of
 from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location, read_handles
 from hpc_elastic.report.progress_log import Point, read_points
-from hpc_elastic.run import events
+from hpc_elastic.run import events, ownership
 from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.shared_files import is_there, write_atomic
 from hpc_elastic.slurm.job_state import TaskState, job_of
@@ -132,7 +132,7 @@ def run_study(sweep: Sweep, settings: OptunaSettings, arguments: Sequence[str]) 
 @contextmanager
 def _only_launcher(folder: Path) -> Iterator[None]:
     """Hold the lock of a sweep directory."""
-    (folder / SUBMISSION).mkdir(parents=True, exist_ok=True)
+    ownership.claim(folder / SUBMISSION)
     with (folder / SUBMISSION / "sweeper.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,9 +34,9 @@ from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.run_view import overrides_label
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.launcher.wait import location
-from hpc_elastic.run import registry
+from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, Entry, Pool, RunDir, RunSpec, Submission
-from hpc_elastic.shared_files import create_atomic, is_there, read_json, write_atomic
+from hpc_elastic.shared_files import create_atomic, is_there, make_folder, read_json, write_atomic
 from hpc_elastic.slurm.parsing import Preemption
 
 RENDERED = "rendered: "
@@ -254,17 +254,24 @@ def write(
 
     Raises:
         ConfigError: A setting cannot be written into the batch script.
-        RunDirectoryError: A run directory cannot be written, or holds another run.
+        RunDirectoryError: A run directory cannot be written, holds another run, or is another
+            user's (`run.ownership`).
         ArrayTakenError: See `with_free_numbers`; nothing was written.
         SubmissionError: The snapshot of the code failed.
     """
     scripts = render_scripts(plan, name)  # refuses before anything is written
     try:
-        Submission(plan.submission).logs.mkdir(parents=True, exist_ok=True)
+        logs = Submission(plan.submission).logs
+        ownership.claim(plan.submission, logs)
+        make_folder(logs)
         _require_links(plan.submission)
         for request in plan.runs:
-            if is_there(RunDir(request.dir).spec):
-                raise RunDir(request.dir).taken_error()
+            run = RunDir(request.dir)
+            if is_there(run.spec):
+                raise run.taken_error()
+            if run.path.is_dir():
+                used = (run.rdzv, run.results, run.notices, run.event_logs, run.hydra, run.tasks)
+                ownership.claim(run.path, *used)
         written = write_arrays(plan, scripts)
         entries = [run.entry for run in plan.runs]
         if plan.launcher.code_snapshot:
@@ -282,7 +289,7 @@ def write(
             run.create(spec)
             write_settings(run, request.settings)
             if request.hydra_files:
-                run.hydra.mkdir(exist_ok=True)
+                make_folder(run.hydra)
             for name, text in request.hydra_files.items():
                 write_atomic(run.hydra / name, text, mode=0o600)  # launcher.env may hold tokens
             if request.settings.launcher.code_snapshot:
@@ -481,6 +488,7 @@ def render_scripts(
             python=python,
             cwd=cwd or Path.cwd(),
             python_path=batch_script.python_path(os.environ),
+            trusting=ownership.is_trusting(),
         )
         texts[array.number] = batch_script.render(script, read_template(settings.template))
     return texts
@@ -538,7 +546,7 @@ def require_writable(folder: Path) -> None:
     """
     probe = folder / ".hpc_elastic-probe"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, parents=True)
         probe.touch()
         probe.unlink()
     except OSError as e:

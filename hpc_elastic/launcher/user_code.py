@@ -35,6 +35,7 @@ from hpc_elastic import _util
 from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.run.directory import SUBMISSION, Entry, Submission
 from hpc_elastic.run.registry import user
+from hpc_elastic.shared_files import make_folder
 
 ENVIRONMENT = (
     *("CONDA_DEFAULT_ENV", "CONDA_PREFIX", "CUDA_HOME", "LD_LIBRARY_PATH", "LOADEDMODULES"),
@@ -201,7 +202,7 @@ def take_snapshot(entries: Sequence[Entry], submission: Path) -> list[Entry]:
     is_used = code.is_dir() and bool(Submission(submission).job_ids())
     try:
         for name in () if is_used else own_files(_listed(top)):
-            (code / name).parent.mkdir(parents=True, exist_ok=True)
+            make_folder((code / name).parent, parents=True)
             shutil.copy2(top / name, code / name, follow_symlinks=False)
     except OSError as e:
         raise SubmissionError(f"launcher.code_snapshot: cannot copy {top} to {code}: {e}") from e

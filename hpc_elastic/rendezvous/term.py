@@ -40,6 +40,7 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import (
     Steps,
     forget_absence,
+    make_folder,
     names_in,
     names_listed,
     read_json,
@@ -451,7 +452,7 @@ def make_term_folder(run: RunDir, term: int = 0) -> None:
     try:
         before = files.current_term()
     except FileNotFoundError:
-        (run.rdzv / f"term.{term}").mkdir(exist_ok=True)
+        make_folder(run.rdzv / f"term.{term}")
         return
     if before < term:
         files.take_over(before, term)

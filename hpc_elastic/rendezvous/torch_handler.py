@@ -42,7 +42,7 @@ from hpc_elastic.rendezvous.session import Departed, Requeued, RunOutcome, Sessi
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.shared_files import Mount
+from hpc_elastic.shared_files import Mount, make_folder
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
@@ -248,7 +248,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         folder = user_folder()
     else:
         folder = Path(given)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder, parents=True, mode=0o700)
     run = _make_step_folder(folder / "torchrun", run_id)
     secret = sign(user_key(folder), run_id).encode()
     mount = Mount.of(run.path)
@@ -276,9 +276,9 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def _make_step_folder(steps: Path, run_id: str) -> RunDir:
     """Return the step's own folder, and remove the folders of steps from a month ago."""
     run = RunDir(steps / run_id)
-    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(run.path, parents=True, mode=0o700)
     staged = RunDir(Path(tempfile.mkdtemp(dir=run.path)))
-    staged.first_term.mkdir(parents=True)
+    make_folder(staged.first_term, parents=True)
     with contextlib.suppress(OSError):  # another node was first
         staged.rdzv.rename(run.rdzv)
     shutil.rmtree(staged.path)

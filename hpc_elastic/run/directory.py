@@ -71,6 +71,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.shared_files import (
     create_atomic,
     is_there,
+    make_folder,
     names_in,
     parse_json,
     read_json,
@@ -383,10 +384,10 @@ class RunDir:
             RunDirectoryError: It holds a run already.
         """
         for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, parents=True)
         if not create_atomic(self.spec, spec.to_json(), mode=0o600):
             raise self.taken_error()
-        self.first_term.mkdir(exist_ok=True)
+        make_folder(self.first_term)
         write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
 
     def taken_error(self) -> RunDirectoryError:

@@ -94,6 +94,18 @@ class SlurmClient:
         lines = dict.fromkeys(line.strip() for line in output.splitlines())
         return [Path(line) for line in lines if line.startswith("/")]
 
+    def identities(self, job_ids: Iterable[str]) -> dict[str, parsing.JobIdentity]:
+        """Return what identifies jobs that wait or run, of any user, by one call of squeue."""
+        ids = ",".join(dict.fromkeys(job_ids))
+        try:
+            return parsing.parse_jobs(
+                self._run(["squeue", "-h", "-O", parsing.JOBS_FORMAT, "-j", ids]) if ids else ""
+            )
+        except SlurmCommandError as e:
+            if not parsing.is_forgotten(e):
+                raise
+            return {}
+
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks; those that have ended are no error.
 

@@ -36,6 +36,7 @@ from typing import Any
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.shared_files import (
     create_atomic,
+    make_folder,
     names_in,
     read_json,
     read_undelegated,
@@ -80,7 +81,7 @@ class CombinedRequests:
         """Return the tasks of these jobs, as they are from now on."""
         ids = list(dict.fromkeys(job_ids))
         try:
-            self._folder.mkdir(exist_ok=True)
+            make_folder(self._folder)
             found = [TaskState(**state) for state in self._list_together(ids)["tasks"]]
         except (OSError, ValueError, KeyError, TypeError) as e:
             _log.info("the queue is queried for this task alone: %s", e)

@@ -11,7 +11,8 @@ and carries out the requests of agents and commands in the order of their file n
 
 The launcher removes a request when the table shows the result. A pid can be reused, so the table
 holds the start time of each process beside it, in clock ticks since boot: Unix seconds would change
-with the clock. A launcher that was killed cannot update the table. A reader on the same machine
+with the clock. A process gets a signal only if its command line, too, is that of the task: it names
+the array's file. A launcher that was killed cannot update the table. A reader on the same machine
 therefore looks for the processes; a reader elsewhere relies on the table.
 """
 
@@ -24,7 +25,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +33,14 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.config.parse import fits
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError
 from hpc_elastic.run.directory import Submission
-from hpc_elastic.shared_files import is_there, read_json, write_atomic
+from hpc_elastic.shared_files import is_there, make_folder, read_json, write_atomic
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, TaskState, job_of
 
 if TYPE_CHECKING:
     import psutil
 
 _request_numbers = itertools.count()
+_POLL_S, _NUM_TRIES = 0.02, 50
 
 
 def node_name(slot: int) -> str:
@@ -176,15 +178,19 @@ class LocalQueue:
         """Do nothing: the launcher reads the excluded nodes of a run itself."""
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
-        """Send SIGTERM to agents. The launcher starts no task of a run that has ended."""
-        for process in () if pending_only else self._processes(tasks):
+        """Send SIGTERM to agents. The launcher starts no task of a run that has ended.
+
+        Raises:
+            RunDirectoryError: See `require_agents`; or a process belongs to another user.
+        """
+        for process in () if pending_only else self.require_agents(tasks):
             _send_signal(process, signal.SIGTERM)
 
     def kill(self, task: str) -> None:
-        """Send SIGKILL to an agent and to its descendants."""
+        """Send SIGKILL to an agent and to its descendants; raises as `cancel`."""
         import psutil
 
-        for process in self._processes([task]):
+        for process in self.require_agents([task]):
             family = [process]
             with contextlib.suppress(psutil.Error):
                 family += process.children(recursive=True)
@@ -201,19 +207,35 @@ class LocalQueue:
         except (OSError, ValueError, TypeError) as e:
             raise LocalQueueError(f"{table} cannot be read: {e}") from e
 
-    def _processes(self, tasks: Iterable[str]) -> Iterator[psutil.Process]:
+    def require_agents(self, tasks: Iterable[str]) -> list[psutil.Process]:
+        """Return the processes of tasks on this machine, which are their agents.
+
+        Raises:
+            RunDirectoryError: The table names a process that is no agent of this submission.
+        """
         entries = self._entries()
-        for task in tasks:
-            process = entries[task].process if task in entries else None
-            if process is not None:
-                yield process
+        found = [(task, entries[task].process) for task in tasks if task in entries]
+        agents = [(task, process) for task, process in found if process is not None]
+        if not agents:
+            return []
+        arrays = {job: number for number, job in self._submission.job_ids().items()}
+        for task, process in agents:
+            number = arrays.get(job_of(task))
+            file = None if number is None else str(self._submission.array(number).tasks)
+            argv = _command_line(process)
+            if file not in argv and entries[task].process is not None:
+                what = f"names process {process.pid} as task {task}, but it is `{' '.join(argv)}`"
+                why = f"{self._submission.local_tasks} {what}"
+                remedy = "nothing was ended; end the processes of the run by their pids"
+                raise RunDirectoryError(f"{why}: {remedy}")
+        return [process for _, process in agents]  # a signal to one that has ended does nothing
 
     def _request(self, requests: Sequence[dict[str, Any]]) -> None:
         """Write requests, and wait until the launcher has carried them out."""
         folder = self._submission.local_requests
         files: list[Path] = []
         try:
-            folder.mkdir(exist_ok=True)
+            make_folder(folder)
             for request in requests:
                 number = f"{time.time_ns():020}-{os.getpid()}-{next(_request_numbers)}"
                 files.append(folder / f"{number}.json")
@@ -229,7 +251,7 @@ class LocalQueue:
                     file.unlink(missing_ok=True)
                 silent = f"the launcher has not answered for {self._timeout_s:g} s"
                 raise LocalQueueError(LAUNCHER_ENDED if is_orphaned else silent)
-            time.sleep(0.02)
+            time.sleep(_POLL_S)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -252,6 +274,23 @@ def find_process(pid: int | None, started: int | None) -> psutil.Process | None:
         return process if process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.Error:
         return None
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; empty if it has ended, or has none.
+
+    It is empty for a moment while the process starts.
+    """
+    import psutil
+
+    for _ in range(_NUM_TRIES):
+        with contextlib.suppress(psutil.Error):
+            if argv := process.cmdline():
+                return argv
+        if find_process(process.pid, start_ticks(process.pid)) is None:
+            break
+        time.sleep(_POLL_S)
+    return []
 
 
 def _send_signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -38,6 +38,8 @@ EACH_NODE_FORMAT = "%N|%T"
 """For sinfo -N -o: each node and its state."""
 SCRIPTS_FORMAT = "%o"
 """For squeue -o: the batch script of each job, with its arguments."""
+JOBS_FORMAT = "ArrayJobID:0|,Command:0|,WorkDir:0|,Name:0|"
+"""For squeue -O: what identifies a job; the name comes last, for it is free text."""
 
 PLANNED_FORMAT = "ArrayJobID:0|,Partition:0|,PriorityLong:0|,StartTime:0|,SchedNodes:0"
 """For squeue -O: the plans of the scheduler for jobs that wait."""
@@ -111,6 +113,21 @@ class Preemption:
     grace_s: int = 0
     kill_wait_s: int = _DEFAULT_KILL_WAIT_S
     partitions: tuple[Partition, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """What identifies a job or a job array to its user.
+
+    Attributes:
+        name: Its name.
+        script: Path of its batch script with arguments; ``(null)`` if sbatch read it from a pipe.
+        cwd: Its working directory.
+    """
+
+    name: str
+    script: str
+    cwd: str
 
 
 @dataclass(frozen=True)
@@ -646,6 +663,15 @@ def lists_all(output: str) -> bool:
             records.setdefault(job, []).append(int(index))
     steps = ({b - a for a, b in pairwise(sorted(indices))} for indices in records.values())
     return not any(len(found) == 1 and found != {1} for found in steps)
+
+
+def parse_jobs(output: str) -> dict[str, JobIdentity]:
+    """Return the jobs in what ``squeue -h -O JOBS_FORMAT`` printed, by job id."""
+    found: dict[str, JobIdentity] = {}
+    for line in output.splitlines():
+        job, script, cwd, name = (*line.rstrip().removesuffix("|").split("|", 3), "", "", "")[:4]
+        found[job.strip()] = JobIdentity(name.strip(), script.strip(), cwd.strip())
+    return found
 
 
 def _lines(output: str) -> Iterator[list[str]]:

@@ -39,6 +39,7 @@ from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission, t
 from hpc_elastic.shared_files import (
     create_atomic,
     is_there,
+    make_folder,
     read_json,
     read_text,
     write_atomic,
@@ -465,7 +466,7 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     made = client.resubmit(files.script, place.index, exclude=excluded(run))
     record = folder(files) / f"{place.label}.{older + 1}"
     try:
-        record.parent.mkdir(exist_ok=True)
+        make_folder(record.parent)
         job = made if create_atomic(record, made + "\n") else read_text(record).strip()
     except OSError:
         try:
@@ -544,7 +545,7 @@ def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> N
     name = queue_name(task)
     if node in (client.excluded(name) or ()):
         return  # by this, or for good
-    run.avoided.mkdir(exist_ok=True)
+    make_folder(run.avoided)
     (run.avoided / f"{name}@{node}").touch()
     client.exclude([name], [node])
     _log.warning("%s does not start on %s until that is rid of it", name, node)

@@ -17,6 +17,7 @@ the time limit. So the agents of the next nodes cancel the job at the end of the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -36,7 +37,7 @@ from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide
 from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
 from hpc_elastic.slurm.local_queue import LocalQueue
-from hpc_elastic.slurm.parsing import is_refused
+from hpc_elastic.slurm.parsing import JobIdentity, is_refused
 from hpc_elastic.slurm.requeue import TaskQueue, current_names
 
 _log = logging.getLogger(__name__)
@@ -129,6 +130,36 @@ class Scheduler:
         return {name: state for name, state in found.items() if state.phase is not Phase.ENDED}
 
     # ---- end
+
+    def require_own_jobs(self, tasks: Iterable[str]) -> None:
+        """Refuse tasks that are none of this run, although its files name them.
+
+        A job runs the batch script of its array, or a copy that the user has submitted by hand. A
+        local process has the command line of its task.
+
+        Args:
+            tasks: Names as in `list_live_tasks`. Those that have ended are passed over.
+
+        Raises:
+            RunDirectoryError: Names the job or the process.
+        """
+        if self._local is not None:
+            self._local.require_agents(tasks)
+            return
+        submission = Submission(Path(self._spec.submission))
+        wanted = set(map(job_of, map(queue_name, tasks)))
+        arrays = {
+            job: submission.array(place.array)
+            for place, jobs in requeue.all_jobs(self._spec).items()
+            for job in jobs
+            if job in wanted
+        }
+        for job, found in self._slurm.identities(arrays).items():
+            if job in arrays and not _runs_array(found, arrays[job]):
+                what = f"is `{found.name}`, with the batch script {found.script} in {found.cwd}"
+                why = f"{arrays[job].job_id_file.parent} names job {job}, which {what}"
+                remedy = f"nothing was cancelled; to cancel that job: scancel {job}"
+                raise RunDirectoryError(f"{why}: it is no task of this run; {remedy}")
 
     def cancel_tasks(self, tasks: Iterable[TaskState]) -> None:
         """End tasks for good: SIGTERM, so that they can save. Pending tasks never start.
@@ -289,6 +320,24 @@ class Scheduler:
         if key not in self._launch_failed_on:
             self._launch_failed_on[key] = self._slurm.refused_by(state.task) or ""
         return replace(state, node=self._launch_failed_on[key])
+
+
+def _runs_array(job: JobIdentity, files: ArrayFiles) -> bool:
+    """Return whether a job runs an array of the run."""
+    if job.script == str(files.script):
+        return True
+    with contextlib.suppress(OSError):  # a copy, see `hpc-elastic submit --dry-run --output`
+        if str(files.tasks) in Path(job.script).read_text(errors="replace"):
+            return True
+    try:  # read from a pipe, or removed since
+        lines = set(files.script.read_text(errors="replace").splitlines())
+    except OSError:
+        return False
+    flags = {"job-name": job.name, "chdir": job.cwd}.items()
+    return all(
+        not lines.isdisjoint((f"#SBATCH --{flag}={value}", f"#SBATCH --{flag}='{value}'"))
+        for flag, value in flags
+    )
 
 
 def require_killable(task: str) -> None:

@@ -17,14 +17,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import DamagedFileError, HpcElasticError
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNPROVED_BYTES = 4096
@@ -174,10 +176,15 @@ def _checked_nonce(line: bytes) -> str:
 # see it where they share the home directory; elsewhere the user copies it.
 
 
+_MIN_KEY_BYTES = 32
+
+
 def user_folder() -> Path:
     """Return the folder of the user's key; make it if needed (0700)."""
+    from hpc_elastic.shared_files import make_folder  # not in each process of a run
+
     folder = Path.home() / ".config" / "hpc_elastic"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(folder, parents=True, mode=0o700)
     return folder
 
 
@@ -185,16 +192,29 @@ def user_key(folder: Path) -> bytes:
     """Return the key in a folder; make it if missing. Several processes may do so at once.
 
     Raises:
-        PermissionError: Other users may read it.
+        PermissionError: Other users may read it or have made it, or it is no regular file. It names
+            the remedy.
+        DamagedFileError: It is too short for a secret.
     """
     path = folder / "key"
-    if not path.exists():
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
         from hpc_elastic.shared_files import create_atomic  # the first time only
 
         create_atomic(path, secrets.token_hex(32), mode=0o600)
-    if path.stat().st_mode & 0o077:
+        found = path.lstat()
+    anew = f"remove it on all nodes (rm {path}), and another one is made"
+    if not stat.S_ISREG(found.st_mode):
+        raise PermissionError(f"{path} must be a regular file, and no link: {anew}")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {found.st_uid}, who knows it: {anew}")
+    if found.st_mode & 0o077:
         raise PermissionError(f"{path} must be readable by its owner only: chmod 600 {path}")
-    return path.read_bytes()
+    key = path.read_bytes()
+    if len(key) < _MIN_KEY_BYTES:
+        raise DamagedFileError(f"{path} has {len(key)} of at least {_MIN_KEY_BYTES} bytes: {anew}")
+    return key
 
 
 def user_secret(purpose: str) -> bytes:

@@ -4,22 +4,30 @@ import json
 from dataclasses import replace
 
 import pytest
-from arrays import GONE, ME, run_of, write_table
+from arrays import GONE, run_of, write_table
 
+from ended import sleeping
 from hpc_elastic.cli import nodes
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.local_queue import start_ticks
 from hpc_elastic.slurm.scheduler import Scheduler
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A local run with two nodes, of three, whose processes are this one."""
+def lives(tmp_path):
+    """The entry of a task that runs, with a process that stands for its agent."""
+    with sleeping(Submission(tmp_path / ".hpc_elastic").array(0).tasks) as process:
+        yield {"state": "RUNNING", "pid": process.pid, "started": start_ticks(process.pid)}
+
+
+@pytest.fixture
+def run(tmp_path, lives):
+    """A local run with two nodes, of three, whose processes are one and the same."""
     made = run_of(tmp_path, "7", [(0, 0), (0, 1), (0, 2)], launcher="local")
-    lives = {"state": "RUNNING", **ME}
     tasks = {
         "7_0": {**lives, "node": "local-0"}, "7_1": {**lives, "node": "local-1", "restarts": 2},
         "7_2": {"state": "PENDING", "node": "local-2"},
@@ -148,12 +156,11 @@ def test_a_task_that_may_not_be_requeued_is_said_not_to_come_back(run, monkeypat
     ],
 )
 def test_a_killed_node_that_does_not_come_back_is_told_of(
-    fields, task, says, tmp_path, monkeypatch, capsys
+    fields, task, says, tmp_path, lives, monkeypatch, capsys
 ):
     """Nothing starts its task again where that may not go back, or has no launcher any more."""
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)], launcher="local", **fields)
     submission = Submission(tmp_path / ".hpc_elastic")
-    lives = {"state": "RUNNING", **ME}
     write_table(submission, **{"7_0": {**lives, "node": "local-0"}, "7_1": lives})
 
     def kill(self, name):

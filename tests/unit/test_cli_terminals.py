@@ -46,9 +46,9 @@ def local_run(folder: Path, **entry) -> RunDir:
 
 
 @pytest.fixture
-def agent():
+def agent(tmp_path):
     """A process that stands for a run's only task."""
-    with sleeping() as process:
+    with sleeping(Submission(tmp_path / ".hpc_elastic").array(0).tasks) as process:
         yield process
 
 

@@ -219,9 +219,9 @@ def test_a_mark_stays_the_first_one_s(tmp_path):
 
 
 @pytest.fixture
-def sleeper():
-    """A process that does nothing."""
-    with sleeping() as process:
+def sleeper(tmp_path):
+    """A process that does nothing, with the command line of an agent."""
+    with sleeping(Submission(tmp_path / ".hpc_elastic").array(0).tasks) as process:
         yield process
 
 

@@ -470,6 +470,9 @@ def test_a_run_that_is_cancelled_lets_others_start(two_runs, monkeypatch):
     monkeypatch.setattr(control, "SlurmClient", lambda: client)
 
     class NoTasks:
+        def require_own_jobs(self, tasks):
+            pass
+
         def list_live_tasks(self):
             return {}
 

@@ -183,6 +183,7 @@ _FIELDS: dict[str, Callable[[QueueRow], str]] = {
     ),
     "name": lambda r: r.job.request.name,
     "command": lambda r: r.job.request.command or "(null)",
+    "workdir": lambda r: r.job.request.cwd,
     "partition": lambda r: r.job.request.partition,
     "prioritylong": lambda r: str(2**32 - 1 - r.job.order),
     "schednodes": lambda _: "(null)",

@@ -38,17 +38,18 @@ from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 NUM_NODES = 16
 LOADS = (0.7, 0.9)
-WORK_NODE_S = 3600.0
+WORK_NODE_S = 1800.0
 PASS_S = 10.0
 OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
 SOONER, USED, RIGHT = 3.0, 90.0, 80.0
 ABOUT = About(
     title="A full cluster",
     measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, an hour in which other jobs "
-    "of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' time; each "
-    "contestant has a sandbox and a copy of these jobs of its own, all at the same time. The "
-    "training is an hour of one node's time. Done: from its submission to its end. Others wait: "
-    "the mean wait of the other jobs; one that has not started has waited until the end.",
+    "of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' time; 20 minutes of "
+    "the whole cluster's work are in the queue from the begin on. Each contestant has a sandbox "
+    "and a copy of these jobs of its own, all at the same time. The training is half an hour of "
+    "one node's time. Done: from its submission to its end. Others wait: the mean wait of the "
+    "other jobs; one that has not started has waited until the end.",
     does_not_show=(
         "A cluster: the nodes share two cores, so a start costs several times what it costs on "
         "nodes of their own, and here an hour of a real cluster is a minute: starts are 60 times "
@@ -61,10 +62,10 @@ CONTESTANTS = {
     "ours": Contestant(
         OURS, ours({"nodes": "1:16", "time": "60", "harvest": "auto", "time_min": "1"})
     ),
-    "rigid-4": Contestant("one job of 4 nodes", rigid(4, 17)),
-    "rigid-8": Contestant("one job of 8 nodes", rigid(8, 9)),
-    "submitit": Contestant("hydra-submitit-launcher, 4 nodes", hydra_submitit(4, 6)),
-    "chain": Contestant("torchrun, chain of 4 nodes", chain(4, 6, 12)),
+    "rigid-4": Contestant("one job of 4 nodes", rigid(4, 9)),
+    "rigid-8": Contestant("one job of 8 nodes", rigid(8, 5)),
+    "submitit": Contestant("hydra-submitit-launcher, 4 nodes", hydra_submitit(4, 4)),
+    "chain": Contestant("torchrun, chain of 4 nodes", chain(4, 4, 8)),
 }
 
 

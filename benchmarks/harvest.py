@@ -393,8 +393,11 @@ def main() -> None:
         "A chain knows when all its nodes will be idle for the whole job, saves at the very end, "
         "and waits for nothing in between.",
     )
+    about = ABOUT
+    if given.holes:
+        about = replace(ABOUT, title=f"{ABOUT.title}: a real machine")
     result = Result(
-        about=ABOUT, tables=tuple(tables), targets=tuple(targets), notes=notes,
+        about=about, tables=tuple(tables), targets=tuple(targets), notes=notes,
         peers=(
             Peer("torchrun (torch)", "2.13.0+cpu", "a model; costs as measured in *Recovery*"),
             Peer("NVRx ft_launcher", "0.4.1", "a model; costs as measured in *Recovery*"),

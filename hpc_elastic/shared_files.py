@@ -16,12 +16,19 @@ consistency (``nocto``) not even opening asks the server: `refresh` makes the cl
 statx(2) with AT_STATX_FORCE_SYNC. And a client of NFS 3 knows a change of a folder by its time
 alone, so that it may never see a change within the same tick of the server's clock as its last
 request: posix_fadvise(2) with POSIX_FADV_DONTNEED drops its cache of a folder.
+
+**A file of a run directory is opened by `open_file` alone**, here or by a caller. The run may be
+another user's: a FIFO would block the reader for ever, a link would lead to the reader's own
+private files or to a device without end, and a sparse file of terabytes costs its writer nothing.
+So only a regular file is opened, never through a link in its own place, and each kind of file has a
+size beyond which it is not read. The folders above it may be links.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import os
@@ -29,8 +36,10 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +48,25 @@ from hpc_elastic.errors import DamagedFileError
 _AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, _STATX_BYTES = -100, 0x2000, 0x7FF, 256
 _LIBC = ctypes.CDLL(None, use_errno=True) if hasattr(ctypes.CDLL(None), "statx") else None
 """None if the C library is older than statx(2)."""
+
+TEXT_BYTES = 16 << 20
+"""Largest file that is read at once, such as run.json; its value may be forty times as large."""
+VALUE_BYTES = 64 << 20
+"""Largest return value of a worker."""
+CONFIG_BYTES = 1 << 20
+"""Largest file of YAML: reading it takes ten seconds."""
+LINES_BYTES = 256 << 20
+"""Largest file of lines, such as an event log; it is read line by line."""
+LINE_BYTES = 4 << 20
+"""Longest of these lines; a longer one is left out."""
+NESTED = 200
+"""Deepest nesting of JSON: Python fails at some hundred levels."""
+_OPENING_S = 5.0
+"""Longest wait for a lease on a file, which its holder gives back at once."""
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a link", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
 
 
 def write_atomic(
@@ -82,7 +110,7 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     except OSError:
         if not is_there(path):
             raise
-        return path.read_bytes() == text.encode()
+        return read_bytes(path) == text.encode()
     finally:
         with contextlib.suppress(OSError):
             staged.unlink()
@@ -224,14 +252,18 @@ def status_of(path: Path) -> os.stat_result:
     """Return the attributes of a file or folder by its server.
 
     Raises:
+        DamagedFileError: It is neither.
         OSError: It is missing, or may not be read.
     """
     refresh(path)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = _open(path)
     try:
-        return os.fstat(fd)
+        status = os.fstat(fd)
     finally:
         os.close(fd)
+    if not stat.S_ISDIR(status.st_mode):
+        _require_file(path, status)
+    return status
 
 
 def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
@@ -289,7 +321,180 @@ def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
     return staged
 
 
-def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[str, Any] | None:
+# ---- Reading what may be somebody else's
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file of a run for reading; the only way in which one is opened.
+
+    Raises:
+        DamagedFileError: Something else has its name: a link, a FIFO, a device.
+        OSError: It is missing, a folder, or may not be read.
+    """
+    fd = _open(path)
+    try:
+        _require_file(path, os.fstat(fd))
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _open(path: Path) -> int:
+    """Open a file or folder, not through a link, and without a wait for a writer.
+
+    A file server's own kernel refuses to open a file without a wait as long as a client has a
+    lease on it, which it calls back.
+    """
+    until = time.monotonic() + _OPENING_S
+    while True:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        except OSError as e:
+            raise _as_damage(path, e) from e
+
+
+def _as_damage(path: Path, error: OSError) -> OSError:
+    """Return the error of a path that could not be opened: that of a link or a socket names it."""
+    if error.errno in (errno.ELOOP, errno.ENXIO):
+        try:
+            _require_file(path, path.lstat())
+        except OSError as e:
+            return e
+    return error
+
+
+def _require_file(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        remedy = "a run has only files there, so nothing is read from it"
+        raise DamagedFileError(f"{path} is {kind}, not a file: {remedy}")
+
+
+def _require_size(path: Path, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        what = f"{path} has {num_bytes:,} bytes, and {limit:,} are the most that are read"
+        raise DamagedFileError(f"{what}: no run writes such a file")
+
+
+def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
+    """Return the content of a file of a run.
+
+    Args:
+        path: The file.
+        limit: A larger file is not read.
+
+    Raises:
+        DamagedFileError: It is larger, or no file.
+        OSError: It is missing, or may not be read.
+    """
+    with open_file(path) as file:
+        _require_size(path, os.fstat(file.fileno()).st_size, limit)
+        data = file.read(limit + 1)  # it may have grown
+    _require_size(path, len(data), limit)
+    return data
+
+
+def read_text(path: Path, limit: int = TEXT_BYTES, errors: str = "strict") -> str:
+    """Return the text of a file of a run; see `read_bytes`.
+
+    Raises:
+        DamagedFileError: As `read_bytes`; or it is no text.
+        OSError: As `read_bytes`.
+    """
+    try:
+        return read_bytes(path, limit).decode(errors=errors)
+    except UnicodeDecodeError as e:
+        raise DamagedFileError(f"{path} is damaged: {e}") from e
+
+
+def lines_in(
+    path: Path, start: int = 0, *, unfinished: bool = False
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file of a run, each with the byte after its end.
+
+    A line of more than `LINE_BYTES` is left out.
+
+    Args:
+        path: The file.
+        start: The byte to begin with: the start of a line.
+        unfinished: Whether a last line without an end is one too.
+
+    Raises:
+        DamagedFileError: It has more than `LINES_BYTES`, or is no file.
+        OSError: It is missing, or may not be read.
+    """
+    with open_file(path) as file:
+        _require_size(path, os.fstat(file.fileno()).st_size, LINES_BYTES)
+        file.seek(start)
+        end, is_begun = start, False
+        while line := file.readline(LINE_BYTES):
+            end += len(line)
+            has_end = line.endswith(b"\n") or (unfinished and len(line) < LINE_BYTES)
+            if has_end and not is_begun:
+                yield end, line
+            is_begun = not has_end
+
+
+def parse_json(
+    text: str | bytes, what: object, loads: Callable[[str | bytes], Any] = json.loads
+) -> Any:
+    """Return the value of JSON text.
+
+    Args:
+        text: The text.
+        what: Its file, for the message.
+        loads: Reads it; it raises a `ValueError` at what it refuses.
+
+    Raises:
+        DamagedFileError: It is no JSON, or nested too deep for its readers.
+    """
+    try:
+        value = loads(text)
+    except (ValueError, RecursionError) as e:
+        raise DamagedFileError(f"{what} is damaged: {e}") from e
+    level = [value]
+    for _ in range(NESTED):
+        lists = [item for item in level if isinstance(item, list)]
+        objects = [item.values() for item in level if isinstance(item, dict)]
+        level = [item for inner in (*lists, *objects) for item in inner]
+        if not level:
+            return value
+    raise DamagedFileError(f"{what} is damaged: it is nested more than {NESTED} deep")
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value of a YAML file of a run.
+
+    A few bytes of aliases could name each other so often that no memory holds the value; the files
+    of a run have none.
+
+    Raises:
+        DamagedFileError: It is no YAML, has an alias, or is no file or too large a one.
+        OSError: It is missing, or may not be read.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("it has an alias")
+            return super().compose_node(parent, index)
+
+    text = read_text(path, CONFIG_BYTES)
+    try:
+        return yaml.load(text, Loader)
+    except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as e:
+        raise DamagedFileError(f"{path} is damaged: {e}") from e
+
+
+def read_json(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any] | None:
     """Return the object in a JSON file that is written atomically; None where there is none yet.
 
     Args:
@@ -297,14 +502,14 @@ def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[
         read: Reads it; `read_undelegated` for a file that others change later.
 
     Raises:
-        DamagedFileError: It is no JSON.
+        DamagedFileError: It is no JSON, or no file, or too large a one.
         OSError: It may not be read.
     """
     try:
         text = read_listed(path, read)
-        value = None if text is None else json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise DamagedFileError(f"{path} is damaged: {e}") from e
+    except IsADirectoryError as e:
+        raise DamagedFileError(f"{path} is a folder, not a file") from e
+    value = None if text is None else parse_json(text, path)
     return value if isinstance(value, dict) else None
 
 
@@ -319,17 +524,23 @@ def read_undelegated(path: Path, num_bytes: int | None = None) -> str:
     Args:
         path: The file.
         num_bytes: Number of bytes to read from its end; None: the whole file.
+
+    Raises:
+        DamagedFileError: It has more than `TEXT_BYTES` to read, or is no file.
+        OSError: It is missing, or may not be read.
     """
-    with path.open("rb") as file:
-        if num_bytes is not None:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
-        text = file.read().decode(errors="replace")
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = 0 if num_bytes is None else max(0, size - num_bytes)
+        _require_size(path, size - begin, TEXT_BYTES)
+        file.seek(begin)
+        text = file.read(TEXT_BYTES).decode(errors="replace")
         with contextlib.suppress(OSError):  # another user's file, or a read-only disk
             os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     return text
 
 
-def read_listed(path: Path, read: Callable[[Path], str] = Path.read_text) -> str | None:
+def read_listed(path: Path, read: Callable[[Path], str] = read_text) -> str | None:
     """Return the text of a file; None if it is not there.
 
     Args:

@@ -67,6 +67,11 @@ NFS_CLIENTS = Need(
     "FUSE and a compiler", _has_clients, "./scripts/slurm_sandbox.py up --nfs FOLDER --install"
 )
 SANDBOX = (ROOT, SLURM)
+HOLES = Need(
+    "the log of a real machine's idle nodes",
+    (Path(__file__).parents[1] / "harvest" / "holes.npz").exists,
+    "put it at benchmarks/harvest/holes.npz, in the form of harvest/holes.py",
+)
 KERNEL_PROGRAMS = {
     "linux.uml": "user-mode-linux",
     "modprobe": "kmod",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.needs import KERNELS, LOOK_UP, NFS_CLIENTS, SANDBOX, Need, package
+from evidence.needs import HOLES, KERNELS, LOOK_UP, NFS_CLIENTS, SANDBOX, Need, package
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -65,9 +65,10 @@ BENCHMARKS: tuple[Benchmark, ...] = (
               "--trials 8 --only ours-4,peer-4", 40,
               (*SANDBOX, package("optuna"))),
     Benchmark("full-cluster", "full_cluster.py", "--minutes 60",
-              "--minutes 8 --loads 0.9 --only nobody,ours,rigid-4", 130,
+              "--minutes 8 --loads 0.9 --only nobody,ours,rigid-4", 65,
               (*SANDBOX, SUBMITIT_LAUNCHER), repeats=False),
     Benchmark("start", "start.py", "--repeats 3", "--repeats 1", 5, SANDBOX),
+    Benchmark("strangers", "strangers.py", "--repeats 3", "--repeats 1", 2),
     Benchmark("compile-cache", "compile_cache.py", "--repeats 3", "--repeats 1", 8),
     Benchmark("rendezvous-scale", "rendezvous_scale.py",
               "--repeats 3 --sizes 16,64,128,256,512,1024,4096,10000 --peer-max-n 256",
@@ -102,6 +103,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark("kernel-nfs", "kernel_nfs.py", "", "--only primitives --mounts vers=4.2", 60,
               (*SANDBOX, KERNELS), repeats=False),
     Benchmark("harvest", "harvest.py", "", "--starts 2 --hours 0.2 --sizes 16", 10, repeats=False),
+    Benchmark("harvest-map", "harvest.py", "--holes benchmarks/harvest/holes.npz",
+              "--starts 2 --hours 0.2 --sizes 16", 10, (HOLES,), repeats=False),
     Benchmark("simulate", "simulate.py", "--schedules 100000", "--schedules 500", 3,
               repeats=False),
     Benchmark("shared-nodes", "shared_nodes.py", "--seeds 3 --hours 3", "--seeds 1 --hours 0.2", 15,

@@ -10,7 +10,7 @@ _SHAPES = ((1, 30), (2, 25), (4, 20), (8, 15), (16, 5))
 """Number of nodes, and its share of the jobs in per cent."""
 _LIMITS_MIN = {1: 20, 2: 20, 3: 18, 5: 16, 8: 12, 12: 9, 20: 5}
 """Time limit, and its share of the jobs in per cent."""
-_QUEUED_S = 600.0
+_QUEUED_S = 1200.0
 """The whole cluster's work of so long is in the queue from the begin on."""
 _LEAST_USED = 0.3
 """A job uses at least this part of its time limit."""

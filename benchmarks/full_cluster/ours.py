@@ -19,7 +19,7 @@ def train(folder: str) -> None:
         training.make_step()
         if should_checkpoint(training.step, every_s=15.0) or training.is_complete:
             training.save()
-            mark_checkpoint(training.step)
+            mark_checkpoint(step=training.step)
 
 
 def submit(folder: str, settings: str) -> None:

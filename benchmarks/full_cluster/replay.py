@@ -67,9 +67,10 @@ class Player:
         self, sandbox: SlurmSandbox, jobs: Sequence[OtherJob], folder: Path, seen: Replay
     ) -> None:
         self.sandbox, self.jobs, self.folder, self.seen = sandbox, jobs, folder, seen
+        ours = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
         self.env = {
-            **os.environ, **sandbox.env, "SLURM_TIME_FORMAT": "%s",
-            "PYTHONPATH": str(Path(__file__).parents[1]), "SUBMITIT_PREEMPT_SIGNAL": "USR2",
+            **os.environ, **sandbox.env, "SLURM_TIME_FORMAT": "%s", "PYTHONPATH": ours,
+            "SUBMITIT_PREEMPT_SIGNAL": "USR2",
         }  # fmt: skip
         self._begin = time.time()
         self._submitted: dict[str, tuple[int, float]] = {}

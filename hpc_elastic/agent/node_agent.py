@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -59,7 +58,7 @@ from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.slurm.sweep_queue import SweepQueue
 from hpc_elastic.slurm.time_slots import TimeSlots
-from hpc_elastic.transport import interface
+from hpc_elastic.transport import interface, socket_filter
 from hpc_elastic.transport.auth import of_generation
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE
 
@@ -67,7 +66,6 @@ _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
 _UNFIT_AWAY_S = 10.0
-_OPEN_FILES = 65_536
 
 
 def supervise(
@@ -200,6 +198,7 @@ class NodeAgent:
             self._interface = interface.find(
                 name, task.spec.interface, lambda: SlurmClient().node_address(name)
             )
+            socket_filter.check_own(self._interface.address)
         self._mount = Mount.of(task.run.path)
         cpus = task.slurm.cpus_on_node
         self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
@@ -217,9 +216,6 @@ class NodeAgent:
         unfit = self._unfit(checks) if checks is not None else None
         if unfit is not None:
             return unfit
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a leader may need many files
-        allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
         os.environ[DIRECTORY_VARIABLE] = str(self._control)

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -27,7 +28,9 @@ from hpc_elastic.shared_files import is_there, make_folder
 from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
+from hpc_elastic.transport import socket_filter
 
+_OPEN_FILES = 1 << 16
 _LOOK_S = 0.5
 """Between two looks for the run's end, while this node gets ready: torch's import takes seconds."""
 
@@ -79,6 +82,8 @@ def start(argv: Sequence[str], caught: SignalPipe) -> int:
 
 def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
     print(f"{task.run.path}: logs of this task are in {task.logs}")
+    _allow_many_files()
+    os.environ[socket_filter.VARIABLE] = ",".join(task.spec.rendezvous.allow_from)
     warm_workers = start_pool(task)  # they import torch while this process does
     checks = preflight.start_checks(task) if task.spec.agent.preflight else None
     with frozen_imports(), _unless_it_ends(task):
@@ -88,6 +93,17 @@ def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
     if task.is_coallocated:
         _leave_coallocated_job(task)
     return exit_code
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files, for the workers as well.
+
+    A leader has a connection to each agent; and gloo aborts a worker whose descriptors are used up
+    by strangers at its port.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.shared_files import make_folder, write_atomic
+from hpc_elastic.transport import socket_filter
 from hpc_elastic.worker.reporting import function_returned, own_page, report_counted
 from hpc_elastic.worker.shared_page import (
     DIRECTORY_VARIABLE,
@@ -79,6 +80,7 @@ def main(argv: list[str]) -> int:
     phase = "import"
     try:
         entry = ownership.load_own(run, run.hydra, run.results).entry
+        socket_filter.watch_ports()
         after_import("torch", lambda: _prepare_torch(run))
         function = load_function(entry)
         if warm_worker is not None:

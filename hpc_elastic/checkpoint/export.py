@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
-from hpc_elastic.checkpoint.manifest import Manifest
+from hpc_elastic.checkpoint.manifest import Manifest, bytes_of_type
 from hpc_elastic.checkpoint.resharding import read
 from hpc_elastic.checkpoint.sharding import dtype_of
 from hpc_elastic.checkpoint.state import Ref, decode
@@ -50,6 +52,7 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
     state: Any = {k: decode(v) for k, v in manifest.values.items() if key in (None, k)}
     state = state if key is None else state[key]
     staged = output.with_name(f".{output.name}.{os.getpid()}")
+    _require_exportable(manifest, state)
     tensors: dict[str, torch.Tensor] = {}
     try:
         with staged.open("xb"):
@@ -65,13 +68,37 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
         with staged.open("rb") as f:
             os.fsync(f.fileno())
         staged.replace(output)
-    except (OSError, RuntimeError) as e:  # torch.save raises a RuntimeError on a full disk
+    # torch.save raises a RuntimeError on a full disk
+    except (OSError, RuntimeError, pickle.UnpicklingError) as e:
         why = getattr(e, "strerror", None) or str(e).partition("\n")[0]
         remedy = f"it cannot be written ({why}): give another file with -o"
         raise ConfigError("output", str(output), remedy) from e
     finally:
         staged.unlink(missing_ok=True)
     return len(tensors)
+
+
+def _require_exportable(manifest: Manifest, state: Any) -> None:
+    """Refuse a state that is more than the checkpoint has, before anything is written.
+
+    Raises:
+        CheckpointError: it names a tensor that is not stored, or one twice; or a tensor has a type
+            that this torch lacks.
+    """
+    refs: list[Any] = []
+    try:
+        map_values(state, refs.append)
+    except RecursionError as e:
+        raise CheckpointError("the state is nested too deep") from e
+    names = [ref.fqn for ref in refs if isinstance(ref, Ref)]
+    for fqn, count in Counter(names).items():
+        if fqn not in manifest.tensors:
+            raise CheckpointError(f"{fqn} is named in the state, but not stored")
+        if count > 1:
+            raise CheckpointError(f"{fqn} is named {count} times in the state, but stored once")
+        dtype = manifest.tensors[fqn].dtype
+        if dtype_of(dtype).itemsize != bytes_of_type(dtype):
+            raise CheckpointError(f"{fqn}: this hpc_elastic does not know the type {dtype}")
 
 
 def _exported(manifest: Manifest, value: Any) -> Any:
@@ -83,9 +110,7 @@ def _exported(manifest: Manifest, value: Any) -> Any:
         return map_values(list(value), lambda element: _exported(manifest, element))
     if not isinstance(value, Ref):
         return value
-    entry = manifest.tensors.get(value.fqn)
-    if entry is None:
-        raise CheckpointError(f"{value.fqn} is named in the state, but not stored")
+    entry = manifest.tensors[value.fqn]
     return torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
 
 

@@ -7,13 +7,19 @@ which is the checkpoint: a file that it does not name does not count. A tensor i
 Both are sealed as ``{"checksum": "xxh3_64:<hex>", "content": {...}}``; the checksum is that of the
 content as canonical JSON, so a flipped bit in them is found too. It protects against damage, not
 against somebody who may write into the folder.
+
+So a manifest is only read back if it describes a checkpoint: the boxes of each tensor cover its
+shape exactly once, and the boxes of a file are no more bytes than the file has. Whatever is made of
+it is therefore as large as its files.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+import re
+import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +32,8 @@ from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 VERSION = 1
 """Of the format; a reader refuses later ones."""
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 256 << 20
+"""Largest manifest that is read: one of millions of boxes."""
 
 T = TypeVar("T")
 
@@ -127,7 +135,8 @@ class Manifest:
         """Read ``manifest.json``.
 
         Raises:
-            CheckpointCorruptError: the text is no undamaged manifest, or one of a later version.
+            CheckpointCorruptError: the text is no undamaged manifest, or one of a later version;
+                or a tensor has a hole, an overlap, an unknown type, or more bytes than its files.
         """
         body = unseal(text)
         with _reading("manifest"):
@@ -136,16 +145,40 @@ class Manifest:
                     f"the checkpoint has format {body['version']}, this hpc_elastic reads up to "
                     f"{VERSION}: install a later one"
                 )
-            return cls(
+            manifest = cls(
                 version=body["version"],
-                step=_of(int, body["step"]),
-                world_size=_of(int, body["world_size"]),
+                step=_count(body["step"]),
+                world_size=_count(body["world_size"]),
                 created=float(body["created"]),
                 files=_files(body["files"]),
                 tensors=_tensors(body["tensors"]),
                 values=_of(dict, body["values"]),
                 rank_values={int(r): _of(dict, v) for r, v in body["rank_values"].items()},
             )
+            if not 0 <= manifest.created < _LATEST:
+                raise ValueError(f"created at {manifest.created}")
+        if problem := next(_problems(manifest), None):
+            raise CheckpointCorruptError(problem)
+        return manifest
+
+    def pieces(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of each stored box, by its file and by its name in that.
+
+        Raises:
+            CheckpointCorruptError: two boxes are stored in one place, or a tensor has a type of
+                unknown size.
+        """
+        found: dict[str, dict[str, int]] = {file.name: {} for file in self.files}
+        for fqn, entry in self.tensors.items():
+            item_bytes = bytes_of_type(entry.dtype)
+            for chunk in entry.chunks:
+                boxes = found.setdefault(chunk.file, {})
+                if chunk.name in boxes:
+                    raise CheckpointCorruptError(
+                        f"{fqn}: {chunk.name} of {chunk.file} belongs to another box too"
+                    )
+                boxes[chunk.name] = math.prod(chunk.sizes) * item_bytes
+        return found
 
 
 def merge(parts: Iterable[RankPart], *, step: int, world_size: int, created: float) -> Manifest:
@@ -216,35 +249,95 @@ def _merge_tensors(parts: Sequence[RankPart]) -> dict[str, TensorEntry]:
     return merged
 
 
+_PRIME = (1 << 127) - 1
+
+
 def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
     """Return what is wrong with the boxes of a tensor; None if they cover it exactly once.
 
-    The boxes' edges cut the tensor into a grid, and each box is a block of its cells: as many
-    cells as boxes where the shards are regular, so this is cheap.
+    Let an element at (i, j, ...) be the monomial x^i y^j ... A box is the sum of its elements, a
+    product of geometric series. The boxes cover the tensor exactly once if and only if their sum is
+    the whole tensor's, as polynomials. Both are compared at a random point modulo a large prime:
+    unequal ones agree there with a probability of degree / prime (Schwartz and Zippel), which is
+    below 2^-50. So it takes two powers for each edge, however irregular the boxes are.
     """
-    if 0 in shape:
-        return None
-    chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
     for chunk in chunks:
         sides = zip(chunk.offsets, chunk.sizes, shape, strict=False)
         is_inside = all(o >= 0 and s > 0 and o + s <= whole for o, s, whole in sides)
-        if not (is_inside and len(chunk.offsets) == len(chunk.sizes) == len(shape)):
+        has_its_sides = len(chunk.offsets) == len(chunk.sizes) == len(shape)
+        if not has_its_sides or not (is_inside or 0 in chunk.sizes):
             return f"has a box outside of it: {list(chunk.offsets)} + {list(chunk.sizes)}"
-    grid = []
-    for d, size in enumerate(shape):
-        begins = {chunk.offsets[d] for chunk in chunks}
-        ends = {chunk.offsets[d] + chunk.sizes[d] for chunk in chunks}
-        grid.append({edge: i for i, edge in enumerate(sorted({0, size} | begins | ends))})
-    seen: set[tuple[int, ...]] = set()
+    if 0 in shape:
+        return None
+    chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    powers = [_Powers(2 + secrets.randbelow(_PRIME - 2)) for _ in shape]
+    total = 0
     for chunk in chunks:
-        box = zip(grid, chunk.offsets, chunk.sizes, strict=True)
-        for cell in itertools.product(*(range(edges[o], edges[o + s]) for edges, o, s in box)):
-            if cell in seen:
-                return f"is stored twice at {list(chunk.offsets)}"
-            seen.add(cell)
-    if len(seen) < math.prod(len(edges) - 1 for edges in grid):
+        term = 1
+        for power, offset, size in zip(powers, chunk.offsets, chunk.sizes, strict=True):
+            term = term * (power[offset + size] - power[offset]) % _PRIME
+        total += term
+    whole = 1
+    for power, size in zip(powers, shape, strict=True):
+        whole = whole * (power[size] - 1) % _PRIME
+    if total % _PRIME == whole:
+        return None
+    begins = [chunk.offsets for chunk in chunks]
+    again = next((b for b, n in Counter(begins).items() if n > 1), None)
+    num_stored = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if again is None and num_stored < math.prod(shape):
         return "has a hole: no rank wrote a part of it"
-    return None
+    return f"has a part that is stored twice{'' if again is None else f', at {list(again)}'}"
+
+
+class _Powers(dict[int, int]):
+    """The powers of a number modulo the prime, each computed once."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__()
+        self._base = base
+
+    def __missing__(self, exponent: int) -> int:
+        self[exponent] = value = pow(self._base, exponent, _PRIME)
+        return value
+
+
+_TYPE = re.compile(r"(?:b?float|int|uint|complex|qu?int|bits)(\d+)\w*")
+_LARGEST = 1 << 63
+"""No size and no number of bytes is as large."""
+_MOST_DIMENSIONS = 64
+_LATEST = 1e11
+"""Unix seconds; a later time is invalid."""
+
+
+def bytes_of_type(dtype: str) -> int:
+    """Return the bytes of an element of a type, by its name: torch's names contain the bits.
+
+    Raises:
+        CheckpointCorruptError: it is no type.
+    """
+    m = _TYPE.fullmatch(dtype)
+    if dtype != "bool" and (m is None or len(m[1]) > 3):
+        raise CheckpointCorruptError(f"{dtype!r:.80} is no type of tensors")
+    return 1 if m is None else -(-int(m[1]) // 8)
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Yield why a manifest describes no checkpoint."""
+    files = {file.name: file.num_bytes for file in manifest.files}
+    if len(files) < len(manifest.files):
+        yield "it names a file twice"
+    for name, entry in manifest.tensors.items():
+        num_bytes = math.prod(max(1, size) for size in entry.shape) * bytes_of_type(entry.dtype)
+        if len(entry.shape) > _MOST_DIMENSIONS or num_bytes >= _LARGEST:
+            yield f"{name:.80} is too large a tensor"
+        elif problem := coverage_problem(entry.shape, entry.chunks):
+            yield f"{name:.80}{list(entry.shape)} {problem}"
+    for file, boxes in manifest.pieces().items():
+        if file not in files:
+            yield f"{file} is no file of the checkpoint, but a tensor is stored there"
+        elif sum(boxes.values()) > files[file]:
+            yield f"{file} has {files[file]} bytes, but its tensors have {sum(boxes.values())}"
 
 
 # ---- text ---------------------------------------------------------------------------------
@@ -267,9 +360,15 @@ def unseal(text: str) -> dict[str, Any]:
         content, checksum = outer["content"], outer["checksum"]
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise CheckpointCorruptError(f"not readable as JSON: {e}") from e
-    if not isinstance(content, dict) or checksum != checksum_of(_canonical(content).encode()):
+    try:
+        is_whole = isinstance(content, dict) and checksum == checksum_of(
+            _canonical(content).encode()
+        )
+    except (ValueError, RecursionError) as e:
+        raise CheckpointCorruptError(f"not readable as JSON: {e}") from e
+    if not is_whole:
         raise CheckpointCorruptError("its checksum does not match its content")
-    return content
+    return content  # type: ignore[no-any-return]
 
 
 def _canonical(content: Mapping[str, Any]) -> str:
@@ -281,8 +380,8 @@ def _reading(what: str) -> Iterator[None]:
     """Turn what a wrong form raises into a CheckpointCorruptError."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise CheckpointCorruptError(f"not the form of a {what}: {e!r}") from e
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+        raise CheckpointCorruptError(f"not the form of a {what}: {e!r:.200}") from e
 
 
 def _plain(whole: RankPart | Manifest) -> dict[str, Any]:
@@ -298,7 +397,7 @@ def _plain(whole: RankPart | Manifest) -> dict[str, Any]:
 
 def _files(rows: Any) -> tuple[FileEntry, ...]:
     return tuple(
-        FileEntry(_file_name(name), _of(int, num_bytes), _of(str, checksum))
+        FileEntry(_file_name(name), _count(num_bytes), _of(str, checksum))
         for name, num_bytes, checksum in rows
     )
 
@@ -326,7 +425,13 @@ def _file_name(value: Any) -> str:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    return tuple(_of(int, value) for value in values)
+    return tuple(_count(value) for value in values)
+
+
+def _count(value: Any) -> int:
+    if not 0 <= _of(int, value) < _LARGEST:
+        raise ValueError(f"no size: {value!r:.80}")
+    return int(value)
 
 
 def _of(kind: type[T], value: Any) -> T:

@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.checkpoint.manifest import RankPart
+from hpc_elastic.checkpoint.manifest import MANIFEST_BYTES, RankPart
 from hpc_elastic.checkpoint.store import file_problem
 from hpc_elastic.errors import CheckpointCorruptError, ConfigError
-from hpc_elastic.shared_files import make_folder, write_atomic
+from hpc_elastic.shared_files import make_folder, read_text, write_atomic
 from hpc_elastic.worker import shared_page
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -85,7 +85,7 @@ class NodeMemory:
         write_atomic(memory.folder / _DIRECTORY, str(directory.absolute()))
         for name in _names(base):
             with contextlib.suppress(OSError):
-                owner = Path((base / name / _DIRECTORY).read_text())
+                owner = Path(read_text(base / name / _DIRECTORY))
                 if name == memory.folder.name or not owner.is_absolute():
                     continue
                 if owner.parent.is_dir() and f"{read_identity(owner):015x}" != name:
@@ -122,8 +122,10 @@ class NodeMemory:
         good = {}
         for rank in ranks:
             try:
-                part = RankPart.from_json((self.path(save) / f"part-{rank}.json").read_text())
-            except (OSError, UnicodeDecodeError, CheckpointCorruptError) as e:
+                part = RankPart.from_json(
+                    read_text(self.path(save) / f"part-{rank}.json", MANIFEST_BYTES)
+                )
+            except (OSError, CheckpointCorruptError) as e:
                 _log.warning("step %d in memory, rank %d: %s", save.step, rank, e)
                 continue
             problems = [file_problem(self.path(save), file) for file in part.files]
@@ -173,7 +175,7 @@ def read_identity(directory: Path) -> int:
         OSError: it cannot be read, so it is unknown.
     """
     try:
-        return int((directory / _IDENTITY).read_text(), 16) % (1 << WORD_BITS)
+        return int(read_text(directory / _IDENTITY), 16) % (1 << WORD_BITS)
     except (FileNotFoundError, ValueError):
         return -1
 

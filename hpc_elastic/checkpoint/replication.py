@@ -9,13 +9,11 @@ there, which is written last.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -28,15 +26,21 @@ import torch.distributed as dist
 import xxhash
 
 from hpc_elastic.checkpoint.collectives import RankGroup, device
-from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, merge
+from hpc_elastic.checkpoint.manifest import (
+    MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    RankPart,
+    merge,
+)
 from hpc_elastic.checkpoint.node_memory import MemorySave, NodeMemory, free_bytes
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
-from hpc_elastic.shared_files import write_atomic
-from hpc_elastic.transport.signed_socket import SignedSocket
+from hpc_elastic.shared_files import open_file, read_text, write_atomic
+from hpc_elastic.transport.auth import FrameSigner
+from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
 
 TIMEOUT_S = 30.0
 """Silence of this long ends a connection."""
-_MAX_CONNECTIONS = 8
 _BLOCK_BYTES = 4 << 20
 _CONTEXT = "checkpoint copies"
 _FILE = re.compile(r"shard-\d+[A-Za-z0-9_.-]*")
@@ -58,11 +62,11 @@ def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, r
         OSError: there is no connection, it broke, or the other side does not know the key.
         CheckpointError: the other side refused; the message has its reason.
     """
-    text = (folder / f"part-{rank}.json").read_text()
+    text = read_text(folder / f"part-{rank}.json", MANIFEST_BYTES)
     with closing(SignedSocket.connect(address, key, _CONTEXT, timeout_s=TIMEOUT_S)) as connection:
         connection.send({"save": [save.step, save.token, save.world_size], "part": text})
         for file in RankPart.from_json(text).files:
-            with (folder / file.name).open("rb") as f:
+            with open_file(folder / file.name) as f:
                 if connection.send_file(f, file.num_bytes) != file.num_bytes:
                     raise CheckpointCorruptError(f"{folder / file.name} was cut short")
         answer = connection.receive()
@@ -85,61 +89,16 @@ class Receiver:
             OSError: none is.
         """
         self._memory = memory
-        self._key = key
-        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        self._is_closed = False
-        error = OSError("no address was given")
-        for address in addresses:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
-                self._socket = socket.create_server((address, 0), family=family, backlog=64)
-                break
-            except OSError as e:
-                error = e
-        else:
-            raise error
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        threading.Thread(target=self._accept, name="checkpoint-copies", daemon=True).start()
+        self._server = SocketServer(addresses, key, _CONTEXT, self._serve, name="checkpoint-copy")
+        self.address = self._server.address
 
     def close(self) -> None:
         """Take no more copies."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._socket.close()
+        self._server.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError as e:
-                if self._is_closed:
-                    return
-                _log.warning("no copy can be taken for now: %s", e)
-                time.sleep(0.1)  # too many open files
-                continue
-            if not self._places.acquire(blocking=False):
-                sock.close()
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(sock,), name="checkpoint-copy", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as e:
-                _log.warning("a copy is not taken: %s", e)
-                sock.close()
-                self._places.release()
-
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            with sock:
-                connection = SignedSocket.accept(sock, self._key, _CONTEXT, timeout_s=TIMEOUT_S)
-                connection.send({"problem": self._receive_files(connection, connection.receive())})
-        except (OSError, ValueError, CheckpointError) as e:
-            _log.debug("a copy was not received: %s", e)
-        finally:
-            self._places.release()
+    def _serve(self, sock: socket.socket, signer: FrameSigner) -> None:
+        connection = SignedSocket(sock, signer, TIMEOUT_S)
+        connection.send({"problem": self._receive_files(connection, connection.receive())})
 
     def _receive_files(self, connection: SignedSocket, message: dict[str, Any]) -> str | None:
         """Receive the files that a message announces; return the error, if any."""

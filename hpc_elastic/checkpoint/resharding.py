@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from hpc_elastic.checkpoint.files import ShardFile
 from hpc_elastic.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
 from hpc_elastic.checkpoint.store import read_manifest
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError

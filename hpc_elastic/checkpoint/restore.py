@@ -22,7 +22,7 @@ from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.state import RankStates
-from hpc_elastic.checkpoint.store import Store, directories, file_problem, read_manifest
+from hpc_elastic.checkpoint.store import Store, directories, problems_of, read_manifest
 from hpc_elastic.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -207,7 +207,7 @@ class Restorer:
         try:
             manifest = self._read_manifest(folder)
             share = manifest.files[self.group.rank :: self.group.world_size]
-            problems = [p for entry in share if (p := file_problem(folder, entry))]
+            problems = problems_of(folder, manifest, share)
         except CheckpointError as e:
             problems = [str(e)]
         for problem in problems:

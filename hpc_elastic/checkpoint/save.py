@@ -32,12 +32,18 @@ from pathlib import Path
 
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.files import HostSnapshot, write_part, write_text
-from hpc_elastic.checkpoint.manifest import MANIFEST, RankPart, merge, name_ranks
+from hpc_elastic.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_BYTES,
+    RankPart,
+    merge,
+    name_ranks,
+)
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.store import Cleaner, Retention, Store
 from hpc_elastic.errors import CheckpointError
 from hpc_elastic.run import fencing
-from hpc_elastic.shared_files import is_there, make_folder, names_in
+from hpc_elastic.shared_files import is_there, make_folder, names_in, parse_json, read_text
 
 EXIT_TIMEOUT_S = 30.0
 """How long the other ranks are waited for at the end of a program."""
@@ -210,7 +216,7 @@ class Save:
         for names in self._poll_staging("parts", lambda: sorted(missing)):
             self._check_none_failed(names)
             for rank in [rank for rank in missing if f"part-{rank}.json" in names]:
-                text = (self.folder / f"part-{rank}.json").read_text()
+                text = read_text(self.folder / f"part-{rank}.json", MANIFEST_BYTES)
                 parts.append(RankPart.from_json(text))
                 missing.discard(rank)
             if not missing:
@@ -299,7 +305,8 @@ class Save:
             name = f"failed-{rank}.json"
             if name in names:
                 try:
-                    reason = str(json.loads((self.folder / name).read_text())["reason"])
+                    file = self.folder / name
+                    reason = str(parse_json(read_text(file), file)["reason"])
                 except (OSError, ValueError, KeyError, TypeError):
                     reason = "no reason given"
                 return f"rank {rank} gave up: {reason}"

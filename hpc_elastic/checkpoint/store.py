@@ -17,13 +17,15 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from hpc_elastic.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from hpc_elastic.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, FileEntry, Manifest
+from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -32,7 +34,7 @@ from hpc_elastic.errors import (
 )
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import make_folder, names_in, write_atomic
+from hpc_elastic.shared_files import make_folder, names_in, open_file, read_text, write_atomic
 
 LEFTOVER_AGE_S = 3600.0
 """A staging folder of a group that may still run is removed after this long."""
@@ -187,8 +189,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"there is no checkpoint {folder}")
     try:
-        manifest = Manifest.from_json((folder / MANIFEST).read_text())
-    except (OSError, UnicodeDecodeError, CheckpointCorruptError) as e:
+        manifest = Manifest.from_json(read_text(folder / MANIFEST, MANIFEST_BYTES))
+    except (OSError, CheckpointCorruptError) as e:
         raise CheckpointCorruptError(f"{folder / MANIFEST}: {e}") from e
     named = _STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
@@ -203,23 +205,64 @@ def verify(folder: Path) -> list[str]:
         What is wrong, a line each; nothing if it is good.
     """
     try:
-        manifest = read_manifest(folder)
+        return problems_of(folder, read_manifest(folder))
     except CheckpointError as e:
         return [str(e)]
-    return [problem for entry in manifest.files if (problem := file_problem(folder, entry))]
+
+
+def problems_of(
+    folder: Path, manifest: Manifest, files: Sequence[FileEntry] | None = None
+) -> list[str]:
+    """Check files of a checkpoint: their bytes, and where the boxes of the tensors lie in them.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        files: Files of it; None for all.
+
+    Returns:
+        What is wrong, a line each; nothing if they are good.
+    """
+    pieces = manifest.pieces()
+    found = (
+        file_problem(folder, entry) or _layout_problem(folder / entry.name, pieces[entry.name])
+        for entry in (manifest.files if files is None else files)
+    )
+    return [problem for problem in found if problem]
+
+
+def _layout_problem(path: Path, pieces: Mapping[str, int]) -> str | None:
+    """Return what differs between the header of a file and the manifest; None if nothing does.
+
+    Args:
+        path: The file.
+        pieces: The bytes of the boxes that it holds by the manifest, by name.
+    """
+    if not pieces:
+        return None
+    try:
+        with closing(ShardFile(path)) as file:
+            for name, num_bytes in pieces.items():
+                begin, end = file.tensors.get(name, (0, -1))
+                if end - begin != num_bytes and num_bytes:
+                    found = f"{end - begin} bytes" if name in file.tensors else "nothing"
+                    return f"{path} should have {num_bytes} bytes of {name:.80}, but has {found}"
+    except CheckpointCorruptError as e:
+        return str(e)
+    return None
 
 
 def file_problem(folder: Path, entry: FileEntry) -> str | None:
     """Check one file of a checkpoint; return what is wrong, None if it is good."""
     path = folder / entry.name
     try:
-        with path.open("rb", buffering=0) as f:
+        with open_file(path) as f:
             num_bytes = os.fstat(f.fileno()).st_size
             if num_bytes != entry.num_bytes:
                 return f"{path} has {num_bytes} bytes instead of {entry.num_bytes}"
             checksum = hashlib.file_digest(f, xxhash.xxh3_64).hexdigest()
     except OSError as e:
-        return f"{path} cannot be read: {e.strerror}"
+        return f"{path} cannot be read: {e.strerror or e}"
     if f"xxh3_64:{checksum}" != entry.checksum:
         return f"{path} was changed: its checksum does not match"
     return None
@@ -451,7 +494,7 @@ def directories(run: RunDir) -> list[Path]:
         notes = sorted(run.saves_to.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         notes = []
-    known = [Path(note.read_text().rstrip("\n")) for note in notes if note.name[0] != "."]
+    known = [Path(read_text(note).rstrip("\n")) for note in notes if note.name[0] != "."]
     found = dict.fromkeys([run.checkpoints, *known])
     return [directory for directory in found if Store(directory).steps()]
 

@@ -11,11 +11,15 @@ import click
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft.coordination import LighthouseOptions, open_port, serve
 
+_PORT = 29510
 
-@click.command(
-    epilog="\b\nExample:\n  hpc-elastic lighthouse --bind 0.0.0.0:29510 --min-replicas 2"
-)
-@click.option("--bind", default="0.0.0.0:29510", show_default=True, metavar="ADDRESS:PORT")
+
+@click.command(epilog="\b\nExample:\n  hpc-elastic lighthouse --min-replicas 2")
+@click.option(
+    "--bind", metavar="ADDRESS:PORT",
+    help=f"Where it listens; by default port {_PORT} of the address by which other nodes reach "
+    "this one.",
+)  # fmt: skip
 @click.option("--min-replicas", default=1, show_default=True, help="Fewest members of a quorum.")
 @click.option(
     "--join-timeout-ms", default=100, show_default=True,
@@ -29,7 +33,7 @@ from hpc_elastic.ft.coordination import LighthouseOptions, open_port, serve
     "--heartbeat-timeout-ms", default=5000, show_default=True,
     help="A replica without a heartbeat for longer is lost.",
 )  # fmt: skip
-def lighthouse_command(bind: str, **options: int) -> int:
+def lighthouse_command(bind: str | None, **options: int) -> int:
     """Serve the quorum of hpc_elastic.ft to Managers that this launcher has not started.
 
     They find its address in TORCHFT_LIGHTHOUSE. It can be killed and started again at any time.
@@ -39,11 +43,11 @@ def lighthouse_command(bind: str, **options: int) -> int:
     return 0
 
 
-async def _serve(bind: str, options: LighthouseOptions) -> None:
+async def _serve(bind: str | None, options: LighthouseOptions) -> None:
     try:
-        listener, address = open_port(bind)
+        listener, address = open_port(bind, _PORT)
     except OSError as e:
-        raise HpcElasticError(f"--bind {bind}: {e}") from e
+        raise HpcElasticError(f"--bind {bind or _PORT}: {e}") from e
     serving = asyncio.create_task(serve(listener, options))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)

@@ -28,6 +28,7 @@ from typing import Any
 from hpc_elastic.cli.report import report_of
 from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launcher.run_handle import results_folder
 from hpc_elastic.launcher.run_view import (
     CANCELLED,
     LOST,
@@ -43,7 +44,7 @@ from hpc_elastic.report import charts, page
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.report.report import is_secret, redact, redact_argument
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.shared_files import read_json
+from hpc_elastic.shared_files import VALUE_BYTES, parse_json, read_json, read_text
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ _FIND_S = 30.0
 _CLOSE_S = 1.0
 _CURVE_COLUMNS = 20
 _LONGEST_TEXT = 200
+_LARGEST = 1e300
+"""Numbers beyond it, and those that are none, are shown as text."""
 
 Row = dict[str, Any]
 """The JSON form of a run in the list; see `row_of`."""
@@ -505,9 +508,10 @@ def found_in(details: RunDetails) -> Row:
 def results_of(run: RunDir) -> dict[str, Any]:
     """Return the return value of rank 0: its items if it is an object, else ``result``."""
     try:
-        folder = (read_json(run.result) or {}).get("results")
-        value = json.loads((run.path / str(folder) / "rank-0.json").read_text()) if folder else None
-    except (OSError, ValueError, RecursionError):
+        folder = results_folder(run, read_json(run.result) or {})
+        file = None if folder is None else folder / "rank-0.json"
+        value = None if file is None else parse_json(read_text(file, VALUE_BYTES), file)
+    except (OSError, ValueError):
         return {}
     if value is None:
         return {}
@@ -538,8 +542,8 @@ def curve_of(points: Sequence[Point]) -> list[list[float]]:
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, int | float | None):
-        return _finite(value)
+    if value is None or (isinstance(value, int | float) and abs(value) < _LARGEST):
+        return value
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 

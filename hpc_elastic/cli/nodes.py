@@ -17,6 +17,7 @@ from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError, n
 from hpc_elastic.launcher.run_handle import COMMANDS, read_result_status
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventLog, read_events
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import make_folder, read_json, write_atomic
@@ -100,7 +101,8 @@ def find_node(run: Path, name: str) -> NamedNode:
     if mark is not None:
         raise RunDirectoryError(f"{files.path} was cancelled{mark.by_whom}, and leaves its nodes")
     states = _states(spec)
-    begun = {e["task"]: e for e in read_events(files.event_logs) if e["kind"] == "task"}
+    events = valid_events(read_events(files.event_logs))
+    begun = {e["task"]: e for e in events if e["kind"] == "task"}
     hosts = {
         task: state.node or str(begun.get(task, {}).get("host", "an unknown node"))
         for task, state in states.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from hpc_elastic.report.report import (
 )
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.shared_files import read_json, read_yaml, write_atomic
 from hpc_elastic.slurm.scheduler import take_snapshot
 
 _FORMATS = ("html", "png", "json")
@@ -226,7 +226,7 @@ def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     files, spec = RunDir(details.view.run.path), details.view.spec
-    config = _read(files.hydra / "config.yaml", notes)
+    config = _read(files.hydra / "config.yaml", read_yaml, notes)
     if config is None and spec is not None:
         config = {"args": spec.entry.args} if spec.entry.kind == "function" else None
     if isinstance(config, dict):
@@ -236,18 +236,16 @@ def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     if isinstance(provenance.get("argv"), list):
         provenance["argv"] = [redact_argument(str(word)) for word in provenance["argv"]]
     return Configuration(
-        redact(_read(files.settings, notes)), redact(config), redact(provenance)
+        redact(_read(files.settings, read_json, notes)), redact(config), redact(provenance)
     )  # fmt: skip
 
 
-def _read(file: Path, notes: list[str]) -> Any:
+def _read(file: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:
     """Return the values of a YAML or JSON file; None if there is none."""
-    import yaml
-
     try:
-        return yaml.safe_load(file.read_text())
+        return read(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, yaml.YAMLError) as e:
+    except (OSError, ValueError) as e:
         notes.append(f"{file.name} cannot be read: {e}")
         return None

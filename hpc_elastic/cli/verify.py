@@ -17,8 +17,7 @@ from hpc_elastic._console import console
 from hpc_elastic._util import counted
 from hpc_elastic.checkpoint import store
 from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest
-from hpc_elastic.checkpoint.store import Store, read_manifest
-from hpc_elastic.checkpoint.store import verify as verify_folder
+from hpc_elastic.checkpoint.store import Store, problems_of, read_manifest
 from hpc_elastic.cli import options
 from hpc_elastic.data.audit import Proof, audit
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -112,7 +111,7 @@ def _examine(folder: Path) -> CheckpointFinding:
         sum(file.num_bytes for file in manifest.files),
         manifest.world_size,
         manifest.created,
-        tuple(verify_folder(folder)),
+        tuple(problems_of(folder, manifest)),
     )
 
 
@@ -283,8 +282,13 @@ def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
         known = ", ".join(folder.name for folder in folders)
         raise CheckpointNotFoundError(f"{run} has no checkpoint of step {step}, only {known}")
     for folder in wanted:
-        problems = verify_folder(folder)
-        if not problems:
-            return folder, read_manifest(folder)
+        try:
+            manifest = read_manifest(folder)
+            problems = problems_of(folder, manifest)
+        except CheckpointError as e:
+            problems = [str(e)]
+        else:
+            if not problems:
+                return folder, manifest
         print(f"{folder.name} is damaged: {problems[0]}", file=sys.stderr)
     raise CheckpointCorruptError(f"{run} has no good checkpoint; {problems[0]}")

@@ -19,7 +19,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from hpc_elastic.config.schema import NodeRange, Nproc
 from hpc_elastic.errors import ConfigError, near_miss
@@ -126,6 +127,42 @@ class GroupReader:
         group, _, name = given.key.rpartition(".")
         hint = self.elsewhere(given) or near_miss(name, hints)
         return given.refuse(f"no such key{hint or f'; {group} has ' + ', '.join(hints)}")
+
+
+_LARGEST = 1 << 63
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Return whether a value has the type of an annotation (pure).
+
+    For values from a file that `convert` need not convert. A number is finite, and an integer has
+    at most 64 bits: Python fails at larger ones in many places.
+
+    Args:
+        value: The value; the fields of a dataclass are checked, too.
+        hint: The annotation: of a field of a dataclass, or a dataclass.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is Literal:
+        return any(value == arg and type(value) is type(arg) for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(args) and all(map(fits, value, args))
+    if origin in (list, dict):
+        return isinstance(value, origin) and (
+            origin is dict or all(fits(item, args[0]) for item in cast(list[object], value))
+        )
+    if is_dataclass(hint):
+        hints = type_hints(hint).items()
+        return isinstance(value, cast(type, hint)) and all(
+            fits(getattr(value, name), of_field) for name, of_field in hints
+        )
+    if isinstance(value, int) and hint in (int, float):
+        return not isinstance(value, bool) and abs(value) < _LARGEST
+    return isinstance(value, hint) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def convert(hint: object, given: Given, parser: Parser | None = None) -> object:

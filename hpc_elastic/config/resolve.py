@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -416,6 +417,16 @@ def _modules(given: Given) -> list[str]:
     return texts(given)
 
 
+def _networks(given: Given) -> list[str]:
+    for network in texts(given):
+        try:
+            ipaddress.ip_network(network, strict=False)
+        except ValueError:
+            remedy = "give the networks of the nodes, such as [10.1.0.0/16]"
+            raise given.refuse(f"{network!r} is no network: {remedy}") from None
+    return texts(given)
+
+
 def _hang_after(given: Given) -> float | None:
     """Return seconds; None for the default, 0 for never."""
     if given.value == "auto":
@@ -525,6 +536,7 @@ PARSERS: dict[str, Parser] = {
     "launcher.rendezvous.last_call_s": _WAIT,
     "launcher.rendezvous.heartbeat_interval_s": _SPAN,
     "launcher.rendezvous.heartbeat_timeout_s": _SPAN,
+    "launcher.rendezvous.allow_from": _networks,
     "launcher.agent.monitor_interval_s": _SPAN,
     "launcher.agent.stop_timeout_s": _AT_LEAST_0,
     "launcher.agent.omp_num_threads": _AT_LEAST_1,

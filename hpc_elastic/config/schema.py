@@ -47,6 +47,9 @@ class RendezvousSettings:
     """Interval of the heartbeats that each agent sends to the leader."""
     heartbeat_timeout_s: float = 3.0
     """An agent without a heartbeat for this long is dropped from the group."""
+    allow_from: list[str] = field(default_factory=list)
+    """Networks of the nodes, such as ``[10.1.0.0/16]``: no other address reaches the run's ports,
+    those of gloo and of torch's store included, which do not authenticate. Empty: all addresses."""
 
 
 @dataclass
@@ -229,7 +232,7 @@ class SlurmSettings(LauncherSettings):
     shares, several nodes of a run may be on one machine."""
     pools: list[PoolSettings] = field(default_factory=list)
     """Several partitions, QOS or accounts for one run, each with its number of nodes; together they
-    have the max of the key nodes. The first pools come first: they have the lowest ranks' nodes."""
+    have the max of the key nodes. The first ones are first in the queue."""
     array_parallelism: int | None = None
     """At most this many tasks of the array at a time."""
     setup: list[str] = field(default_factory=list)

@@ -27,7 +27,6 @@ Ranges are kept, not samples, and merged where they adjoin: an undisturbed epoch
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -37,16 +36,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_elastic._util import counted
+from hpc_elastic.config.parse import fits
 from hpc_elastic.data.epoch_plan import SamplePosition
 from hpc_elastic.data.ledger import FOLDER, LedgerSegment, Name, Span, TrainingEnd, parse_record
-from hpc_elastic.errors import HpcElasticError, RunDirectoryError
+from hpc_elastic.errors import DamagedFileError, HpcElasticError, RunDirectoryError
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import read_json
+from hpc_elastic.shared_files import lines_in, parse_json, read_json
 
 Spans = NDArray[np.int64]
 """Rows of (step, num_steps, epoch, start, stride, count), as `ledger.Span`."""
 
 STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
+_MOST = 10_000_000
+"""Largest number of ranges that are compared: they are in memory."""
+_MOST_RANKS = 1 << 20
+_LARGEST = 1 << 62
 _NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
 _FILE = re.compile(r"(?P<name>[\w-]+)\.(entry-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
 
@@ -227,6 +231,7 @@ def _epochs(parts: Sequence[LedgerPart]) -> list[EpochProof]:
     reached = planned[:, START] + (planned[:, NUM_STEPS] - 1) * planned[:, STRIDE]
     reached += planned[:, COUNT]
     newest = int(max(spans[:, EPOCH].max(initial=0), place.epoch))
+    _require_few((newest - first.epoch) * max(100, len(spans) // 100))
     return [
         _epoch(
             epoch,
@@ -294,6 +299,7 @@ def _side_by_side(spans: Spans) -> Spans:
 def _ranges(spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the ranges of positions of each step, as their starts and stops."""
     counts = spans[:, NUM_STEPS]
+    _require_few(counts.sum(dtype=float))
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(spans[:, START], counts) + index * np.repeat(spans[:, STRIDE], counts)
     return starts, starts + np.repeat(spans[:, COUNT], counts)
@@ -353,7 +359,9 @@ class LedgerPart:
     def planned(self) -> Spans:
         """Return the planned ranges of the steps, all ranks together."""
         head = self.group.head
-        rows = list(head.plan().steps(head.place, self.until - head.step))
+        steps = head.plan().steps(head.place, self.until - head.step)
+        rows = list(itertools.islice(steps, _MOST // 10 + 1))
+        _require_few(10 * len(rows))
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
     def next_places(self) -> tuple[SamplePosition, SamplePosition]:
@@ -442,6 +450,19 @@ def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> lis
         parts.append(LedgerPart(groups[head.parent], head.step))
 
 
+def _require_few(number: float) -> None:
+    """Refuse to compare more ranges than memory has room for.
+
+    Raises:
+        RunDirectoryError: There are too many.
+    """
+    if number > _MOST:
+        raise RunDirectoryError(
+            f"the ledger has steps for {number:,.0f} ranges of samples, and {_MOST:,} are the most "
+            "that are compared: no run writes as many"
+        )
+
+
 def num_samples(spans: Spans) -> int:
     """Return the number of samples and paddings in these steps."""
     return int((spans[:, NUM_STEPS] * spans[:, COUNT]).sum())
@@ -487,6 +508,7 @@ def _cut(spans: Spans, cuts: NDArray[np.int64]) -> tuple[Spans, NDArray[np.int64
     """Return spans cut at some steps, and the number of the piece of each part."""
     first = np.searchsorted(cuts, spans[:, STEP])
     count = np.searchsorted(cuts, spans[:, STEP] + spans[:, NUM_STEPS]) - first
+    _require_few(count.sum(dtype=float))
     rows = np.repeat(np.arange(len(spans)), count)
     piece = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count) + first[rows]
     pieces = spans[rows]
@@ -506,30 +528,38 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
     spans: list[Span] | None = None
     ends: list[TrainingEnd] = []
     try:
-        for line in path.read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # cut off
-            raw = json.loads(line)
+        for _, line in lines_in(path):  # without one that is cut off
+            raw = parse_json(line, path)
             if isinstance(raw, dict):
                 record = parse_record(raw)
+                if not fits(record, type(record)):
+                    raise ValueError(f"impossible values: {raw!s:.80}")
                 if isinstance(record, TrainingEnd):
                     ends.append(record)
                     continue
                 record.plan()
+                if not 0 <= record.rank < record.world_size <= _MOST_RANKS:
+                    raise ValueError(f"rank {record.rank} of {record.world_size}")
                 if record.stretch in stretches:
                     raise ValueError(f"the stretch {record.stretch} occurs twice")
                 spans = []
                 stretches[record.stretch] = record, spans
                 continue
             if spans is None or not all(type(number) is int and number >= 0 for number in raw):
-                raise ValueError(f"impossible steps: {raw}")
+                raise ValueError(f"impossible steps: {raw!s:.80}")
             span = Span(*raw)
+            stops = (span.step + span.num_steps, span.start + span.num_steps * span.stride)
+            if max(*raw, *stops, span.num_steps * span.count) >= _LARGEST:
+                raise ValueError(f"impossible steps: {raw!s:.80}")
             if spans and (joined := spans[-1].joined(span)):  # only a flush has separated them
                 spans[-1] = joined
             else:
                 spans.append(span)
-    except (ValueError, TypeError, LookupError, HpcElasticError) as e:
-        raise RunDirectoryError(f"{path} is damaged: {e}") from e
+                _require_few(10 * len(spans))
+    except DamagedFileError:
+        raise
+    except (ValueError, TypeError, LookupError, OverflowError, HpcElasticError) as e:
+        raise DamagedFileError(f"{path} is damaged: {e}") from e
     return [
         (head, np.array([astuple(span) for span in rows], dtype=np.int64).reshape(-1, 6))
         for head, rows in stretches.values()

@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import socketserver
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,8 @@ from typing import Any
 
 from hpc_elastic.doctor.probe_folder import ProbeFolder
 from hpc_elastic.shared_files import names_in, refresh
-from hpc_elastic.transport.signed_socket import SignedSocket
+from hpc_elastic.transport.auth import FrameSigner
+from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
 
 _CONNECT_S = 5.0
 _OTHER_CONNECT_S = 1.0
@@ -142,27 +141,21 @@ class ProbeServer:
     """Serves the other tasks, in threads of its own, as long as the process lives."""
 
     def __init__(self, place: ProbeFolder, token: str, *, v6: bool = False) -> None:
-        class _Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    connection = SignedSocket.accept(
-                        self.request, token.encode(), _CONTEXT, timeout_s=_CONNECT_S
-                    )
-                    while True:
-                        request = connection.receive()
-                        try:
-                            answer = _handle_request(place.path, request)
-                        except OSError as e:
-                            answer = {"error": str(e)}
-                        connection.send(answer)
+        def serve(sock: socket.socket, signer: FrameSigner) -> None:
+            connection = SignedSocket(sock, signer, _CONNECT_S)
+            while True:
+                request = connection.receive()
+                try:
+                    answer = _handle_request(place.path, request)
+                except OSError as e:
+                    answer = {"error": str(e)}
+                except (KeyError, TypeError) as e:
+                    raise ValueError(f"no request: {e}") from e
+                connection.send(answer)
 
-        class _Listener(socketserver.ThreadingTCPServer):
-            address_family = socket.AF_INET6 if v6 else socket.AF_INET
-            daemon_threads = True
-
-        self._server = _Listener(("::" if v6 else "0.0.0.0", 0), _Handler)
-        self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        addresses = ["::" if v6 else "0.0.0.0"]
+        server = SocketServer(addresses, token.encode(), _CONTEXT, serve, name="probe")
+        self.port = server.address[1]
 
 
 def _handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,13 +24,12 @@ from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft import _unavailable, messages
 from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.quorum import QuorumRules
+from hpc_elastic.transport import interface
 from hpc_elastic.transport.auth import user_secret
-from hpc_elastic.transport.connection import BUFFER_BYTES, Listener, ServerConnection
-from hpc_elastic.transport.interface import own_addresses
+from hpc_elastic.transport.connection import Listener, ServerConnection
 
 _MAX_TICK_S = 0.1
 _TICKS_PER_JOIN = 4
-_MAX_UNAUTHENTICATED = 512
 _MAX_REPLICA_ID = 256
 _STALL_S = 0.3
 """A lighthouse stalled if it has not ticked for longer: its process was stopped, or the script that
@@ -76,6 +75,7 @@ class LighthouseServer:
 
     Args:
         bind: ``address:port``; port 0 is any free one, ``[::]`` and ``0.0.0.0`` all addresses.
+            None: any free port of the address by which other nodes reach this one.
         min_replicas: See `LighthouseOptions`, as for the others.
         join_timeout_ms: The same.
         quorum_tick_ms: The same.
@@ -84,7 +84,7 @@ class LighthouseServer:
 
     def __init__(
         self,
-        bind: str = "[::]:0",
+        bind: str | None = None,
         min_replicas: int = 1,
         join_timeout_ms: int = 100,
         quorum_tick_ms: int = 100,
@@ -142,27 +142,39 @@ async def serve(listener: Listener, options: LighthouseOptions) -> None:
     await Lighthouse(listener, state, options, user_secret(messages.LIGHTHOUSE_PURPOSE)).serve()
 
 
-def open_port(bind: str) -> tuple[Listener, str]:
+def open_port(bind: str | None, default_port: int = 0) -> tuple[Listener, str]:
     """Return the open port, and the address at which other hosts reach it.
+
+    Args:
+        bind: ``address:port``; None: `default_port` at the address of this host.
+        default_port: Where it listens if ``bind`` is None.
 
     Raises:
         ConfigError: ``bind`` is no ``address:port``.
         OSError: The address is not this host's, or the port is taken.
     """
-    try:
-        host, port = messages.parse_address(bind)
-    except ConfigError as e:
-        raise ConfigError("bind", bind, "give it as address:port, such as 0.0.0.0:29510") from e
+    if bind is None:
+        host, port = _host_address(), default_port
+    else:
+        try:
+            host, port = messages.parse_address(bind)
+        except ConfigError as e:
+            remedy = "give it as address:port, such as 0.0.0.0:29510"
+            raise ConfigError("bind", bind, remedy) from e
     listener = Listener(host, port)
-    shown, is_unspecified = host, False
+    shown = host
     with suppress(ValueError):  # a name
-        is_unspecified = ipaddress.ip_address(host).is_unspecified
-    if is_unspecified:
-        shown = next(address for address in own_addresses())
-        if ipaddress.ip_address(shown).is_loopback:
-            with suppress(OSError):
-                shown = socket.gethostbyname(socket.gethostname())
+        if ipaddress.ip_address(host).is_unspecified:
+            shown = _host_address()
     return listener, f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.port}"
+
+
+def _host_address() -> str:
+    """Return the address by which other hosts reach this one; loopback if it has no other."""
+    try:
+        return interface.find(socket.gethostname(), None, lambda: None).address
+    except ConfigError:
+        return interface.LOOPBACK.address
 
 
 class Lighthouse:
@@ -178,13 +190,9 @@ class Lighthouse:
             self._tick_s = min(self._tick_s, options.join_timeout_ms / 1000 / _TICKS_PER_JOIN)
         self._silence_s = options.heartbeat_timeout_ms / 1000
         self._secret = secret
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._connections: dict[str, ServerConnection] = {}
         self._names: dict[ServerConnection, str] = {}
         self._received_at: dict[ServerConnection, float] = {}
-        self._unauthenticated: dict[ServerConnection, None] = {}
-        """Connections that have not proved yet that they know the secret, the oldest first."""
-        self._opening: set[asyncio.Task[None]] = set()
         self._reconnecting: dict[str, asyncio.TimerHandle] = {}
         """Replicas whose connections ended during a stall."""
         self._ticked_at = self._stalled_until = 0.0
@@ -192,7 +200,7 @@ class Lighthouse:
 
     async def serve(self) -> None:
         """Serve until cancelled; then close all connections."""
-        self._listener.serve(self._accept)
+        self._listener.serve(self._secret, messages.LIGHTHOUSE_SESSION, self)
         self._ticked_at = self._loop.time()
         try:
             while True:
@@ -207,25 +215,6 @@ class Lighthouse:
             self._listener.close()
             for timer in self._reconnecting.values():
                 timer.cancel()
-            for connection in [*self._names, *self._unauthenticated]:
-                connection.close()
-
-    def _accept(self, accepted: socket.socket) -> None:
-        connection = ServerConnection(self._secret, messages.LIGHTHOUSE_SESSION, self, self._buffer)
-        self._unauthenticated[connection] = None
-        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
-            next(iter(self._unauthenticated)).abort("too many unauthenticated connections")
-
-        async def open_connection() -> None:
-            try:
-                await self._loop.connect_accepted_socket(lambda: connection, accepted)
-            except OSError as e:
-                accepted.close()
-                self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")
-
-        task = asyncio.create_task(open_connection())
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
 
     # ---- events of connections (`transport.connection.ConnectionOwner`) ------------------
 
@@ -234,7 +223,6 @@ class Lighthouse:
         name = hello["replica"]
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_REPLICA_ID:
             raise ValueError("no replica id")
-        self._unauthenticated.pop(connection, None)
         before = self._connections.pop(name, None)
         if before is not None:
             self._names.pop(before, None)
@@ -261,7 +249,6 @@ class Lighthouse:
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """Handle the end of a connection."""
-        self._unauthenticated.pop(connection, None)
         name = self._names.pop(connection, None)
         self._received_at.pop(connection, None)
         if name is not None:

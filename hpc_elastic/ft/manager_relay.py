@@ -22,9 +22,7 @@ In a run, the leader notices that a node is lost. Elsewhere a relay is a process
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +30,9 @@ from hpc_elastic.ft import messages
 from hpc_elastic.ft.manager_state import ManagerState, NodeConnection, RemoteNodes
 from hpc_elastic.transport.auth import AuthenticationError, sign
 from hpc_elastic.transport.connection import (
-    BUFFER_BYTES,
     CONNECTION_ERRORS,
     ClientConnection,
     Listener,
-    ServerConnection,
     connect,
 )
 
@@ -189,10 +185,6 @@ class RelayPort(RemoteNodes):
         self._silence_s = silence_s
         self._heard_at: dict[NodeConnection, float] = {}
         self._checker: asyncio.TimerHandle | None = None
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._connections: set[ServerConnection] = set()
-        """All, also those that are not authenticated yet."""
-        self._opening: set[asyncio.Task[None]] = set()
 
     @property
     def where(self) -> tuple[str, int]:
@@ -202,7 +194,7 @@ class RelayPort(RemoteNodes):
     def start(self, owner: ManagerState) -> None:
         """Accept relays from now on, in the running event loop."""
         super().start(owner)
-        self._listener.serve(self._accept)
+        self._listener.serve(self._secret, _SESSION, self)
         if self._silence_s is not None:
             self._check_for_silence(self._silence_s)
 
@@ -211,10 +203,6 @@ class RelayPort(RemoteNodes):
         self._listener.close()
         if self._checker is not None:
             self._checker.cancel()
-        for task in list(self._opening):
-            task.cancel()
-        for connection in list(self._connections):
-            connection.abort("the server ends")
 
     def on_connect(self, connection: NodeConnection, hello: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
@@ -231,30 +219,13 @@ class RelayPort(RemoteNodes):
 
     def _check_for_silence(self, silence_s: float) -> None:
         loop = asyncio.get_running_loop()
-        for connection in list(self._connections):
-            heard_at = self._heard_at.get(connection)
-            if heard_at is not None and loop.time() - heard_at >= silence_s:
+        for connection, heard_at in list(self._heard_at.items()):
+            if loop.time() - heard_at >= silence_s:
                 connection.abort(f"it is silent for {silence_s:g} s")
         pause_s = silence_s / _BEATS_PER_SILENCE
         self._checker = loop.call_later(pause_s, self._check_for_silence, silence_s)
 
     def on_disconnect(self, connection: NodeConnection, reason: str) -> None:
         """See `ConnectionOwner`."""
-        self._connections -= {connection}
         self._heard_at.pop(connection, None)
         super().on_disconnect(connection, reason)
-
-    def _accept(self, sock: socket.socket) -> None:
-        connection = ServerConnection(self._secret, _SESSION, self, self._buffer)
-        self._connections.add(connection)
-        task = asyncio.get_running_loop().create_task(self._open(connection, sock))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
-    async def _open(self, connection: ServerConnection, sock: socket.socket) -> None:
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
-        except OSError as e:
-            with contextlib.suppress(OSError):
-                sock.close()
-            self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")

@@ -547,6 +547,9 @@ class NodeConnection(Protocol):
     def close(self) -> None:
         """Close the connection."""
 
+    def abort(self, reason: str) -> None:
+        """Drop the connection at once."""
+
 
 class RemoteWorker:
     """A worker on another node; see `Worker`.

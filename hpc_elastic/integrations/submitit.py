@@ -19,7 +19,6 @@ batch, and at least two. The jobs' pickles hold a path and a number.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -43,6 +42,7 @@ from hpc_elastic.launcher.batch_script import TASK_MODULE
 from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.run.directory import ArrayFiles, RunDir, Submission
+from hpc_elastic.shared_files import parse_json, read_text
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task, outside
 from hpc_elastic.slurm.exit_action import ExitAction
@@ -82,7 +82,7 @@ class ElasticTask(Checkpointable):
         """
         file = Submission(Path(submission).absolute()).array(array).tasks
         try:
-            content = json.loads(file.read_text())
+            content = parse_json(read_text(file), file)
         except (OSError, ValueError) as e:
             remedy = "prepare it with launcher.dry_run=true"
             raise SubmissionError(f"{file} cannot be read ({e}): {remedy}") from e
@@ -154,7 +154,8 @@ class ElasticTask(Checkpointable):
         return {**env, PARENT_REQUEUES: "1"}
 
     def _run(self) -> RunHandle:
-        runs = json.loads(Path(self.array_file).read_text())["runs"]
+        file = Path(self.array_file)
+        runs = parse_json(read_text(file), file)["runs"]
         path = Path(runs[self.index]["dir"])
         submission = Path(RunDir(path).load().submission)
         jobs = SlurmJobs([], submission.parent, SlurmClient())

@@ -59,7 +59,13 @@ from hpc_elastic.rendezvous.term import make_term_folder
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.shared_files import make_folder, write_atomic
+from hpc_elastic.shared_files import (
+    make_folder,
+    parse_json,
+    read_bytes,
+    read_text,
+    write_atomic,
+)
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, moved
@@ -358,7 +364,7 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
 def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:
     """Return the last index of the run's log, and the newest entry that verifies."""
     try:
-        return DecisionLog(run.rdzv, run.secret.read_bytes()).last()
+        return DecisionLog(run.rdzv, read_bytes(run.secret)).last()
     except OSError as e:
         why = f"{e.filename or run.rdzv}: {e.strerror or e}"
         raise RunDirectoryError(f"{why}; only the run's owner can resume it") from e
@@ -374,7 +380,7 @@ def read_settings(run: RunDir) -> dict[str, Any]:
         RunDirectoryError: The file is missing or malformed.
     """
     try:
-        found = json.loads(run.settings.read_text())
+        found = parse_json(read_text(run.settings), run.settings)
     except FileNotFoundError as e:
         raise RunDirectoryError(f"{run.path} has no settings.json: it cannot be resumed") from e
     except (OSError, ValueError) as e:

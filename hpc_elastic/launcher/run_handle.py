@@ -8,6 +8,7 @@ comes back.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,23 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hpc_elastic.agent.signals import name_of
-from hpc_elastic.errors import RunDirectoryError, WorkerGroupError
+from hpc_elastic.errors import DamagedFileError, RunDirectoryError, WorkerGroupError
 from hpc_elastic.run.directory import RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
-from hpc_elastic.shared_files import is_there, read_json, write_atomic
+from hpc_elastic.shared_files import (
+    VALUE_BYTES,
+    is_there,
+    open_file,
+    parse_json,
+    read_json,
+    read_text,
+    write_atomic,
+)
 from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.scheduler import states_of
+
+_LONGEST_NAME = 200
 
 COMMANDS = "command"
 """Name in place of a task, in events that a command writes."""
@@ -153,15 +164,15 @@ class RunHandle:
                 return None
             restarts = int(result.get("restarts") or 0)
             if result.get("status") == "succeeded":
-                folder = result.get("results")
-                files = (self.dir / str(folder)).glob("rank-*.json") if folder else ()
+                folder = results_folder(self.paths, result)
+                files = folder.glob("rank-*.json") if folder else ()
                 values = {
-                    int(f.stem.removeprefix("rank-")): json.loads(f.read_text())
+                    int(f.stem.removeprefix("rank-")): parse_json(read_text(f, VALUE_BYTES), f)
                     for f in sorted(files)
                 }
                 return Outcome(self, "succeeded", values, restarts, None)
             return Outcome(self, "failed", {}, restarts, self._failure(result))
-        except (ValueError, TypeError, AttributeError) as e:
+        except (ValueError, TypeError, AttributeError, OverflowError) as e:
             file = self.paths.result
             what = f"the run has ended, but {file}, or a file it names, is damaged: {e}"
             see = f"what happened: hpc-elastic events {self.dir}"
@@ -212,12 +223,28 @@ class RunHandle:
         return WorkerGroupError("\n".join(lines), first, later)
 
 
+def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
+    """Return the folder of return values that result.json names; None if it names none.
+
+    Raises:
+        DamagedFileError: It names one outside of the run.
+    """
+    name = result.get("results")
+    if not name:
+        return None
+    folder = Path(str(name))
+    is_inside = not folder.is_absolute() and ".." not in folder.parts
+    if not is_inside or len(str(name)) > _LONGEST_NAME:
+        raise DamagedFileError(f"{run.result} is damaged: its results are in {str(name)!r:.80}")
+    return run.path / folder
+
+
 def read_tail(path: Path, *, at_most_bytes: int = 32_768) -> str:
     """Return the last 20 lines of a file; empty if it cannot be read."""
     try:
-        with path.open("rb") as f:
-            f.seek(max(0, path.stat().st_size - at_most_bytes))
-            text = f.read().decode(errors="replace")
+        with open_file(path) as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - at_most_bytes))
+            text = f.read(at_most_bytes).decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-20:]).strip()

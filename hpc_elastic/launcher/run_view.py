@@ -26,7 +26,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_handle import stop_s
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
-from hpc_elastic.shared_files import is_there, read_json
+from hpc_elastic.shared_files import is_there, read_json, read_yaml
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.requeue import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
@@ -250,11 +250,9 @@ def _read(
 
 def overrides_of(run: Path) -> list[str]:
     """Return the overrides of a run; none for one that a program launched."""
-    import yaml
-
     try:
-        overrides = yaml.safe_load((RunDir(run).hydra / "overrides.yaml").read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        overrides = read_yaml(RunDir(run).hydra / "overrides.yaml")
+    except OSError:
         return []
     return [str(line) for line in overrides] if isinstance(overrides, list) else []
 
@@ -336,7 +334,7 @@ def _all_ended(states: Iterable[TaskState]) -> bool:
 def _submitted(spec: RunSpec | None) -> float | None:
     try:
         return datetime.fromisoformat(spec.provenance["time"]).timestamp() if spec else None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -371,7 +369,7 @@ def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return task and number of workers of each member in status.json; none if it is damaged."""
     try:
         return [(str(m["task"]), int(m["nproc"])) for m in status.get("members") or ()]
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         return []
 
 

@@ -348,8 +348,8 @@ class _WatchedRun:
             for event in self.events.new():
                 if event["kind"] == "resume":  # the count starts anew
                     self.restarts.clear()
-                elif event["kind"] == "restart":
-                    self.restarts[int(event["restarts"])] = event
+                elif event["kind"] == "restart" and isinstance(event.get("restarts"), int):
+                    self.restarts[event["restarts"]] = event
         except OSError:
             return
         while (event_ := self.restarts.get(self.num_restarts_reported + 1)) is not None:

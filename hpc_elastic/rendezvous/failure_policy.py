@@ -6,7 +6,8 @@ Restarts     If a round broke for another reason than a worker's failure, or if 
              left meanwhile, the failures of workers in it are consequences and cost nothing.
              Otherwise they cost one of the run's ``max_restarts``. Without one left, the run fails
              with that failure. It fails at once if the user's script cannot be imported in the
-             first round: another try would not change that.
+             first round: another try would not change that. A worker whose port of gloo strangers
+             have flooded has failed because of them, which costs nothing either.
 
 Crash loops  ``max_failed_rounds`` such rounds in a row without a checkpoint beyond the last known
              one end the run with the first failure among them, even if restarts are left. Rounds
@@ -70,6 +71,9 @@ _SCRIPTS_FAULT = re.compile(
     re.IGNORECASE,
 )
 """Errors of the script, which it makes on any node."""
+
+_FLOODED = re.compile(r"accept: Too many open files")
+"""gloo aborts its worker so if strangers hold thousands of connections to its port."""
 
 
 def strikes_of(failure: Failure) -> int:
@@ -194,6 +198,8 @@ class FailurePolicy:
         if self.not_counted:
             return [Note("secondary_failures", {"workers": len(failures)})], None
         first, secondary = first_failure(failures)
+        if first.signal == "SIGABRT" and _FLOODED.search(first.traceback or ""):
+            return [Note("secondary_failures", {"workers": len(failures)})], None
         is_unimportable = first.phase == "import" and number == 1
         if is_unimportable or self.restarts >= self.rules.max_restarts:
             return [], RunEnding("failed", first, tuple(secondary))

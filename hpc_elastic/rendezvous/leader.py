@@ -16,8 +16,6 @@ import contextlib
 import gc
 import logging
 import random
-import resource
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +55,6 @@ from hpc_elastic.run.directory import STATUS_SELDOM_S
 from hpc_elastic.shared_files import Mount, carried_out
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.connection import (
-    BUFFER_BYTES,
     CONNECTION_ERRORS,
     Listener,
     ServerConnection,
@@ -99,14 +96,7 @@ class Leader:
         self._folder = TermFolder(claim.term, files) if files is not None else None
         self._is_notice_confirmed = asyncio.Event()
         self._agents: dict[Agent, ServerConnection] = {}
-        self._connections: dict[ServerConnection, Agent | None] = {}
-        """All open connections; None if not authenticated yet."""
-        self._unauthenticated: dict[ServerConnection, None] = {}
-        """Those, the oldest first: they must not use up all file descriptors."""
-        self._max_unauthenticated = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        self._num_refused = 0
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._arrivals: set[asyncio.Task[None]] = set()
+        self._names: dict[ServerConnection, Agent] = {}
         self._duties: set[asyncio.Task[None]] = set()
         self._clean_up: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -124,7 +114,7 @@ class Leader:
         """Begin to decide."""
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._term.handle(self._state.start_leading)
-        self._listener.serve(self._accept)
+        self._listener.serve(self._context.secret, self._claim.term, self)
         duties = [self._tick(), self._watch_log(), self._write_status()]
         duties.append(self._repeat(_READMIT_S, self._term.readmit))
         if self._folder is not None:
@@ -176,16 +166,13 @@ class Leader:
     def disconnect_all(self) -> None:
         """See `Executor`: the agents find the next leader."""
         self._listener.close()
-        for connection in self._connections:
-            connection.close()
         for task in (*self._duties, *self._clean_up):
             task.cancel()
         self._closing = asyncio.create_task(self._release_resources())
 
     async def _release_resources(self) -> None:
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
-        while self._connections:  # at most a second (`ServerConnection.close`)
-            await asyncio.sleep(0.01)
+        await self._listener.wait_closed()
         await self._status_writer.close()
         self._lease.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -224,35 +211,18 @@ class Leader:
 
     # ---- agents -------------------------------------------------------------------------
 
-    def _accept(self, sock: socket.socket) -> None:
-        connection = ServerConnection(self._context.secret, self._claim.term, self, self._buffer)
-        self._connections[connection] = None
-        self._unauthenticated[connection] = None
-        if len(self._unauthenticated) > self._max_unauthenticated:
-            next(iter(self._unauthenticated)).abort("too many unauthenticated connections")
-        self._start(self._open_connection(connection, sock), self._arrivals)
-
-    async def _open_connection(self, connection: ServerConnection, sock: socket.socket) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(lambda: connection, sock)
-        except OSError as e:
-            sock.close()
-            self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")
-
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
         agent = Agent(**hello)
         with self._fail_on_error():
             self._term.handle(self._state.connected, agent, time.monotonic())
         self._agents[agent] = connection
-        self._connections[connection] = agent
-        self._unauthenticated.pop(connection, None)
+        self._names[connection] = agent
 
     def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
-        agent = self._connections[connection]
-        if agent is None or self._agents.get(agent) is not connection:
+        agent = self._names[connection]
+        if self._agents.get(agent) is not connection:
             return  # the agent has another connection by now
         with self._fail_on_error():
             now = time.monotonic()
@@ -260,11 +230,9 @@ class Leader:
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
         """See `ConnectionOwner`."""
-        agent = self._connections.pop(connection)
-        self._unauthenticated.pop(connection, None)
+        agent = self._names.pop(connection, None)
         if agent is None:
-            self._num_refused += 1
-            return
+            return  # it was no hello of an agent
         _log.info("the connection to %s ended: %s", agent.task, reason)
         if self._agents.get(agent) is connection:
             self._disconnect(agent, reason)
@@ -458,9 +426,10 @@ class Leader:
             if self._status_writer.is_over:
                 self._term.end_term()
             self._term.show(time.time())
-            if self._num_refused:
-                _log.info("%d connections were not from agents of the run", self._num_refused)
-                self._num_refused = 0
+            if self._listener.num_refused:
+                text = "%d connections were not from agents of the run"
+                _log.info(text, self._listener.num_refused)
+                self._listener.num_refused = 0
             run = self._state.run
             if run.phase is RoundPhase.FORMING:
                 text = waiting_for(run, self._context.scheduler.log_of)

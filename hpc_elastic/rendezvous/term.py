@@ -463,7 +463,7 @@ def _left_s(file: Path) -> float:
         text = read_undelegated(file).strip()
     except FileNotFoundError:
         return DEFAULT_LEFT_S
-    except PermissionError:  # it counts all the same: its owner may write to the folder
+    except (PermissionError, DamagedFileError):  # it counts: its owner may write to the folder
         text = "(unreadable)"
     try:
         left_s = float(text or DEFAULT_LEFT_S)

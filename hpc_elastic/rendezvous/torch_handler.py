@@ -47,6 +47,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport import interface as interface_module
+from hpc_elastic.transport import socket_filter
 from hpc_elastic.transport.auth import sign, user_folder, user_key
 
 BACKEND = "slurm"
@@ -177,21 +178,25 @@ class RoundStores:
         ``::ffff:10.0.0.7``, so the server hangs if no name server answers.
 
         Raises:
-            OSError: The address is not one of this node's.
+            OSError: The address is not one of this node's, or torch cannot start the store now.
         """
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         listening = socket.create_server((self._address, 0), family=family)
+        socket_filter.apply(listening)
         port = int(listening.getsockname()[1])
-        self._current = TCPStore(
-            self._address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_STORE_TIMEOUT,
-            master_listen_fd=listening.detach(),
-        )
-        for key, text in self._contents.items():
-            self._current.set(key, text)
+        try:
+            self._current = TCPStore(
+                self._address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=_STORE_TIMEOUT,
+                master_listen_fd=listening.detach(),
+            )
+            for key, text in self._contents.items():
+                self._current.set(key, text)
+        except DistError as e:  # out of file descriptors, for one: the leader tries again
+            raise OSError(f"no store for the round: {e}") from e
         return self._address, port
 
 

@@ -10,9 +10,11 @@ by the order of their sources.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import heapq
-import json
 import math
+import os
 import re
 import time
 from collections import deque
@@ -24,7 +26,7 @@ from typing import Literal
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import AGENT_LOG, RunDir, Submission
 from hpc_elastic.run.log_index import Index
-from hpc_elastic.shared_files import names_listed, status_of
+from hpc_elastic.shared_files import lines_in, names_listed, open_file, parse_json, status_of
 from hpc_elastic.slurm.job_state import queue_name
 from hpc_elastic.slurm.nodelist import compress_indices
 from hpc_elastic.slurm.requeue import current_names
@@ -208,6 +210,10 @@ _LATE_S = 60.0
 """Largest error of the clock of a file server, which dates files."""
 _TICK_S = 1.0
 """Resolution of a file server's dates: two changes within it may have the same date."""
+_LATEST = 1e11
+"""Unix seconds; a file's owner may give it any date."""
+_LONGEST_BACK = 256 << 20
+"""Number of bytes in which the start of one line is searched for."""
 
 
 class Discovery:
@@ -250,6 +256,8 @@ class Discovery:
     def _captured(self, tasks: Iterable[str]) -> Iterator[LogSource]:
         """Yield what Slurm has captured of the tasks, and of a co-allocated job's batch script."""
         submission = Submission(Path(self._spec.submission))
+        if not self._is_of_the_owner(submission):
+            return
         there = set(self._names(submission.logs))
         names = dict.fromkeys([*tasks, *current_names(self._spec)])
         for name in dict.fromkeys(n for task in names for n in (task, queue_name(task))):
@@ -258,6 +266,12 @@ class Discovery:
                 hosts = set(self._hosts.get(name, (0, {}))[1].values())
                 host = hosts.pop() if len(hosts) == 1 else ""
                 yield LogSource(path, self._spec.launcher, name, host=host)
+
+    def _is_of_the_owner(self, submission: Submission) -> bool:
+        """Return whether the run's owner has the submission, too: run.json may name any folder."""
+        with contextlib.suppress(OSError):
+            return status_of(submission.path).st_uid == status_of(self._run.spec).st_uid
+        return False
 
     def _names(self, folder: Path) -> list[str]:
         """Return the names in a folder, read again after a change, and once more a tick later."""
@@ -290,15 +304,14 @@ class Discovery:
 
 def _hosts_in(events: Path) -> dict[int, str]:
     hosts = {}
-    with events.open(errors="replace") as f:
-        for line in f:
-            if '"kind": "task"' not in line:
-                continue
-            try:
-                event = json.loads(line)
-                hosts[int(event["attempt"])] = str(event["host"])
-            except (ValueError, KeyError, TypeError):
-                continue
+    for _, line in lines_in(events):
+        if b'"kind": "task"' not in line:
+            continue
+        try:
+            event = parse_json(line, events)
+            hosts[int(event["attempt"])] = str(event["host"])
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue
     return hosts
 
 
@@ -328,6 +341,13 @@ class LogReader:
         data = _bytes_at(self.source.path, self.offset, num_bytes)
         if not data:
             return None
+        if len(data) == BLOCK and data.count(0) == BLOCK:  # perhaps a hole of a sparse file
+            size = until or size_of(self.source.path)
+            num_bytes = min(_data_after(self.source.path, self.offset), size) - self.offset
+            if num_bytes > BLOCK:
+                self.offset += num_bytes
+                self._splitter.skip(num_bytes)
+                return []
         self.offset += len(data)
         return self._lines(self._splitter.feed(data))
 
@@ -412,8 +432,9 @@ def tail(
             break
         end, floor = (until or {}).get(source.path), start_of(source, since)
         count, start, last = num_lines, floor + 1, deque[LogLine]()
-        while len(last) < num_lines and start > floor:  # four times as many while these are few
-            start = max(floor, _start_of_last(source.path, count, end))
+        before = start + 1
+        while len(last) < num_lines and floor < start != before:  # four times as many while few
+            before, start = start, max(floor, _start_of_last(source.path, count, end))
             last = deque((line for line in lines(source, start, end) if keep(line)), num_lines)
             count *= 4
         found += last
@@ -426,7 +447,8 @@ def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
     """Return the byte at which the last `num_lines` lines of a file start."""
     end = size_of(path) if until is None else until
     at = end - 1  # an end of line at the very end belongs to the last line
-    while at > 0:
+    farthest = at - _LONGEST_BACK
+    while at > max(0, farthest):
         first = max(0, at - BLOCK)
         block = _bytes_at(path, first, at - first)
         ends = block.count(b"\n")
@@ -437,7 +459,8 @@ def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
             return first + found + 1
         num_lines -= ends
         at = first
-    return 0
+        farthest = at - _LONGEST_BACK if ends else farthest
+    return max(0, at)
 
 
 def line_start(path: Path, offset: int) -> int:
@@ -456,18 +479,27 @@ def size_of(path: Path) -> int:
 def modified_at(path: Path) -> float:
     """Return when a file was last written to; 0 if it cannot be read."""
     try:
-        return status_of(path).st_mtime
+        return min(max(0.0, status_of(path).st_mtime), _LATEST)
     except OSError:
         return 0.0
 
 
 def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
     try:
-        with path.open("rb", buffering=0) as f:
+        with open_file(path) as f:
             f.seek(offset)
             return f.read(num_bytes)
     except OSError:
         return b""
+
+
+def _data_after(path: Path, offset: int) -> int:
+    """Return where the data of a file goes on at or after a byte; its end if there is a hole."""
+    try:
+        with open_file(path) as f:
+            return os.lseek(f.fileno(), offset, os.SEEK_DATA)
+    except OSError as e:
+        return size_of(path) if e.errno == errno.ENXIO else offset
 
 
 # ---- following files across restarts, requeues and new nodes
@@ -492,6 +524,8 @@ _OVER_AFTER_S = 5.0
 
 _LINES_A_POLL = 10_000
 """Lines of one file in one poll, so that the other files are not delayed."""
+_BYTES_A_POLL = 64 << 20
+"""Bytes of one file in one poll: they are in memory."""
 
 
 class Follower:
@@ -616,8 +650,11 @@ class _Followed:
         if until <= reader.offset:
             return []
         self._waits_since, self.grew_at = None, now
-        found: list[LogLine] = []
-        while len(found) < _LINES_A_POLL and (lines := reader.read(until)) is not None:
+        found, begin = list[LogLine](), reader.offset
+        while len(found) < _LINES_A_POLL and reader.offset - begin < _BYTES_A_POLL:
+            lines = reader.read(until)
+            if lines is None:
+                break
             found += lines
         return found
 
@@ -737,6 +774,10 @@ class Splitter:
         self._held += rest
         self._is_redrawn = self._is_redrawn or b"\r" in rest
         return found + self._overlong()
+
+    def skip(self, num_bytes: int) -> None:
+        """Leave out bytes that are a hole of the file."""
+        self._end += num_bytes
 
     def state(self) -> str:
         """Return the present state of a progress bar without an end of line; else empty."""

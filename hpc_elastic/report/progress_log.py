@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import math
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hpc_elastic.shared_files import lines_in, parse_json
+
 TRAINING = "training"
 
 _RECENT_S = 300.0
 """The pace is that of the last five minutes, or of `_FEWEST` points if these are further apart."""
 _FEWEST, _MOST = 5, 60
+_MOST_POINTS = 1_000_000
+"""Number of points of a run that are read: they are all in memory."""
+_LARGEST = 1e300
+"""No value is as large; an integer beyond it is no float."""
+_LATEST = 1e11
+"""Unix seconds; a later time is invalid."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float) and -_LARGEST < value < _LARGEST
     }
 
 
@@ -85,21 +92,20 @@ def read_points(file: Path) -> list[Point]:
     Lines that were cut off, because a leader died while it wrote, are left out. So are lines after
     one of a later term: their leader was stopped while it wrote, and another led meanwhile.
     """
-    try:
-        text = file.read_text(errors="replace")
-    except OSError:
-        return []
     found, newest = list[Point](), 0
-    for line in text.splitlines():
-        try:
-            raw = json.loads(line)
-            term = int(raw.get("term") or 0)
-            point = Point.of(raw, float(raw["time"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            continue
-        newest = max(newest, term)
-        if term == newest or not term:
-            found.append(point)
+    with contextlib.suppress(OSError):  # no points if it cannot be read
+        for _, line in lines_in(file, unfinished=True):
+            try:
+                raw = parse_json(line, file)
+                term = int(raw.get("term") or 0)
+                point = Point.of(raw, float(raw["time"]))
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                continue
+            newest = max(newest, term)
+            if (term == newest or not term) and abs(point.time) < _LATEST:
+                found.append(point)
+            if len(found) == _MOST_POINTS:
+                break
     return sorted(found, key=lambda point: point.time)
 
 

@@ -65,6 +65,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_elastic.config.parse import fits
 from hpc_elastic.config.schema import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.shared_files import (
@@ -72,7 +73,9 @@ from hpc_elastic.shared_files import (
     is_there,
     make_folder,
     names_in,
+    parse_json,
     read_json,
+    read_text,
     write_atomic,
 )
 
@@ -80,6 +83,8 @@ SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
 STATUS_SELDOM_S = 8.0
 """Interval of statuses that differ in numbers only, if the run directory is on a file server."""
+_LATEST = 1e11
+"""Unix seconds; a later time is invalid."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +236,9 @@ class RunSpec:
         Raises:
             ValueError: The text is no run description of this version.
         """
-        raw = json.loads(text)
+        raw = parse_json(text, "the run description")
         try:
-            return cls(
+            spec = cls(
                 **{
                     **raw,
                     "entry": Entry(**raw["entry"]),
@@ -243,8 +248,11 @@ class RunSpec:
                     "agent": AgentSettings(**raw["agent"]),
                 }
             )
-        except (KeyError, TypeError) as e:
+        except (KeyError, TypeError, ValueError) as e:
             raise ValueError(f"not a run description: {e}") from e
+        if not fits(spec, cls):
+            raise ValueError("not a run description: a value has a wrong type")
+        return spec
 
 
 @dataclass(frozen=True)
@@ -320,8 +328,10 @@ class RunDir:
             if not is_there(self.cancelled):
                 return None
             raw = read_json(self.cancelled) or {}
-            return Cancellation(str(raw["user"]), str(raw["host"]), float(raw["time"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            at = float(raw["time"])
+            known = at if 0.0 <= at <= _LATEST else 0.0
+            return Cancellation(str(raw["user"]), str(raw["host"]), known)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return Cancellation()  # cut off by a full disk: the run was cancelled all the same
 
     @property
@@ -357,7 +367,7 @@ class RunDir:
             RunDirectoryError: There is none, or another version has written it.
         """
         try:
-            return RunSpec.from_json(self.spec.read_text())
+            return RunSpec.from_json(read_text(self.spec))
         except (FileNotFoundError, NotADirectoryError) as e:
             remedy = "give one that has a run.json, or an id of `hpc-elastic list`"
             raise RunDirectoryError(f"{self.path} is not a run directory: {remedy}") from e
@@ -457,7 +467,7 @@ class ArrayFiles:
     def job_id(self) -> str | None:
         """Return the job id; None before the submission."""
         try:
-            return self.job_id_file.read_text(errors="replace").strip()
+            return read_text(self.job_id_file, errors="replace").strip()
         except FileNotFoundError:
             return None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -19,6 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hpc_elastic.errors import DamagedFileError
+from hpc_elastic.shared_files import lines_in, parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +34,10 @@ _KEPT = 1000
 """Lines kept for a file system that does not accept them now."""
 _LATEST = 1e11
 """Unix seconds; a later time is invalid."""
+_MOST_EVENTS = 1_000_000
+"""Largest number of events of a run that are read: they are all in memory."""
+_LARGEST = 1 << 63
+"""No number of an event is as large."""
 
 Event = dict[str, Any]
 
@@ -118,6 +126,7 @@ class EventReader:
         the process or its node ended, is left out.
 
         Raises:
+            DamagedFileError: A log is no file or too large a one, or the run has too many events.
             OSError: The file system does not answer.
         """
         try:
@@ -126,11 +135,13 @@ class EventReader:
             return []
         events: list[Event] = []
         for path in (self.folder / name for name in sorted(names) if name.endswith(".jsonl")):
-            with path.open("rb") as f:
-                f.seek(self._read.get(path, 0))
-                whole, newline, _ = f.read().rpartition(b"\n")
-            self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
-            events += filter(None, map(_parsed, whole.splitlines()))
+            for end, line in lines_in(path, self._read.get(path, 0)):
+                self._read[path] = end
+                if event := _parsed(line):
+                    events.append(event)
+                if len(events) > _MOST_EVENTS:
+                    what = f"{self.folder} has more than {_MOST_EVENTS:,} events"
+                    raise DamagedFileError(f"{what}: no run writes as many")
         return sorted(events, key=lambda e: float(e["time"]))
 
 
@@ -143,6 +154,27 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON")
 
 
+def _integer(digits: str) -> int:
+    value = int(digits)
+    if abs(value) >= _LARGEST:
+        raise ValueError(f"{digits} is too large")
+    return value
+
+
+def _real(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer, parse_float=_real)
+
+
+def _decode(line: str | bytes) -> Any:
+    return _DECODER.decode(line if isinstance(line, str) else line.decode())
+
+
 def _parsed(line: bytes) -> Event | None:
     """Return the event in a line; None if there is none.
 
@@ -151,10 +183,11 @@ def _parsed(line: bytes) -> Event | None:
     """
     for text in (line, line[max(0, line.rfind(b'{"v": ')) :]):
         try:
-            event = json.loads(text, parse_constant=_refuse)
+            event = parse_json(text, "the event", _decode)
             at = float(event["time"])
-            str(event["kind"]), str(event["task"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+            if not (isinstance(event["kind"], str) and isinstance(event["task"], str)):
+                continue
+        except (ValueError, KeyError, TypeError):
             continue
         if 0.0 <= at <= _LATEST:
             return dict(event)

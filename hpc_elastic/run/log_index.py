@@ -21,13 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_elastic.shared_files import refresh
+from hpc_elastic.shared_files import open_file, refresh
 
 SUFFIX = ".times"
 
 _RECORD = struct.Struct("<Qd")
 _BLOCK = 1024
 """Records that a reader keeps in memory: 16 KiB."""
+_LATEST = 1e11
+"""Unix seconds; a record of a later time is damaged, and counts as 0."""
 
 Record = tuple[int, float]
 """Size in bytes, Unix seconds."""
@@ -120,9 +122,9 @@ class Index:
     def _query(self, what: Callable[[BinaryIO, int], list[Record]]) -> list[Record]:
         try:
             refresh(self._path)
-            with self._path.open("rb", buffering=0) as f:
+            with open_file(self._path) as f:
                 return what(f, os.fstat(f.fileno()).st_size // _RECORD.size)
-        except OSError:
+        except (OSError, IndexError):  # IndexError: it was cut off since
             return []
 
 
@@ -142,4 +144,7 @@ def _read(f: BinaryIO, first: int, num: int) -> list[Record]:
     f.seek(first * _RECORD.size)
     data = f.read(num * _RECORD.size)
     whole = len(data) // _RECORD.size * _RECORD.size
-    return [(size, time_s) for size, time_s in _RECORD.iter_unpack(data[:whole])]
+    return [
+        (size, time_s if 0.0 <= time_s <= _LATEST else 0.0)
+        for size, time_s in _RECORD.iter_unpack(data[:whole])
+    ]

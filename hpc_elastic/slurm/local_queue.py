@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_elastic.config.parse import fits
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.shared_files import is_there, make_folder, read_json, write_atomic
@@ -199,7 +200,10 @@ class LocalQueue:
     def _entries(self) -> dict[str, LocalEntry]:
         table = self._submission.local_tasks
         try:
-            return {name: LocalEntry(**entry) for name, entry in (read_json(table) or {}).items()}
+            found = {name: LocalEntry(**entry) for name, entry in (read_json(table) or {}).items()}
+            if not all(fits(entry, LocalEntry) for entry in found.values()):
+                raise ValueError("a value has a wrong type")
+            return found
         except (OSError, ValueError, TypeError) as e:
             raise LocalQueueError(f"{table} cannot be read: {e}") from e
 

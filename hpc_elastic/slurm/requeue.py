@@ -36,7 +36,14 @@ from typing import Protocol, cast
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission, task_name
-from hpc_elastic.shared_files import create_atomic, is_there, make_folder, read_json, write_atomic
+from hpc_elastic.shared_files import (
+    create_atomic,
+    is_there,
+    make_folder,
+    read_json,
+    read_text,
+    write_atomic,
+)
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide, row_of
 from hpc_elastic.slurm.job_state import TaskState, job_of, queue_name
@@ -338,8 +345,9 @@ def replacements(files: ArrayFiles) -> dict[str, list[str]]:
     except FileNotFoundError:
         return {}
     found: dict[str, list[str]] = {}
-    for path in sorted(records, key=lambda path: int(path.suffix.removeprefix("."))):
-        found.setdefault(path.stem, []).append(path.read_text().strip())
+    numbered = [path for path in records if path.suffix.removeprefix(".").isdecimal()]
+    for path in sorted(numbered, key=lambda path: int(path.suffix.removeprefix("."))):
+        found.setdefault(path.stem, []).append(read_text(path).strip())
     return found
 
 
@@ -459,7 +467,7 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     record = folder(files) / f"{place.label}.{older + 1}"
     try:
         make_folder(record.parent)
-        job = made if create_atomic(record, made + "\n") else record.read_text().strip()
+        job = made if create_atomic(record, made + "\n") else read_text(record).strip()
     except OSError:
         try:
             client.cancel([made])  # it has no record: no other process would cancel it
@@ -581,7 +589,7 @@ def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now:
     for file in avoided:
         up = is_up[file.name.partition("@")[2]]
         try:
-            since = float(file.read_text())
+            since = float(read_text(file))
         except (FileNotFoundError, ValueError):
             since = None
         if (since is not None) != up:

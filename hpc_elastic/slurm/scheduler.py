@@ -460,7 +460,7 @@ def read_job_nodes(files: ArrayFiles) -> JobNodes | None:
     try:
         raw = read_json(files.nodes) or {}
         return JobNodes(int(raw["attempt"]), tuple(map(str, raw["hosts"])))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

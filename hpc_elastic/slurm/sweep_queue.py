@@ -24,7 +24,6 @@ the rules are pure; `SweepQueue` queries Slurm and carries them out.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import threading
@@ -37,7 +36,7 @@ from typing import Any
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError
 from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission, task_name
 from hpc_elastic.run.fencing import last_index
-from hpc_elastic.shared_files import is_there, read_json
+from hpc_elastic.shared_files import is_there, parse_json, read_json, read_text
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, remedy
@@ -528,12 +527,12 @@ class SweepQueue:
             if not job:
                 continue
             try:
-                content = json.loads(array.tasks.read_text())
+                content = parse_json(read_text(array.tasks), array.tasks)
                 coallocated = bool(content.get("coallocated"))
                 for index, task in enumerate(content["runs"]):
                     name = job if coallocated else task_name(job, index)
                     found.setdefault(Path(task["dir"]), {})[int(task["slot"])] = name
-            except (OSError, ValueError, KeyError, TypeError) as e:
+            except (OSError, ValueError, KeyError, TypeError, OverflowError) as e:
                 if array.tasks.parent == self._submission.path:
                     raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e
         return {
@@ -570,7 +569,7 @@ def _node_flags(script: Path) -> frozenset[str] | None:
     None if the script is not there, or cannot be read: its runs are then no siblings.
     """
     try:
-        lines = script.read_text(errors="replace").splitlines()
+        lines = read_text(script, errors="replace").splitlines()
     except OSError:
         return None
     flags = (line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --"))

@@ -3,5 +3,6 @@
 - `auth`           the handshake, signed frames, and the secrets behind them (pure)
 - `connection`     both ends of a connection over asyncio, and a listener
 - `signed_socket`  both ends of a connection over blocking sockets
+- `socket_filter`  which addresses may reach a port (``launcher.rendezvous.allow_from``)
 - `interface`      the addresses of this node, and the network interface that a run uses
 """

@@ -7,11 +7,13 @@ which calls back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import socket
-from collections.abc import Callable
 from typing import Any, Protocol
 
+from hpc_elastic.transport import socket_filter
 from hpc_elastic.transport.auth import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
@@ -31,6 +33,9 @@ _CLOSE_TIMEOUT_S = 1.0
 BUFFER_BYTES = 1 << 16
 _ACCEPTS_A_TURN = 64
 _ACCEPT_PAUSE_S = 0.2
+_MOST_UNPROVED = 4096
+"""Connections to one port whose peers have not proved yet that they hold the secret. Thousands of
+agents may connect to a leader at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +120,10 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 
 
 class ConnectionOwner(Protocol):
-    """The server that owns a `ServerConnection`; an error that a method raises ends it."""
+    """A server; it is called for authenticated connections only.
+
+    An error that a method raises ends the connection.
+    """
 
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """Handle a client that is authenticated; ``hello`` describes it."""
@@ -124,7 +132,7 @@ class ConnectionOwner(Protocol):
         """Handle a message of an authenticated client."""
 
     def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
-        """Handle the end of a connection, authenticated or not."""
+        """Handle the end of a connection, also of one for which `on_connect` has failed."""
 
 
 class ServerConnection(asyncio.BufferedProtocol):
@@ -136,9 +144,11 @@ class ServerConnection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, secret: bytes, term: int, owner: ConnectionOwner, buffer: memoryview
+        self, secret: bytes, context: object, owner: ConnectionOwner, buffer: memoryview
     ) -> None:
-        self._handshake = ServerHandshake(secret, term)
+        self.is_proved = False
+        """Whether the peer has proved that it holds the secret."""
+        self._handshake = ServerHandshake(secret, context)
         self._owner = owner
         self._buffer = buffer
         self._pending = b""
@@ -158,7 +168,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Send what was queued and close the connection; drop it if the peer does not read."""
-        self._ending = self._ending or "closed by the leader"
+        self._ending = self._ending or "closed by this side"
         if self._transport is not None:
             self._transport.close()
             asyncio.get_running_loop().call_later(_CLOSE_TIMEOUT_S, self._transport.abort)
@@ -168,6 +178,18 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._ending = self._ending or reason
         if self._transport is not None:
             self._transport.abort()
+
+    def detach(self) -> tuple[socket.socket, FrameSigner]:
+        """Return a blocking socket with the key of the connection, and drop this end of it.
+
+        For `ConnectionOwner.on_connect`: the client sends nothing between its hello and the
+        welcome.
+        """
+        assert self._transport is not None and self._signer is not None
+        sock: socket.socket = self._transport.get_extra_info("socket").dup()
+        sock.setblocking(True)
+        self.abort("it is served elsewhere")
+        return sock, self._signer
 
     # ---- what asyncio calls -------------------------------------------------------------
 
@@ -220,9 +242,16 @@ class ServerConnection(asyncio.BufferedProtocol):
 
 
 class Listener:
-    """An open port; `asyncio.Server` would lose a connection that comes just before its end.
+    """An open port and the connections to it; `asyncio.Server` would lose one just before its end.
 
-    A leader opens it before it claims a term, and closes it when it ends.
+    A leader opens the port before it claims a term, and closes it when it ends.
+
+    A stranger who opens connections and sends nothing is not to keep others out, nor to take the
+    file descriptors that the process needs for its files: `HANDSHAKE_TIMEOUT_S` after it was
+    accepted a connection is authenticated, or ended. Beyond `_MOST_UNPROVED` others, or a quarter
+    of the process's descriptors, the oldest one that is not authenticated is ended for a new one. A
+    peer needs one round trip, so it is through long before its turn has come. Where the last
+    descriptors are about to go, all that are not authenticated are ended.
     """
 
     def __init__(self, address: str, port: int = 0, *, opened: socket.socket | None = None) -> None:
@@ -243,7 +272,17 @@ class Listener:
             dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
         )
         self._socket.setblocking(False)
+        socket_filter.apply(self._socket)
         self._open = True
+        self._terms: tuple[bytes, object, ConnectionOwner]
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._connections: set[ServerConnection] = set()
+        """All, authenticated or not, until they have ended."""
+        self._unproved: dict[ServerConnection, None] = {}
+        """Those that are neither authenticated nor being ended, the oldest first."""
+        self._opening: set[asyncio.Task[None]] = set()
+        self.num_refused = 0
+        """Connections that have ended without being authenticated."""
 
     @property
     def port(self) -> int:
@@ -259,32 +298,103 @@ class Listener:
         self._open = False
         return self._socket.detach()
 
-    def serve(self, on_accept: Callable[[socket.socket], None]) -> None:
-        """Pass every connection to ``on_accept``, from now on, in the running event loop."""
-        asyncio.get_running_loop().add_reader(self._socket, self._accept, on_accept)
+    def serve(self, secret: bytes, context: object, owner: ConnectionOwner) -> None:
+        """Authenticate connections from now on, in the running event loop.
+
+        Args:
+            secret: Of both sides.
+            context: Purpose of the connections; the same on both sides.
+            owner: Handles those that are authenticated.
+        """
+        self._terms = secret, context, owner
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Close the port. May be repeated."""
+        """Close the port and the connections; what was sent on them arrives. May be repeated."""
         if self._open:
             self._open = False
             asyncio.get_running_loop().remove_reader(self._socket)
+            with contextlib.suppress(OSError):  # even if a forked process has it, too
+                self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
+            for connection in self._connections:
+                connection.close()
 
-    def _accept(self, on_accept: Callable[[socket.socket], None]) -> None:
+    async def wait_closed(self) -> None:
+        """Wait until all connections have ended, a second at most after `close`."""
+        while self._connections:
+            await asyncio.sleep(0.01)
+
+    # ---- connections (`ConnectionOwner`)
+
+    def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
+        """Pass an authenticated connection on."""
+        self._unproved.pop(connection, None)
+        connection.is_proved = True
+        self._terms[2].on_connect(connection, hello)
+
+    def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:
+        """Pass a message on."""
+        self._terms[2].on_message(connection, message)
+
+    def on_disconnect(self, connection: ServerConnection, reason: str) -> None:
+        """Pass the end of an authenticated connection on."""
+        self._connections.discard(connection)
+        self._unproved.pop(connection, None)
+        if connection.is_proved:
+            self._terms[2].on_disconnect(connection, reason)
+        else:
+            self.num_refused += 1
+
+    # ---- accepting
+
+    def _accept(self) -> None:
         for _ in range(_ACCEPTS_A_TURN):
             try:
-                connection, _ = self._socket.accept()
+                accepted, _ = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as e:  # most likely too many open files: the port would stay readable
                 _log.warning("no connection can be taken for now: %s", e)
+                self._end_oldest(len(self._unproved))
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._socket)
-                loop.call_later(
-                    _ACCEPT_PAUSE_S, lambda: self.serve(on_accept) if self._open else None
-                )
+                loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
                 return
-            connection.setblocking(False)
+            accepted.setblocking(False)
             # asyncio does so only for sockets that name their protocol, unlike accepted ones
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            on_accept(connection)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._open_connection(accepted)
+
+    def _accept_again(self) -> None:
+        if self._open:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _open_connection(self, accepted: socket.socket) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = min(_MOST_UNPROVED, limit // 4)
+        self._end_oldest(len(self._unproved) + 1 - most)
+        if accepted.fileno() >= limit - limit // 8:  # a new descriptor has the lowest free number
+            self._end_oldest(len(self._unproved))
+        secret, context, _ = self._terms
+        connection = ServerConnection(secret, context, self, self._buffer)
+        self._connections.add(connection)
+        self._unproved[connection] = None
+
+        async def open_transport() -> None:
+            try:
+                loop = asyncio.get_running_loop()
+                await loop.connect_accepted_socket(lambda: connection, accepted)
+            except OSError as e:
+                accepted.close()
+                self.on_disconnect(connection, f"it ended as soon as it was accepted: {e}")
+
+        task = asyncio.get_running_loop().create_task(open_transport())
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _end_oldest(self, number: int) -> None:
+        """End connections that are not authenticated; each only once."""
+        for connection in [*self._unproved][: max(0, number)]:
+            del self._unproved[connection]
+            connection.abort("too many unauthenticated connections")

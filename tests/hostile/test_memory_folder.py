@@ -3,8 +3,8 @@
 import os
 
 import pytest
+from strangers import STRANGER
 
-from conftest import STRANGER
 from hpc_elastic.checkpoint import node_memory
 from hpc_elastic.checkpoint.node_memory import PREFIX, base_folder, remove_leftovers
 from hpc_elastic.errors import ConfigError, DamagedFileError

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from strangers import STRANGER
 
-from conftest import STRANGER
 from ended import sleeping
 from hpc_elastic.api import Run
 from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest

@@ -1,6 +1,6 @@
 """The stranger of these tests is one."""
 
-from conftest import STRANGER
+from strangers import STRANGER
 
 
 def test_a_stranger_has_his_own_uid_and_may_not_write(stranger, open_folder):

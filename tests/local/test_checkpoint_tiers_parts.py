@@ -28,7 +28,6 @@ from hpc_elastic.checkpoint.node_memory import (
 )
 from hpc_elastic.checkpoint.replication import (
     _CONTEXT,
-    _MAX_CONNECTIONS,
     NodeDirectory,
     Receiver,
     push,
@@ -119,7 +118,7 @@ def test_a_want_of_open_files_passes(tmp_path, memory, receiver, caplog):
     part(tmp_path / "here")
     with socket.socket() as waiting, no_descriptors():
         waiting.connect(receiver.address)
-        eventually(lambda: "no copy can be taken for now" in caplog.text)
+        eventually(lambda: "no connection can be taken for now" in caplog.text)
     push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
     assert memory.saves() == {SAVE: [1]}
 
@@ -129,10 +128,10 @@ def test_a_want_of_threads_passes(tmp_path, memory, receiver, monkeypatch, caplo
     part(tmp_path / "here")
     with monkeypatch.context() as m:
         m.setattr(threading.Thread, "start", no_thread)
-        for _ in range(_MAX_CONNECTIONS):
+        for _ in range(8):
             with pytest.raises((CheckpointError, OSError)):
                 push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
-    assert "a copy is not taken: can't start new thread" in caplog.text
+    assert "a connection cannot be served: can't start new thread" in caplog.text
     push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
     assert memory.saves() == {SAVE: [1]}
 

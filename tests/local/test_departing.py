@@ -1,6 +1,7 @@
 """Agents under notice, over real sockets and files: one agreed step, and nobody is waited for."""
 
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -285,14 +286,14 @@ def test_a_notice_that_the_client_remembers_as_absent_is_claimed(claimed, monkey
 
 def test_a_notice_that_may_not_be_read_is_one_all_the_same(claimed, monkeypatch):
     """Somebody made it who may write there; the others count as well."""
-    open_file = Path.open
+    open_file = os.open
 
     def opened(file, *args, **how):
-        if file.name == "notice.40_3":
+        if Path(file).name == "notice.40_3":
             raise PermissionError(13, "Permission denied")
         return open_file(file, *args, **how)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "open", opened)
     found = claimed(**{"40_3": b"5", "40_4": b"5"})
     assert found == {"40_3": DEFAULT_LEFT_S, "40_4": 5.0}
 

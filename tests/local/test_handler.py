@@ -4,6 +4,7 @@ import socket
 
 import pytest
 from group import PATIENCE_S, Group, eventually
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -55,6 +56,17 @@ def test_a_store_listens_at_its_address_only():
     socket.create_connection((address, port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_store_that_torch_cannot_start_is_tried_again_by_the_leader(monkeypatch):
+    """Where strangers hold all descriptors, it is an OSError, which ends no leader."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise DistStoreError("Too many open files")
+
+    monkeypatch.setattr("hpc_elastic.rendezvous.torch_handler.TCPStore", refuse)
+    with pytest.raises(OSError, match="no store for the round: Too many open files"):
+        RoundStores("127.0.0.1").make()
 
 
 def test_what_it_says_of_itself(run):

@@ -31,7 +31,7 @@ def part(rank: int, *boxes, shape=(4, 3), dtype="float32") -> RankPart:
     chunks = tuple(chunk(o, s, file) for o, s in boxes)
     tensors = {"net/w": TensorEntry(shape, dtype, chunks)} if boxes else {}
     values = {"user": {"rank": rank}}
-    return RankPart(rank, (FileEntry(file, 10, "xxh3_64:0f"),), tensors, values, {"rng": [rank]})
+    return RankPart(rank, (FileEntry(file, 100, "xxh3_64:0f"),), tensors, values, {"rng": [rank]})
 
 
 UPPER, LOWER = ((0, 0), (2, 3)), ((2, 0), (2, 3))

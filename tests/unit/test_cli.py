@@ -278,8 +278,8 @@ def test_an_interrupted_command_exits_with_130(monkeypatch, capsys):
 def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
     """Waiting does not own the processes."""
     tasks = {
-        "7_0": {"state": "RUNNING", "pid": 1, "started": 1.0, "host": "elsewhere"},
-        "7_1": {"state": "ENDED", "pid": 2, "started": 1.0, "exit_code": 1},
+        "7_0": {"state": "RUNNING", "pid": 1, "started": 1, "host": "elsewhere"},
+        "7_1": {"state": "ENDED", "pid": 2, "started": 1, "exit_code": 1},
     }
     write_table(Submission(sweep / ".hpc_elastic"), **tasks)
     view = LocalView(sweep / ".hpc_elastic", ["7"])

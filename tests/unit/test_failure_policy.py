@@ -77,6 +77,21 @@ def test_losses_neither_count_nor_reset_the_count():
     assert m.run.policy.failures_without_progress == 1
 
 
+def test_a_worker_whose_port_strangers_have_flooded_costs_nothing():
+    """gloo aborts it; what its peers then report is a consequence."""
+    said = "gloo::EnforceNotMet listener.cc:63] false. accept: Too many open files"
+    m = training(A, B, max_restarts=0)
+    for i in range(4):
+        now = 10.0 * i
+        aborted = failure(A, "ended by SIGABRT", now, signal="SIGABRT", traceback=said)
+        m.worker_failed([aborted], A, now)
+        m.worker_failed([failure(B, "Connection closed by peer", now - 1.0)], B, now)
+        actions = [*m.join(A, now + 1.0), *m.join(B, now + 1.0)]
+        actions += m.slurm_answered(running(A, B), now + 2.0, now + 2.0)
+        assert kind(decisions(actions)[-1]) == "round"
+    assert m.run.policy.restarts == m.run.policy.failures_without_progress == 0
+
+
 # ---- bad nodes ----------------------------------------------------------------------------
 
 

@@ -251,9 +251,7 @@ def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
 
 def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):
     """Else a run whose launcher was killed could never be resumed."""
-    assert not table(
-        tmp_path, state="PENDING", launcher=GONE, launcher_started=1.0
-    ).list_live_tasks()
+    assert not table(tmp_path, state="PENDING", launcher=GONE, launcher_started=1).list_live_tasks()
     (tmp_path / "two").mkdir()
     mine = {"launcher": os.getpid(), "launcher_started": start_ticks(os.getpid())}
     assert table(tmp_path / "two", state="PENDING", **mine).list_live_tasks()
@@ -262,7 +260,7 @@ def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):
 def test_processes_of_another_machine_are_told_as_such(tmp_path):
     """Its pids mean nothing here."""
     with pytest.raises(RunDirectoryError, match="call this command on login7"):
-        table(tmp_path, state="RUNNING", pid=1, started=1.0, host="login7").list_live_tasks()
+        table(tmp_path, state="RUNNING", pid=1, started=1, host="login7").list_live_tasks()
 
 
 # ---- checkpoints ------------------------------------------------------------------------

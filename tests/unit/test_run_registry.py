@@ -1,6 +1,7 @@
 """The list of the runs that this user has submitted."""
 
 import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,15 +30,16 @@ def runs(tmp_path, monkeypatch):
     registry.add({name: tmp_path / name for name in ("old", "deleted", "new", "bad")})
 
     def stale(method):
-        def fail(self, *args, **options):
-            if made["bad"].path in self.parents:
-                raise OSError(errno.ESTALE, "Stale file handle", str(self))
-            return method(self, *args, **options)
+        def fail(path, *args, **options):
+            if made["bad"].path in Path(path).parents:
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return method(path, *args, **options)
 
         return fail
 
     for name in ("stat", "read_text", "read_bytes", "open"):
         monkeypatch.setattr(Path, name, stale(getattr(Path, name)))
+    monkeypatch.setattr(os, "open", stale(os.open))
     return made
 
 

@@ -179,7 +179,7 @@ def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path, caplog):
     assert caplog.text.count("the scheduler does not answer") == 2
 
 
-NO_LAUNCHER = {"launcher": GONE, "launcher_started": 1.0}
+NO_LAUNCHER = {"launcher": GONE, "launcher_started": 1}
 
 
 def local(folder, slots, table) -> Scheduler:
@@ -193,11 +193,11 @@ def test_a_local_task_runs_while_its_process_does(tmp_path):
     submitted(tmp_path, a0="9")
     table = {
         "9_0": {"state": "RUNNING", **ME, "node": "local-0", "restarts": 2},
-        "9_1": {"state": "RUNNING", "pid": GONE, "started": 1.0},
+        "9_1": {"state": "RUNNING", "pid": GONE, "started": 1},
         "9_2": {"state": "PENDING"},
         "9_3": {"state": "RUNNING", **ME},
         "9_4": {"state": "ENDED", **ME, "exit_code": 0},
-        "9_6": {"state": "RUNNING", "pid": GONE, "started": 1.0, **NO_LAUNCHER},
+        "9_6": {"state": "RUNNING", "pid": GONE, "started": 1, **NO_LAUNCHER},
         "9_7": {"state": "PENDING", **NO_LAUNCHER},
         "9_8": {"state": "ENDED", **ME, "exit_code": -9},
     }
@@ -356,11 +356,11 @@ def local_run(folder, **entry) -> RunDir:
     ("entry", "state"),
     [
         ({"state": "RUNNING", "pid": GONE}, "COMPLETING"),
-        ({"state": "RUNNING", "pid": os.getpid(), "started": 1.0}, "COMPLETING"),
+        ({"state": "RUNNING", "pid": os.getpid(), "started": 1}, "COMPLETING"),
         ({"state": "RUNNING", **ME}, "RUNNING"),
-        ({"state": "RUNNING", "pid": GONE, "started": 1.0, "launcher": GONE}, "CANCELLED"),
+        ({"state": "RUNNING", "pid": GONE, "started": 1, "launcher": GONE}, "CANCELLED"),
         ({"state": "RUNNING", "pid": GONE, "host": "elsewhere"}, "RUNNING"),
-        ({"state": "PENDING", "launcher": GONE, "launcher_started": 1.0}, "CANCELLED"),
+        ({"state": "PENDING", "launcher": GONE, "launcher_started": 1}, "CANCELLED"),
         ({"state": "PENDING"}, "PENDING"),
         ({"state": "PENDING", "launcher": GONE, "host": "elsewhere"}, "PENDING"),
         ({"state": "ENDED", "exit_code": 0}, "COMPLETED"),

@@ -584,3 +584,12 @@ def test_replicas_have_equal_shares_of_a_batch():
     pools = [{"nodes": 2}, {"nodes": 2, "throughput": 2}]
     error = refusal({**slurm(pools=pools), "nodes": "1:4", "ft": True})
     assert error.key == "launcher.pools.throughput" and "ft=true" in str(error)
+
+
+def test_networks_are_checked_at_submission():
+    """A name or a typing error would keep out everybody, or nobody."""
+    given = {"allow_from": ["10.1.0.0/16", "fd00::/8", "10.2.3.4"]}
+    found = resolve(slurm(rendezvous=given)).launcher.rendezvous
+    assert found.allow_from == given["allow_from"]
+    error = refusal(slurm(rendezvous={"allow_from": ["10.1.0.0/16", "cluster"]}))
+    assert error.key == "launcher.rendezvous.allow_from" and "'cluster' is no network" in str(error)

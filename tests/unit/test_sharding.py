@@ -7,8 +7,8 @@ from math import prod
 import pytest
 import torch
 
-from hpc_elastic.checkpoint.files import ShardFile
 from hpc_elastic.checkpoint.resharding import rows_of
+from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.checkpoint.sharding import SPREAD_FROM_BYTES, Planner, share_rows
 from hpc_elastic.errors import CheckpointCorruptError
 

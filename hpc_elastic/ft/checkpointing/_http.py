@@ -6,9 +6,11 @@
     GET /<token>/digests?...&digest=.. HTTP/1.1                         those of its tensors, JSON
     GET /<token>/done?step=5&client=..&nonce=.. HTTP/1.1                others gave all of it
 
-The path is signed with the key that the replicas share; the token is the server's, drawn when it
-began, and a nonce counts once. An answer's head is signed with the nonce it answers, so no other
-process can make or keep one. A range is followed by a checksum of each block of it (XXH3) and a
+Before its first request a connection is authenticated by the handshake of `transport.auth`, under
+the key that the replicas share. All else on it is signed with the key of this connection, to which
+the server has given a nonce, so nothing that was recorded before counts. The token is the server's,
+drawn when it began. An answer's head is signed with the nonce of the request, so it answers no
+other. A range is followed by a checksum of each block of it (XXH3) and a
 signature of all of them (HMAC, RFC 2104): the sums find damage, the signature finds a range of
 another request. An attacker that changes packets on their way and forges XXH3 is not kept out.
 Nothing on the wire is secret.
@@ -32,7 +34,7 @@ import struct
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -44,8 +46,8 @@ import torch
 import xxhash
 
 from hpc_elastic.ft.checkpointing import _layout
-from hpc_elastic.transport.auth import AuthenticationError, is_signed, sign
-from hpc_elastic.transport.interface import own_addresses
+from hpc_elastic.transport.auth import AuthenticationError, FrameSigner, is_signed, sign
+from hpc_elastic.transport.signed_socket import SocketServer
 
 BLOCK_BYTES = 1 << 20
 """One checksum each. A block fits into a core's cache, where the sum costs little."""
@@ -54,7 +56,9 @@ MAC_BYTES = 32
 MAX_HEAD_BYTES = 4096
 MAX_LAYOUT_BYTES = 1 << 30
 END = b"\r\n\r\n"
-OK, FORBIDDEN, CONFLICT = 200, 403, 409
+OK, CONFLICT = 200, 409
+SESSION = "heal"
+"""Context of the connections (`transport.auth.session_key`)."""
 
 Verb = Literal["layout", "data", "digests", "done"]
 
@@ -70,7 +74,7 @@ class HealRequest:
         verb: The layout, a range of the bytes, the digests of the tensors, or nothing any more.
         step: Of the state that is wanted.
         client: Names the replica's whole fetch, over all its connections.
-        nonce: Never used before.
+        nonce: Not used before on the connection.
         wait_s: How long to wait for a state that is not offered yet.
         digest: Of the layout that the range or the tensors belong to.
         begin, end: The range.
@@ -124,7 +128,7 @@ def open_request(raw: bytes, key: bytes) -> HealRequest:
 def answer_head(key: bytes, nonce: str, status: int, num_bytes: int, body: bytes = b"") -> bytes:
     """Return the head of an answer; it signs ``body``, which is empty for a range."""
     mac = sign(key, _signed_text(nonce, status, num_bytes, body))
-    reason = {OK: "OK", FORBIDDEN: "Forbidden", CONFLICT: "Conflict"}[status]
+    reason = {OK: "OK", CONFLICT: "Conflict"}[status]
     lines = f"HTTP/1.1 {status} {reason}", f"Content-Length: {num_bytes}", f"X-Mac: {mac}"
     return "\r\n".join(lines).encode() + END
 
@@ -151,11 +155,6 @@ class AnswerHead:
 
     def check(self, key: bytes, nonce: str, body: bytes = b"") -> None:
         """Raise AuthenticationError if it is not the peer's, or not to this very request."""
-        if self.status == FORBIDDEN:
-            raise AuthenticationError(
-                "it does not know our key, or is another process: outside of a run all nodes need "
-                "the same ~/.config/hpc_elastic/key"
-            )
         if not is_signed(key, _signed_text(nonce, self.status, self.num_bytes, body), self.mac):
             raise AuthenticationError("the answer is not signed with our key")
 
@@ -323,7 +322,6 @@ ARRIVAL_S = 10.0
 _IDLE_S = 60.0
 _LONGEST_WAIT_S = 3600.0
 _POLL_S = 0.2
-_MAX_CONNECTIONS = 128
 
 
 @dataclass
@@ -369,27 +367,30 @@ class Offer:
 class StateServer:
     """Serves one replica's states with threads of its own, from its creation until `close`."""
 
-    def __init__(self, key: bytes) -> None:
-        """Listen on a free port, on all interfaces; the key is known to all replicas alone."""
-        self._key = key
+    def __init__(self, key: bytes, addresses: Iterable[str]) -> None:
+        """Listen on a free port.
+
+        Args:
+            key: Known to all replicas alone.
+            addresses: Numeric ones; the first that is this machine's is taken.
+
+        Raises:
+            OSError: None is.
+        """
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._offer: Offer | None = None
         self._num_reading = 0
         self._early: set[tuple[int, str]] = set()
         self._aborted = self._closed = False
-        self._connections: dict[socket.socket, bool] = {}
-        self._threads: set[threading.Thread] = set()
-        self._socket = _listen()
-        self._acceptor = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
-        self._acceptor.start()
+        self._server = SocketServer(addresses, key, SESSION, self._serve, name="heal")
 
-    @cached_property
-    def urls(self) -> str:
-        """Where peers reach it: one URL for each of this node's addresses, the best first."""
-        port = self._socket.getsockname()[1]
-        hosts = (f"[{a}]" if ":" in a else a for a in dict.fromkeys(own_addresses()))
-        return ",".join(f"http://{host}:{port}/{self._token}" for host in hosts)
+    @property
+    def url(self) -> str:
+        """Where peers reach it."""
+        address, port = self._server.address
+        host = f"[{address}]" if ":" in address else address
+        return f"http://{host}:{port}/{self._token}"
 
     def offer(self, offer: Offer) -> None:
         """Offer a state in place of the last one; not after `abort`."""
@@ -440,13 +441,8 @@ class StateServer:
         self.abort()
         with self._changed:
             self._closed = True
-            close(self._socket)
             self._changed.notify_all()
-            for connection in self._connections:
-                cut(connection)
-            threads = [self._acceptor, *self._threads]
-        for thread in threads if wait else ():
-            thread.join()
+        self._server.close(cut=True, wait=wait)
 
     def _close_offer(self, offer: Offer) -> None:
         offer.is_open = False
@@ -456,63 +452,29 @@ class StateServer:
         if self._offer is offer:
             self._offer = None
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError as e:
-                if self._closed or self._socket.fileno() < 0:
-                    return
-                _log.warning("no connection can be taken for now: %s", e)
-                time.sleep(0.1)  # too many open files
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="heal", daemon=True
-            )
-            with self._changed:
-                if self._closed:
-                    close(connection)
-                    continue
-                if len(self._connections) >= _MAX_CONNECTIONS:
-                    # unauthenticated ones first, the oldest of them
-                    cut(min(self._connections, key=lambda c: self._connections[c]))
-                self._connections[connection] = False
-                self._threads.add(thread)
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, signer: FrameSigner) -> None:
         try:
             prepare(connection, _IDLE_S)
-            while self._answer_request(connection, receive_head(connection)):
+            while self._answer_request(connection, signer.key, receive_head(connection)):
                 pass
-        except OSError as e:  # the peer is gone, or none of ours
-            _log.debug("a connection has ended: %s", e)
         finally:
             with self._changed:
-                del self._connections[connection]
-                self._threads.discard(threading.current_thread())
                 if self._offer:
                     for connections in self._offer.clients.values():
                         connections.discard(connection)
                 self._changed.notify_all()
-            close(connection)
 
-    def _answer_request(self, connection: socket.socket, head: bytes) -> bool:
+    def _answer_request(self, connection: socket.socket, key: bytes, head: bytes) -> bool:
         """Answer a request; return False if that was the last of its connection."""
 
         def answer(status: int, body: bytes) -> None:
-            head = answer_head(self._key, request.nonce, status, len(body), body)
-            send(connection, [head, body])
+            send(connection, [answer_head(key, request.nonce, status, len(body), body), body])
 
-        try:
-            request = open_request(head, self._key)
-            if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-                raise AuthenticationError("for another server")
-        except AuthenticationError:  # a peer that has the wrong key can report this
-            send(connection, [answer_head(b"", "", FORBIDDEN, 0)])
-            raise
+        request = open_request(head, key)
+        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+            answer(CONFLICT, b"it is another process: the one that was asked has ended")
+            return False
         with self._changed:
-            self._connections[connection] = True
             if request.verb == "done":
                 if self._offer and self._offer.step == request.step:
                     self._offer.clients.setdefault(request.client, set())
@@ -532,9 +494,9 @@ class StateServer:
         if request.verb == "digests":
             answer(OK, self._read_digests(found))
             return False
-        send(connection, [answer_head(self._key, request.nonce, OK, request.num_body_bytes)])
+        send(connection, [answer_head(key, request.nonce, OK, request.num_body_bytes)])
         sums = [self._send_block(connection, found, begin, end) for begin, end in request.blocks()]
-        send(connection, [seal_sums(self._key, request.nonce, sums)])
+        send(connection, [seal_sums(key, request.nonce, sums)])
         return True
 
     def _find_offer(self, request: HealRequest, connection: socket.socket) -> Offer | str:
@@ -591,12 +553,3 @@ class StateServer:
             with self._changed:
                 self._num_reading -= 1
                 self._changed.notify_all()
-
-
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        except OSError:  # switched off on this node
-            pass
-    return socket.create_server(("", 0))

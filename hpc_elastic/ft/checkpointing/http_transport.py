@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import secrets
 import socket
 import threading
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import xxhash
@@ -33,7 +32,9 @@ from hpc_elastic.ft.checkpointing.transport import (
     HealTimeoutError,
     UnusableStateError,
 )
-from hpc_elastic.transport.auth import peers_secret
+from hpc_elastic.transport.auth import AuthenticationError, peers_secret
+from hpc_elastic.transport.interface import own_addresses
+from hpc_elastic.transport.signed_socket import connect_and_prove
 
 T = TypeVar("T")
 
@@ -86,15 +87,15 @@ class HTTPTransport(CheckpointTransport[T]):
         self._num_connections = num_chunks or _NUM_CONNECTIONS
         self.state_dict, self.in_place = state_dict, in_place
         self._key = key if key is not None else peers_secret()
-        self._server = StateServer(self._key)
+        self._server = StateServer(self._key, own_addresses())
         self._lock = threading.Lock()
         self._fetch: Fetch | None = None
         self._asking: socket.socket | None = None
         self._aborted = False
 
     def metadata(self) -> str:
-        """Return the URLs of this process, one for each address of its node, the best first."""
-        return self._server.urls
+        """Return the URL of this process."""
+        return self._server.url
 
     def address(self) -> str:
         """Return what `metadata` does (torchft's name)."""
@@ -232,7 +233,7 @@ class HTTPTransport(CheckpointTransport[T]):
         digest, timeout_s = _layout.digest(layout.to_json()), _seconds(timeout)
         client, wait_s = secrets.token_hex(16), timeout_s
         request = HealRequest("", "digests", step, client, "", wait_s, digest)
-        answer = json.loads(ask_first(source, self._key, request, timeout_s, self._hold))
+        answer = json.loads(send_request(source, self._key, request, timeout_s, self._hold))
         if not isinstance(answer, list) or len(answer) != len(layout.specs):
             raise HealError(f"no digests of {len(layout.specs)} tensors: {str(answer)[:80]}")
         return [int(digest) for digest in answer]
@@ -347,7 +348,7 @@ class Fetch:
         """Prepare it.
 
         Args:
-            sources: `StateServer.urls` of each, the best first.
+            sources: `StateServer.url` of each, the best first.
             key: Known to all replicas.
             step: Of the state.
             timeout_s: For everything.
@@ -415,10 +416,10 @@ class Fetch:
             reasons = (f"{self._name(i)}: {why}" for i, why in sorted(self._failures.items()))
             text = f"the state of step {self._step} could not be fetched: {'; '.join(reasons)}"
             raise HealTimeoutError(f"{text} ({self._timeout_s:.3g} s)") if live else HealError(text)
-        for number, urls in enumerate(self._sources):
+        for number, url in enumerate(self._sources):
             if number not in self._answered:  # it shall not wait
                 done = HealRequest("", "done", self._step, self._client, "")
-                args = urls, self._key, done
+                args = url, self._key, done
                 threading.Thread(target=send_done, args=args, name="heal-done", daemon=True).start()
         return self._ranges.finished
 
@@ -444,15 +445,15 @@ class Fetch:
         return self._is_enough(self._ranges.finished if self._ranges else set())
 
     def _name(self, source: int) -> str:
-        return re.sub(r"/[0-9a-f]*(?=,|$)", "", self._sources[source])  # without its tokens
+        return self._sources[source].rpartition("/")[0]  # without its token
 
     def _fetch(self, fetcher: Fetcher, place: int) -> None:
         try:
             if self._is_needed(fetcher, place):
-                connection = self._connect(fetcher)
-                token = self._sources[fetcher.source].rpartition("/")[2]
+                connection, key = self._connect(fetcher)
+                token = _token(self._sources[fetcher.source])
                 while (piece := self._next_piece(fetcher)) is not None:
-                    self._receive_piece(connection, self._request(token, "data", piece))
+                    self._receive_piece(connection, key, self._request(token, "data", piece))
                     with self._changed:
                         assert self._ranges
                         self._ranges.finish(fetcher, time.monotonic())
@@ -517,31 +518,22 @@ class Fetch:
             elif self._ranges.owner == failed:
                 self._ranges.set_owner(min(sources))
 
-    def _connect(self, fetcher: Fetcher) -> socket.socket:
-        """Connect to the first of the source's addresses that answers as ours; take its layout."""
-        failure: Exception = HealError("it has no address")
-        for url in self._sources[fetcher.source].split(","):
-            try:
-                connection, address, token = _open_socket(url)
-                with self._changed:
-                    if old := self._sockets.get(fetcher):
-                        _http.close(old)
-                    self._sockets[fetcher] = connection
-                    if self._stopped:
-                        raise ConnectionAbortedError("aborted")
-                # `run` cuts it off when time is up, with a message of its own
-                until_cut = max(0.001, self._until - time.monotonic()) + 1.0
-                connection.settimeout(min(CONNECT_TIMEOUT_S, until_cut))
-                connection.connect(address)
-                _http.prepare(connection, until_cut)
-                raw = request_body(connection, self._key, self._request(token, "layout"))
-                self._add_layout(fetcher, raw)
-                return connection
-            except OSError as e:
-                failure = e
+    def _connect(self, fetcher: Fetcher) -> tuple[socket.socket, bytes]:
+        """Connect to the source and take its layout; return the connection and its key."""
+
+        def hold(connection: socket.socket) -> None:
+            with self._changed:
+                self._sockets[fetcher] = connection
                 if self._stopped:
-                    break
-        raise failure
+                    raise ConnectionAbortedError("aborted")
+
+        # `run` cuts it off when time is up, with a message of its own
+        until_cut_s = max(0.001, self._until - time.monotonic()) + 1.0
+        url = self._sources[fetcher.source]
+        connection, key = _connect(url, self._key, until_cut_s, hold)
+        raw = request_body(connection, key, self._request(_token(url), "layout"))
+        self._add_layout(fetcher, raw)
+        return connection, key
 
     def _request(
         self, token: str, verb: _http.Verb, piece: FetchedPiece | None = None
@@ -600,8 +592,8 @@ class Fetch:
                 self._changed.wait(rest_s or 1.0)
             return None
 
-    def _receive_piece(self, connection: socket.socket, request: HealRequest) -> None:
-        key, sums = self._key, []
+    def _receive_piece(self, connection: socket.socket, key: bytes, request: HealRequest) -> None:
+        sums = []
         _http.send(connection, [request.seal(key)])
         head = AnswerHead.parse(_http.receive_head(connection))
         if head.status != _http.OK or head.num_bytes != request.num_body_bytes:
@@ -746,12 +738,49 @@ def cut_range(whole: Range) -> list[Range]:
 # ---- one request to a peer's server
 
 
-def _open_socket(url: str) -> tuple[socket.socket, Any, str]:
-    """Return a socket for one of `StateServer.urls`, the address to connect to, and the token."""
+def _token(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+def _connect(
+    url: str, key: bytes, timeout_s: float, hold: Callable[[socket.socket], None]
+) -> tuple[socket.socket, bytes]:
+    """Return a connection to a peer's server, and the key of the connection.
+
+    Args:
+        url: `StateServer.url`.
+        key: Known to all replicas.
+        timeout_s: For the handshake, and for silence later.
+        hold: Called with each connection that is begun; it may be cut from then on.
+
+    Raises:
+        AuthenticationError: The peer has another key.
+        OSError: It is not reached.
+    """
     parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 0
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.socket(family, socket.SOCK_STREAM), address, parts.path.strip("/")
+
+    def connected() -> socket.socket:
+        host, port = parts.hostname or "", parts.port or 0
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            hold(connection)
+            connection.settimeout(min(CONNECT_TIMEOUT_S, timeout_s))
+            connection.connect(address)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    try:
+        connection, signer = connect_and_prove(connected, key, _http.SESSION, timeout_s=timeout_s)
+    except AuthenticationError as e:
+        remedy = "outside of a run all nodes need the same ~/.config/hpc_elastic/key"
+        raise AuthenticationError(
+            f"it does not know our key, or is another process: {remedy}"
+        ) from e
+    _http.prepare(connection, timeout_s)
+    return connection, signer.key
 
 
 def request_body(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
@@ -771,50 +800,41 @@ def request_body(connection: socket.socket, key: bytes, request: HealRequest) ->
     return body
 
 
-def ask_first(
-    urls: str,
+def send_request(
+    url: str,
     key: bytes,
     request: HealRequest,
     timeout_s: float,
     hold: Callable[[socket.socket | None], None] = lambda _: None,
 ) -> bytes:
-    """Return the answer of the first of a peer's URLs that is reached.
+    """Return a peer's answer.
 
     Args:
-        urls: Of the peer.
+        url: Of the peer.
         key: Known to all replicas.
         request: Without its token and nonce yet.
         timeout_s: For the answer.
-        hold: Called with the connection, which may be cut then, and with None at its end.
+        hold: Called with each connection, which may be cut then, and with None at the end.
 
     Raises:
         HealError: The peer refuses.
         OSError: It is not reached, or does not answer.
     """
-    failure: OSError = ConnectionError("it has no address")
-    for url in urls.split(","):
-        connection, address, token = _open_socket(url)
+    try:
+        connection, session = _connect(url, key, timeout_s, hold)
         with connection:
-            hold(connection)
-            try:
-                connection.settimeout(CONNECT_TIMEOUT_S)
-                connection.connect(address)
-                _http.prepare(connection, timeout_s)
-                sealed = replace(request, token=token, nonce=secrets.token_hex(16))
-                return request_body(connection, key, sealed)
-            except OSError as e:
-                failure = e
-            finally:
-                hold(None)
-    raise failure
+            sealed = replace(request, token=_token(url), nonce=secrets.token_hex(16))
+            return request_body(connection, session, sealed)
+    finally:
+        hold(None)
 
 
-def send_done(urls: str, key: bytes, done: HealRequest) -> None:
+def send_done(url: str, key: bytes, done: HealRequest) -> None:
     """Send `done` to a peer, if it can be reached."""
     try:
-        ask_first(urls, key, done, CONNECT_TIMEOUT_S)
+        send_request(url, key, done, CONNECT_TIMEOUT_S)
     except _FAILURES as e:
-        _log.debug("%s did not get `done`: %s", urls, e)
+        _log.debug("%s did not get `done`: %s", url, e)
 
 
 def _seconds(timeout: timedelta) -> float:

@@ -351,6 +351,10 @@ class RelayedNode:
         """Close the connection."""
         self._end_connection("closed by the server")
 
+    def abort(self, reason: str) -> None:
+        """Drop the connection."""
+        self._end_connection(reason)
+
     def received(self, connection: Connection, frame: dict[str, Any]) -> None:
         """Handle a frame of the relay; the first one is its hello."""
         if not self._is_open:

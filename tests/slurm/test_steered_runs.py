@@ -72,6 +72,26 @@ def ends_right(run: Counting) -> None:
     assert run.is_complete()
 
 
+def test_only_jobs_of_the_run_are_cancelled(slurm, start, steer):
+    """Whatever id stands in its files: another job of the user goes on; then the right one ends."""
+    held = ["sbatch", "--parsable", "-a0-1", "-o", "/dev/null", "--wrap", "sleep 600"]
+    other = slurm.run(held).stdout.strip()
+    run = start("nodes=1:2")
+    eventually(lambda: run.sweep.group_sizes(), "it trains")
+    (file,) = run.sweep.folder.glob(".hpc_elastic/array-*.jobid")
+    own = file.read_text()
+    file.write_text(f"{other}\n")
+    refused = steer("cancel", "-y", str(run.sweep.run()), code=1).stderr
+    assert other in refused and "squeue" not in refused
+    tasks = [f"{other}_0", f"{other}_1"]
+    assert {line.split()[0] for line in in_queue(slurm)} >= {*tasks}
+    file.write_text(own)
+    steer("cancel", "-y", str(run.sweep.run()))
+    run.sweep.output()
+    assert sorted(line.split()[0] for line in in_queue(slurm)) == tasks
+    slurm.run(["scancel", other])
+
+
 @pytest.mark.long
 def test_one_run_of_a_sweep_is_cancelled_with_its_waiting_tasks(slurm, sweep, steer):
     """The other run, whose tasks are in the same array, goes on, and succeeds."""

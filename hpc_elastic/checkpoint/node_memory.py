@@ -198,13 +198,18 @@ def base_folder(wanted: Path | None = None) -> Path:
         folder = SHARED_MEMORY / f"{PREFIX}{os.getuid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner = folder.stat().st_uid
+        owners = {
+            folder.stat().st_uid,
+            folder.lstat().st_uid,
+        }  # anybody can make a link in /dev/shm
     except OSError as e:
         remedy = f"checkpoints cannot be kept there ({e.strerror}): give another folder"
         raise ConfigError("memory_tier.memory", str(folder), remedy) from e
-    if owner != os.getuid():
+    for owner in owners - {os.getuid()}:
         remedy = f"it belongs to user {owner}: give another folder"
         raise ConfigError("memory_tier.memory", str(folder), remedy)
+    if wanted is None:
+        folder.chmod(0o700)
     return folder
 
 
@@ -232,11 +237,13 @@ def agent_folder(parent: Path | None = None) -> Iterator[Path]:
     if parent is None:
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     remove_leftovers(parent)
-    # Locked before it has its name, so that it is not taken for a leftover.
-    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-    with (hidden / _OWNER).open("w") as owner:
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    # Locked before it has its name, so that the folder is not taken for a leftover. The folder
+    # itself is not renamed: another user could take the new name first.
+    staged = folder / f".{_OWNER}"
+    with staged.open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
-        folder = hidden.rename(parent / hidden.name.lstrip("."))
+        staged.rename(folder / _OWNER)
         try:
             yield folder
         finally:

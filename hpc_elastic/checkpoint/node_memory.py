@@ -198,10 +198,8 @@ def base_folder(wanted: Path | None = None) -> Path:
         folder = SHARED_MEMORY / f"{PREFIX}{os.getuid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owners = {
-            folder.stat().st_uid,
-            folder.lstat().st_uid,
-        }  # anybody can make a link in /dev/shm
+        # of a link, too: anybody can make one in /dev/shm
+        owners = {folder.stat().st_uid, folder.lstat().st_uid}
     except OSError as e:
         remedy = f"checkpoints cannot be kept there ({e.strerror}): give another folder"
         raise ConfigError("memory_tier.memory", str(folder), remedy) from e

@@ -16,19 +16,23 @@ slow and on fast ranks alike.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from statistics import fmean
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest
 
@@ -167,6 +171,45 @@ def gpu_sample(listed: Sequence[Gpu], granted: Sequence[str]) -> Sample:
     )
 
 
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A server with few threads: every user of the node can connect, and say nothing.
+
+    A new connection takes the place of the oldest one.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+    _MOST = 16
+
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[Any, None] = {}
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve it in a thread of its own."""
+        for oldest in list(self._open)[: 1 - self._MOST]:
+            self._open.pop(oldest, None)
+            with contextlib.suppress(OSError):  # it has ended just now
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, and give its place back."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, *_: Any) -> None:
+        """Write nothing: a client has hung up, or was hung up on."""
+
+
 class Exporter:
     """Writes and serves one node's metrics, until it is closed.
 
@@ -198,7 +241,9 @@ class Exporter:
         self._server: Any = None
         if port is not None:
             try:
-                self._server, _ = start_http_server(port, addr="127.0.0.1", registry=self._registry)
+                app = make_wsgi_app(self._registry)
+                self._server = make_server("127.0.0.1", port, app, _Server, _Handler)
+                threading.Thread(target=self._server.serve_forever, daemon=True).start()
             except OSError as e:
                 _log.warning("no metrics on port %d: %s", port, e)
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

@@ -244,11 +244,13 @@ def agent_folder(parent: Path | None = None) -> Iterator[Path]:
     if parent is None:
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     remove_leftovers(parent)
-    # Locked before it has its name, so that it is not taken for a leftover.
-    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-    with (hidden / _OWNER).open("w") as owner:
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    # Locked before it has its name, so that the folder is not taken for a leftover. The folder
+    # itself is not renamed: another user could take the new name first.
+    staged = folder / f".{_OWNER}"
+    with staged.open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
-        folder = hidden.rename(parent / hidden.name.lstrip("."))
+        staged.rename(folder / _OWNER)
         try:
             yield folder
         finally:

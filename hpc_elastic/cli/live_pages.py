@@ -2,8 +2,10 @@
 
 Other users of a login node reach its ports, and so does each page that the user's browser shows. So
 a request needs a token, which is in the printed URL and then in a cookie that scripts cannot read;
-its Host must be this machine itself, so that no foreign name resolves to it; and a command needs
-`--control` and the Origin of these pages. Pages name runs by number and never a file.
+its Host must be this machine itself, so that no foreign name resolves to it; no other page may have
+caused it; and a command needs `--control` and the Origin of these pages. Browsers send a cookie to
+all ports of a machine, where somebody else may listen, but not to another path: all pages are below
+one that nobody can guess. Pages name runs by number and never a file.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request, cookie_parser
+from starlette.requests import Request
 from starlette.responses import (
     JSONResponse,
     PlainTextResponse,
@@ -35,7 +37,7 @@ from starlette.responses import (
     Response,
     StreamingResponse,
 )
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hpc_elastic._util import cleaned
@@ -46,6 +48,7 @@ from hpc_elastic.report.log_files import LogLine, LogSource
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.log_index import Index
 
+_COOKIE = "hpc_elastic_watch"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _ALIVE_S = 15.0
 """Interval of messages by which a stream finds out that its reader is gone."""
@@ -79,7 +82,8 @@ def application(runs: LiveRuns, token: str, *, control: bool) -> ASGIApp:
         token: The secret of the printed URL.
         control: Whether pages may cancel and resume runs, and take nodes from them.
     """
-    pages = _Pages(runs, control=control)
+    root = "/" + hashlib.sha256(token.encode()).hexdigest()[:16]
+    pages = _Pages(runs, root, control=control)
     routes = [
         Route("/", pages.show),
         Route("/runs/{number:int}", pages.show),
@@ -91,17 +95,18 @@ def application(runs: LiveRuns, token: str, *, control: bool) -> ASGIApp:
         Route("/runs/{number:int}/control", pages.control, methods=["POST"]),
         Route("/assets/{name}", pages.asset),
     ]
-    return _Guard(Starlette(routes=routes, middleware=[Middleware(GZipMiddleware)]), token)
+    mounted = [Mount(root, routes=routes)]
+    app = Starlette(routes=mounted, middleware=[Middleware(GZipMiddleware)])
+    return _Guard(app, token, root)
 
 
 class _Guard:
-    """Refuses requests without the token, from foreign names, and commands of foreign pages."""
+    """Refuses requests without the token, from foreign names, and of foreign pages."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, root: str) -> None:
         self._app = app
         self._token = token.encode()
-        # ports share cookies: two watches must not overwrite each other's
-        self._cookie = f"hpc_elastic_watch_{hashlib.sha256(self._token).hexdigest()[:8]}"
+        self._root, self._assets = root, f"{root}/assets/"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -110,7 +115,7 @@ class _Guard:
 
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
-                is_asset = message["status"] == 200 and scope["path"].startswith("/assets/")
+                is_asset = message["status"] == 200 and scope["path"].startswith(self._assets)
                 cached = "private, max-age=86400" if is_asset else "no-store"
                 own = [(k.encode(), v.encode()) for k, v in (*_HEADERS, ("cache-control", cached))]
                 message["headers"] = [*message.get("headers", ()), *own]
@@ -123,30 +128,43 @@ class _Guard:
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> Response | None:
         host = headers.get("host", "")
         if re.sub(r":\d+$", "", host) not in _HOSTS:
-            text = "403: these pages are served under http://127.0.0.1 and http://localhost only\n"
-            return PlainTextResponse(text, 403)
+            return _refused("these pages are served at http://127.0.0.1 and http://localhost only")
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token")
         if given is not None and scope["method"] == "GET" and self._is_token(given[0]):
-            response = Response(None, 303, {"location": "/" + scope["path"].lstrip("/")})
+            path = scope["path"].removeprefix(self._root).lstrip("/")
+            response = Response(None, 303, {"location": f"{self._root}/{quote(path)}"})
             response.set_cookie(
-                self._cookie, self._token.decode(), httponly=True, samesite="strict"
+                _COOKIE, self._token.decode(), path=self._root, httponly=True, samesite="strict"
             )
             return response
-        if not self._is_token(cookie_parser(headers.get("cookie", "")).get(self._cookie, "")):
-            text = "403: open the whole URL that hpc-elastic watch has printed, with its token\n"
-            return PlainTextResponse(text, 403)
+        if not self._is_token(_cookie_in(headers.get("cookie", ""))):
+            return _refused("open the whole URL that hpc-elastic watch has printed, with its token")
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return _refused("other pages cannot use these")
         changes = scope["method"] not in ("GET", "HEAD")
         if changes and headers.get("origin") != f"http://{host}":
-            return PlainTextResponse("403: commands are taken from these pages only\n", 403)
+            return _refused("commands are taken from these pages only")
         return None
 
     def _is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), self._token)
 
 
+def _refused(why: str) -> Response:
+    """Return an answer after which the connection is closed, however much of its body comes."""
+    return PlainTextResponse(f"403: {why}\n", 403, {"connection": "close"})
+
+
+def _cookie_in(header: str) -> str:
+    """Return the value of our cookie, in linear time: some Pythons' own parser is quadratic."""
+    pairs = (part.strip().partition("=") for part in header.split(";"))
+    return next((value for name, _, value in pairs if name == _COOKIE), "")
+
+
 class _Pages:
-    def __init__(self, runs: LiveRuns, *, control: bool) -> None:
+    def __init__(self, runs: LiveRuns, root: str, *, control: bool) -> None:
         self._runs = runs
+        self._root = root
         self._control = control
         self._tag = secrets.token_hex(4)
         """Part of the URLs of scripts and styles, which browsers keep: another one each time."""
@@ -161,10 +179,10 @@ class _Pages:
         if run is None and "number" in request.path_params:
             return _missing()
         if run is None and len(self._runs) == 1:
-            return RedirectResponse("/runs/0", 303)
+            return RedirectResponse(f"{self._root}/runs/0", 303)
         text = page.live_page(
             run=None if run is None else run.number, control=self._control,
-            is_alone=len(self._runs) == 1, tag=self._tag,
+            is_alone=len(self._runs) == 1, root=self._root, tag=self._tag,
         )  # fmt: skip
         return Response(text, media_type="text/html")
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import secrets
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -20,13 +16,7 @@ from hpc_elastic.run import registry
 from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.shared_files import is_there
 
-if TYPE_CHECKING:
-    import uvicorn
-
 _PORT, _NUM_PORTS = 8672, 50
-_MOST_CONNECTIONS = 200
-"""Others can open connections too; requests beyond this number are refused."""
-_STOP_S = 2
 
 _HELP = """
 \b
@@ -92,9 +82,8 @@ def watch_command(
     if everything == bool(runs):
         raise click.UsageError("give RUN, or --all (and not both)")
     try:
-        import uvicorn
-
         from hpc_elastic.cli.live_pages import application
+        from hpc_elastic.cli.live_server import serve
         from hpc_elastic.report.page import charts_script
     except ImportError as e:
         remedy = "pip install 'hpc_elastic[watch]'"
@@ -105,34 +94,14 @@ def watch_command(
     token = secrets.token_urlsafe(32)
     with listen(port) as listener, LiveRuns(_finder(runs)) as live:
         app = application(live, token, control=control)
-        server = uvicorn.Server(uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", server_header=False,
-            proxy_headers=False, ws="none", limit_concurrency=_MOST_CONNECTIONS,
-            timeout_graceful_shutdown=_STOP_S,
-        ))  # fmt: skip
         number = listener.getsockname()[1]
         url = f"http://127.0.0.1:{number}/?token={token}"
         forward = f"ssh -L {number}:127.0.0.1:{number} {socket.gethostname()}"
         told = {"url": url, "port": number, "forward": forward}
         text = f"{url}\nfrom another machine, first: {forward}"
         print(json.dumps(told) if as_json else text, flush=True)
-        asyncio.run(_serve(server, listener, live.close))
+        serve(app, listener, live.close)
     return 0
-
-
-async def _serve(
-    server: uvicorn.Server, listener: socket.socket, end_streams: Callable[[], None]
-) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    server.capture_signals = contextlib.nullcontext
-
-    def stop() -> None:
-        end_streams()
-        server.should_exit = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    await server.serve(sockets=[listener])
 
 
 def listen(port: int | None) -> socket.socket:

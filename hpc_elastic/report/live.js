@@ -1,7 +1,7 @@
 // Live pages: the list of runs, and one run with its report and its logs. A module.
 const $ = (id) => document.getElementById(id);
-const runNumber = document.body.dataset.run;
-const base = runNumber === "" ? "" : `/runs/${runNumber}`;
+const { root, run: runNumber } = document.body.dataset;
+const base = runNumber === "" ? root : `${root}/runs/${runNumber}`;
 
 function element(tag, text = "", attributes = {}) {
   const made = document.createElement(tag);
@@ -213,7 +213,7 @@ function showList() {
         tr.append(td);
         return td;
       });
-      const link = element("a", "", { href: `/runs/${run.number}` });
+      const link = element("a", "", { href: `${root}/runs/${run.number}` });
       run.cells[0].append(link, element("small"));
       run.cells[1].append(element("span", "", { class: "badge" }));
       run.cells[4].append(element("span"));
@@ -300,7 +300,7 @@ function showList() {
     });
   }
 
-  listen(() => "/news", (news) => {
+  listen(() => `${base}/news`, (news) => {
     now = news.now;
     for (const [name, row] of Object.entries(news.rows)) {
       const run = runs.get(name);

@@ -105,17 +105,18 @@ def _polyline(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(at)
 
 
-def live_page(*, run: int | None, control: bool, is_alone: bool, tag: str) -> str:
+def live_page(*, run: int | None, control: bool, is_alone: bool, root: str, tag: str) -> str:
     """Return the frame of a live page, which scripts fill.
 
     Args:
         run: Number of the run; None for the list of runs.
         control: Whether the page may change runs.
         is_alone: Whether there is one run only, so that the page needs no way to the list.
+        root: Path of all pages, without a slash at its end.
         tag: Part of the URLs of scripts and style sheets.
     """
     return _template("live.html.j2").render(
-        run=run, control=control, is_alone=is_alone, tag=tag, configs=chart_configs()
+        run=run, control=control, is_alone=is_alone, root=root, tag=tag, configs=chart_configs()
     )
 
 

@@ -23,7 +23,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from evidence.machine import package_version
@@ -140,7 +140,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     chosen = [CONTESTANTS[name] for name in given.only or CONTESTANTS]
-    tables, met, seen = list[Table](), list[Target](), dict[str, list[object]]()
+    tables, met = list[Table](), list[Target]()
     columns = (
         Column(""), Column("done, s", ".0f"), Column("node-seconds used", ".0f"),
         Column("of these trained, %", ".1f"), Column("others wait, s", ".0f"),
@@ -158,15 +158,21 @@ def main() -> None:
             pool.submit(replay, contestant, jobs[load], sandbox, given.minutes)
             for (load, contestant), sandbox in zip(plays, sandboxes, strict=True)
         ]
-        every = [each.result() for each in played]
+        wait(played)
+    if given.samples:
+        ended = [(load, each) for (load, _), each in zip(plays, played, strict=True)]
+        seen = [
+            {"load": load, **each.result().to_json()}
+            for load, each in ended
+            if not each.exception()
+        ]
+        given.samples.write_text(json.dumps(seen) + "\n")
+    every = [each.result() for each in played]
     for number, load in enumerate(given.loads):
         replays = every[number * len(chosen) : (number + 1) * len(chosen)]
-        seen[str(load)] = [each.to_json() for each in replays]
         title = f"{len(jobs[load])} other jobs that ask for {load:.0%} of the nodes' time"
         tables.append(Table(title, columns, tuple(rows(replays, jobs[load], 60 * given.minutes))))
         met += targets(load, replays)
-    if given.samples:
-        given.samples.write_text(json.dumps(seen) + "\n")
     peers = (
         Peer("hydra-submitit-launcher", package_version("hydra-submitit-launcher")),
         Peer("torchrun (torch)", package_version("torch")),

@@ -146,7 +146,7 @@ class Player:
             job, name, state, start, nodes = line.split("|")
             if state not in ("RUNNING", "COMPLETING"):
                 continue
-            if job not in self._started or name != _OTHER:
+            if start.isdecimal() and (job not in self._started or name != _OTHER):
                 self._note_start(job, name, float(start) - self._begin)
             holders |= dict.fromkeys(expand(nodes), _OTHER if name == _OTHER else "training")
         now = self.now_s

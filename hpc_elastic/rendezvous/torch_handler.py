@@ -40,6 +40,7 @@ from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
 from hpc_elastic.rendezvous.session import Departed, Requeued, RunOutcome, Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.shared_files import Mount, make_folder
@@ -274,9 +275,14 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _make_step_folder(steps: Path, run_id: str) -> RunDir:
-    """Return the step's own folder, and remove the folders of steps from a month ago."""
+    """Return the step's own folder, and remove the folders of steps from a month ago.
+
+    Raises:
+        UntrustedRunError: Another user has made it, or may write it.
+    """
     run = RunDir(steps / run_id)
     make_folder(run.path, parents=True, mode=0o700)
+    ownership.require_own(run.path)
     staged = RunDir(Path(tempfile.mkdtemp(dir=run.path)))
     make_folder(staged.first_term, parents=True)
     with contextlib.suppress(OSError):  # another node was first

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
@@ -69,8 +70,17 @@ def join_quorum(where: Where, number: int) -> None:
 
 
 async def _shake_hands(*arguments: Any) -> None:
-    connection = await connect(*arguments)
-    await connection.close()
+    """Connect; again, as agents and replicas do, if strangers have taken the place meanwhile."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            connection = await connect(*arguments)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        else:
+            await connection.close()
+            return
 
 
 def offer_state(folder: Path) -> tuple[object, Where]:

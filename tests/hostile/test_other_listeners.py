@@ -127,7 +127,7 @@ def test_the_probes_token_is_in_no_file_that_others_read(stranger, open_folder):
 
 def test_a_silent_client_of_the_probe_is_hung_up_on(probe, monkeypatch):
     """After the time that a handshake may take, also if it sends a byte now and then."""
-    monkeypatch.setattr("hpc_elastic.transport.signed_socket.HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("hpc_elastic.transport.connection.HANDSHAKE_TIMEOUT_S", 0.5)
     with socket.create_connection(probe, 0.1) as slow, contextlib.suppress(ConnectionError):
         ended = time.monotonic() + PATIENCE_S
         while time.monotonic() < ended:
@@ -138,12 +138,9 @@ def test_a_silent_client_of_the_probe_is_hung_up_on(probe, monkeypatch):
         pytest.fail("it is still connected")
 
 
-@pytest.mark.xfail(
-    strict=False, reason="ThreadingTCPServer has a thread for each connection: no cap yet"
-)
 def test_strangers_hold_few_threads_of_the_probe(probe, monkeypatch):
     """Many connections that send nothing; another task is answered all the same."""
-    monkeypatch.setattr("hpc_elastic.transport.signed_socket.HANDSHAKE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("hpc_elastic.transport.connection.HANDSHAKE_TIMEOUT_S", PATIENCE_S)
     before = threading.active_count()
     with contextlib.ExitStack() as held:
         for _ in range(STRANGERS):

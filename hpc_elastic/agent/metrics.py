@@ -179,7 +179,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A server with few threads: every user of the node can connect, and say nothing.
+    """A server with few threads: every user of the node can connect, and send nothing.
 
     A new connection takes the place of the oldest one.
     """

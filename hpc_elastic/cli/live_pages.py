@@ -5,7 +5,7 @@ a request needs a token, which is in the printed URL and then in a cookie that s
 its Host must be this machine itself, so that no foreign name resolves to it; no other page may have
 caused it; and a command needs `--control` and the Origin of these pages. Browsers send a cookie to
 all ports of a machine, where somebody else may listen, but not to another path: all pages are below
-one that nobody can guess. Pages name runs by number and never a file.
+a secret one. Pages name runs by number and never a file.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def test_a_leader_that_is_deposed_ends_and_the_next_has_its_notices(group):
     here = replace(entry.leader, task="7_2", port=1)
     assert g.register.create(claim(number + 1, entry, here, time.time()))
     eventually(lambda: old._leader is not leader)
-    assert leader._term.is_over and not leader._duties and not leader._connections
+    assert leader._term.is_over and not leader._duties and not leader._names
     eventually(lambda: any(s._leader for s in agents))
     eventually(lambda: list(g.run.rdzv.glob("term.3/notice.7_2")))
     assert [f.name for f in g.run.rdzv.glob("term.*")] == ["term.3"]

@@ -126,9 +126,11 @@ class HealingRank:
     """A worker whose peer refuses its state; or it only sees that the quorum is aborted."""
 
     needs_group = multi_source = False
+    peer: "HealingRank"
+    """The other rank; it is refused once this one heals, too."""
 
     def __init__(self, bench: Bench, rank: int) -> None:
-        self._aborted = threading.Event()
+        self._aborted, self._heals = threading.Event(), threading.Event()
         self._is_refused = False
         self._client = ManagerClient(
             bench.server.path, rank, 2, timeout_s=PATIENCE_S,
@@ -142,6 +144,7 @@ class HealingRank:
     def enter(self, *, is_refused: bool) -> Entered:
         """Enter a quorum, in a step after one that was not committed."""
         self._is_refused = is_refused
+        self._heals.clear()
         self._client.start_step(last_failed=True)
         progress = CommittedProgress.initial(init_sync=True)
         flags = {"commit_failures": 0, "allow_heal": True, "shrink_only": False}
@@ -161,7 +164,9 @@ class HealingRank:
 
     def recv_checkpoint(self, *_: object) -> dict:
         """As a transport."""
+        self._heals.set()
         if self._is_refused:
+            assert self.peer._heals.wait(PATIENCE_S)
             raise UnusableStateError("a lock has no state")
         assert self._aborted.wait(PATIENCE_S)
         raise HealError("aborted")
@@ -171,6 +176,7 @@ def test_an_error_that_stays_counts_for_all_ranks_together(bench):
     """One rank gets it at the first attempt, another at the second: that one ends the group."""
     server = bench.serve(size=2)
     ranks = [HealingRank(bench, rank) for rank in (0, 1)]
+    ranks[0].peer, ranks[1].peer = ranks[1], ranks[0]
     heals = {"sources": (HealSource(0, "there"),), "cohort_rank": None, "cohort_size": 1}
     for refused in (0, 1):
         entering = [bench.threads.submit(r.enter, is_refused=r is ranks[refused]) for r in ranks]

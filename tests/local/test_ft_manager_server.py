@@ -126,7 +126,7 @@ class HealingRank:
     """A worker whose peer refuses its state; or it only sees that the quorum is aborted."""
 
     needs_group = multi_source = False
-    peer: "HealingRank"
+    peer: HealingRank
     """The other rank; it is refused once this one heals, too."""
 
     def __init__(self, bench: Bench, rank: int) -> None:
@@ -144,7 +144,6 @@ class HealingRank:
     def enter(self, *, is_refused: bool) -> Entered:
         """Enter a quorum, in a step after one that was not committed."""
         self._is_refused = is_refused
-        self._heals.clear()
         self._client.start_step(last_failed=True)
         progress = CommittedProgress.initial(init_sync=True)
         flags = {"commit_failures": 0, "allow_heal": True, "shrink_only": False}
@@ -179,6 +178,8 @@ def test_an_error_that_stays_counts_for_all_ranks_together(bench):
     ranks[0].peer, ranks[1].peer = ranks[1], ranks[0]
     heals = {"sources": (HealSource(0, "there"),), "cohort_rank": None, "cohort_size": 1}
     for refused in (0, 1):
+        for rank in ranks:
+            rank._heals.clear()
         entering = [bench.threads.submit(r.enter, is_refused=r is ranks[refused]) for r in ranks]
         server.received.next(QuorumRequest)
         result = QuorumResult(Q + refused, 1, 2, "h:1", 7, "version", **heals)

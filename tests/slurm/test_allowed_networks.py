@@ -30,7 +30,7 @@ def is_reached(address: str, port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("is_closed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_who_is_not_named_reaches_no_port_of_a_run(slurm, sweep, tmp_path, is_closed):
     """Not the leader's, nor the store's and gloo's, which authenticate nobody; and it trains."""
     nodes = ",".join(slurm.address(node) for node in slurm.nodes)

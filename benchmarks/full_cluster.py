@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How much sooner is a training done on a full cluster if it takes the nodes that are left over?
 
-    as root: python benchmarks/full_cluster.py --minutes 60
+    as root: python benchmarks/full_cluster.py --minutes 45
 
-Sixteen nodes of a Slurm sandbox under backfill, on which a hour of a real cluster is a minute: the
+Sixteen nodes of a Slurm sandbox under backfill, on which an hour of a real cluster is a minute: the
 same jobs of all shapes are submitted for each contestant (`full_cluster/background.py`), each on a
 sandbox of its own. After some minutes the same training is submitted, as
 
@@ -44,8 +44,8 @@ OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
 SOONER, USED, RIGHT = 3.0, 90.0, 80.0
 ABOUT = About(
     title="A full cluster",
-    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, an hour in which other jobs "
-    "of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' time; 20 minutes of "
+    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, 45 minutes in which other "
+    "jobs of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' time; 20 minutes of "
     "the whole cluster's work are in the queue from the begin on. Each contestant has a sandbox "
     "and a copy of these jobs of its own, all at the same time. The training is half an hour of "
     "one node's time. Done: from its submission to its end. Others wait: the mean wait of the "
@@ -130,7 +130,7 @@ def targets(load: float, replays: Sequence[Replay]) -> list[Target]:
 def main() -> None:
     """Measure, then print the table and the verdict."""
     parser = options(__doc__)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--minutes", type=float, default=45.0)
     parser.add_argument(
         "--loads", type=lambda text: tuple(map(float, text.split(","))), default=LOADS
     )

@@ -44,12 +44,13 @@ OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
 SOONER, USED, RIGHT = 3.0, 90.0, 80.0
 ABOUT = About(
     title="A full cluster",
-    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, 45 minutes in which other jobs of 1 "
-    "to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' time; 20 minutes of the "
-    "whole cluster's work are in the queue from the begin on. Each contestant has a sandbox and a "
-    "copy of these jobs of its own, all at the same time. The training is half an hour of one "
-    "node's time. Done: from its submission to its end. Others wait: the mean wait of the other "
-    "jobs; one that has not started has waited until the end.",
+    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, 45 minutes in which other "
+    "jobs of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' "
+    "time; 20 minutes of the whole cluster's work are in the queue from the begin on. "
+    "Each contestant has a sandbox and a copy of these jobs of its own, all at the same "
+    "time. The training is half an hour of one node's time. Done: from its submission "
+    "to its end. Others wait: the mean wait of the other jobs; one that has not started "
+    "has waited until the end.",
     does_not_show=(
         "A cluster: the nodes share two cores, so a start costs several times what it costs on "
         "nodes of their own, and here an hour of a real cluster is a minute: starts are 60 times "

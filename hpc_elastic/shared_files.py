@@ -117,6 +117,11 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     return True
 
 
+def owner_writes(path: str, flags: int) -> int:
+    """Open a file that only its owner may write, whatever the umask (``open(opener=...)``)."""
+    return os.open(path, flags, 0o644)
+
+
 def make_folder(
     folder: Path, *, parents: bool = False, mode: int = 0o755, closed: bool = False
 ) -> None:

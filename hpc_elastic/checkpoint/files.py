@@ -28,6 +28,7 @@ import xxhash
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry
 from hpc_elastic.checkpoint.sharding import ShardPiece, dtype_of
 from hpc_elastic.errors import CheckpointError
+from hpc_elastic.shared_files import owner_writes
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -127,7 +128,7 @@ def write_part(
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Create a small file, complete or not at all."""
     staged = path.with_name(f".{path.name}.new")
-    with staged.open("xb") as f:
+    with open(staged, "xb", opener=owner_writes) as f:
         f.write(text.encode())
         if sync:
             f.flush()

@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, decode_signed
 from hpc_elastic.run.fencing import entries_in, entry_path
-from hpc_elastic.shared_files import carried_out, refresh, remove_behind
+from hpc_elastic.shared_files import carried_out, owner_writes, refresh, remove_behind
 from hpc_elastic.transport.auth import is_signed, sign
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -87,7 +87,7 @@ class DecisionLog:
         """Write an entry under another name, and link it to its own."""
         staged = self.path / f".entry.{secrets.token_hex(8)}"
         try:
-            with staged.open("x") as f:
+            with open(staged, "x", opener=owner_writes) as f:
                 f.write(entry.encode_signed(self.secret))
                 f.flush()
                 os.fsync(f.fileno())

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.shared_files import lines_in, parse_json
+from hpc_elastic.shared_files import lines_in, owner_writes, parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class EventLog:
 
 def _append(path: Path, data: bytes) -> None:
     """Append all of it or nothing: a disk that is nearly full accepts a part."""
-    with path.open("ab", buffering=0) as f:
+    with open(path, "ab", buffering=0, opener=owner_writes) as f:
         before = f.seek(0, os.SEEK_END)
         if f.write(data) < len(data):
             f.truncate(before)

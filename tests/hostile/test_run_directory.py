@@ -506,6 +506,9 @@ def test_ordinary_runs_work_under_such_an_umask(mask, tmp_path, capsys):
         assert "as planned" in done.stderr, done.stderr
         folders = [run.path, *(path for path in run.path.rglob("*") if path.is_dir())]
         assert not [path for path in folders if path.stat().st_mode & 0o022]
+        files = [path for path in run.path.rglob("*") if path.is_file()]
+        open_to_others = {path.suffix for path in files if path.stat().st_mode & 0o002}
+        assert open_to_others <= {".log", ".out", ".err", ".lock"}, "the script's own output"
         assert main(["verify", str(run.path)]) == 0
         assert main(["export", str(run.path), "-o", str(tmp_path / "model.pt")]) == 0
         assert prune(run) == 0 and Store(tmp_path / "scratch").steps() == [3]

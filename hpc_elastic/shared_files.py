@@ -61,6 +61,8 @@ LINE_BYTES = 4 << 20
 """Longest of these lines; a longer one is left out."""
 NESTED = 200
 """Deepest nesting of JSON: Python fails at some hundred levels."""
+LATEST_TIME = 1e11
+"""Unix seconds; a later time in a file of a run is invalid."""
 _OPENING_S = 5.0
 """Longest wait for a lease on a file, which its holder gives back at once."""
 _KINDS = {

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+from hpc_elastic.shared_files import LATEST_TIME
 
 VERSION = 1
 """Of the format; a reader refuses later ones."""
@@ -155,7 +156,7 @@ class Manifest:
                 values=_of(dict, body["values"]),
                 rank_values={int(r): _of(dict, v) for r, v in body["rank_values"].items()},
             )
-            if not 0 <= manifest.created < _LATEST:
+            if not 0 <= manifest.created < LATEST_TIME:
                 raise ValueError(f"created at {manifest.created}")
         if problem := next(_problems(manifest), None):
             raise CheckpointCorruptError(problem)
@@ -306,8 +307,6 @@ _TYPE = re.compile(r"(?:b?float|int|uint|complex|qu?int|bits)(\d+)\w*")
 _LARGEST = 1 << 63
 """No size and no number of bytes is as large."""
 _MOST_DIMENSIONS = 64
-_LATEST = 1e11
-"""Unix seconds; a later time is invalid."""
 
 
 def bytes_of_type(dtype: str) -> int:

@@ -26,7 +26,14 @@ from typing import Literal
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import AGENT_LOG, RunDir, Submission
 from hpc_elastic.run.log_index import Index
-from hpc_elastic.shared_files import lines_in, names_listed, open_file, parse_json, status_of
+from hpc_elastic.shared_files import (
+    LATEST_TIME,
+    lines_in,
+    names_listed,
+    open_file,
+    parse_json,
+    status_of,
+)
 from hpc_elastic.slurm.job_state import queue_name
 from hpc_elastic.slurm.nodelist import compress_indices
 from hpc_elastic.slurm.requeue import current_names
@@ -210,8 +217,6 @@ _LATE_S = 60.0
 """Largest error of the clock of a file server, which dates files."""
 _TICK_S = 1.0
 """Resolution of a file server's dates: two changes within it may have the same date."""
-_LATEST = 1e11
-"""Unix seconds; a file's owner may give it any date."""
 _LONGEST_BACK = 256 << 20
 """Number of bytes in which the start of one line is searched for."""
 
@@ -479,7 +484,7 @@ def size_of(path: Path) -> int:
 def modified_at(path: Path) -> float:
     """Return when a file was last written to; 0 if it cannot be read."""
     try:
-        return min(max(0.0, status_of(path).st_mtime), _LATEST)
+        return min(max(0.0, status_of(path).st_mtime), LATEST_TIME)
     except OSError:
         return 0.0
 

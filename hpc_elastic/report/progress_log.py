@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_elastic.shared_files import lines_in, parse_json
+from hpc_elastic.shared_files import LATEST_TIME, lines_in, parse_json
 
 TRAINING = "training"
 
@@ -20,8 +20,6 @@ _MOST_POINTS = 1_000_000
 """Number of points of a run that are read: they are all in memory."""
 _LARGEST = 1e300
 """No value is as large; an integer beyond it is no float."""
-_LATEST = 1e11
-"""Unix seconds; a later time is invalid."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def read_points(file: Path) -> list[Point]:
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue
             newest = max(newest, term)
-            if (term == newest or not term) and abs(point.time) < _LATEST:
+            if (term == newest or not term) and abs(point.time) < LATEST_TIME:
                 found.append(point)
             if len(found) == _MOST_POINTS:
                 break

@@ -69,6 +69,7 @@ from hpc_elastic.config.parse import fits
 from hpc_elastic.config.schema import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.shared_files import (
+    LATEST_TIME,
     create_atomic,
     is_there,
     make_folder,
@@ -83,8 +84,6 @@ SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
 STATUS_SELDOM_S = 8.0
 """Interval of statuses that differ in numbers only, if the run directory is on a file server."""
-_LATEST = 1e11
-"""Unix seconds; a later time is invalid."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +328,7 @@ class RunDir:
                 return None
             raw = read_json(self.cancelled) or {}
             at = float(raw["time"])
-            known = at if 0.0 <= at <= _LATEST else 0.0
+            known = at if 0.0 <= at <= LATEST_TIME else 0.0
             return Cancellation(str(raw["user"]), str(raw["host"]), known)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return Cancellation()  # cut off by a full disk: the run was cancelled all the same

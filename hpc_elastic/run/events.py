@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.shared_files import lines_in, owner_writes, parse_json
+from hpc_elastic.shared_files import LATEST_TIME, lines_in, owner_writes, parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +32,6 @@ VERSION = 1
 _LOGGED_CHARS = 500
 _KEPT = 1000
 """Lines kept for a file system that does not accept them now."""
-_LATEST = 1e11
-"""Unix seconds; a later time is invalid."""
 _MOST_EVENTS = 1_000_000
 """Largest number of events of a run that are read: they are all in memory."""
 _LARGEST = 1 << 63
@@ -189,6 +187,6 @@ def _parsed(line: bytes) -> Event | None:
                 continue
         except (ValueError, KeyError, TypeError):
             continue
-        if 0.0 <= at <= _LATEST:
+        if 0.0 <= at <= LATEST_TIME:
             return dict(event)
     return None

@@ -21,15 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_elastic.shared_files import open_file, refresh
+from hpc_elastic.shared_files import LATEST_TIME, open_file, refresh
 
 SUFFIX = ".times"
 
 _RECORD = struct.Struct("<Qd")
 _BLOCK = 1024
 """Records that a reader keeps in memory: 16 KiB."""
-_LATEST = 1e11
-"""Unix seconds; a record of a later time is damaged, and counts as 0."""
 
 Record = tuple[int, float]
 """Size in bytes, Unix seconds."""
@@ -145,6 +143,6 @@ def _read(f: BinaryIO, first: int, num: int) -> list[Record]:
     data = f.read(num * _RECORD.size)
     whole = len(data) // _RECORD.size * _RECORD.size
     return [
-        (size, time_s if 0.0 <= time_s <= _LATEST else 0.0)
+        (size, time_s if 0.0 <= time_s <= LATEST_TIME else 0.0)
         for size, time_s in _RECORD.iter_unpack(data[:whole])
     ]

@@ -146,8 +146,6 @@ class ServerConnection(asyncio.BufferedProtocol):
     def __init__(
         self, secret: bytes, context: object, owner: ConnectionOwner, buffer: memoryview
     ) -> None:
-        self.is_proved = False
-        """Whether the peer has proved that it holds the secret."""
         self._handshake = ServerHandshake(secret, context)
         self._owner = owner
         self._buffer = buffer
@@ -159,6 +157,11 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._ending: str | None = None
         """Why the connection is being ended from this side."""
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the peer has proved that it holds the secret."""
+        return self._signer is not None
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message; `ConnectionOwner.on_disconnect` reports the connection's end."""
@@ -330,7 +333,6 @@ class Listener:
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """Pass an authenticated connection on."""
         self._unproved.pop(connection, None)
-        connection.is_proved = True
         self._terms[2].on_connect(connection, hello)
 
     def on_message(self, connection: ServerConnection, message: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from hpc_elastic._util import cleaned, terminal_of
+from hpc_elastic._util import cleaned_lines, terminal_of
 
 _FILE_WIDTH = 160
 
@@ -32,8 +32,7 @@ class CleanConsole(Console):
             if segment.control or text == "\n" or text.isprintable():
                 yield segment
             else:
-                lines = (cleaned(part, colours=False) for part in text.split("\n"))
-                yield Segment("\n".join(lines), segment.style)
+                yield Segment(cleaned_lines(text, colours=False), segment.style)
 
 
 def console(*, stderr: bool = False) -> Console:

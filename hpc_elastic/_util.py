@@ -225,8 +225,8 @@ def readable(*files: int | HasFileno, timeout_s: float | None = None) -> list[in
 
 
 _ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
-    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # strings: the window's title, links
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)"  # strings: the title, links
     r"|\x1b[ -/]*[0-~]"
     r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
     r"|[\u2028-\u202e\u2066-\u2069]"  # ends of lines, and changes of the direction of text
@@ -251,6 +251,11 @@ def cleaned(text: str, *, colours: bool) -> str:
     return found + "\x1b[0m" if "\x1b" in found else found
 
 
+def cleaned_lines(text: str, *, colours: bool) -> str:
+    """Return a text of several lines, each `cleaned` (pure)."""
+    return "\n".join(cleaned(line, colours=colours) for line in text.split("\n"))
+
+
 class CleanedStream:
     """A text stream that removes control characters, except tabs and ends of lines.
 
@@ -268,8 +273,7 @@ class CleanedStream:
 
     def write(self, text: str) -> int:
         """Write without control characters; return the number of characters taken."""
-        colours = self.stream.isatty()
-        self.stream.write("\n".join(cleaned(line, colours=colours) for line in text.split("\n")))
+        self.stream.write(cleaned_lines(text, colours=self.stream.isatty()))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

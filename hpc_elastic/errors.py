@@ -41,9 +41,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from hpc_elastic._util import cleaned_lines
+
 
 class HpcElasticError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error raised on purpose by this package.
+
+    Its text may quote what a worker or a stranger has written to a run's files; since Python shows
+    it on a terminal, it has no control characters.
+    """
+
+    def __str__(self) -> str:
+        return cleaned_lines(super().__str__(), colours=False)
 
 
 class ConfigError(HpcElasticError, ValueError):

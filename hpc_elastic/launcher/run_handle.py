@@ -200,7 +200,9 @@ class RunHandle:
         names = dict.fromkeys(n for task in self.tasks for n in (task, queue_name(task)))
         files = (folder / f"{name}.log" for name in names)
         written = [(file, text) for file in files if (text := read_tail(file))]
-        shown = [line for file, text in written[:num_files] for line in (f"--- {file}", text)]
+        shown = [
+            line for file, text in written[:num_files] for line in (f"--- {file}", _quoted(text))
+        ]
         return shown or [f"no task has written anything to {folder}"]
 
     def _read_status(self) -> dict[str, Any] | None:
@@ -253,12 +255,17 @@ def read_tail(path: Path, *, at_most_bytes: int = 32_768) -> str:
 def _in_full(first: Mapping[str, Any]) -> str:
     lines = [f"first failure: {_place(first)}: {_cause(first)}"]
     if first.get("traceback"):
-        lines.append(str(first["traceback"]).rstrip())
+        lines.append(_quoted(str(first["traceback"]).rstrip()))
     elif first.get("message") != _cause(first) and (first.get("exception") or first.get("message")):
-        lines.append(f"{first.get('exception') or 'error'}: {first.get('message') or ''}")
+        lines.append(_quoted(f"{first.get('exception') or 'error'}: {first.get('message') or ''}"))
     if first.get("remedy"):
         lines.append(str(first["remedy"]))
     return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """Return a text of the training's own so that it is not taken for ours."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 def _place(failed: Mapping[str, Any]) -> str:

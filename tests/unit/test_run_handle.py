@@ -42,13 +42,25 @@ def test_a_failed_run_shows_the_first_failure_in_full(run):
     assert str(outcome.error).splitlines() == [
         f"the run failed: {run.dir}",
         "first failure: host node3, rank 3, local rank 1, task 7_3: exit code 1",
-        "Traceback (most recent call last):",
-        "ValueError: no loss",
+        "    Traceback (most recent call last):",
+        "    ValueError: no loss",
         "  host node1, rank 1, local rank 0, task 7_1: ended by SIGTERM (died afterwards)",
         f"logs: {run.dir / 'tasks'}",
         f"      {run.submission / 'logs'}",
     ]
     assert (outcome.error.failure, outcome.error.secondary_failures) == (FAILURE, [VICTIM])
+
+
+def test_a_worker_can_write_no_line_of_ours(run):
+    """Nor anything that a terminal obeys: whoever shows the error need not clean it."""
+    text = "Traceback\x1b]0;owned\x07\x1b[2J\x9b2K\r\u202e\nthe run succeeded"
+    write(run, status="failed", failure={**FAILURE, "traceback": text, "host": "n\x1b[1A"})
+    outcome = run.read_outcome()
+    assert outcome and str(outcome.error).splitlines()[1:4] == [
+        "first failure: host n, rank 3, local rank 1, task 7_3: exit code 1",
+        "    Traceback",
+        "    the run succeeded",
+    ]
 
 
 def test_a_failure_of_a_later_attempt_is_not_one_that_died_afterwards(run):

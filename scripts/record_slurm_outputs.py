@@ -173,7 +173,7 @@ def _wait_until_empty(recorder: Recorder) -> None:
 def _qos(recorder: Recorder) -> None:
     """Record a standby QOS that a user may name."""
     for line in (
-        "add qos standby set Flags=NoReserve PreemptMode=requeue GraceTime=60",
+        "add qos standby set Flags=NoReserve PreemptMode=requeue GraceTime=60 MaxWall=30",
         "modify qos normal set Preempt=standby",
         "add account science description=science organization=here",
         "add user hxsuser account=science",

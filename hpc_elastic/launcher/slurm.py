@@ -325,7 +325,12 @@ def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSett
     for qos in site.qos:
         if launcher.qos in (None, qos.name) and all(p.allows(qos.name) for p in chosen):
             what = f"tasks start in gaps of any length with QOS {qos.name}, which is preemptible"
-            return replace(launcher, qos=qos.name, time_min=None, harvest="off"), what
+            own = replace(launcher, qos=qos.name, time_min=None, harvest="off")
+            longest = qos.max_time_s
+            if launcher.time and longest and (time_limit_s(launcher.time) or math.inf) > longest:
+                own = replace(own, time=f"{longest // 60:.0f}")
+                what += f", for {duration(longest)} at most (its MaxWall)"
+            return own, what
     if not parsing.has_backfill(site.config):
         what = f"no effect, {site.config['SchedulerType']} starts no task in a gap"
         return replace(launcher, harvest="off"), what
@@ -365,7 +370,13 @@ def choose_harvest(
         own: list[Any] = [chosen(share) for _, share in request.settings.shares]  # type: ignore[arg-type]
         if launcher.pools:
             pools = [
-                replace(pool, qos=terms.qos, time_min=terms.time_min, harvest=terms.harvest)
+                replace(
+                    pool,
+                    qos=terms.qos,
+                    time=terms.time,
+                    time_min=terms.time_min,
+                    harvest=terms.harvest,
+                )
                 for pool, terms in zip(launcher.pools, own, strict=True)
             ]
             launcher = replace(launcher, pools=pools, time_min=None)  # each pool has its own

@@ -49,7 +49,7 @@ QUEUE_FIELDS = (
 )
 QUEUE_FORMAT = ",".join(f"{name}:0|" for name in QUEUE_FIELDS)
 """For squeue -O: the jobs of all users, as far as the user may see them."""
-QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt"
+QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt,maxwall"
 """For sacctmgr -n -P show qos."""
 
 _NO_ARRAY = "N/A"
@@ -251,6 +251,7 @@ class Qos:
         preempt_mode: Such as ``requeue``; ``cluster`` is PreemptMode of slurm.conf.
         grace_s: Seconds between a preemption's SIGTERM and the end.
         preempts: Names of the QOS whose jobs its own may preempt.
+        max_time_s: Longest time limit of its jobs, seconds; None: without limit.
     """
 
     name: str
@@ -258,6 +259,7 @@ class Qos:
     preempt_mode: str = "cluster"
     grace_s: float = 0.0
     preempts: frozenset[str] = frozenset()
+    max_time_s: float | None = None
 
     def mode(self, config: Mapping[str, str]) -> str:
         """Return what becomes of its preempted jobs, such as ``REQUEUE``, by the configuration."""
@@ -697,8 +699,15 @@ def parse_qos(output: str) -> list[Qos]:
     """Return the QOS in what ``sacctmgr -n -P show qos format=QOS_FORMAT`` printed."""
     rows = [line.split("|") for line in output.splitlines()]
     return [
-        Qos(name, _names(flags), mode or "cluster", parse_time_left(grace) or 0.0, _names(preempts))
-        for name, flags, mode, grace, preempts in (row for row in rows if len(row) == 5)
+        Qos(
+            name,
+            _names(flags),
+            mode or "cluster",
+            parse_time_left(grace) or 0.0,
+            _names(preempts),
+            parse_time_left(longest),
+        )
+        for name, flags, mode, grace, preempts, longest in (row for row in rows if len(row) == 6)
     ]
 
 

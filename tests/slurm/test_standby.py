@@ -27,7 +27,7 @@ CONFIG = SandboxConfig(
 SETUP = (
     "add account science description=science organization=here",
     "add user hxsuser account=science",
-    "add qos standby set Flags=NoReserve PreemptMode=requeue GraceTime=20 Priority=0",
+    "add qos standby set Flags=NoReserve PreemptMode=requeue GraceTime=20 Priority=0 MaxWall=240",
     "modify qos normal set Preempt=standby Priority=100",
     "modify user hxsuser set qos=normal,standby",
 )
@@ -48,14 +48,14 @@ def user(slurm):
 
 
 def test_a_run_has_the_gap_before_a_planned_job(user: Cluster):
-    """With all of its time limit, until a job preempts it; then it is back and loses nothing."""
+    """With the longest limit of the QOS, until a job preempts it; it is back and loses nothing."""
     sleeps = ["sbatch", "--parsable", "--exclusive", "-o/dev/null", "--wrap", "sleep 600"]
     before = user.run([*sleeps, "-N2", "-t", "60"]).stdout.strip()
     after = user.run([*sleeps, "-N3", "-t", "120"]).stdout.strip()
     start = ["squeue", "-h", "-j", after, "-o", "%S"]
     eventually(lambda: "20" in user.run(start).stdout, "a job is planned on all nodes")
 
-    terms = ("nodes=1:2", "launcher.time=240", "launcher.harvest=auto")
+    terms = ("nodes=1:2", "launcher.time=480", "launcher.harvest=auto")
     s = user.sweep("harvest", *terms, *SLOWLY)
     eventually(lambda: s.group_sizes()[-1:] == [1], "it trains in the gap of an hour")
     task = s.events("round")[-1]["members"][0]["task"]

@@ -317,9 +317,10 @@ def test_a_test_of_a_submission_adds_the_mean_wait_of_all_jobs(release, client):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_standby_qos_is_read(release):
-    """Its flags, how and by which it is preempted, and that the user may name it."""
+    """Its flags, how and by which it is preempted, its limit, and that the user may name it."""
     found = {qos.name: qos for qos in parsing.parse_qos(answer(release, "sacctmgr-qos")[1])}
-    standby = parsing.Qos("standby", frozenset({"NoReserve"}), "requeue", 60.0)
+    standby = parsing.Qos("standby", frozenset({"NoReserve"}), "requeue", 60.0, max_time_s=1800)
     assert found["standby"] == standby and found["normal"].preempts == {"standby"}
+    assert found["normal"].max_time_s is None
     offered = parsing.parse_offered_qos(answer(release, "sacctmgr-assoc")[1])
     assert offered == {"normal", "standby"}

@@ -273,6 +273,17 @@ def test_harvest_takes_the_standby_qos_of_the_site(capsys):
     assert harvested(Offers(), qos="standby", time_min="9").time_min is None
 
 
+@pytest.mark.parametrize("pools", [None, [PoolSettings(nodes=4, harvest="auto")]])
+def test_tasks_of_a_standby_qos_are_not_longer_than_it_permits(pools, capsys):
+    """Slurm would accept them and never start them (QOSMaxWallDurationPerJobLimit)."""
+    offers = Offers(qos=(replace(STANDBY, max_time_s=1800.0), NORMAL))
+    (share,) = shares(harvested(offers, pools=pools))
+    assert (share.qos, share.time) == ("standby", "30")
+    assert "for 30 min at most (its MaxWall)" in capsys.readouterr().err
+    (share,) = shares(harvested(offers, pools=pools, time="20"))
+    assert (share.qos, share.time) == ("standby", "20")
+
+
 @pytest.mark.parametrize(
     ("offers", "settings"),
     [

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How much sooner is a training done on a full cluster if it takes the nodes that are left over?
 
-    as root: python benchmarks/full_cluster.py --minutes 45
+    as root: python benchmarks/full_cluster.py
 
 Sixteen nodes of a Slurm sandbox under backfill, on which an hour of a real cluster is a minute: the
 same jobs of all shapes are submitted for each contestant (`full_cluster/background.py`), each on a
@@ -41,16 +41,19 @@ LOADS = (0.7, 0.9)
 WORK_NODE_S = 1800.0
 PASS_S = 10.0
 OURS, NOBODY = "hpc_elastic, 1 to 16 nodes", "nobody"
-SOONER, USED, RIGHT = 3.0, 90.0, 80.0
+SOONER, USED, RIGHT, LOST = 3.0, 90.0, 80.0, 1.0
 ABOUT = About(
     title="A full cluster",
-    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, 45 minutes in which other "
+    measured="Sixteen nodes of the Slurm sandbox, backfill every 10 s, an hour in which other "
     "jobs of 1 to 16 nodes and 1 to 20 minutes ask for 70 % and 90 % of the nodes' "
     "time; 20 minutes of the whole cluster's work are in the queue from the begin on. "
     "Each contestant has a sandbox and a copy of these jobs of its own, all at the same "
     "time. The training is half an hour of one node's time. Done: from its submission "
     "to its end. Others wait: the mean wait of the other jobs; one that has not started "
-    "has waited until the end.",
+    "has waited until the end. Lost at slot ends: the time of a node between its last step and "
+    "the end of its slot, and the pause of the nodes that stay, of the node-seconds used. Each "
+    "idle node: had the training had each node that was idle when nobody trained, at once and "
+    "for nothing.",
     does_not_show=(
         "A cluster: the nodes share two cores, so a start costs several times what it costs on "
         "nodes of their own, and here an hour of a real cluster is a minute: starts are 60 times "
@@ -70,20 +73,28 @@ CONTESTANTS = {
 }
 
 
-def config(name: str) -> SandboxConfig:
-    """Return the settings of a sandbox."""
-    every = f"SchedulerParameters=batch_sched_delay=0,bf_interval={PASS_S:.0f},sched_interval=5"
-    return SandboxConfig(name=name, nodes=NUM_NODES, gpus_per_node=0, extra_lines=(every,))
+def config(name: str, ended: Path) -> SandboxConfig:
+    """Return the settings of a sandbox, which notes the jobs that have ended in a file."""
+    lines = (
+        f"SchedulerParameters=batch_sched_delay=0,bf_interval={PASS_S:.0f},sched_interval=5",
+        "JobCompType=jobcomp/filetxt",
+        f"JobCompLoc={ended}",
+    )
+    return SandboxConfig(name=name, nodes=NUM_NODES, gpus_per_node=0, extra_lines=lines)
 
 
 def replay(
-    contestant: Contestant, jobs: Sequence[OtherJob], sandbox: SlurmSandbox, minutes: float
+    contestant: Contestant,
+    jobs: Sequence[OtherJob],
+    sandbox: SlurmSandbox,
+    ended: Path,
+    minutes: float,
 ) -> Replay:
     """Play the other jobs on a sandbox, and train."""
     seen = Replay(contestant.label)
     with tempfile.TemporaryDirectory(prefix="full-cluster-") as folder:
         Path(folder, "plan.json").write_text(json.dumps({"work": WORK_NODE_S}))
-        player = Player(sandbox, jobs, Path(folder), seen)
+        player = Player(sandbox, jobs, Path(folder), ended, seen)
         player.play(contestant.submit, 60 * minutes / 6, 60 * minutes)
     return seen
 
@@ -97,12 +108,17 @@ def rows(
     for seen in replays:
         wait = Figure(account.mean_wait_s(seen, length_s, submitted))
         if seen.contestant == NOBODY:
-            found.append((NOBODY, "", "", "", wait))
+            soonest = account.soonest_s(seen, NUM_NODES, WORK_NODE_S)
+            found.append((NOBODY, "", "", "", "", wait))
+            found.append(
+                ("each idle node", "" if soonest is None else Figure(soonest), "", "", "", wait)
+            )
             continue
         took = account.took_s(seen)
         done = f"above {length_s - seen.submitted_s:.0f}" if took is None else Figure(took)
         used, share = account.used_node_s(seen), account.trained_share(seen)
-        found.append((seen.contestant, done, Figure(used), Figure(100 * share), wait))
+        lost = Figure(100 * account.lost_at_slot_ends(seen))
+        found.append((seen.contestant, done, Figure(used), Figure(100 * share), lost, wait))
     return found
 
 
@@ -121,6 +137,8 @@ def targets(load: float, replays: Sequence[Replay]) -> list[Target]:
     if used is not None:
         what = f"{where}: share of idle spans of 5 minutes and more that is used"
         found.append(Target(what, USED, 100 * used, "%", True))
+    what = f"{where}: node time that is lost at slot ends"
+    found.append(Target(what, LOST, 100 * account.lost_at_slot_ends(mine), "%"))
     right, total = account.forecasts_right(mine, 2 * PASS_S)
     if total:
         what = f"{where}: expected starts that are right within two passes, of {total}"
@@ -131,7 +149,7 @@ def targets(load: float, replays: Sequence[Replay]) -> list[Target]:
 def main() -> None:
     """Measure, then print the table and the verdict."""
     parser = options(__doc__)
-    parser.add_argument("--minutes", type=float, default=45.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(
         "--loads", type=lambda text: tuple(map(float, text.split(","))), default=LOADS
     )
@@ -144,7 +162,8 @@ def main() -> None:
     tables, met = list[Table](), list[Target]()
     columns = (
         Column(""), Column("done, s", ".0f"), Column("node-seconds used", ".0f"),
-        Column("of these trained, %", ".1f"), Column("others wait, s", ".0f"),
+        Column("of these trained, %", ".1f"), Column("lost at slot ends, %", ".2f"),
+        Column("others wait, s", ".0f"),
     )  # fmt: skip
     plays = [(load, contestant) for load in given.loads for contestant in chosen]
     jobs = {
@@ -152,12 +171,13 @@ def main() -> None:
     }
     with contextlib.ExitStack() as stack:
         # first in, last out: the sandboxes end after the replays
-        names = [f"full{number}" for number in range(len(plays))]
-        sandboxes = [stack.enter_context(sandbox_of(config(name))) for name in names]
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="full-cluster-"))
+        ended = [Path(folder, f"full{number}") for number in range(len(plays))]
+        sandboxes = [stack.enter_context(sandbox_of(config(file.name, file))) for file in ended]
         pool = stack.enter_context(ThreadPoolExecutor(len(plays)))
         played = [
-            pool.submit(replay, contestant, jobs[load], sandbox, given.minutes)
-            for (load, contestant), sandbox in zip(plays, sandboxes, strict=True)
+            pool.submit(replay, contestant, jobs[load], sandbox, file, given.minutes)
+            for (load, contestant), sandbox, file in zip(plays, sandboxes, ended, strict=True)
         ]
         wait(played)
     if given.samples:

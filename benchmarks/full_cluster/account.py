@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from full_cluster.replay import Replay
+from full_cluster.work import STEP_S
 
 LONG_S = 300.0
 """Idle spans that are to be used."""
@@ -27,6 +29,38 @@ def trained_share(seen: Replay) -> float:
     done = seen.trail[-1][2] if seen.trail else 0.0
     used = used_node_s(seen)
     return done / used if used else 0.0
+
+
+def lost_at_slot_ends(seen: Replay) -> float:
+    """Return the part of the held node-seconds that ends of slots before the training's end cost.
+
+    These are the time between the last step of a node and the end of its slot, and the pause of
+    those that stay.
+    """
+    end_s = math.inf if seen.complete_s is None else seen.complete_s
+    lost = sum(
+        max(0.0, end - (begin if last is None else last))
+        for _, begin, last, end in seen.slots
+        if end < end_s
+    )
+    lost += sum(
+        max(0.0, b[0] - a[0] - STEP_S) * b[1] for a, b in pairwise(seen.trail) if b[1] < a[1]
+    )
+    used = used_node_s(seen)
+    return lost / used if used else 0.0
+
+
+def soonest_s(nobody: Replay, num_nodes: int, work_node_s: float) -> float | None:
+    """Return when a training would be done that has each node that nobody else has, for nothing.
+
+    It delays no other job. None if there were not enough of them.
+    """
+    had = 0.0
+    for (at, others, _), (until, _, _) in pairwise(nobody.occupied):
+        had += (num_nodes - others) * max(0.0, until - max(at, nobody.submitted_s))
+        if had >= work_node_s:
+            return until - nobody.submitted_s
+    return None
 
 
 def mean_wait_s(seen: Replay, length_s: float, submitted: Sequence[float]) -> float:

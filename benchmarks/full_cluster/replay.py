@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class Replay:
         holders: Node -> changes of who has it: moment, and ``other``, ``training`` or nothing.
         waits: Other job -> seconds for which it has waited; None if it has not started.
         trail: Moment, number of workers and node-seconds done of each step.
+        slots: Node, begin, last step and end of each time that the training had a node of a job
+            which has ended; the last step is None if it made none.
         forecasts: Moment, expected start of the next node, and when one started.
     """
 
@@ -45,6 +48,7 @@ class Replay:
     holders: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
     waits: list[float | None] = field(default_factory=list)
     trail: list[tuple[float, int, float]] = field(default_factory=list)
+    slots: list[tuple[str, float, float | None, float]] = field(default_factory=list)
     forecasts: list[tuple[float, float]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
 
@@ -60,13 +64,20 @@ class Player:
         sandbox: Where; nothing else runs there.
         jobs: The other jobs.
         folder: Of the training.
+        ended: File in which slurmctld notes each job that has ended (``JobCompLoc``).
         seen: What is seen is put here.
     """
 
     def __init__(
-        self, sandbox: SlurmSandbox, jobs: Sequence[OtherJob], folder: Path, seen: Replay
+        self,
+        sandbox: SlurmSandbox,
+        jobs: Sequence[OtherJob],
+        folder: Path,
+        ended: Path,
+        seen: Replay,
     ) -> None:
         self.sandbox, self.jobs, self.folder, self.seen = sandbox, jobs, folder, seen
+        self._ended = ended
         ours = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
         self.env = {
             **os.environ, **sandbox.env, "SLURM_TIME_FORMAT": "%s", "PYTHONPATH": ours,
@@ -192,6 +203,24 @@ class Player:
         complete = self.folder / "complete"
         if complete.exists():
             self.seen.complete_s = float(complete.read_text()) - self._begin
+        self._note_slots()
+
+    def _note_slots(self) -> None:
+        steps = {
+            path.name: [float(line) - self._begin for line in path.read_text().splitlines()]
+            for path in self.folder.glob("steps/*")
+        }
+        for line in self._ended.read_text().splitlines() if self._ended.exists() else ():
+            job = dict(word.split("=", 1) for word in line.split() if "=" in word)
+            if job["Name"] == _OTHER or "(" in job["NodeList"]:
+                continue
+            begin, end = (
+                datetime.fromisoformat(job[key]).timestamp() - self._begin
+                for key in ("StartTime", "EndTime")
+            )
+            for node in expand(job["NodeList"]):
+                made = [at for at in steps.get(node, ()) if begin <= at <= end + 1]
+                self.seen.slots.append((node, begin, max(made, default=None), end))
 
 
 # ---- contestants

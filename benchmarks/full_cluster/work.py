@@ -1,7 +1,8 @@
 """The training of all contestants: node time that is to be spent, without torch.
 
 A step is a sleep, and makes as much progress as there are workers. The first rank keeps the
-progress in a file, and appends each step to a trail.
+progress in a file, and appends each step to a trail. Each rank notes the moments of its steps in a
+file of its node.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Training:
         found = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "done": 0.0}
         self.step: int = found["step"]
         self.done: float = found["done"]
+        self._steps = folder / "steps" / os.environ["SLURMD_NODENAME"]
+        self._steps.parent.mkdir(exist_ok=True)
 
     @property
     def is_complete(self) -> bool:
@@ -42,6 +45,8 @@ class Training:
         time.sleep(STEP_S)
         self.step += 1
         self.done += STEP_S * self._world
+        with self._steps.open("a") as steps:
+            steps.write(f"{time.time():.2f}\n")
         if self._is_first:
             with (self._folder / "trail").open("a") as trail:
                 trail.write(f"{time.time():.2f} {self._world} {self.done}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -21,6 +22,8 @@ from hpc_elastic._console import console
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, RunTask, read_details
+from hpc_elastic.cli.when import next_gap
+from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launcher.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
 from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.run.directory import RunSpec
@@ -42,7 +45,8 @@ What it shows:
   step        the last step, as the script reports it, or of the optimizer
   pace        over the last five minutes of the present group, and the expected end
   nodes       in the group now, and over time as a line of blocks
-  next node   when Slurm expects to start the next waiting task; or why that is unknown
+  next node   when Slurm expects to start the next waiting task, or a gap begins in which one with
+              launcher.time_min fits; or why that is unknown
   slow        ranks whose own part of a step takes over 1.3 times that of the median
   so far      restarts that failures of workers have spent, and how nodes have left
   goodput     the share of new training steps in the time of all nodes
@@ -96,7 +100,7 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     query = CachedQuery()
 
     def read() -> RunDetails:
-        return query.observe(read_details(run, query))
+        return query.with_next_gap(query.observe(read_details(run, query)))
 
     details = read()
     if watch:
@@ -117,6 +121,8 @@ class CachedQuery:
         self._answer: QueueSnapshot | None = None
         self._group: object = None
         self._changed_at = 0.0
+        self._gap_asked_at = -math.inf
+        self._gap_at: float | None = None
 
     def __call__(self, specs: Sequence[RunSpec]) -> QueueSnapshot:
         """Return the tasks of these runs as of the last query."""
@@ -136,6 +142,20 @@ class CachedQuery:
         if group != self._group:
             self._group, self._changed_at = group, time.monotonic()
         return details
+
+    def with_next_gap(self, details: RunDetails) -> RunDetails:
+        """Return the details with the next gap for a waiting task, if it is before Slurm's plan."""
+        view = details.view
+        expected, spec = details.next_node, view.spec
+        if expected is None or expected.at is None or spec is None:
+            return details
+        if time.monotonic() - self._gap_asked_at >= _SETTLED_QUERY_INTERVAL_S:
+            self._gap_asked_at, self._gap_at = time.monotonic(), None
+            with contextlib.suppress(HpcElasticError, OSError, ValueError):  # Slurm's plan remains
+                self._gap_at = next_gap(view.run, spec)
+        if self._gap_at is None or self._gap_at >= expected.at:
+            return details
+        return replace(details, next_node=replace(expected, at=max(view.now, self._gap_at)))
 
 
 def _watch(

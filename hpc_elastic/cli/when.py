@@ -25,6 +25,7 @@ from hpc_elastic.slurm.forecast import FAR_S, NO_RESERVE_S, SAME_S, Outlook, Sha
 
 if TYPE_CHECKING:
     from hpc_elastic.config.schema import RunSettings, SlurmSettings
+    from hpc_elastic.run.directory import RunDir, RunSpec
     from hpc_elastic.slurm.client import SiteClient
     from hpc_elastic.slurm.parsing import Partition
 
@@ -67,7 +68,7 @@ def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
 
     Nothing is submitted, and no run directory is written. The forecast is made of what every user
     may read: the states of nodes, the ends and planned starts of jobs, and `sbatch --test-only`.
-    At most eleven of Slurm's commands are called, and three for each further pool.
+    At most twelve of Slurm's commands are called, and three for each further pool.
 
     Of a sweep, the first run counts. If SCRIPT fails, this command returns its exit code.
     """
@@ -215,6 +216,48 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     shapes = [own, *shorter]
     best = outlooks.soonest(shapes, settings.nodes, coallocated=is_coallocated(settings))
     return RunForecast(now, settings, names, own.limit_s, found, shapes, best, tuple(notes))
+
+
+def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> float | None:
+    """Return when the next gap begins in which a task with a fitted time limit starts.
+
+    Slurm's plan for a waiting task is for the limit that the task has at present, and its run will
+    set the limit that fits (`slurm.time_slots`).
+
+    Args:
+        run: A run that was submitted to Slurm.
+        spec: Its description.
+        client: Runs Slurm's commands: four at most, one more for each further pool.
+
+    Returns:
+        Unix seconds; None if unknown, or if the limits of all its tasks are fixed.
+
+    Raises:
+        SlurmCommandError: Slurm does not answer.
+        ConfigError: The run's settings are not valid.
+        OSError, ValueError: The run's files cannot be read.
+    """
+    from hpc_elastic.config.resolve import resolve
+    from hpc_elastic.shared_files import read_json
+    from hpc_elastic.slurm.client import SiteClient
+    from hpc_elastic.slurm.requeue import jobs_of
+
+    launchers: list[Any] = [own for _, own in resolve(read_json(run.settings) or {}).shares]
+    fitted = [own for own in launchers if own.time_min is not None and not own.constraint]
+    if not fitted:
+        return None
+    client = client or SiteClient(env=dict(os.environ))
+    partitions = client.all_partitions()
+    jobs = outlooks.ahead_of(client.queue(), filter(None, jobs_of(spec)))
+    now, starts = time.time(), list[float]()
+    for own in fitted:
+        chosen = parsing.selected(partitions, own.partition)
+        states = client.each_node(",".join(p.name for p in chosen) or own.partition)
+        found = outlooks.outlook(_allowed(states, own), jobs, now)
+        limit_s, (gap_s, _) = _limit_s(own, chosen), _gap(own, client)
+        windows = TaskTerms(limit_s, gap_s).windows(found, limit_s).values()
+        starts += [begin for (begin, _), *_ in windows]
+    return min(starts, default=None)
 
 
 def _gap(launcher: SlurmSettings, client: SiteClient) -> tuple[float | None, str | None]:

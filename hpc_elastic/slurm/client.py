@@ -167,18 +167,20 @@ class SlurmClient:
         states = self.each_node(partition).items()
         return [node for node, state in states if state in ("idle", "planned")]
 
-    def node_claims(self) -> list[parsing.NodeClaim]:
-        """Return the jobs that wait, with the scheduler's plans for them, and the reservations.
+    def queue(self, *, only_waiting: bool = False) -> list[parsing.QueuedJob]:
+        """Return the jobs of all users and partitions, and the reservations.
 
         What the site hides from the user is missing.
+
+        Args:
+            only_waiting: Leave out the jobs that have nodes.
         """
-        waiting = self._run(["squeue", "-h", "-a", "-t", "PENDING", "-O", parsing.PLANNED_FORMAT])
+        states = ["-t", "PENDING"] if only_waiting else []
+        argv = ["squeue", "-h", "-a", *states, "-O", parsing.QUEUE_FORMAT]
+        jobs = self._run(argv)
         reserved = self._run(["scontrol", "-a", "-o", "show", "reservation"])
-        now = time.time()
-        argv = ["squeue", "-O", parsing.PLANNED_FORMAT]
         try:
-            planned = parsing.parse_planned(waiting, now)
-            return planned + parsing.parse_reservations(reserved, now)
+            return parsing.parse_queue(jobs) + parsing.parse_reservations(reserved)
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
 
@@ -505,15 +507,6 @@ class SiteClient(SlurmClient):
     def accounting_answers(self) -> None:
         """Call sacct for no jobs; it fails where there is no accounting."""
         self._run(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
-
-    def queue(self) -> list[parsing.QueuedJob]:
-        """Return the jobs of all users and partitions, as far as this user may see them."""
-        argv = ["squeue", "-h", "-a", "-O", parsing.QUEUE_FORMAT]
-        output = self._run(argv)
-        try:
-            return parsing.parse_queue(output)
-        except ValueError as e:
-            raise SlurmCommandError(argv, 0, str(e)) from e
 
     def preemption(self, partition: str | None, qos: str | None = None) -> parsing.Preemption:
         """Return how a task in these partitions is preempted (login node).

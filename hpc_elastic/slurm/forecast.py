@@ -118,6 +118,26 @@ class Outlook:
         return sum(not node.is_busy and node.gaps is None for node in self.nodes.values())
 
 
+def ahead_of(jobs: Iterable[QueuedJob], own: Iterable[str]) -> list[QueuedJob]:
+    """Return the jobs that a run's tasks may not delay: what is planned for these ends a gap.
+
+    Jobs behind all of the run's in the same queue are left out, since backfill plans them around a
+    task that starts now, and so are the run's own.
+
+    Args:
+        jobs: The jobs that squeue lists, and the reservations.
+        own: Ids of the run's jobs.
+    """
+    jobs, own = list(jobs), set(own)
+    mine = [job for job in jobs if job.job in own and job.waits]
+    return [
+        job
+        for job in jobs
+        if job.job not in own
+        and not (job.waits and mine and all(job.is_behind(each) for each in mine))
+    ]
+
+
 def outlook(
     states: Mapping[str, str],
     jobs: Iterable[QueuedJob],
@@ -130,7 +150,8 @@ def outlook(
 
     Args:
         states: State of each node in sinfo's words, marks included.
-        jobs: The jobs that squeue lists, of all partitions: those of others use the same nodes.
+        jobs: The jobs that squeue lists, of all partitions: those of others use the same nodes;
+            and the reservations.
         now: Unix seconds.
         partitions: The wanted partitions, for the waiting jobs.
         are_jobs_hidden: Whether the site hides the jobs of other users, so that a node with a

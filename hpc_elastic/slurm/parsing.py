@@ -41,12 +41,12 @@ SCRIPTS_FORMAT = "%o"
 JOBS_FORMAT = "ArrayJobID:0|,Command:0|,WorkDir:0|,Name:0|"
 """For squeue -O: what identifies a job; the name comes last, for it is free text."""
 
-PLANNED_FORMAT = "ArrayJobID:0|,Partition:0|,PriorityLong:0|,StartTime:0|,SchedNodes:0"
-"""For squeue -O: the plans of the scheduler for jobs that wait."""
 QUEUE_FIELDS = (
     *("State", "NodeList", "SchedNodes", "StartTime", "EndTime", "TimeLimit", "NumNodes"),
-    *("ArrayTaskID", "Partition", "Reason"),
+    *("ArrayTaskID", "ArrayJobID", "PriorityLong", "Partition", "Reason"),
 )
+RESERVED = "RESERVED"
+"""The state of a reservation in the queue."""
 QUEUE_FORMAT = ",".join(f"{name}:0|" for name in QUEUE_FIELDS)
 """For squeue -O: the jobs of all users, as far as the user may see them."""
 QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt,maxwall"
@@ -170,30 +170,6 @@ class NodeRecord:
 
 
 @dataclass(frozen=True)
-class NodeClaim:
-    """Nodes that are needed from some moment on: by a job that waits, or for a reservation.
-
-    Attributes:
-        nodes: The nodes; none for a job that waits without a plan.
-        starts_in_s: Seconds until then, by this machine's clock; infinite if unknown.
-        job: The job id, of the array if it is one; empty for a reservation.
-        partition: The job's, as given to sbatch.
-        priority: The job's.
-    """
-
-    nodes: tuple[str, ...]
-    starts_in_s: float
-    job: str = ""
-    partition: str = ""
-    priority: int = 0
-
-    def is_behind(self, other: NodeClaim) -> bool:
-        """Return whether this is a job that the scheduler tries after another one."""
-        is_same_queue = bool(self.job) and self.partition == other.partition
-        return is_same_queue and self.priority < other.priority
-
-
-@dataclass(frozen=True)
 class NodeKind:
     """What nodes of one kind have.
 
@@ -210,10 +186,10 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job of any user that has nodes or waits, as squeue lists it.
+    """A job of any user that has nodes or waits, as squeue lists it; or a reservation.
 
     Attributes:
-        state: Slurm's word.
+        state: Slurm's word; `RESERVED` for a reservation.
         nodes: The nodes that it has; while it waits, those that backfill has planned for it.
         starts_at: While it waits, its planned or earliest start in Unix seconds; None if it has
             none.
@@ -223,6 +199,8 @@ class QueuedJob:
         num_tasks: Number of waiting elements of an array in this line, each with `num_nodes`.
         partitions: Where it runs, or may run.
         reason: Why it waits; empty for Slurm's None.
+        job: The job id, of the array if it is one; empty for a reservation.
+        priority: The scheduler tries jobs of a higher one first.
     """
 
     state: str
@@ -234,11 +212,18 @@ class QueuedJob:
     num_tasks: int = 1
     partitions: tuple[str, ...] = ()
     reason: str = ""
+    job: str = ""
+    priority: int = 0
 
     @property
     def waits(self) -> bool:
         """Whether it has no nodes yet."""
-        return self.state == "PENDING"
+        return self.state in ("PENDING", RESERVED)
+
+    def is_behind(self, other: QueuedJob) -> bool:
+        """Return whether this is a job that the scheduler tries after another one."""
+        is_same_queue = bool(self.job) and self.partitions == other.partitions
+        return is_same_queue and self.priority < other.priority
 
 
 @dataclass(frozen=True)
@@ -393,18 +378,15 @@ def parse_records(output: str) -> list[JobRecord]:
     return records
 
 
-def parse_reservations(output: str, now: float) -> list[NodeClaim]:
-    """Return what is reserved, by what ``scontrol -o show reservation`` printed.
-
-    Args:
-        output: What scontrol printed.
-        now: Seconds since the epoch.
-    """
-    return [
-        NodeClaim(tuple(nodelist.expand(nodes)), _whole_minutes(row.get("StartTime", "")) - now)
-        for row in _rows_with("ReservationName", output)
-        if not is_nothing(nodes := row.get("Nodes", ""))
-    ]
+def parse_reservations(output: str) -> list[QueuedJob]:
+    """Return what is reserved, by what ``scontrol -o show reservation`` printed."""
+    found: list[QueuedJob] = []
+    for row in _rows_with("ReservationName", output):
+        begin, end = (_date(row.get(name, "")) for name in ("StartTime", "EndTime"))
+        if not is_nothing(nodes := row.get("Nodes", "")) and begin is not None:
+            limit_s = None if end is None else end - begin
+            found.append(QueuedJob(RESERVED, tuple(nodelist.expand(nodes)), begin, limit_s=limit_s))
+    return found
 
 
 def parse_nodes(output: str) -> list[NodeRecord]:
@@ -546,15 +528,6 @@ def _date(text: str) -> float | None:
         return None
 
 
-def _whole_minutes(start: str) -> float:
-    """Return a date in seconds since the epoch, as backfill rounds it down; infinite if none.
-
-    It plans in steps of a minute (bf_resolution).
-    """
-    at = _date(start)
-    return math.inf if at is None else at // 60 * 60
-
-
 def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
 
@@ -593,28 +566,6 @@ def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     return tasks
 
 
-def parse_planned(output: str, now: float) -> list[NodeClaim]:
-    """Return the jobs in what ``squeue -h -t PENDING -O PLANNED_FORMAT`` printed.
-
-    Args:
-        output: What squeue printed.
-        now: Seconds since the epoch.
-    """
-    found: list[NodeClaim] = []
-    for line in output.splitlines():
-        job, partition, priority, start, nodes = (*map(str.strip, line.split("|")), *[""] * 5)[:5]
-        found.append(
-            NodeClaim(
-                () if is_nothing(nodes) else tuple(nodelist.expand(nodes)),
-                _whole_minutes(start) - now,
-                job,
-                partition,
-                parse_number(priority) or 0,
-            )
-        )
-    return found
-
-
 def parse_queue(output: str) -> list[QueuedJob]:
     """Return the jobs in what ``squeue -h -O QUEUE_FORMAT`` printed.
 
@@ -626,7 +577,8 @@ def parse_queue(output: str) -> list[QueuedJob]:
         fields = [part.strip() for part in line.split("|", len(QUEUE_FIELDS) - 1)]
         if len(fields) != len(QUEUE_FIELDS):
             raise ValueError(f"not a line of squeue in the format {QUEUE_FORMAT}: {line!r}")
-        state, has, planned, start, end, limit, num_nodes, indices, partitions, reason = fields
+        state, has, planned, start, end, limit, num_nodes, indices, *rest = fields
+        job, priority, partitions, reason = rest
         reason = reason.removesuffix("|")
         waits = state == "PENDING"
         nodes = planned if waits else has
@@ -642,6 +594,8 @@ def parse_queue(output: str) -> list[QueuedJob]:
                 len(nodelist.expand_indices(indices)[0]) if is_set else 1,
                 tuple(partitions.split(",")),
                 "" if is_nothing(reason) else reason,
+                job,
+                parse_number(priority) or 0,
             )
         )
     return jobs

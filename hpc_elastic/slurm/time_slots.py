@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.forecast import ahead_of
 from hpc_elastic.slurm.job_state import Phase, TaskState, queue_name
 from hpc_elastic.slurm.requeue import current_names, jobs_of
 
@@ -56,26 +57,23 @@ was updated, and backfill plans for this many of an array (bf_max_job_array_resv
 
 
 def hole_lengths(
-    idle: Iterable[str], claims: Iterable[parsing.NodeClaim], own: Iterable[str]
+    idle: Iterable[str], waiting: Iterable[parsing.QueuedJob], own: Iterable[str], now: float
 ) -> dict[str, float]:
     """Return the seconds until each idle node is needed by another job; infinite if never (pure).
 
+    Backfill plans in steps of a minute (bf_resolution), and rounds down.
+
     Args:
         idle: The idle nodes.
-        claims: What is planned on nodes: jobs that wait, and reservations.
-        own: Ids of the run's jobs. Jobs behind all of them in the same queue end no hole: backfill
-            plans them around a task that starts now.
+        waiting: The jobs that wait, with what is planned for them, and the reservations.
+        own: Ids of the run's jobs, which end no hole.
+        now: Unix seconds.
     """
-    claims, own = list(claims), set(own)
-    mine = [claim for claim in claims if claim.job in own]
     lengths = dict.fromkeys(idle, float("inf"))
-    for claim in claims:
-        is_behind = bool(mine) and all(claim.is_behind(each) for each in mine)
-        if claim.job in own or is_behind:
-            continue
-        for node in claim.nodes:
-            if node in lengths:
-                lengths[node] = min(lengths[node], claim.starts_in_s)
+    for job in ahead_of(waiting, own):
+        if job.starts_at is not None:
+            for node in lengths.keys() & set(job.nodes):
+                lengths[node] = min(lengths[node], job.starts_at // 60 * 60 - now)
     return lengths
 
 
@@ -211,7 +209,8 @@ class TimeSlots:
                     config = self._client.config()
                     self._fitter.pass_s = parsing.backfill_interval_s(config)
                     self._knows_pass = True
-                holes = hole_lengths(idle, self._client.node_claims() if idle else [], jobs)
+                queue = self._client.queue(only_waiting=True) if idle else []
+                holes = hole_lengths(idle, queue, jobs, time.time())
             tasks, looks = [state.task for state in waiting], is_watched and not self._is_ladder
             self._set(waiting, self._fitter.limits(tasks, holes, is_watched=looks))
             return True

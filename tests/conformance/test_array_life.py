@@ -313,7 +313,7 @@ def test_the_time_limit_of_a_task_that_waits_is_its_owners(backend):
     assert min(limits[index] for index in range(4)) > 28 * 60.0
     backend.client.postpone([f"{job}_5"], 600, time_limit_s=3600.0)
     assert backend.state(f"{job}_5").time_left_s == 3600.0
-    waiting = [claim for claim in backend.client.node_claims() if claim.job == job]
+    waiting = [each for each in backend.client.queue(only_waiting=True) if each.job == job]
     assert waiting and waiting[0].priority > 0
 
 

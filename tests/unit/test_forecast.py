@@ -11,13 +11,14 @@ from hpc_elastic.slurm.forecast import (
     NodeOutlook,
     Shape,
     TaskTerms,
+    ahead_of,
     expected_start,
     outlook,
     shapes,
     soonest,
 )
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.parsing import QueuedJob
+from hpc_elastic.slurm.parsing import RESERVED, QueuedJob, parse_reservations
 
 NOW = 1_900_000_000.0
 HOUR = 3600.0
@@ -51,6 +52,31 @@ def test_a_task_starts_before_a_planned_job_only_if_its_time_limit_fits():
     assert starts(HOLES, [RUNS, replace(PLANNED, limit_s=None)], 4 * HOUR) == []
     assert starts(HOLES, [RUNS, PLANNED], math.inf) == [3, 3]
     assert starts(HOLES, [RUNS, replace(PLANNED, limit_s=365 * 86400.0)]) == []
+
+
+def test_a_reservation_ends_a_gap_as_a_planned_job_does():
+    """A maintenance: until its end nothing starts on its nodes."""
+    (reserved,) = parse_reservations(
+        "ReservationName=r StartTime=2030-03-17T18:46:00 EndTime=2030-03-17T19:46:00 "
+        "Duration=01:00:00 Nodes=n[1-2] NodeCnt=2 Flags=MAINT,SPEC_NODES State=INACTIVE\n"
+    )
+    assert reserved == QueuedJob(RESERVED, ("n1", "n2"), reserved.starts_at, limit_s=HOUR)
+    reserved = replace(reserved, starts_at=NOW + HOUR)
+    assert starts({"n1": "idle", "n3": "idle"}, [reserved], HOUR) == [0, 0]
+    assert starts({"n1": "idle", "n3": "idle"}, [reserved], 2 * HOUR) == [0, 2]
+    assert parse_reservations("No reservations in the system\n") == []
+
+
+def test_what_is_behind_a_run_in_its_queue_ends_no_gap_for_it():
+    """Nor its own plan; of two of its jobs, the one that is tried last counts."""
+    own = QueuedJob("PENDING", partitions=("gpu",), job="9", priority=5)
+    last, first, other = (
+        replace(PLANNED, partitions=(where,), job="7", priority=priority)
+        for where, priority in (("gpu", 4), ("gpu", 5), ("cpu", 4))
+    )
+    assert ahead_of([own, last, first, other, RUNS], ["9"]) == [first, other, RUNS]
+    assert ahead_of([own, last, replace(own, priority=3)], ["9"]) == [last]
+    assert ahead_of([last, RUNS], ["9"]) == [last, RUNS]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.run_details import read_details
 from hpc_elastic.cli.status import CachedQuery, clock, line, number, page, sparkline
+from hpc_elastic.cli.when import next_gap
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob
 from hpc_elastic.slurm.scheduler import QueueSnapshot
 
 NOW = 1_900_000_000.0
@@ -125,6 +127,80 @@ def test_the_next_node_is_shown_while_a_task_waits(tmp_path, waits, words):
     found = details.to_json()["next_node"]
     assert (found is None) == (words is None)
     assert found is None or not not_in_help("status", found)
+
+
+class Busy:
+    """A client of a cluster of two nodes; n1 is free in 20 minutes, n2 has a reservation."""
+
+    def __init__(self) -> None:
+        now, self.calls = time.time(), list[object]()
+        self.jobs = [
+            QueuedJob("RUNNING", ("n1",), ends_at=now + 1200, limit_s=7200.0, job="3"),
+            QueuedJob("PENDING", ("n1",), now + 1800, limit_s=7200.0, job="4"),
+            QueuedJob("PENDING", ("n1",), now + 1200, limit_s=7200.0, job="17"),
+            QueuedJob(RESERVED, ("n2",), now - 60, limit_s=7200.0),
+        ]
+
+    def all_partitions(self) -> list[Partition]:
+        """One, the default."""
+        return [Partition("gpu", is_default=True)]
+
+    def queue(self) -> list[QueuedJob]:
+        """The jobs."""
+        return self.jobs
+
+    def each_node(self, partition: str) -> dict[str, str]:
+        """Both."""
+        self.calls.append(partition)
+        return {"n1": "allocated", "n2": "idle"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_min"),
+    [
+        ({"time_min": "5"}, 20),
+        ({"time_min": "20"}, 120),  # behind the reservation
+        ({"time_min": "5", "exclude": "n[0-1]"}, 120),
+        ({}, None),
+        ({"time_min": "5", "constraint": "a100"}, None),
+    ],
+)
+def test_the_next_gap_is_one_for_the_least_time_limit(tmp_path, settings, in_min):
+    """Before other jobs and reservations; the run's own plans are for another limit."""
+    run = made(tmp_path)
+    run.settings.write_text(
+        json.dumps({"nodes": "1:2", "launcher": {"backend": "slurm", "time": "60", **settings}})
+    )
+    client = Busy()
+    found = next_gap(run, run.load(), client)
+    if in_min is None:
+        assert found is None and client.calls == []
+    else:
+        assert found == pytest.approx(time.time() + 60 * in_min, abs=90) and client.calls == ["gpu"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "in_min"), [(300.0, 5), (1200.0, 10), (-5.0, 0), (None, 10), (OSError, 10)]
+)
+def test_the_next_node_comes_with_the_next_gap_if_that_is_sooner(
+    tmp_path, monkeypatch, gap, in_min
+):
+    """Than Slurm's plan for it; Slurm is queried about gaps once a minute at most."""
+    run, asked = made(tmp_path), []
+
+    def next_gap(*_):
+        asked.append(1)
+        if gap is OSError:
+            raise OSError("no")
+        return None if gap is None else time.time() + gap
+
+    monkeypatch.setattr("hpc_elastic.cli.status.next_gap", next_gap)
+    training(run, time.time())
+    query = CachedQuery()
+    for _ in range(3):
+        details = query.with_next_gap(read_details(run.path, slurm(RUNS, WAITS)))
+    assert details.next_node.at == pytest.approx(time.time() + 60 * in_min, abs=20)
+    assert len(asked) == 1
 
 
 def announced(run: RunDir, *told: int | tuple[int, int] | None, begin: float) -> None:

@@ -7,10 +7,19 @@ import pytest
 from hpc_elastic.run.directory import Entry, RunSpec
 from hpc_elastic.slurm import time_slots
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.parsing import NodeClaim, parse_planned, parse_reservations
+from hpc_elastic.slurm.parsing import RESERVED, QueuedJob
 from hpc_elastic.slurm.time_slots import LADDER_S, LimitFitter, TimeSlots, hole_lengths
 
 FULL_S = 3600.0
+NOW = 1_900_000_020.0  # a whole minute
+
+
+def planned(nodes, starts_in_s, job="", partition="", priority=0):
+    """A job that is to start on some nodes; a reservation, without a job id."""
+    return QueuedJob(
+        "PENDING" if job else RESERVED, nodes, None if starts_in_s is None else NOW + starts_in_s,
+        partitions=(partition,), job=job, priority=priority,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -26,12 +35,13 @@ def minutes(limits):
 
 def test_a_hole_ends_where_another_job_is_to_start():
     """The earliest claim on a node counts; a node without one is idle for good."""
-    claims = [
-        NodeClaim(("n1", "n2"), 900.0, "7", "gpu", 5),
-        NodeClaim(("n2",), 300.0),
-        NodeClaim((), inf, "8", "gpu", 9),
+    jobs = [
+        planned(("n1", "n2"), 900.0, "7", "gpu", 5),
+        planned(("n2",), 300.0),
+        planned((), None, "8", "gpu", 9),
     ]
-    assert hole_lengths(["n1", "n2", "n3"], claims, ["9"]) == {"n1": 900, "n2": 300, "n3": inf}
+    found = hole_lengths(["n1", "n2", "n3"], jobs, ["9"], NOW)
+    assert found == {"n1": 900, "n2": 300, "n3": inf}
 
 
 @pytest.mark.parametrize(
@@ -40,11 +50,11 @@ def test_a_hole_ends_where_another_job_is_to_start():
 )
 def test_a_job_behind_the_run_in_the_same_queue_ends_no_hole(partition, priority, length_s):
     """Backfill plans it around a task that starts now; the run's own plans end none either."""
-    claims = [
-        NodeClaim(("n1",), 30.0, "9", "gpu", 5),
-        NodeClaim(("n1",), 60.0, "7", partition, priority),
+    jobs = [
+        planned(("n1",), 30.0, "9", "gpu", 5),
+        planned(("n1",), 60.0, "7", partition, priority),
     ]
-    assert hole_lengths(["n1"], claims, ["9"]) == {"n1": length_s}
+    assert hole_lengths(["n1"], jobs, ["9"], NOW) == {"n1": length_s}
 
 
 def test_the_first_tasks_get_the_longest_holes(fitter):
@@ -111,10 +121,11 @@ class Queue:
         self.asked.append("idle_nodes")
         return ["n1"]
 
-    def node_claims(self):
-        """It is needed in ten minutes."""
-        self.asked.append("node_claims")
-        return [NodeClaim(("n1",), 630.0)]
+    def queue(self, *, only_waiting):
+        """The node is needed in eleven minutes."""
+        assert only_waiting
+        self.asked.append("queue")
+        return [planned(("n1",), 660.0)]
 
     def set_time_limit(self, tasks, limit_s):
         """Record it."""
@@ -125,6 +136,7 @@ class Queue:
 def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder):
     """Its limits are spread over the lengths, although a leader watches."""
     monkeypatch.setattr(time_slots, "jobs_of", lambda spec: ["7"])
+    monkeypatch.setattr(time_slots.time, "time", lambda: NOW)
     monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
     queue = Queue()
     spec = RunSpec(
@@ -134,30 +146,11 @@ def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder):
     slots = TimeSlots([(spec, range(3))], None, queue, leads=True)
     assert slots.fit() and slots.fit()
     assert queue.set == ({"7_1": 22, "7_2": 4} if is_ladder else {"7_1": 9})
-    check = ["idle_nodes", "node_claims"]
-    assert queue.asked == ([] if is_ladder else ["idle_nodes", "config", "node_claims", *check])
+    check = ["idle_nodes", "queue"]
+    assert queue.asked == ([] if is_ladder else ["idle_nodes", "config", "queue", *check])
 
 
 def test_the_least_limit_may_be_all_there_is():
     """time_min = time: the limit never changes."""
     assert LimitFitter(600.0, 600.0).limits(["a"], {"n1": 650.0}, is_watched=False) == {"a": 600}
     assert list(LADDER_S) == sorted(LADDER_S, reverse=True)
-
-
-def test_plans_and_reservations_are_read():
-    """As squeue and scontrol print them; a job without a plan has no nodes."""
-    planned = parse_planned(
-        "2|low|4294901758|2030-01-01T00:10:00|node[1-3]\n"
-        "3|low|4294901757|N/A|(null)\n",
-        0.0,
-    )  # fmt: skip
-    assert [claim.nodes for claim in planned] == [("node1", "node2", "node3"), ()]
-    assert planned[0].is_behind(planned[1]) is False and planned[1].is_behind(planned[0]) is True
-    assert planned[1].starts_in_s == inf
-    (reserved,) = parse_reservations(
-        "ReservationName=r StartTime=2030-01-01T00:10:00 EndTime=2030-01-01T01:10:00 "
-        "Duration=01:00:00 Nodes=node[1-2] NodeCnt=2 Flags=MAINT,SPEC_NODES State=INACTIVE\n",
-        planned[0].starts_in_s - 60,
-    )
-    assert (reserved.nodes, reserved.starts_in_s) == (("node1", "node2"), 60.0)
-    assert parse_reservations("No reservations in the system\n", 0.0) == []

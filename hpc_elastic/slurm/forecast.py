@@ -17,7 +17,8 @@ jobs are hidden or have no time limit; nodes that are planned for a job without 
 waiting jobs that backfill has not planned. `Outlook` counts them. Neither source includes a
 preemption, or a job that is submitted later.
 
-`expected_start` is the forecast for the waiting tasks of a submitted run: Slurm's own plan.
+`expected_start` is the forecast for the waiting tasks of a submitted run: Slurm's own plan. With
+fitted time limits (`slurm.time_slots`) the next gap is sooner.
 """
 
 from __future__ import annotations

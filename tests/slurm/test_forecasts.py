@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from datetime import datetime
 
 import pytest
 from sweeps import ROOT, eventually
@@ -36,12 +37,15 @@ def start_of(slurm, job: str) -> str:
 
 @pytest.fixture
 def queue(slurm):
-    """All nodes but one are busy for an hour; then a job of all nodes is planned for two hours."""
+    """All nodes but one are busy, one of them for half an hour and the others for an hour.
+
+    Then a job of all nodes is planned for two hours.
+    """
     num = len(slurm.nodes)
-    jobs = [sbatch(slurm, f"-N{num - 1}", "-t", "60")]
-    eventually(lambda: "20" in start_of(slurm, jobs[0]), "the other job runs")
+    jobs = [sbatch(slurm, f"-N{num - 2}", "-t", "60"), sbatch(slurm, "-N1", "-t", "30")]
+    eventually(lambda: all("20" in start_of(slurm, job) for job in jobs), "the other jobs run")
     jobs.append(sbatch(slurm, f"-N{num}", "-t", "120"))
-    eventually(lambda: start_of(slurm, jobs[1]) not in ("", "N/A"), "the start is planned")
+    eventually(lambda: start_of(slurm, jobs[-1]) not in ("", "N/A"), "the start is planned")
     sinfo = ["sinfo", "-h", "-p", "low", "-o", "%T"]
     eventually(lambda: "planned" in slurm.run(sinfo).stdout, "a node is planned")
     yield jobs
@@ -74,4 +78,27 @@ def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
         return at is not None and at - time.time() == pytest.approx(3 * HOUR, abs=300)
 
     eventually(is_planned, "the second task is planned in three hours")
+    run.process.terminate()
+
+
+def test_a_task_with_a_fitted_limit_is_expected_in_the_next_gap(slurm, queue, sweep, tmp_path):
+    """Slurm plans it with its present limit, for which the gap of half an hour is too short."""
+    run = sweep(
+        "nodes=1:2", "epochs=1000", "pause_s=0.25", "launcher.time=240", "launcher.time_min=10",
+        "launcher.partition=low",
+    )  # fmt: skip
+    eventually(lambda: len(run.events("first_step")) == 1, "it trains in the gap of an hour")
+    task = run.events("round")[-1]["members"][0]["task"].partition("_")[0] + "_1"
+
+    def is_planned() -> bool:
+        """Whether Slurm has planned the second task for when the other jobs have ended."""
+        try:
+            at = datetime.fromisoformat(start_of(slurm, task)).timestamp()
+        except ValueError:  # N/A
+            return False
+        return at - time.time() > 2 * HOUR
+
+    eventually(is_planned, "the second task is planned in three hours")
+    at = command(slurm, tmp_path, "status", "--json", run.run())["next_node"]["at"]
+    assert at - time.time() == pytest.approx(HOUR / 2, abs=120)
     run.process.terminate()

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ def when_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
 
     Nothing is submitted, and no run directory is written. The forecast is made of what every user
     may read: the states of nodes, the ends and planned starts of jobs, and `sbatch --test-only`.
-    At most twelve of Slurm's commands are called, and three for each further pool.
+    At most twelve of Slurm's commands are called, and two for each further pool.
 
     Of a sweep, the first run counts. If SCRIPT fails, this command returns its exit code.
     """
@@ -194,9 +194,10 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         partitions=names, are_jobs_hidden=parsing.hides_jobs(config),
     )  # fmt: skip
     notes = [*_notes(settings, found, config)]
+    no_reserve = _no_reserve(launchers, client)
     pools: list[TaskTerms] = []
     for (slots, _), launcher in zip(settings.shares, launchers, strict=True):
-        gap_s, note = _gap(launcher, client)
+        gap_s, note = _gap(launcher, no_reserve)
         limit_s, here = _limit_s(launcher, asked[launcher.partition]), listed[launcher.partition]
         pools.append(TaskTerms(limit_s, gap_s, len(slots), frozenset(here)))
         notes += [note] if note else []
@@ -254,17 +255,19 @@ def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> fl
         chosen = parsing.selected(partitions, own.partition)
         states = client.each_node(",".join(p.name for p in chosen) or own.partition)
         found = outlooks.outlook(_allowed(states, own), jobs, now)
-        limit_s, (gap_s, _) = _limit_s(own, chosen), _gap(own, client)
+        limit_s, (gap_s, _) = _limit_s(own, chosen), _gap(own)
         windows = TaskTerms(limit_s, gap_s).windows(found, limit_s).values()
         starts += [begin for (begin, _), *_ in windows]
     return min(starts, default=None)
 
 
-def _gap(launcher: SlurmSettings, client: SiteClient) -> tuple[float | None, str | None]:
+def _gap(
+    launcher: SlurmSettings, no_reserve: Container[str | None] = ()
+) -> tuple[float | None, str | None]:
     """Return the shortest gap in which a task starts, and a note; None: as its time limit."""
     from hpc_elastic.config.parse import time_limit_s
 
-    if _has_no_reserve(launcher.qos, client):
+    if launcher.qos in no_reserve:
         return NO_RESERVE_S, (
             f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "
             "preempted when the planned jobs start"
@@ -314,14 +317,14 @@ def _test(client: SiteClient, script: Path, number: int) -> float | None:
     return parsing.parse_expected_start(client.test_only(str(script), flags))
 
 
-def _has_no_reserve(qos: str | None, client: SiteClient) -> bool:
-    """Return whether a QOS is known to have the flag NoReserve."""
-    if qos is None:
-        return False
+def _no_reserve(launchers: Sequence[SlurmSettings], client: SiteClient) -> frozenset[str]:
+    """Return the QOS that are known to have the flag NoReserve, if a pool has a QOS."""
+    if all(launcher.qos is None for launcher in launchers):
+        return frozenset()
     try:
-        return any(found.name == qos and "NoReserve" in found.flags for found in client.all_qos())
+        return frozenset(qos.name for qos in client.all_qos() if "NoReserve" in qos.flags)
     except SlurmCommandError:  # no accounting, or it is private
-        return False
+        return frozenset()
 
 
 def _allowed(states: Mapping[str, str], launcher: Any) -> dict[str, str]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -88,13 +89,14 @@ def replay(
     jobs: Sequence[OtherJob],
     sandbox: SlurmSandbox,
     ended: Path,
+    stop: threading.Event,
     minutes: float,
 ) -> Replay:
     """Play the other jobs on a sandbox, and train."""
     seen = Replay(contestant.label)
     with tempfile.TemporaryDirectory(prefix="full-cluster-") as folder:
         Path(folder, "plan.json").write_text(json.dumps({"work": WORK_NODE_S}))
-        player = Player(sandbox, jobs, Path(folder), ended, seen)
+        player = Player(sandbox, jobs, Path(folder), ended, stop, seen)
         player.play(contestant.submit, 60 * minutes / 6, 60 * minutes)
     return seen
 
@@ -175,8 +177,10 @@ def main() -> None:
         ended = [Path(folder, f"full{number}") for number in range(len(plays))]
         sandboxes = [stack.enter_context(sandbox_of(config(file.name, file))) for file in ended]
         pool = stack.enter_context(ThreadPoolExecutor(len(plays)))
+        stop = threading.Event()
+        stack.callback(stop.set)
         played = [
-            pool.submit(replay, contestant, jobs[load], sandbox, file, given.minutes)
+            pool.submit(replay, contestant, jobs[load], sandbox, file, stop, given.minutes)
             for (load, contestant), sandbox, file in zip(plays, sandboxes, ended, strict=True)
         ]
         wait(played)

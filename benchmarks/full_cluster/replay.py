@@ -65,6 +65,7 @@ class Player:
         jobs: The other jobs.
         folder: Of the training.
         ended: File in which slurmctld notes each job that has ended (``JobCompLoc``).
+        stop: Ends the replay early.
         seen: What is seen is put here.
     """
 
@@ -74,10 +75,11 @@ class Player:
         jobs: Sequence[OtherJob],
         folder: Path,
         ended: Path,
+        stop: threading.Event,
         seen: Replay,
     ) -> None:
         self.sandbox, self.jobs, self.folder, self.seen = sandbox, jobs, folder, seen
-        self._ended = ended
+        self._ended, self._stop = ended, stop
         ours = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
         self.env = {
             **os.environ, **sandbox.env, "SLURM_TIME_FORMAT": "%s", "PYTHONPATH": ours,
@@ -130,7 +132,7 @@ class Player:
         forecasting = threading.Thread(target=self._forecast)
         forecasting.start()
         try:
-            while self.now_s < length_s:
+            while self.now_s < length_s and not self._stop.is_set():
                 while todo and todo[0].submitted_s <= self.now_s:
                     self._submit_other(len(self.jobs) - len(todo), todo.pop(0))
                 if not is_submitted and self.now_s >= submit_s:

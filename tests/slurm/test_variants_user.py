@@ -7,6 +7,8 @@ limit: what none of them excludes is tried on one sandbox.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -139,6 +141,35 @@ def test_a_run_outlives_its_controller(user: Cluster):
     eventually(lambda: s.group_sizes()[-1] == 2, "two nodes train again")
     assert s.process.poll() is None, "the launcher waits on"
     cancelled(user, s)
+
+
+def test_a_run_of_another_user_is_left_alone(user: Cluster):
+    """Whoever may cancel his jobs, too: root. A job that his files name as the run's goes on."""
+    s = user.sweep("theirs", "nodes=1:1", *SLOWLY)
+    eventually(lambda: s.group_sizes(), "it trains")
+    sleeps = ["sbatch", "--parsable", "-a0", "-o/dev/null", "--wrap=sleep 300"]
+    mine = user.slurm.run(sleeps).stdout.strip()
+    (file,) = s.folder.glob(".hpc_elastic/array-*.jobid")
+    own = file.read_text()
+    file.write_text(mine)
+
+    def called(*argv: str) -> subprocess.CompletedProcess[str]:
+        """A command of root's."""
+        whole = [sys.executable, "-m", "hpc_elastic", *argv, str(s.run())]
+        env = {**os.environ, **user.slurm.env}
+        return subprocess.run(whole, env=env, text=True, capture_output=True, timeout=60)
+
+    for command in (("cancel", "-y"), ("prune", "--keep-last", "1"), ("resume",)):
+        refused = called(*command)
+        assert refused.returncode == 1 and "belongs to another user (owner" in refused.stderr
+        assert "--trust" in refused.stderr
+    named = called("cancel", "-y", "--trust")
+    assert named.returncode == 1 and mine in named.stderr
+    assert user.field(mine, "JobState") == "RUNNING"
+    file.write_text(own)
+    assert "training" in called("status").stdout
+    user.slurm.run(["scancel", mine])
+    succeeded(s)
 
 
 def test_more_time_than_the_partition_gives_is_said(user: Cluster):

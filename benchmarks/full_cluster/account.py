@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from full_cluster.background import OtherJob
 from full_cluster.replay import Replay
 from full_cluster.work import STEP_S
 
@@ -43,8 +44,11 @@ def lost_at_slot_ends(seen: Replay) -> float:
         for _, begin, last, end in seen.slots
         if end < end_s
     )
+    without = [at for at, _, held in seen.occupied if not held]
     lost += sum(
-        max(0.0, b[0] - a[0] - STEP_S) * b[1] for a, b in pairwise(seen.trail) if b[1] < a[1]
+        max(0.0, b[0] - a[0] - STEP_S) * b[1]
+        for a, b in pairwise(seen.trail)
+        if b[1] < a[1] and not any(a[0] < at < b[0] for at in without)  # then none has stayed
     )
     used = used_node_s(seen)
     return lost / used if used else 0.0
@@ -100,12 +104,25 @@ def used_share(seen: Replay) -> float | None:
     return had / total if total else None
 
 
-def forecasts_right(seen: Replay, within_s: float) -> tuple[int, int]:
-    """Return how many expected starts came true within some seconds, and how many there were."""
-    right = total = 0
+def forecasts_right(
+    seen: Replay, jobs: Sequence[OtherJob], within_s: float
+) -> tuple[int, int, int]:
+    """Return how many expected starts came true within some seconds.
+
+    Beside that, how many would have if it had been known when each other job ends and the next
+    start had been expected then; and how many there were.
+    """
+    spans = [
+        (job.submitted_s + wait, job.submitted_s + wait + job.runs_s)
+        for job, wait in zip(jobs, seen.waits, strict=True)
+        if wait is not None
+    ]
+    right = known = total = 0
     for asked_s, expected_s in seen.forecasts:
         later = [at for at in seen.starts if at > asked_s]
         if later:
             total += 1
             right += abs(min(later) - expected_s) <= within_s
-    return right, total
+            ends = [end for begin, end in spans if begin <= asked_s < end]
+            known += bool(ends) and abs(min(later) - min(ends)) <= within_s
+    return right, known, total

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,11 @@ class Replay:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Replay:
+        """Return what `to_json` has returned."""
+        return cls(**{each.name: value[each.name] for each in fields(cls)})
 
 
 class Player:

@@ -27,7 +27,7 @@ from hpc_elastic import _util
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.resolve import as_config, read_env_file
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
-from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
 from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, is_coallocated, make_plan
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
@@ -37,7 +37,7 @@ from hpc_elastic.launcher.wait import location
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, Entry, Pool, RunDir, RunSpec, Submission
 from hpc_elastic.shared_files import create_atomic, is_there, make_folder, read_json, write_atomic
-from hpc_elastic.slurm.parsing import Preemption
+from hpc_elastic.slurm.parsing import Preemption, is_refusal
 
 RENDERED = "rendered: "
 """First part of the line with the path of each script in a dry run; `hpc-elastic submit` reads
@@ -72,7 +72,8 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
         The submitted runs, in order; none in a dry run.
 
     Raises:
-        HpcElasticError: Nothing was submitted.
+        HpcElasticError: Nothing was submitted. If sbatch has refused it, the directories can be
+            used again.
         KeyboardInterrupt: Its text states what has become of the runs.
     """
     prepared = prepare(requests, sweep=sweep, name=name)
@@ -82,7 +83,8 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
     if plan.launcher.dry_run:
         print(plan, *(f"{RENDERED}{script}" for script in prepared.scripts), where, sep="\n")
         return []
-    jobs = start(plan, prepared.scripts)
+    with withdrawn_if_refused(plan):
+        jobs = start(plan, prepared.scripts)
     with released_on_failure(jobs):
         registry.add(dict(zip(prepared.run_ids, folders, strict=True)))
         handles = handles_of(plan, jobs)
@@ -115,6 +117,19 @@ def handles_of(plan: Plan, jobs: SubmittedJobs) -> list[RunHandle]:
         RunHandle(run.dir, overrides_label(run.overrides), names, plan.submission, jobs)
         for run, names in zip(plan.runs, plan.task_names(jobs.job_ids), strict=True)
     ]
+
+
+@contextmanager
+def withdrawn_if_refused(plan: Plan) -> Iterator[None]:
+    """Remove what was written for a plan if sbatch refuses its first array."""
+    try:
+        yield
+    except HpcElasticError as e:
+        arrays = [Submission(plan.submission).array(array.number) for array in plan.arrays]
+        if is_refusal(e.__cause__) and all(array.job_id is None for array in arrays):
+            for array in arrays:
+                array.withdraw()
+        raise
 
 
 @contextmanager
@@ -586,7 +601,4 @@ def remove_rendered(dirs: Sequence[Path], submission: Path) -> None:
         launchers = [(read_json(run.settings) or {}).get("launcher", {}) for run in runs]
         was_dry_run = all(launcher.get("dry_run") for launcher in launchers)
         if runs <= {RunDir(path) for path in dirs} and was_dry_run:
-            for run in runs:
-                run.spec.unlink(missing_ok=True)
-            array.script.unlink(missing_ok=True)
-            array.tasks.unlink()
+            array.withdraw()

@@ -391,7 +391,10 @@ class RunDir:
 
     def taken_error(self) -> RunDirectoryError:
         """Return the error for a directory that holds a run already."""
-        remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
+        remedy = (
+            "choose another one (hydra.sweep.dir or hydra.sweep.subdir; run_dir of `launch`), "
+            "or remove it"
+        )
         return RunDirectoryError(f"{self.path} holds a run already: {remedy}")
 
 
@@ -473,6 +476,16 @@ class ArrayFiles:
     def submitted_as(self, job_id: str) -> None:
         """Record the job id (submission; a task whose script was submitted by hand)."""
         write_atomic(self.job_id_file, job_id + "\n")
+
+    def withdraw(self) -> None:
+        """Remove what was written for an array that was never submitted.
+
+        Its run directories can be used again. Tasks of its script would find no run.
+        """
+        for path in set(self.run_dirs()):
+            RunDir(path).spec.unlink(missing_ok=True)
+        self.script.unlink(missing_ok=True)
+        self.tasks.unlink()
 
 
 @dataclass(frozen=True)

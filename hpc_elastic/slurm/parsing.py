@@ -703,6 +703,19 @@ def is_refused(error: SlurmCommandError) -> bool:
     return any(phrase in error.stderr for phrase in words)
 
 
+def is_refusal(error: BaseException | None) -> bool:
+    """Return whether sbatch has failed, and has certainly submitted nothing.
+
+    If the controller's answer was lost, the job may be in the queue.
+    """
+    words = ("timed out", "Zero Bytes were transmitted", "Transport endpoint")
+    return (
+        isinstance(error, SlurmCommandError)
+        and error.exit_code is not None
+        and not any(phrase in error.stderr for phrase in words)
+    )
+
+
 def is_unknown_node(error: SlurmCommandError) -> bool:
     """Return whether scontrol has no such node."""
     return re.search(r"Node \S+ not found", error.stderr) is not None

@@ -15,7 +15,13 @@ from hpc_elastic.config.schema import (
     RunSettings,
     SlurmSettings,
 )
-from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
+from hpc_elastic.errors import (
+    ConfigError,
+    HpcElasticError,
+    RunDirectoryError,
+    SlurmCommandError,
+    SubmissionError,
+)
 from hpc_elastic.launcher import slurm, submit
 from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.launcher.plan import RunRequest, make_plan
@@ -103,6 +109,29 @@ def test_a_refused_array_takes_the_earlier_ones_back(tmp_path, sbatch, monkeypat
     with pytest.raises(ConfigError, match=r"launcher\.qos='x'.*Invalid qos"):
         slurm.submit(plan, prepared.scripts)
     assert cancelled == [["7"]]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "is_free"),
+    [("Invalid qos specification", True), ("Socket timed out on send/recv operation", False)],
+)
+def test_the_directory_of_a_refused_run_can_be_used_again(tmp_path, sbatch, stderr, is_free):
+    """After a typo in a setting; not if the job may be in the queue all the same."""
+    launcher, folder = SlurmSettings(partition="a", qos="x"), tmp_path / "run"
+    run = RunRequest(folder, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
+    folder.mkdir()
+    (folder / "notes.txt").write_text("the user's own")
+    plan = make_plan([run], folder / ".hpc_elastic", max_array_size=9)
+    scripts = submit.write(plan, "train").scripts
+    sbatch(f'echo "sbatch: error: Batch job submission failed: {stderr}" >&2; exit 1')
+    with pytest.raises(HpcElasticError, match=stderr), submit.withdrawn_if_refused(plan):
+        slurm.submit(plan, scripts)
+    assert (folder / "notes.txt").exists()
+    if is_free:
+        submit.write(plan, "train")
+    else:
+        with pytest.raises(RunDirectoryError, match="run_dir of `launch`"):
+            submit.write(plan, "train")
 
 
 def test_without_slurm_the_error_says_where_to_go(script, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from hpc_elastic._console import console
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, RunTask, read_details
-from hpc_elastic.cli.when import next_gap
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launcher.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
 from hpc_elastic.report.node_time import KINDS
@@ -149,7 +148,11 @@ class CachedQuery:
         expected, spec = details.next_node, view.spec
         if expected is None or expected.at is None or spec is None:
             return details
+        if all(share.time_min_s is None for _, share in spec.shares):
+            return details
         if time.monotonic() - self._gap_asked_at >= _SETTLED_QUERY_INTERVAL_S:
+            from hpc_elastic.launcher.slurm import next_gap
+
             self._gap_asked_at, self._gap_at = time.monotonic(), None
             with contextlib.suppress(HpcElasticError, OSError, ValueError):  # Slurm's plan remains
                 self._gap_at = next_gap(view.run, spec)

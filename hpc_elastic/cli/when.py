@@ -25,9 +25,7 @@ from hpc_elastic.slurm.forecast import FAR_S, NO_RESERVE_S, SAME_S, Outlook, Sha
 
 if TYPE_CHECKING:
     from hpc_elastic.config.schema import RunSettings, SlurmSettings
-    from hpc_elastic.run.directory import RunDir, RunSpec
     from hpc_elastic.slurm.client import SiteClient
-    from hpc_elastic.slurm.parsing import Partition
 
 _HELP = """
 \b
@@ -172,6 +170,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import is_coallocated
+    from hpc_elastic.launcher.slurm import time_limit_of, without_excluded
     from hpc_elastic.run.directory import ArrayFiles, RunDir
     from hpc_elastic.shared_files import read_json
     from hpc_elastic.slurm.client import SiteClient
@@ -190,7 +189,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     states = {node: state for each in listed.values() for node, state in each.items()}
     jobs, now = client.queue(), time.time()
     found = outlooks.outlook(
-        _allowed(states, settings.launcher), jobs, now,
+        without_excluded(states, settings.launcher), jobs, now,
         partitions=names, are_jobs_hidden=parsing.hides_jobs(config),
     )  # fmt: skip
     notes = [*_notes(settings, found, config)]
@@ -198,7 +197,10 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     pools: list[TaskTerms] = []
     for (slots, _), launcher in zip(settings.shares, launchers, strict=True):
         gap_s, note = _gap(launcher, no_reserve)
-        limit_s, here = _limit_s(launcher, asked[launcher.partition]), listed[launcher.partition]
+        limit_s, here = (
+            time_limit_of(launcher, asked[launcher.partition]),
+            listed[launcher.partition],
+        )
         pools.append(TaskTerms(limit_s, gap_s, len(slots), frozenset(here)))
         notes += [note] if note else []
     own, *shorter = outlooks.shapes(found, pools, settings.nodes, now)
@@ -219,50 +221,8 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     return RunForecast(now, settings, names, own.limit_s, found, shapes, best, tuple(notes))
 
 
-def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> float | None:
-    """Return when the next gap begins in which a task with a fitted time limit starts.
-
-    Slurm's plan for a waiting task is for the limit that the task has at present, and its run will
-    set the limit that fits (`slurm.time_slots`).
-
-    Args:
-        run: A run that was submitted to Slurm.
-        spec: Its description.
-        client: Runs Slurm's commands: four at most, one more for each further pool.
-
-    Returns:
-        Unix seconds; None if unknown, or if the limits of all its tasks are fixed.
-
-    Raises:
-        SlurmCommandError: Slurm does not answer.
-        ConfigError: The run's settings are not valid.
-        OSError, ValueError: The run's files cannot be read.
-    """
-    from hpc_elastic.config.resolve import resolve
-    from hpc_elastic.shared_files import read_json
-    from hpc_elastic.slurm.client import SiteClient
-    from hpc_elastic.slurm.requeue import jobs_of
-
-    launchers: list[Any] = [own for _, own in resolve(read_json(run.settings) or {}).shares]
-    fitted = [own for own in launchers if own.time_min is not None and not own.constraint]
-    if not fitted:
-        return None
-    client = client or SiteClient(env=dict(os.environ))
-    partitions = client.all_partitions()
-    jobs = outlooks.ahead_of(client.queue(), filter(None, jobs_of(spec)))
-    now, starts = time.time(), list[float]()
-    for own in fitted:
-        chosen = parsing.selected(partitions, own.partition)
-        states = client.each_node(",".join(p.name for p in chosen) or own.partition)
-        found = outlooks.outlook(_allowed(states, own), jobs, now)
-        limit_s, (gap_s, _) = _limit_s(own, chosen), _gap(own)
-        windows = TaskTerms(limit_s, gap_s).windows(found, limit_s).values()
-        starts += [begin for (begin, _), *_ in windows]
-    return min(starts, default=None)
-
-
 def _gap(
-    launcher: SlurmSettings, no_reserve: Container[str | None] = ()
+    launcher: SlurmSettings, no_reserve: Container[str | None]
 ) -> tuple[float | None, str | None]:
     """Return the shortest gap in which a task starts, and a note; None: as its time limit."""
     from hpc_elastic.config.parse import time_limit_s
@@ -325,25 +285,6 @@ def _no_reserve(launchers: Sequence[SlurmSettings], client: SiteClient) -> froze
         return frozenset(qos.name for qos in client.all_qos() if "NoReserve" in qos.flags)
     except SlurmCommandError:  # no accounting, or it is private
         return frozenset()
-
-
-def _allowed(states: Mapping[str, str], launcher: Any) -> dict[str, str]:
-    from hpc_elastic.slurm.nodelist import expand
-
-    left_out = set(expand(launcher.exclude or ""))
-    return {node: state for node, state in states.items() if node not in left_out}
-
-
-def _limit_s(launcher: SlurmSettings, partitions: Sequence[Partition]) -> float:
-    """Return the time limit of the run's tasks in seconds; infinite without a limit."""
-    from hpc_elastic.config.parse import time_limit_s
-
-    given = launcher.sbatch.get("time", launcher.time)
-    if given is not None:
-        asked = time_limit_s(str(given))
-        return math.inf if asked is None else asked
-    defaults = [p.default_time_s or p.max_time_s or math.inf for p in partitions]
-    return min(defaults, default=math.inf)
 
 
 def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> Iterator[str]:

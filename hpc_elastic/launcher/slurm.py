@@ -13,6 +13,7 @@ import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +26,7 @@ from submitit.core.utils import DelayedSubmission
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
+from hpc_elastic.config.resolve import resolve
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.errors import (
     ConfigError,
@@ -37,9 +39,11 @@ from hpc_elastic.launcher.batch_script import TASK_MODULE, explain, has_whole_no
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, RunSpec, Submission
-from hpc_elastic.slurm import parsing, requeue
+from hpc_elastic.shared_files import read_json
+from hpc_elastic.slurm import forecast, parsing, requeue
 from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.nodelist import expand
 from hpc_elastic.slurm.parsing import Partition, Preemption, Qos, preemptible_qos, selected
 from hpc_elastic.slurm.time_slots import TimeSlots
 
@@ -386,6 +390,65 @@ def choose_harvest(
     for note in notes:
         print(note, file=sys.stderr)
     return found
+
+
+# ---- gaps
+
+
+def without_excluded(states: Mapping[str, str], launcher: Any) -> dict[str, str]:
+    """Return the nodes that ``launcher.exclude`` does not name, with their states (pure)."""
+    left_out = set(expand(launcher.exclude or ""))
+    return {node: state for node, state in states.items() if node not in left_out}
+
+
+def time_limit_of(launcher: SlurmSettings, partitions: Sequence[Partition]) -> float:
+    """Return the time limit of a run's tasks in seconds; infinite without a limit (pure)."""
+    given = launcher.sbatch.get("time", launcher.time)
+    if given is not None:
+        asked = time_limit_s(str(given))
+        return math.inf if asked is None else asked
+    defaults = [p.default_time_s or p.max_time_s or math.inf for p in partitions]
+    return min(defaults, default=math.inf)
+
+
+def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> float | None:
+    """Return when the next gap begins in which a task with a fitted time limit starts.
+
+    Slurm's plan for a waiting task is for the limit that the task has at present, and its run will
+    set the limit that fits (`slurm.time_slots`).
+
+    Args:
+        run: A run that was submitted to Slurm.
+        spec: Its description.
+        client: Runs Slurm's commands: four at most, one more for each further pool.
+
+    Returns:
+        Unix seconds; None if unknown, or if the limits of all its tasks are fixed.
+
+    Raises:
+        SlurmCommandError: Slurm does not answer.
+        ConfigError: The run's settings are not valid.
+        OSError, ValueError: The run's files cannot be read.
+    """
+    launchers: list[Any] = [own for _, own in resolve(read_json(run.settings) or {}).shares]
+    fitted = [own for own in launchers if own.time_min is not None and not own.constraint]
+    if not fitted:
+        return None
+    client = client or SiteClient(env=dict(os.environ))
+    partitions = client.all_partitions()
+    jobs = forecast.ahead_of(client.queue(), filter(None, requeue.jobs_of(spec)))
+    now, starts = time.time(), list[float]()
+    for own in fitted:
+        chosen = selected(partitions, own.partition)
+        states = client.each_node(",".join(p.name for p in chosen) or own.partition)
+        found = forecast.outlook(without_excluded(states, own), jobs, now)
+        limit_s = time_limit_of(own, chosen)
+        terms = forecast.TaskTerms(limit_s, time_limit_s(own.time_min))
+        starts += [begin for (begin, _), *_ in terms.windows(found, limit_s).values()]
+    return min(starts, default=None)
+
+
+# ---- checks
 
 
 def _require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> None:

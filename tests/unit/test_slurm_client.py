@@ -397,7 +397,7 @@ def test_what_a_preemption_is_like_is_asked_at_submission(command, caplog):
     assert [partition.name for partition in found.partitions] == ["low"]
     assert not caplog.records
     command("scontrol", 'echo "PreemptType = preempt/qos"; echo PartitionName=low GraceTime=45')
-    command("sacctmgr", "echo 'standby||requeue|00:02:00|'")
+    command("sacctmgr", "echo 'standby||requeue|00:02:00||'")
     for qos, grace_s in {None: 0, "standby": 120, "other": 0}.items():
         assert command.client.preemption("low", qos).grace_s == grace_s
     assert not caplog.records

@@ -17,8 +17,8 @@ from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.run_details import read_details
 from hpc_elastic.cli.status import CachedQuery, clock, line, number, page, sparkline
-from hpc_elastic.cli.when import next_gap
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.launcher.slurm import next_gap
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
@@ -186,7 +186,7 @@ def test_the_next_node_comes_with_the_next_gap_if_that_is_sooner(
     tmp_path, monkeypatch, gap, in_min
 ):
     """Than Slurm's plan for it; Slurm is queried about gaps once a minute at most."""
-    run, asked = made(tmp_path), []
+    run, asked = made(tmp_path, time_s=3600.0, time_min_s=300.0), []
 
     def next_gap(*_):
         asked.append(1)
@@ -194,7 +194,7 @@ def test_the_next_node_comes_with_the_next_gap_if_that_is_sooner(
             raise OSError("no")
         return None if gap is None else time.time() + gap
 
-    monkeypatch.setattr("hpc_elastic.cli.status.next_gap", next_gap)
+    monkeypatch.setattr("hpc_elastic.launcher.slurm.next_gap", next_gap)
     training(run, time.time())
     query = CachedQuery()
     for _ in range(3):

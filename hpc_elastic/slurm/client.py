@@ -162,11 +162,6 @@ class SlurmClient:
         argv = ["sinfo", "-h", "-N", *where, "-o", parsing.EACH_NODE_FORMAT]
         return parsing.parse_each_node(self._run(argv))
 
-    def idle_nodes(self, partition: str | None) -> list[str]:
-        """Return the nodes of some partitions that run nothing, those that are planned included."""
-        states = self.each_node(partition).items()
-        return [node for node, state in states if state in ("idle", "planned")]
-
     def queue(self, *, only_waiting: bool = False) -> list[parsing.QueuedJob]:
         """Return the jobs of all users and partitions, and the reservations.
 

@@ -12,8 +12,10 @@ keeps that limit after each requeue. So the run sets the limits itself:
   and which nodes are reserved, unless the site hides it (PrivateData).
 
 At each check the first waiting tasks get the lengths of the holes, the longest first, since Slurm
-tries tasks in the same order. The others get the full limit. A task that returns to the queue gets
-the full limit with the time of its next start (`requeue`).
+tries tasks in the same order. The next ones get limits of `LADDER_S` that would fit on the busy
+nodes, if these became free now: most jobs end before their limit, and whatever fits at that moment
+starts, long before the next check. The others get the full limit. A task that returns to the queue
+gets the full limit with the time of its next start (`requeue`).
 
 A hole may be shorter than it seems, because the job that is to start there is hidden. So a node
 that remains idle is offered shorter limits, one rung of `LADDER_S` after the other, and then the
@@ -47,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 LADDER_S = tuple(60.0 * minutes for minutes in (90, 56, 34, 22, 14, 8, 6, 4, 2))
 """Limits between the full one and the least, the longest first."""
+_IDLE, _BUSY = ("idle", "planned"), ("allocated", "mixed", "completing")
+"""States of nodes that run nothing, those that are planned included, and of those that do."""
 CHECK_S = 15.0
 """Seconds between two checks while tasks wait."""
 CHECK_SELDOM_S = 60.0
@@ -56,25 +60,24 @@ _MOST = 20
 was updated, and backfill plans for this many of an array (bf_max_job_array_resv)."""
 
 
-def hole_lengths(
-    idle: Iterable[str], waiting: Iterable[parsing.QueuedJob], own: Iterable[str], now: float
+def hole_ends(
+    nodes: Iterable[str], waiting: Iterable[parsing.QueuedJob], own: Iterable[str]
 ) -> dict[str, float]:
-    """Return the seconds until each idle node is needed by another job; infinite if never (pure).
+    """Return when each node is needed by another job that waits; infinite if never (pure).
 
-    Backfill plans in steps of a minute (bf_resolution), and rounds down.
+    In Unix seconds. Backfill plans in steps of a minute (bf_resolution), and rounds down.
 
     Args:
-        idle: The idle nodes.
+        nodes: The nodes.
         waiting: The jobs that wait, with what is planned for them, and the reservations.
         own: Ids of the run's jobs, which end no hole.
-        now: Unix seconds.
     """
-    lengths = dict.fromkeys(idle, float("inf"))
+    ends = dict.fromkeys(nodes, float("inf"))
     for job in ahead_of(waiting, own):
         if job.starts_at is not None:
-            for node in lengths.keys() & set(job.nodes):
-                lengths[node] = min(lengths[node], job.starts_at // 60 * 60 - now)
-    return lengths
+            for node in ends.keys() & set(job.nodes):
+                ends[node] = min(ends[node], job.starts_at // 60 * 60)
+    return ends
 
 
 @dataclass
@@ -96,13 +99,19 @@ class LimitFitter:
     """Node -> the limit that fitted there, and for how many checks it was tried."""
 
     def limits(
-        self, waiting: Sequence[str], holes: Mapping[str, float], *, is_watched: bool = True
+        self,
+        waiting: Sequence[str],
+        holes: Mapping[str, float],
+        later: Iterable[float] = (),
+        *,
+        is_watched: bool = True,
     ) -> dict[str, float]:
         """Return the time limit of each waiting task, in seconds.
 
         Args:
             waiting: The waiting tasks, in the order in which Slurm tries them.
             holes: Node -> seconds for which it is idle.
+            later: For each busy node, seconds for which it would be idle if it became free now.
             is_watched: Whether a task runs, so that there are further checks.
         """
         offers = {node: self._offer(node, length) for node, length in holes.items()}
@@ -111,9 +120,11 @@ class LimitFitter:
         placed = dict(zip(waiting[:_MOST], fitting, strict=False))
         self._offered = {node: offers[node] for node in placed.values()}
         found = {**dict.fromkeys(waiting, self.time_s), **{t: offers[placed[t]][0] for t in placed}}
+        rest = waiting[len(placed) : _MOST]
+        rungs = [self.time_s, *self._rungs_below(self.time_s)]
+        fits = [[rung for rung in rungs if rung <= length_s - self.pass_s] for length_s in later]
+        found |= zip(rest, sorted((each[0] for each in fits if each), reverse=True), strict=False)
         if not is_watched:
-            rest = waiting[len(placed) : _MOST]
-            rungs = [self.time_s, *self._rungs_below(self.time_s)]
             for number, task in enumerate(reversed(rest)):  # the last one fits anywhere
                 found[task] = rungs[-1 - number * len(rungs) // len(rest)]
         return found
@@ -170,7 +181,9 @@ class TimeSlots:
         self._fitter = LimitFitter(-(-first.time_s // 60) * 60, -(-first.time_min_s // 60) * 60)
         self._lock = threading.Lock()
         self._knows_pass = False
-        self._next_check = 0.0
+        self._ends: dict[str, float] = {}
+        """Node -> when another job needs it, as listed last."""
+        self._next_plan = self._next_check = 0.0
         self.has_fitted = False
         """Whether `fit_if_due` was called."""
 
@@ -202,18 +215,34 @@ class TimeSlots:
             if not waiting:
                 return False
             waiting.sort(key=lambda state: state.is_held)  # those cannot start yet
-            holes: dict[str, float] = {}
-            if not self._is_ladder:
-                idle = self._client.idle_nodes(self._partition)
-                if idle and not self._knows_pass:
-                    config = self._client.config()
-                    self._fitter.pass_s = parsing.backfill_interval_s(config)
-                    self._knows_pass = True
-                queue = self._client.queue(only_waiting=True) if idle else []
-                holes = hole_lengths(idle, queue, jobs, time.time())
-            tasks, looks = [state.task for state in waiting], is_watched and not self._is_ladder
-            self._set(waiting, self._fitter.limits(tasks, holes, is_watched=looks))
+            tasks = [state.task for state in waiting]
+            if self._is_ladder:
+                limits = self._fitter.limits(tasks, {}, is_watched=False)
+            else:
+                holes, later = self._holes(jobs)
+                limits = self._fitter.limits(tasks, holes, later, is_watched=is_watched)
+            self._set(waiting, limits)
             return True
+
+    def _holes(self, own: Iterable[str]) -> tuple[dict[str, float], list[float]]:
+        """Return the lengths of holes on idle nodes, and of those that busy nodes would have.
+
+        The plans of other jobs change with the passes of backfill; without an idle node they are
+        listed as often.
+        """
+        if not self._knows_pass:
+            self._fitter.pass_s = parsing.backfill_interval_s(self._client.config())
+            self._knows_pass = True
+        states = self._client.each_node(self._partition)
+        idle = {node for node, state in states.items() if state in _IDLE}
+        nodes = idle.union(node for node, state in states.items() if state in _BUSY)
+        if idle or time.monotonic() >= self._next_plan:
+            self._ends = hole_ends(nodes, self._client.queue(only_waiting=True), own)
+            self._next_plan = time.monotonic() + self._fitter.pass_s
+        now = time.time()
+        lengths = {node: end - now for node, end in self._ends.items() if node in nodes}
+        holes = {node: length_s for node, length_s in lengths.items() if node in idle}
+        return holes, [length_s for node, length_s in lengths.items() if node not in idle]
 
     def _set(self, waiting: Iterable[TaskState], limits: Mapping[str, float]) -> None:
         changed: dict[float, list[str]] = {}

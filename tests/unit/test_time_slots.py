@@ -8,7 +8,7 @@ from hpc_elastic.run.directory import Entry, RunSpec
 from hpc_elastic.slurm import time_slots
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, QueuedJob
-from hpc_elastic.slurm.time_slots import LADDER_S, LimitFitter, TimeSlots, hole_lengths
+from hpc_elastic.slurm.time_slots import LADDER_S, LimitFitter, TimeSlots, hole_ends
 
 FULL_S = 3600.0
 NOW = 1_900_000_020.0  # a whole minute
@@ -40,8 +40,8 @@ def test_a_hole_ends_where_another_job_is_to_start():
         planned(("n2",), 300.0),
         planned((), None, "8", "gpu", 9),
     ]
-    found = hole_lengths(["n1", "n2", "n3"], jobs, ["9"], NOW)
-    assert found == {"n1": 900, "n2": 300, "n3": inf}
+    found = hole_ends(["n1", "n2", "n3"], jobs, ["9"])
+    assert found == {"n1": NOW + 900, "n2": NOW + 300, "n3": inf}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_job_behind_the_run_in_the_same_queue_ends_no_hole(partition, priority
         planned(("n1",), 30.0, "9", "gpu", 5),
         planned(("n1",), 60.0, "7", partition, priority),
     ]
-    assert hole_lengths(["n1"], jobs, ["9"], NOW) == {"n1": length_s}
+    assert hole_ends(["n1"], jobs, ["9"]) == {"n1": NOW + length_s}
 
 
 def test_the_first_tasks_get_the_longest_holes(fitter):
@@ -116,16 +116,16 @@ class Queue:
         self.asked.append("config")
         return {"SchedulerParameters": "bf_max_job_test=100,bf_interval=90"}
 
-    def idle_nodes(self, partition):
-        """One."""
-        self.asked.append("idle_nodes")
-        return ["n1"]
+    def each_node(self, partition):
+        """One is idle, and two are busy."""
+        self.asked.append("each_node")
+        return {"n1": "planned", "n2": "allocated", "n3": "mixed", "n4": "drained"}
 
     def queue(self, *, only_waiting):
         """The node is needed in eleven minutes."""
         assert only_waiting
         self.asked.append("queue")
-        return [planned(("n1",), 660.0)]
+        return [planned(("n1",), 660.0), planned(("n2",), 1500.0), planned(("n4",), 3000.0)]
 
     def set_time_limit(self, tasks, limit_s):
         """Record it."""
@@ -146,8 +146,38 @@ def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder):
     slots = TimeSlots([(spec, range(3))], None, queue, leads=True)
     assert slots.fit() and slots.fit()
     assert queue.set == ({"7_1": 22, "7_2": 4} if is_ladder else {"7_1": 9})
-    check = ["idle_nodes", "queue"]
-    assert queue.asked == ([] if is_ladder else ["idle_nodes", "config", "queue", *check])
+    check = ["each_node", "queue"]
+    assert queue.asked == ([] if is_ladder else ["config", *check, *check])
+
+
+def test_the_next_tasks_fit_where_a_job_may_end_early(fitter):
+    """With limits of the ladder, since each change is a command; the others have the full one."""
+    limits = fitter.limits(list("abcde"), {"n1": 630.0}, [1500.0, 100.0, 700.0, inf])
+    assert minutes(limits) == {"a": 10, "b": 60, "c": 22, "d": 8, "e": 60}
+    assert minutes(fitter.limits(["a"], {}, [1500.0])) == {"a": 22}
+    assert minutes(fitter.limits(["a"], {}, [265.0])) == {"a": 60}, "too short for the least limit"
+
+
+def test_plans_are_listed_once_a_pass_while_no_node_is_idle(monkeypatch):
+    """Between two lists the holes of busy nodes become shorter."""
+    monkeypatch.setattr(time_slots, "jobs_of", lambda spec: ["7"])
+    monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
+    times = {"time": NOW, "monotonic": 5000.0}
+    for name in times:
+        monkeypatch.setattr(time_slots.time, name, lambda name=name: times[name])
+    queue = Queue()
+    queue.each_node = lambda partition: {"n1": "allocated", "n3": "allocated"}
+    spec = RunSpec(
+        "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
+        time_s=FULL_S, time_min_s=240.0,
+    )  # fmt: skip
+    slots = TimeSlots([(spec, range(3))], None, queue, leads=True)
+    seen = []
+    for passed_s in (0.0, 45.0, 100.0):
+        times |= {"time": NOW + passed_s, "monotonic": 5000.0 + passed_s}
+        assert slots.fit()
+        seen.append((queue.asked.count("queue"), queue.set.get("7_2")))
+    assert seen == [(1, 8), (1, 8), (2, 6)]
 
 
 def test_the_least_limit_may_be_all_there_is():

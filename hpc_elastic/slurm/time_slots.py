@@ -227,8 +227,8 @@ class TimeSlots:
     def _holes(self, own: Iterable[str]) -> tuple[dict[str, float], list[float]]:
         """Return the lengths of holes on idle nodes, and of those that busy nodes would have.
 
-        The plans of other jobs change with the passes of backfill; without an idle node they are
-        listed as often.
+        The plans of other jobs change with the passes of backfill. Without an idle node they are
+        listed as often, and at most every other check.
         """
         if not self._knows_pass:
             self._fitter.pass_s = parsing.backfill_interval_s(self._client.config())
@@ -238,7 +238,7 @@ class TimeSlots:
         nodes = idle.union(node for node, state in states.items() if state in _BUSY)
         if idle or time.monotonic() >= self._next_plan:
             self._ends = hole_ends(nodes, self._client.queue(only_waiting=True), own)
-            self._next_plan = time.monotonic() + self._fitter.pass_s
+            self._next_plan = time.monotonic() + max(self._fitter.pass_s, 2 * CHECK_S)
         now = time.time()
         lengths = {node: end - now for node, end in self._ends.items() if node in nodes}
         holes = {node: length_s for node, length_s in lengths.items() if node in idle}

@@ -58,7 +58,7 @@ def test_a_converted_script_is_killed_and_grows(name, tmp_path):
     if name == "trainer":
         pytest.importorskip("transformers")
     script = str(EXAMPLES / f"after/{name}.py")
-    with CommandRun(tmp_path, "python", script, "12", "0.05", settings=("--nodes", "1:2")) as run:
+    with CommandRun(tmp_path, "python", script, "24", "0.05", settings=("--nodes", "1:2")) as run:
         run.trains_with(2, 1)
         assert run.command("kill", "local-1").returncode == 0
         run.trains_with(2, 2)

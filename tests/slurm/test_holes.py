@@ -23,7 +23,10 @@ def limits(slurm):
 
 
 def test_a_run_trains_until_another_job_needs_its_nodes(slurm, sweep, tmp_path, limits):
-    """Each task starts in the hole with what is left of it; one that returns has all its time."""
+    """Each task starts in the hole with what is left of it; one that returns has all its time.
+
+    The one that waits fits on the fourth node, whose job may end early.
+    """
     held = ["--exclusive", "-o", "/dev/null", "--wrap", "sleep 3600"]
     before = slurm.run(["sbatch", "--parsable", "-N1", "-t", "7", *held]).stdout.strip()
     eventually(lambda: limits(before).get("RUNNING"), "a job takes one of four nodes")
@@ -35,7 +38,7 @@ def test_a_run_trains_until_another_job_needs_its_nodes(slurm, sweep, tmp_path, 
     eventually(lambda: 3 in run.sweep.group_sizes(), "the other three nodes train")
     job = run.sweep.events("round")[-1]["members"][0]["task"].partition("_")[0]
     found = limits(job)
-    assert found["PENDING"] == {"1:00:00"}
+    assert found["PENDING"] <= {"2:00", "4:00", "6:00"}
     assert found["RUNNING"] <= {"3:00", "4:00", "5:00", "6:00"}
 
     slurm.run(["scancel", before, after])

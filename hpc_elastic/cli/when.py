@@ -197,11 +197,9 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     pools: list[TaskTerms] = []
     for (slots, _), launcher in zip(settings.shares, launchers, strict=True):
         gap_s, note = _gap(launcher, no_reserve)
-        limit_s, here = (
-            time_limit_of(launcher, asked[launcher.partition]),
-            listed[launcher.partition],
-        )
-        pools.append(TaskTerms(limit_s, gap_s, len(slots), frozenset(here)))
+        limit_s = time_limit_of(launcher, asked[launcher.partition])
+        here = frozenset(listed[launcher.partition])
+        pools.append(TaskTerms(limit_s, gap_s, len(slots), here))
         notes += [note] if note else []
     own, *shorter = outlooks.shapes(found, pools, settings.nodes, now)
     tested, refused = _tests(client, scripts, settings, now)

@@ -37,7 +37,7 @@ from hpc_elastic.launcher.wait import location
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, Entry, Pool, RunDir, RunSpec, Submission
 from hpc_elastic.shared_files import create_atomic, is_there, make_folder, read_json, write_atomic
-from hpc_elastic.slurm.parsing import Preemption, is_refusal
+from hpc_elastic.slurm.parsing import Preemption, has_submitted_nothing
 
 RENDERED = "rendered: "
 """First part of the line with the path of each script in a dry run; `hpc-elastic submit` reads
@@ -126,7 +126,7 @@ def withdrawn_if_refused(plan: Plan) -> Iterator[None]:
         yield
     except HpcElasticError as e:
         arrays = [Submission(plan.submission).array(array.number) for array in plan.arrays]
-        if is_refusal(e.__cause__) and all(array.job_id is None for array in arrays):
+        if has_submitted_nothing(e.__cause__) and all(array.job_id is None for array in arrays):
             for array in arrays:
                 array.withdraw()
         raise

@@ -44,6 +44,8 @@ NO_RESERVE_S = 60.0
 """How long a gap must be for tasks of a QOS with NoReserve, which backfill takes for jobs of a
 minute. They start with their whole time limit."""
 
+IDLE, BUSY = ("idle", "planned"), ("allocated", "mixed", "completing")
+"""States of nodes that run nothing, those that are planned included, and of those that do."""
 _MARKS = "~#%!+-"
 """Marks of sinfo behind a state that keep no task away: power saving, and a plan (-)."""
 _AHEAD = ("", "Priority", "Resources")
@@ -179,12 +181,12 @@ def outlook(
     for name, state in states.items():
         word = state.rstrip(_MARKS)
         planned, occupied = sorted(plans.get(name, ())), ends.get(name, [])
-        if word in ("idle", "planned"):
+        if word in IDLE:
             is_planned = bool(planned) or word == "planned" or "-" in state
             is_known = bool(planned) or not is_planned
             gaps = _gaps(now, planned) if is_known else None
             nodes[name] = NodeOutlook(gaps, is_planned=is_planned)
-        elif word in ("allocated", "mixed", "completing"):
+        elif word in BUSY:
             is_complete = bool(occupied) and not (are_jobs_hidden and word == "mixed")
             known = [end for end in occupied if end is not None and end - now < FAR_S]
             is_known = is_complete and len(known) == len(occupied)

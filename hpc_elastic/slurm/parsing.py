@@ -703,7 +703,7 @@ def is_refused(error: SlurmCommandError) -> bool:
     return any(phrase in error.stderr for phrase in words)
 
 
-def is_refusal(error: BaseException | None) -> bool:
+def has_submitted_nothing(error: BaseException | None) -> bool:
     """Return whether sbatch has failed, and has certainly submitted nothing.
 
     If the controller's answer was lost, the job may be in the queue.

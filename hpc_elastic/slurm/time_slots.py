@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.forecast import ahead_of
+from hpc_elastic.slurm.forecast import BUSY, IDLE, ahead_of
 from hpc_elastic.slurm.job_state import Phase, TaskState, queue_name
 from hpc_elastic.slurm.requeue import current_names, jobs_of
 
@@ -49,8 +49,6 @@ _log = logging.getLogger(__name__)
 
 LADDER_S = tuple(60.0 * minutes for minutes in (90, 56, 34, 22, 14, 8, 6, 4, 2))
 """Limits between the full one and the least, the longest first."""
-_IDLE, _BUSY = ("idle", "planned"), ("allocated", "mixed", "completing")
-"""States of nodes that run nothing, those that are planned included, and of those that do."""
 CHECK_S = 15.0
 """Seconds between two checks while tasks wait."""
 CHECK_SELDOM_S = 60.0
@@ -122,9 +120,11 @@ class LimitFitter:
         found = {**dict.fromkeys(waiting, self.time_s), **{t: offers[placed[t]][0] for t in placed}}
         rest = waiting[len(placed) : _MOST]
         rungs = [self.time_s, *self._rungs_below(self.time_s)]
-        fits = [[rung for rung in rungs if rung <= length_s - self.pass_s] for length_s in later]
-        found |= zip(rest, sorted((each[0] for each in fits if each), reverse=True), strict=False)
-        if not is_watched:
+        if is_watched:
+            fits = [[r for r in rungs if r <= length_s - self.pass_s] for length_s in later]
+            longest = sorted((each[0] for each in fits if each), reverse=True)
+            found |= zip(rest, longest, strict=False)
+        else:
             for number, task in enumerate(reversed(rest)):  # the last one fits anywhere
                 found[task] = rungs[-1 - number * len(rungs) // len(rest)]
         return found
@@ -234,8 +234,8 @@ class TimeSlots:
             self._fitter.pass_s = parsing.backfill_interval_s(self._client.config())
             self._knows_pass = True
         states = self._client.each_node(self._partition)
-        idle = {node for node, state in states.items() if state in _IDLE}
-        nodes = idle.union(node for node, state in states.items() if state in _BUSY)
+        idle = {node for node, state in states.items() if state in IDLE}
+        nodes = idle.union(node for node, state in states.items() if state in BUSY)
         if idle or time.monotonic() >= self._next_plan:
             self._ends = hole_ends(nodes, self._client.queue(only_waiting=True), own)
             self._next_plan = time.monotonic() + max(self._fitter.pass_s, 2 * CHECK_S)

@@ -393,7 +393,7 @@ def default_acl(folder: Path, uid: int) -> None:
 
 
 def test_an_acl_of_the_user_is_kept(open_folder, stranger):
-    """Users whom the ACL names may write the run, and the commands work."""
+    """The users in the ACL may write to the run, and the commands work."""
     default_acl(open_folder, STRANGER)
     run = make_run(open_folder / "sweep")
     write = "import sys; open(sys.argv[1], 'w')"

@@ -36,9 +36,10 @@ _SIGHT_S = 20.0
 """How soon a change has to be seen, apart from the staleness of the mount."""
 _CONTEXT = "probe"
 _OBSERVER, _DOER = "observer", "doer"
-NUM_ROUNDS = 200
-"""Enough: where links are not exclusive, both win about one round in ten, on a busy machine one in
-fifty."""
+NUM_ROUNDS = 400
+"""Names that two nodes link at once."""
+_TOGETHER = 20
+"""Of these, after each message: both nodes begin at the same time again."""
 CHANGES = {
     "created": "a new file",
     "renamed": "a renamed folder",
@@ -170,11 +171,11 @@ def _handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     match request["do"]:
         case "prepare":
             trial.make_files()
-            trial.stage_links(_DOER)
+            trial.stage_link(_DOER)
         case "change":
             trial.apply_changes()
         case "link":
-            return {"won": trial.try_link(int(request["round"]), _DOER)}
+            return {"won": trial.race_links(int(request["first"]), _DOER)}
         case "winners":
             return {"winners": trial.read_winners()}
     return {"time": time.time()}
@@ -261,16 +262,14 @@ def _try_folder(
     place: ProbeFolder, index: int, token: str, peer: Mapping[str, Any]
 ) -> tuple[LinkRace, Visibility]:
     """Race with another node, and watch it change the folder."""
-    trial, won = FolderTrial(place.path / f"trial-{index}"), []
+    trial, won = FolderTrial(place.path / f"trial-{index}"), list[tuple[bool, bool]]()
     with connect_to_peer(peer, token) as connection:
         send_request(connection, "prepare", index)
-        trial.stage_links(_OBSERVER)
-        trip_s, _ = _query_time(connection, index)
-        for number in range(NUM_ROUNDS):
-            connection.send({"do": "link", "asker": index, "round": number})
-            time.sleep(number % 4 * trip_s / 2)  # who is first differs
-            mine = trial.try_link(number, _OBSERVER)
-            won.append((mine, bool(_receive_answer(connection)["won"])))
+        trial.stage_link(_OBSERVER)
+        for first in range(0, NUM_ROUNDS, _TOGETHER):
+            connection.send({"do": "link", "asker": index, "first": first})
+            mine = trial.race_links(first, _OBSERVER)
+            won += zip(mine, _receive_answer(connection)["won"], strict=True)
         theirs = send_request(connection, "winners", index)["winners"]
     race = count_race(won, [trial.read_winners(), theirs])
 
@@ -371,29 +370,37 @@ class FolderTrial:
             waited_s = time.monotonic() - start
         return Visibility({**times, **dict.fromkeys(unseen)}, waited_s, torn=new not in ("", _NEW))
 
-    def stage_links(self, who: str) -> None:
-        """Create the files whose links will race (both)."""
-        for number in range(NUM_ROUNDS):
-            self._entry(number, who).write_text(who)
+    def stage_link(self, who: str) -> None:
+        """Create the file whose links will race (both)."""
+        self._race(who).write_text(who)
 
-    def try_link(self, number: int, who: str) -> bool:
-        """Try to link the name of a round; return whether this node has won (both).
+    def race_links(self, first: int, who: str) -> list[bool]:
+        """Try to link the names of some rounds; return which this node has won (both).
+
+        A node that is behind finds names that exist, faster than it links: it catches up, and
+        from there on both try to link the same name at once.
 
         Raises:
-            OSError: The result is unknown.
+            OSError: A result is unknown.
         """
+        numbers = range(first, first + _TOGETHER)
+        won = [self._link(number, who) for number in numbers]
+        # was the reply to a link of our own lost?
+        return [w or _read(self._race(n)) == who for n, w in zip(numbers, won, strict=True)]
+
+    def _link(self, number: int, who: str) -> bool:
         try:
-            os.link(self._entry(number, who), self._entry(number))
-        except FileExistsError:  # or was the reply to our own link lost?
-            return _read(self._entry(number)) == who
+            os.link(self._race(who), self._race(number))
+        except FileExistsError:
+            return False
         return True
 
     def read_winners(self) -> list[str]:
         """Return the holder of each round's name, as this node reads it; empty if it cannot."""
-        return [_read(self._entry(number)) for number in range(NUM_ROUNDS)]
+        return [_read(self._race(number)) for number in range(NUM_ROUNDS)]
 
-    def _entry(self, number: int, who: str = "first") -> Path:
-        return self.path / "race" / f"{number}.{who}"
+    def _race(self, name: int | str) -> Path:
+        return self.path / "race" / str(name)
 
     def _file(self, name: str) -> Path:
         return self.path / name / "file"

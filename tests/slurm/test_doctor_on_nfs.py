@@ -65,7 +65,7 @@ def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypat
 
 
 def test_links_that_are_not_exclusive_are_seen(mounts, monkeypatch):  # noqa: F811
-    """Of two hundred names, two nodes both believe to have made some."""
+    """Two nodes both believe to have made some of the names."""
     mounts.faults(
         nfs.ServerFaults(rules=(nfs.FaultRule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL),), last_rule=1)
     )

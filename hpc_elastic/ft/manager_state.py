@@ -197,7 +197,7 @@ class ManagerState:
         if self._relay is not None:
             return
         result = self._result
-        if result is None:
+        if result is None or self.has_left:
             self._send_up(messages.ReplicaStatus(messages.NO_QUORUM, 0, 0, 0, is_aborted=False))
         else:
             rank, size = result.replica_rank, result.replica_world_size

@@ -232,7 +232,7 @@ class LeaderState:
         if why is not None:  # queried again soon: if it is confirmed, the nodes are requeued
             self._sweep_pause_s = longer_s = _SWEEP_EVERY_S
         self._sweep_due, self._sweep_pause_s = now + self._sweep_pause_s, longer_s
-        return [] if self.fenced else self._do(self.run.sweep_answered(why, now))
+        return [] if self.fenced else self._do(self.rounds.sweep_answered(why, now))
 
     def share_answered(self, max_nodes: int | None) -> list[Effect]:
         """The size up to which the run grows beside its siblings; None: without limit."""

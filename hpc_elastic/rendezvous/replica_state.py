@@ -37,6 +37,12 @@ RUNNING -> ENDED    All members that *take part* are done: those that have been 
                     they were placed. Once a unit is done, no node is admitted, and a unit whose
                     workers fail is released: no replica would be left to heal it from.
 
+RUNNING -> ENDED    The run has failed: too many failures, or too few tasks for ``min_nodes``.
+
+Before the run fails or is disbanded, the replicas save, since the newest state is in their memory
+alone. The lighthouse lets all of them leave, as under a preemption notice, and the decision is made
+once it has, or after `SAVE_WITHIN_S`.
+
 The index in a member's report is that of the entry that placed it, in whichever term that was.
 
 The lighthouse, which decides about quorums, is pure as well (`hpc_elastic.ft.lighthouse_state`).
@@ -56,6 +62,8 @@ from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     CancelRequest,
+    LeaveGranted,
+    LeaveNotice,
     QuorumRequest,
     QuorumResults,
     ReplicaStatus,
@@ -64,7 +72,7 @@ from hpc_elastic.ft.messages import (
     to_frame,
 )
 from hpc_elastic.ft.messages import Message as ReplicaReport
-from hpc_elastic.rendezvous.effects import Effect, JoinRequest, Message, Note, Send
+from hpc_elastic.rendezvous.effects import Effect, JoinRequest, Message, Note, Send, hosts_of
 from hpc_elastic.rendezvous.group_change import preemption_note
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.round_state import (
@@ -78,6 +86,9 @@ from hpc_elastic.rendezvous.round_state import (
     units_of,
 )
 from hpc_elastic.slurm.job_state import TaskState
+
+SAVE_WITHIN_S = 300.0
+"""How long the replicas have to save before the run fails or is disbanded: a step, and a save."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +122,20 @@ class ReplicaState:
         self._returned: set[Agent] = set()
         """Members whose workers have returned."""
         self._results: str | None = None
+        self.save_by: float | None = None
+        """When all replicas must have saved, since the run is about to stop; None: it goes on."""
+        self._once_saved: Callable[[], list[Effect]] = list
+        """Makes the decision that waits until they have saved."""
+        self._has_saved: set[Agent] = set()
+        """Members that the lighthouse has let leave."""
         units = units_of(entry.members, rules.unit_nodes)
         living = [unit for unit in units if not any(map(run.participants.is_lost, unit))]
         self.inherited_losses = tuple(unit[0] for unit in units if unit not in living)
         """First agents of units that have lost a node together with the leader before."""
         run.ranks = RankAssignment(tuple(chain(*living)))
         run.participants.expect(run.ranks.members)
+        self._unheard = {*run.ranks.members}
+        """Members that an earlier leader has placed, until they report in which quorum they are."""
         if run.phase is RoundPhase.FORMING and living:  # they have continued to train
             run.phase = RoundPhase.RUNNING
             self._update_short(now)
@@ -207,11 +226,23 @@ class ReplicaState:
         if agent in self.run.ranks:
             self.taking_part.update(self._unit_of(agent))
 
+    def reported(self, agent: Agent, status: ReplicaStatus) -> None:
+        """The replica of a member has reported its quorum to this leader's lighthouse."""
+        if agent in self.run.ranks:
+            self._unheard.difference_update(self._unit_of(agent))
+        if status.quorum_id != NO_QUORUM:
+            self.joined_quorum(agent)
+
+    def let_leave(self, agent: Agent) -> None:
+        """The replica of a member has left the quorum: its state is saved, or others have it."""
+        self._has_saved.update(self._unit_of(agent))
+
     def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Effect]:
         """Workers of a member failed; its other workers have been stopped."""
         if agent in self.run.done or not self.run.is_member(agent):
             return []
         self.taking_part.difference_update(self._unit_of(agent))
+        self._unheard.difference_update(self._unit_of(agent))
         self._failures.setdefault(agent, list(failures))
         effects = self._advance(now)
         if agent not in self.run.ranks or self.run.phase is not RoundPhase.RUNNING:
@@ -259,7 +290,15 @@ class ReplicaState:
         effects, ended = self.run.slurm_answered(states, asked_at, now)
         for agent in ended:
             effects += self.agent_lost(agent, "the scheduler reports that its task has ended", now)
-        return [*effects, *self.run.end_if_hopeless(), *self._advance(now)]
+        ending = self.run.hopeless_ending()
+        if ending is not None:
+            effects += self._save_first(partial(self.run.end_run, ending), now)
+        return [*effects, *self._advance(now)]
+
+    def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
+        """Take in why the run cannot get min nodes at present; None: it may get them."""
+        in_vain = self.run.waits_in_vain(why, now)
+        return self._save_first(partial(self.run.disband, why or ""), now) if in_vain else []
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
         """Take in the progress in a member's heartbeat: a step of any member is progress."""
@@ -270,7 +309,7 @@ class ReplicaState:
     def tick(self, now: float) -> list[Effect]:
         """Apply the rules that depend on time; all members that timed out together are known."""
         judges = self.run.phase is RoundPhase.RUNNING and self.run.policy.is_due
-        judged = self._judge_alone(self.run.entry.round) if judges else []
+        judged = self._judge_alone(self.run.entry.round, now) if judges else []
         return [*judged, *self._advance(now)]
 
     # ---- members ------------------------------------------------------------------------
@@ -285,23 +324,28 @@ class ReplicaState:
     @property
     def _has_room(self) -> bool:
         run = self.run
-        return len(run.ranks.members) < run.rules.max_nodes and not run.done
+        is_stopping = bool(run.done) or self.save_by is not None
+        return len(run.ranks.members) < run.rules.max_nodes and not is_stopping
 
     def _advance(self, now: float) -> list[Effect]:
         run = self.run
         if run.phase is not RoundPhase.RUNNING:
             effects, closes = run.form(now)
             return [*effects, *(self._close_first_round(now) if closes else [])]
+        if self.save_by is not None:
+            return self._stop_if_saved(now)
         if run.done:
             return self._finish(now)
         effects = self._judge_units(now) if self._failures else []
-        if run.phase is not RoundPhase.RUNNING:
+        if run.phase is not RoundPhase.RUNNING or self.save_by is not None:
             return effects
         if run.participants.joined and now >= run.not_before:
             effects += self._admit_joined(now)
         if run.participants.joined:
             effects += run.requeue_late(now)
-        return [*effects, *run.disband_if_short(now)]
+        if run.is_short_for_too_long(now):
+            effects += self._save_first(run.disband, now)
+        return effects
 
     def _close_first_round(self, now: float) -> list[Effect]:
         """Close the first round, or one after all members were lost: all are placed."""
@@ -368,8 +412,8 @@ class ReplicaState:
     def _forget(self, unit: Iterable[Agent]) -> None:
         """Forget what the workers of these agents have done, since they are stopped."""
         for agent in unit:
-            self.taking_part.discard(agent)
-            self._returned.discard(agent)
+            for state in (self.taking_part, self._unheard, self._has_saved, self._returned):
+                state.discard(agent)
             self._failures.pop(agent, None)
 
     def _stop_unit(self, agent: Agent, why: str) -> list[Effect]:
@@ -397,13 +441,14 @@ class ReplicaState:
         members = run.ranks.members
         if not members and not run.done:
             run.begin_forming(now)
+            self.save_by = None
         effects: list[Effect] = [run.decide(members=members), departed_note(agent, members)]
         if to_stop:
             why = f"{agent.host}, a node of its replica, is gone: {why}"
             effects += stop(to_stop, why, "node_lost", run.entry.round)
         if failures:
             run.policy.failures += failures
-            effects += self._judge_alone(run.entry.round, not_counted=True)
+            effects += self._judge_alone(run.entry.round, now, not_counted=True)
             effects += self._requeue_excluded(a for a in unit if a in run.participants.joined)
         return effects
 
@@ -424,6 +469,25 @@ class ReplicaState:
             run.short_since = now
 
     # ---- the end ------------------------------------------------------------------------
+
+    def _save_first(self, stop_run: Callable[[], list[Effect]], now: float) -> list[Effect]:
+        """Stop the run once its replicas have saved; the first reason counts."""
+        if self.save_by is None:
+            self._once_saved, self.save_by = stop_run, now + SAVE_WITHIN_S
+        return self._stop_if_saved(now)
+
+    def _stop_if_saved(self, now: float) -> list[Effect]:
+        assert self.save_by is not None
+        run, may_have_state = self.run, self.taking_part | self._unheard
+        awaited = may_have_state.intersection(run.ranks.members) - self._has_saved - run.done
+        if awaited and now < self.save_by:
+            return []
+        self.save_by = None
+        effects: list[Effect] = self._finish(now) if run.done else []
+        if awaited:
+            unsaved = sorted(awaited, key=lambda agent: agent.slot)
+            effects.append(Note("state_unsaved", {"hosts": hosts_of(unsaved)}))
+        return effects if run.phase is RoundPhase.ENDED else [*effects, *self._once_saved()]
 
     def _finish(self, now: float) -> list[Effect]:
         """A unit is done: release those that would have to start again; wait for the others."""
@@ -453,7 +517,7 @@ class ReplicaState:
             if not failures:
                 continue
             run.policy.failures += failures
-            effects += self._judge_alone(self._place_of(unit[0]).round)
+            effects += self._judge_alone(self._place_of(unit[0]).round, now)
             faulty = [a for a in unit if a.host in run.policy.excluded]
             if faulty and run.phase is RoundPhase.RUNNING:
                 effects += self._dissolve_unit(faulty[0], "its node is excluded", now)
@@ -470,14 +534,16 @@ class ReplicaState:
                 failures += self._failures[agent]
         return failures
 
-    def _judge_alone(self, round_: int, *, not_counted: bool = False) -> list[Effect]:
+    def _judge_alone(self, round_: int, now: float, *, not_counted: bool = False) -> list[Effect]:
         """Judge what has failed since the last time."""
         run = self.run
         run.policy.not_counted = not_counted or bool(run.done)
         hosts = {a.host for a in (*run.ranks.members, *run.participants.joined)}
         effects, ending = run.policy.judge(round_, hosts)
         run.policy.new_round()
-        return [*effects, *(run.end_run(ending) if ending is not None else [])]
+        if ending is not None:
+            effects += self._save_first(partial(run.end_run, ending), now)
+        return effects
 
 
 Rounds = RoundState | ReplicaState
@@ -532,6 +598,8 @@ class QuorumBridge:
         """Agents whose workers have ended, since when, until they report how."""
         self._held: dict[Agent, QuorumRequest] = {}
         """Requests of newcomers that wait in the meantime."""
+        self._to_leave: set[str] = set()
+        """Connected replicas that all have to leave, since the run is about to stop."""
 
     def connected(self, agent: Agent) -> None:
         """An agent has connected."""
@@ -548,8 +616,8 @@ class QuorumBridge:
             return
         self._update_units()
         match message:
-            case ReplicaStatus() if message.quorum_id != NO_QUORUM:
-                replicas.joined_quorum(agent)
+            case ReplicaStatus():
+                replicas.reported(agent, message)
             case Shutdown() | WorkersLost() if agent in replicas.taking_part:
                 self._ending[agent] = now
             case QuorumRequest() if agent not in replicas.taking_part and self._is_ending:
@@ -566,6 +634,7 @@ class QuorumBridge:
             return
         self._held.pop(agent, None)
         self._ending.pop(agent, None)
+        self._to_leave.discard(name)
         self._waiting.append(partial(self._lighthouse.on_disconnect, name, why))
 
     def tick(self, now: float) -> None:
@@ -580,6 +649,11 @@ class QuorumBridge:
             for agent, message in held.items():
                 name = replica_name(agent)
                 self._waiting.append(partial(self._lighthouse.on_message, name, message))
+        if (save_by := self._replicas.save_by) is not None:
+            for name in self._agents.keys() - self._to_leave:
+                notice = LeaveNotice(max(0.0, save_by - now))
+                self._waiting.append(partial(self._lighthouse.on_message, name, notice))
+                self._to_leave.add(name)
         self._waiting.append(self._lighthouse.on_tick)
 
     def answer(self, now: float) -> list[Effect]:
@@ -590,8 +664,11 @@ class QuorumBridge:
             for answer in self._waiting.popleft()(now):
                 agent = self._agents.get(answer.replica)
                 if agent is not None:
-                    if isinstance(answer.message, QuorumResults):
-                        self._replicas.joined_quorum(agent)
+                    match answer.message:
+                        case QuorumResults():
+                            self._replicas.joined_quorum(agent)
+                        case LeaveGranted():
+                            self._replicas.let_leave(agent)
                     sends.append(Send((agent,), to_frame(answer.message)))
         return sends
 

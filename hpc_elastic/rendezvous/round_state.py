@@ -434,22 +434,21 @@ class RunState:
             recovery.mark_possibly_alive(agent)
         return effects, ended
 
-    def end_if_hopeless(self) -> list[Effect]:
-        """End the run if min nodes cannot come together any more."""
+    def hopeless_ending(self) -> RunEnding | None:
+        """Return how the run ends if min nodes cannot come together any more; None: they can."""
         running_short = self.phase is RoundPhase.RUNNING and self.short_since is not None
         if not (running_short or self.phase is RoundPhase.FORMING):
-            return []
+            return None
         states = self.participants.task_states or {}
         returning = self.recovery.returning_tasks(states, self._last_here)
         present = {a.task for a in self.participants.joined} | returning
         tried_hosts = self.recovery.tried_hosts
         why = task_recovery.min_nodes_unreachable(states, present, self.rules, tried_hosts)
-        return [] if why is None else self.end_run(RunEnding("failed", why))
+        return None if why is None else RunEnding("failed", why)
 
-    def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
-        """Take in why the run cannot get min nodes at present; None: it may get them."""
-        in_vain = self.backoff.is_pointless(why if self.is_short else None, now)
-        return self.disband(why or "") if in_vain else []
+    def waits_in_vain(self, why: str | None, now: float) -> bool:
+        """Take in why the run cannot get min nodes at present; return whether to wait no longer."""
+        return self.backoff.is_pointless(why if self.is_short else None, now)
 
     def _judge_starts(self, states: Mapping[str, TaskState]) -> list[Effect]:
         """Judge the attempts that ended before they joined, according to Slurm."""
@@ -497,7 +496,7 @@ class RunState:
             effects += self._judge_round()
         if self.phase is RoundPhase.FORMING and self._may_close(now):
             return effects, True
-        return [*effects, *self.disband_if_short(now)], False
+        return [*effects, *(self.disband() if self.is_short_for_too_long(now) else [])], False
 
     def close_round(self, now: float) -> None:
         """Assign ranks to the agents that have joined."""
@@ -588,11 +587,10 @@ class RunState:
         too_few = 0 < len(joined) < self.rules.min_nodes
         return waits and too_few and self.backoff.may_requeue(joined)
 
-    def disband_if_short(self, now: float) -> list[Effect]:
-        """Requeue all nodes if they have been fewer than min nodes for too long."""
+    def is_short_for_too_long(self, now: float) -> bool:
+        """Whether the nodes have been fewer than min nodes for too long."""
         since = self._waiting_since(now) if self.short_since is None else self.short_since
-        too_long = self.is_short and self.backoff.is_over(now - since)
-        return self.disband() if too_long else []
+        return self.is_short and self.backoff.is_over(now - since)
 
     def disband(self, why: str = "") -> list[Effect]:
         """Decide to requeue all nodes."""
@@ -755,7 +753,12 @@ class RoundState:
         effects, ended = self.run.slurm_answered(states, asked_at, now)
         for agent in ended:
             effects += self.agent_lost(agent, "the scheduler reports that its task has ended", now)
-        return [*effects, *self.run.end_if_hopeless(), *self.tick(now)]
+        ending = self.run.hopeless_ending()
+        return [*effects, *(self.run.end_run(ending) if ending else []), *self.tick(now)]
+
+    def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
+        """Take in why the run cannot get min nodes at present; None: it may get them."""
+        return self.run.disband(why or "") if self.run.waits_in_vain(why, now) else []
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
         """Take in the progress in a member's heartbeat."""

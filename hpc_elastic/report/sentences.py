@@ -202,6 +202,9 @@ def _aside(entry: TimelineEntry) -> str | None:
             what += f"that of its peers in {facts.get('tensors')}"
             then = "it heals" if facts.get("heals") else "it is left as it is"
             return f"{what}; {then}. Check this node's hardware"
+        case "state_unsaved":
+            late = names(facts.get("hosts") or ())
+            return f"{late} did not save in time: the steps since the last checkpoint are lost"
         case "cancel":
             return f"{user} cancelled the run, on {host}"
         case "preempt":

@@ -76,7 +76,7 @@ class TimelineEntry:
             ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
             ``crash_loop``, ``tasks_restarted``, ``leader``, ``hang``, ``straggler``,
             ``preflight``, ``start_failed``, ``warm_worker_died``, ``checkpoint_failed``,
-            ``checkpoint_recovered``, ``state_mismatch``, ``growth_decision``,
+            ``checkpoint_recovered``, ``state_mismatch``, ``state_unsaved``, ``growth_decision``,
             ``sweep_decision``, ``cancel``, ``preempt``, ``kill``, ``resume``.
         time: When it began, in Unix seconds.
         causes: Its causes.
@@ -94,7 +94,7 @@ class TimelineEntry:
             tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
             again; checkpoint_failed: step; growth_decision: nodes, grows; sweep_decision: runs;
             hang, straggler, preflight, warm_worker_died, checkpoint_recovered, state_mismatch,
-            cancel, preempt, kill, resume: as in the event.
+            state_unsaved, cancel, preempt, kill, resume: as in the event.
         is_open: Whether it goes on.
         has_replicas: Whether the nodes are replicas, and none of them was stopped (``ft=true``).
     """
@@ -159,7 +159,7 @@ _FACTS: dict[str, tuple[str, ...]] = {
     "growth_decision": ("nodes", "grows"),
     "sweep_decision": ("runs",),
     **dict.fromkeys(("hang", "straggler", "preflight", "warm_worker_died"), ()),
-    **dict.fromkeys(("checkpoint_recovered", "state_mismatch"), ()),
+    **dict.fromkeys(("checkpoint_recovered", "state_mismatch", "state_unsaved"), ()),
     **dict.fromkeys(("cancel", "preempt", "kill", "resume"), ()),
 }
 """Kind of event that changes no group -> the fields that its entry has as facts; none: all."""

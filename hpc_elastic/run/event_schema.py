@@ -116,6 +116,11 @@ _OF_TASKS = (
           Field("worker", "text", "replica id, host and rank of the worker"),
           Field("tensors", "text", "tensors that differ, at most three and the number of others"),
           Field("heals", "flag", "most replicas agree, and this one heals from them"))),
+    Kind("state_unsaved",
+         "With ft=true: replicas did not save their state before the run failed, or gave its nodes "
+         "back; the steps since the last checkpoint are lost.",
+         "when they have been awaited for five minutes", _LEADER,
+         (Field("hosts", "texts", "their nodes, at most 20"),)),
     Kind("task_exited", "A task ends because of a preemption notice.", "when the task ends",
          _AGENT,
          (Field("reason", "text", "as in `preemption_notice`"),

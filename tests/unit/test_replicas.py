@@ -19,9 +19,10 @@ from groups import (
     running,
 )
 
+from hpc_elastic.ft.messages import NO_QUORUM, ReplicaStatus
 from hpc_elastic.rendezvous.effects import ClearHolds
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules
-from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
+from hpc_elastic.rendezvous.replica_state import SAVE_WITHIN_S, Placement, ReplicaState
 from hpc_elastic.rendezvous.round_state import RoundPhase
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
@@ -128,7 +129,9 @@ def test_too_few_for_too_long_go_back_to_the_queue():
     m = training(A, B, min_nodes=2, below_min_timeout_s=10.0)
     m.agent_lost(B, "lost", 1.0)
     assert decisions(m.tick(10.0)) == []
-    (times_requeued,) = decisions(m.tick(100.0))
+    assert decisions(m.tick(100.0)) == [] and m.save_by is not None, "it saves first"
+    m.let_leave(A)
+    (times_requeued,) = decisions(m.tick(100.1))
     assert (
         isinstance(times_requeued, SentBack)
         and times_requeued.all
@@ -143,9 +146,7 @@ def test_too_few_whose_tasks_may_not_be_requeued_are_kept():
     m.agent_lost(B, "lost", 1.0)
     assert decisions(m.tick(100.0)) == [] and not m.run.is_short
     assert (
-        m.run.sweep_answered("others hold it", 101.0)
-        == m.run.sweep_answered("others hold it", 109.0)
-        == []
+        m.sweep_answered("others hold it", 101.0) == m.sweep_answered("others hold it", 109.0) == []
     )
 
 
@@ -153,8 +154,52 @@ def test_too_few_whose_tasks_are_over_for_good_end_the_run():
     """There is nobody to wait for."""
     m = training(A, B, min_nodes=2, max_nodes=2)
     m.agent_lost(B, "lost", 1.0)
-    (end,) = decisions(m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0))
+    assert decisions(m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0)) == []
+    m.let_leave(A)
+    (end,) = decisions(m.tick(2.1))
     assert kind(end) == "end" and end[1].status == "failed"
+
+
+def test_no_run_waits_for_ever_for_a_state_that_is_not_saved():
+    """Who is missing is told."""
+    m = training(A, B, min_nodes=2, max_nodes=2)
+    m.agent_lost(B, "lost", 1.0)
+    m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0)
+    assert decisions(m.tick(1.9 + SAVE_WITHIN_S)) == []
+    effects = m.tick(2.0 + SAVE_WITHIN_S)
+    assert kind(decisions(effects)[0]) == "end"
+    (unsaved,) = notes(effects, "state_unsaved")
+    assert unsaved.fields == {"hosts": [A.host]}
+
+
+def test_a_replica_that_an_earlier_leader_has_placed_is_asked_before_the_run_fails():
+    """The next leader may learn that the run is over before the replica has reported to it."""
+    m = resumed(A, B, min_nodes=2, max_nodes=2)
+    m.reattached(A, Placement(4, 9, 0), 1.0)
+    m.agent_lost(B, "lost", 1.0)
+    assert decisions(m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0)) == []
+    m.reported(A, ReplicaStatus(7, 0, 1, 0, is_aborted=False))
+    assert decisions(m.tick(3.0)) == []
+    m.let_leave(A)
+    (end,) = decisions(m.tick(4.0))
+    assert kind(end) == "end" and end[1].status == "failed"
+
+
+def test_a_replica_without_a_state_is_not_awaited():
+    """It has been in no quorum, and says so."""
+    m = resumed(A, B, min_nodes=2, max_nodes=2)
+    m.reattached(A, Placement(4, 9, 0), 1.0)
+    m.reported(A, ReplicaStatus(NO_QUORUM, 0, 0, 0, is_aborted=False))
+    m.agent_lost(B, "lost", 1.0)
+    (end,) = decisions(m.slurm_answered(running(A, s1="CANCELLED"), 2.0, 2.0))
+    assert kind(end) == "end"
+
+
+def test_a_run_that_stops_takes_no_newcomer_in():
+    """It would train from the start, or keep the others from leaving."""
+    m = training(A, B, max_restarts=0)
+    m.worker_failed([failure(B)], B, 1.0)
+    assert decisions(m.join(C, 2.0)) == []
 
 
 # ---- workers that fail --------------------------------------------------------------------
@@ -171,7 +216,10 @@ def test_failed_workers_are_started_again_alone():
 def test_more_failures_than_restarts_end_the_run_with_the_first_of_them():
     """As everywhere."""
     m = training(A, B, max_restarts=0)
-    (end,) = decisions(m.worker_failed([failure(B)], B, 1.0))
+    (told,) = decisions(m.worker_failed([failure(B)], B, 1.0))
+    assert kind(told) == "stop" and told.agents == (B,)
+    m.let_leave(A)
+    (end,) = decisions(m.tick(2.0))
     assert end == ended("failed", failure(B))
 
 
@@ -185,6 +233,8 @@ def test_failures_while_others_make_steps_are_no_crash_loop():
     m.worker_failed([failure(B)], B, 5.0)
     m.join(B, 5.0)
     m.worker_failed([failure(B)], B, 6.0)
+    m.let_leave(A)
+    m.tick(6.1)
     assert m.run.entry.ending.status == "failed"
 
 

@@ -86,14 +86,12 @@ def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
     """Two answers some seconds apart; in between it may have got its nodes."""
     m = machine(min_nodes=2, below_min_timeout_s=300.0)
     m.join(A, 0.0)
+    assert m.sweep_answered("others hold it", 1.0) == [] and m.sweep_answered(None, 3.0) == []
     assert (
-        m.run.sweep_answered("others hold it", 1.0) == [] and m.run.sweep_answered(None, 3.0) == []
+        m.sweep_answered("others hold it", 5.0) == []
+        and m.sweep_answered("others hold it", 8.0) == []
     )
-    assert (
-        m.run.sweep_answered("others hold it", 5.0) == []
-        and m.run.sweep_answered("others hold it", 8.0) == []
-    )
-    effects = m.run.sweep_answered("others hold it", 10.5)
+    effects = m.sweep_answered("others hold it", 10.5)
     (given,) = decisions(effects)
     assert isinstance(given, SentBack) and given.agents == (A,) and given.all
     (note,) = notes(effects, "nodes_requeued")
@@ -107,8 +105,8 @@ def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
     m = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     m.join(replace(A, attempt=attempt), 0.0)
     assert m.run.is_short is not kept
-    assert m.run.sweep_answered("others hold it", 1.0) == []
-    assert bool(m.run.sweep_answered("others hold it", 8.0)) is not kept
+    assert m.sweep_answered("others hold it", 1.0) == []
+    assert bool(m.sweep_answered("others hold it", 8.0)) is not kept
     late = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     late.join(replace(A, attempt=attempt), 0.0)
     assert bool(decisions(late.tick(21.0))) is not kept
@@ -122,5 +120,5 @@ def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
     stays = machine(min_nodes=2)
     stays.join(A, 0.0)
     for m in (trains, stays):
-        assert m.run.sweep_answered("others hold it", 1.0) == []
-        assert m.run.sweep_answered("others hold it", 20.0) == []
+        assert m.sweep_answered("others hold it", 1.0) == []
+        assert m.sweep_answered("others hold it", 20.0) == []

@@ -99,6 +99,7 @@ def test_the_last_node_ends_the_run_alone(cluster, sweep):
     ends_well(sweep)
 
 
+@pytest.mark.long
 def test_the_example_of_the_guide_passes(tmp_path):
     """The test in docs/howto/test-preemptions.md is run as it stands."""
     text = (ROOT / "docs/howto/test-preemptions.md").read_text()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import pytest
 import torch
 
 from hpc_elastic.agent import compile_cache
@@ -42,6 +43,7 @@ def worker(run: Path, node: Path) -> tuple[int, int]:
     return found.get("fxgraph_cache_hit", 0), found.get("fxgraph_cache_miss", 0)
 
 
+@pytest.mark.long
 def test_a_worker_on_a_new_node_does_not_compile_again(tmp_path):
     """It reads what the first worker has put into the run."""
     assert worker(tmp_path, tmp_path / "node1") == (0, 2), "forward and backward"

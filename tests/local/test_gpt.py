@@ -12,7 +12,8 @@ SCRIPT = Path(__file__).parents[2] / "examples/gpt/plain.py"
 COMMAND = [sys.executable, "-m", "hpc_elastic"]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_sharded_gpt_is_killed_and_grows(compiled, tmp_path):
     """It goes on with one node, resharded, then with two again; each sample is trained once."""
     stretched = ("pause_s=0.25", "save_every_s=2", "launcher.scale_up=immediate")

@@ -39,6 +39,7 @@ def test_a_reader_begins_anywhere(example, form, tmp_path):
         assert example.num_rows(path) == 80
 
 
+@pytest.mark.long
 def test_a_run_from_tar_files_trains_every_sample_once(tmp_path):
     """A node of two is told to go, while its loader's worker is ahead of the training."""
     overrides = ("nodes=1:2", "epochs=4", "pause_s=0.1", "save_every_s=2", "num_workers=1")

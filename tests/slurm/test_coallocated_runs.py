@@ -55,6 +55,7 @@ def test_the_min_part_starts_at_once_and_the_rest_when_it_is_free(slurm, sweep):
     eventually(lambda: not queue(slurm), "nothing of the run stays in the queue")
 
 
+@pytest.mark.long
 def test_below_min_nodes_nothing_is_held(slurm, sweep):
     """While two of four nodes are busy, neither the job nor the node beyond it starts."""
     job = busy(slurm, 2)

@@ -62,3 +62,21 @@ def test_nodes_that_are_taken_one_after_the_other_lose_no_step(slurm, sweep, tmp
     output = run.sweep.output()
     assert run.sweep.result()["status"] == "succeeded", output
     assert run.restored() == {reached}
+
+
+@pytest.mark.long
+def test_nodes_that_are_returned_lose_no_step(slurm, sweep, tmp_path):
+    """Below the minimum for too long, what is left saves before it returns its node."""
+    run = Replicas(
+        tmp_path, sweep, "train_ft.py", "nodes=2", "epochs=10", "pause_s=1", "save_every_s=1000",
+        "launcher.below_min_timeout_s=8",
+    )  # fmt: skip
+    run.train(2)
+    first, last = (e["host"] for e in run.sweep.events("task"))
+    slurm.preempt([node for node in slurm.nodes if node != last], for_s=40)
+    eventually(lambda: run.sweep.events("nodes_requeued"), f"{first} and {last} are returned")
+    reached = max(step for step, _ in run.steps().values())
+    run.train(2)
+    output = run.sweep.output()
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert run.restored() == {reached} and not run.sweep.events("state_unsaved")

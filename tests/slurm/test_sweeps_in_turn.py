@@ -23,6 +23,7 @@ def succeeded(s: Sweep, num_runs: int) -> None:
     assert results == ["succeeded"] * num_runs, output
 
 
+@pytest.mark.long
 def test_runs_of_two_nodes_or_three_share_four_nodes(slurm, sweep):
     """With default settings: the first two runs begin, and the others follow them at once."""
     with QueueHistory(slurm) as history:

@@ -62,6 +62,7 @@ def test_replicas_of_two_nodes_outlive_each_others_nodes(slurm, sweep, tmp_path)
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
+@pytest.mark.long
 def test_a_group_of_pairs_shrinks_and_grows_by_pairs(slurm, sweep, tmp_path):
     """The partner of a dead node is a spare, and its pair is whole again once the node is back."""
     script = train_without_end(tmp_path)

@@ -34,7 +34,8 @@ from hpc_elastic.slurm.requeue import requeue_or_exit, requeue_after
 task = SlurmEnvironment.from_env(os.environ)
 log = Path(sys.argv[2], f"{task.task_name}.{task.restart_count}")
 log.write_text(f"{time.time()}")
-of_job = f"{task.task_name.partition('.')[0]}*.{task.restart_count}"  # all nodes depart at once
+# the nodes of one job depart at once
+of_job = f"{task.task_name.partition('.')[0]}*.{task.restart_count}"
 while len(list(log.parent.glob(of_job))) < int(os.environ["SLURM_NTASKS"]):
     time.sleep(0.05)
 while task.restart_count or (sys.argv[1] == "depart" and not taken):

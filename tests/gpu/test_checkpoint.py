@@ -1,0 +1,118 @@
+"""The Checkpointer of workers with several GPUs on their node."""
+
+import time
+
+import pytest
+
+from gpu_ranks import run_ranks
+
+
+def draw_after_a_restart(rank, size, store, directory, device, is_first):
+    import torch
+
+    from hpc_elastic.checkpoint import Checkpointer
+
+    torch.cuda.set_device(device)
+    torch.cuda.manual_seed(11)
+    with Checkpointer({"w": torch.zeros(4, device="cuda")}, directory) as saver:
+        if is_first:
+            torch.rand(100, device="cuda")
+            saver.save(1)
+        else:
+            assert saver.load_latest() == 1
+        return torch.rand(3, device="cuda").tolist()
+
+
+def test_the_generator_of_a_gpu_continues_on_another_gpu(gpus, tmp_path):
+    """A rank that restarts with another local rank draws the numbers that come next."""
+    machine = gpus(count=2)
+    (before,) = run_ranks(machine, draw_after_a_restart, 1, str(tmp_path), 1, True)
+    (after,) = run_ranks(machine, draw_after_a_restart, 1, str(tmp_path), 0, False)
+    assert after == before
+
+
+def save_and_restore(rank, size, store, directory, delay_us, is_mutant):
+    import ctypes
+
+    import torch
+
+    from hpc_elastic.checkpoint import Checkpointer
+
+    if is_mutant:
+        torch.cuda.Stream.synchronize = lambda self: None  # of the copy to the host
+    torch.cuda.set_device(1)
+    state = {f"l{i}": torch.full((1 << 16,), float(i), device="cuda") for i in range(4)}
+    ctypes.CDLL(None).simulated_gpu_set_delay_us(delay_us)
+    with Checkpointer({"state": state}, directory) as saver:
+        time.sleep(0.5)  # the buffer is made in the background
+        for value in state.values():
+            value += 1
+        saver.save(1)
+        is_pinned = saver._snapshots._is_pinned
+        for value in state.values():
+            value.zero_()
+    with Checkpointer({"state": state}, directory) as saver:
+        assert saver.load_latest() == 1
+    return is_pinned, [value.sum().item() / (1 << 16) for value in state.values()]
+
+
+def test_a_snapshot_of_a_gpu_touches_no_other_gpu(gpus, tmp_path):
+    """The buffer of a worker on GPU 1 is pinned there, and a save copies all of the state."""
+    machine = gpus(count=2)
+    ((is_pinned, sums),) = run_ranks(machine, save_and_restore, 1, str(tmp_path), 10000, False)
+    assert is_pinned and sums == [1.0, 2.0, 3.0, 4.0]
+    assert list(machine.contexts().values()) == [{1}]
+
+
+def test_a_copy_that_is_not_waited_for_is_seen(gpus, tmp_path):
+    """Mutant: without `synchronize` after the copy to the host, the checkpoint is damaged."""
+    with pytest.raises(AssertionError, match=r"load_latest|, -11, "):  # or its buffer is lost
+        run_ranks(gpus(count=2), save_and_restore, 1, str(tmp_path), 200000, True)
+
+
+def save_without_pinned_memory(rank, size, store, directory):
+    import torch
+
+    from hpc_elastic.checkpoint import Checkpointer
+
+    state = {"w": torch.zeros(1 << 20, device="cuda")}
+    with Checkpointer({"state": state}, directory) as saver:
+        time.sleep(0.5)
+        saver._snapshots.__init__()  # the first save makes the buffer, on this thread
+        saver.save(1)
+        state["w"] += 1
+        return saver._snapshots._is_pinned, state["w"].sum().item()
+
+
+def test_a_pin_that_fails_leaves_no_error_behind(gpus, tmp_path):
+    """Where memory cannot be pinned, the snapshot is pageable, and the training goes on."""
+    machine = gpus(pinned_mb=2)
+    (found,) = run_ranks(machine, save_without_pinned_memory, 1, str(tmp_path))
+    assert found == [False, float(1 << 20)]
+
+
+def lengths_and_saves(rank, size, store, directory):
+    import torch
+
+    from hpc_elastic.checkpoint import Checkpointer
+    from hpc_elastic.data.stream import count_samples
+
+    host, port = store.split(":")
+    torch.distributed.init_process_group(
+        "nccl",
+        store=torch.distributed.TCPStore(host, int(port)),
+        rank=rank,
+        world_size=size,
+        device_id=torch.device("cuda", rank),
+    )
+    lengths = count_samples(["a", "b"], lambda shard, begin: iter(range(3)))
+    with Checkpointer({"w": torch.zeros(4, device=f"cuda:{rank}")}, directory) as saver:
+        saver.save(1)
+    return list(lengths)
+
+
+def test_ranks_without_set_device_use_the_device_of_their_group(gpus, tmp_path):
+    """`init_process_group(device_id=)` is enough: nothing needs `torch.cuda.set_device`."""
+    machine = gpus(count=2)
+    assert run_ranks(machine, lengths_and_saves, 2, str(tmp_path)) == [[3, 3]] * 2
+    assert sorted(map(sorted, machine.contexts().values())) == [[0], [1]]

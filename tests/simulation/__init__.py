@@ -12,6 +12,8 @@ simulator   one schedule; `campaign`: many schedules on several processes
 mutants     planted bugs
 replicas    schedules of a run whose nodes are replicas
 sweep       several runs on one small Slurm cluster
+submission  sbatch, replacements and what a task looks up, with a Slurm whose answers are lost
+month       a month of one run with every default; ticks only around events
 ft          the quorum of replicas
 """
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from hpc_elastic.agent.worker_channel import Rule, WorkerChannel, can_save_at
-from hpc_elastic.agent.worker_failures import has_succeeded
 from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
@@ -29,10 +28,12 @@ from hpc_elastic.rendezvous.effects import (
     Lead,
     Note,
     Postpone,
+    ProbePeers,
     PublishResult,
     QuerySlurm,
     QueryTasks,
     ReadLog,
+    Readmit,
     RemoveNotice,
     RenewLease,
     RoundInfo,
@@ -43,8 +44,10 @@ from hpc_elastic.rendezvous.effects import (
     places,
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.hang_diagnosis import RankState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, Failure, LogEntry, LogSteps, claim
+from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.round_state import units_of
 from hpc_elastic.rendezvous.session import SessionState
 from hpc_elastic.rendezvous.term import Term, TermFolder
@@ -82,7 +85,7 @@ class Components:
     """How a node finds and creates entries."""
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
-    has_succeeded: Callable[[int, WorkerStatus], bool] = has_succeeded
+    has_succeeded: Callable[[int, WorkerStatus], bool] = lambda _, worker: worker.returned
     """Whether a worker with an exit code and a last status has succeeded."""
     exclusive_create: bool = True
     """Whether an entry that exists cannot be created again."""
@@ -129,6 +132,7 @@ class Env:
         shared_monitor = SharedMonitor(monitor.check, self.is_named_alive)
         self.shared = SharedFiles(self.storage, shared_monitor, components.fenced_files)
         self.slurm = Slurm(world, scenario.longest_answer_s, scenario.reports_attempts)
+        self.severing = random.Random(f"severing {seed}")
         self.slurm.down += scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(scenario.num_nodes)]
         self.works: dict[int, Work] = {}
@@ -382,6 +386,7 @@ class AgentProcess:
         self._dead_tasks: set[str] = set()
         """Tasks that do not run according to Slurm."""
         self._following = env.components.following(self.me, env.scenario.liveness, host.clock())
+        self._following.probe_ports = [(str(host.slot), 1)]
 
     def start(self) -> None:
         """Request a place in the next round."""
@@ -500,6 +505,8 @@ class AgentProcess:
                 if self._connection is not None:
                     self._connection.close(CLIENT)
                 self._attempt = self._connection = None
+            case ProbePeers():
+                self._probe(effect)
             case QuerySlurm(task):
                 env.slurm.query_task(self.process, task, partial(self._slurm_answered, task))
             case Claim():
@@ -509,6 +516,29 @@ class AgentProcess:
             case Lead(entry):
                 env.world.log_event(self.host.task, "leads", entry)
                 self.leaders[-1].lead(entry)
+
+    def _probe(self, query: ProbePeers) -> None:
+        """Probe other agents; one that is reached later than at once takes the whole time."""
+        world, connection = self.env.world, self._connection
+
+        def out_of_reach(tasks: Sequence[str]) -> list[str]:
+            nodes = {node.task: node for node in self.env.nodes}
+            return [task for task in tasks if not self._reaches(nodes[task])]
+
+        def send(failed: list[str]) -> None:
+            if self._connection is connection:
+                self._send_to_leader({"type": "probed", "number": query.number, "failed": failed})
+
+        if failed := out_of_reach(list(query.peers)):
+            world.after(PROBE_S, self.process, lambda: send(out_of_reach(failed)))
+        else:
+            world.after(self.env.network.delay(), self.process, send, [])
+
+    def _reaches(self, node: Node) -> bool:
+        network, agent = self.env.network, node.agent
+        if network.is_cut(self.host, node) or (self.host.slot, node.slot) in network.severed:
+            return False
+        return node.up and agent is not None and not agent.process.paused
 
     def _log_read(self, number: int, entry: LogEntry | None, lease: int | None) -> None:
         self._do(self._following.log_read(number, entry, lease, self.host.clock()))
@@ -564,6 +594,9 @@ class AgentProcess:
                 self._begin_round(message)
             case "stop":
                 self._stop_workers()
+            case "stacks":
+                ranks = [asdict(RankState(0, 0, "moves", "script.py"))]
+                self._do(self._following.report("stacks", number=message["number"], ranks=ranks))
             case "checkpoint_request":
                 self._session.handle_message(message)
                 self.touch()
@@ -683,6 +716,12 @@ class AgentProcess:
             self.leave_now()
         else:
             self.worker_failed(work, f"exited with code {exit_code}", itself=True)
+
+    def stalled(self, work: Work) -> None:
+        """The worker of this node has made no step for a while."""
+        if self._is_at(work):
+            fields = {"stalled_s": 0.0, "limit_s": 1.0}
+            self._do(self._following.report("stalled", **fields))
 
     def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
         """A worker of this node has failed; stop its other workers."""
@@ -938,6 +977,7 @@ class Leader:
                 if agent in self._connections:
                     self._connections.pop(agent).close(SERVER)
             case Append(entry):
+                env.monitor.appends(entry, self.leadership.run)
                 self._creating = entry
                 self._create()
             case Announce():
@@ -951,8 +991,10 @@ class Leader:
                         node.clear_hold()
             case Note("excluded", fields):
                 env.monitor.excluded(str(fields["host"]), int(str(fields["hosts_left"])))
-            case Exclude(hosts, _):
-                env.slurm.excluded.update(hosts)
+            case Exclude(hosts, _, until):
+                env.slurm.excluded.update(dict.fromkeys(hosts, until))
+            case Readmit():
+                env.slurm.end_exclusions()
             case QueryTasks():
                 env.slurm.query_tasks(self.process, self._slurm_answered)
             case RemoveNotice(name):  # at once, or right after the poll that is under way

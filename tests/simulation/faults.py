@@ -11,6 +11,8 @@ from simulation.storage import Mount
 from simulation.world import Slurm
 
 _LONGEST_S = 8.0
+_SEVERED = 0.2
+"""Share of schedules in which some pairs of nodes do not reach each other from some time on."""
 
 
 class Faults:
@@ -50,6 +52,10 @@ class Faults:
             world.after(scenario.calm_after_s * world.rng.random(), None, self._isolate_for_good)
         for _ in range(scenario.num_faults):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._inject)
+        rng = self._env.severing
+        if not scenario.is_quiet and rng.random() < _SEVERED:
+            for _ in range(rng.choice((1, 1, 1, 2, 3))):
+                world.after(scenario.calm_after_s * rng.random(), None, self._sever, rng)
         if not scenario.is_quiet:  # notice files
             rng = self._env.storage.rng
             for _ in range(rng.choice((0, 0, 0, 1, 2))):
@@ -57,6 +63,15 @@ class Faults:
                 world.after(at, None, self._request_leave, rng)
         for _ in range(scenario.num_notices):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._give_notice)
+
+    def _sever(self, rng: random.Random) -> None:
+        """Let two nodes not reach each other any more, in one direction or in both."""
+        a, b = rng.sample([node.slot for node in self._env.nodes], 2)
+        self.count["severed pair"] += 1
+        self._env.world.log_event(self._env.nodes[a].task, "severed from", b)
+        self._env.network.severed.add((a, b))
+        if rng.random() < 0.5:
+            self._env.network.severed.add((b, a))
 
     def _request_leave(self, rng: random.Random) -> None:
         nodes = [n for n in self._env.nodes if n.lives]

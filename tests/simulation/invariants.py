@@ -6,7 +6,8 @@ Entries    Each index is created once, and the indices follow each other. Within
 Rounds     Between min and max members, each task once. Only the leader that created a round's
            entry announces it, once. An agent that accepts a place in it is a member,
            with the ranks that follow from their order, and no rank is taken twice. An agent accepts
-           no round before its workers of the last one have ended, and never an older one.
+           no round before its workers of the last one have ended, and never an older one. No
+           entry fences the workers of a round that goes on.
 The end    No entry follows the end of the run, and no agent receives another end. It is a
            success only if the function of every rank of the last round has returned.
 Restarts   Never more than ``max_restarts``, nor than workers that failed on their own.
@@ -31,7 +32,7 @@ from typing import Any
 
 from hpc_elastic.rendezvous.effects import Announce
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
-from hpc_elastic.rendezvous.round_state import RunState
+from hpc_elastic.rendezvous.round_state import RoundPhase, RunState
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.step_agreement import VOTE_WITHIN_S
 from hpc_elastic.worker.shared_page import CheckpointRequest
@@ -93,6 +94,8 @@ class Monitor:
         self._returned: dict[Agent, int] = {}
         """Agent whose worker's function has returned -> the entry of that round."""
         self._round_entry = 0
+        self._broken: set[int] = set()
+        """The entries of the rounds that their leaders have broken."""
 
     def check(self, holds: bool, what: str, *facts: object) -> None:
         """Raise `InvariantError` with these facts unless an invariant holds."""
@@ -122,7 +125,7 @@ class Monitor:
         self.check(entry.term == before.term + 1, "a term was left out", before, entry)
         state = replace(
             before, index=entry.index, term=entry.term, leader=entry.leader,
-            lost=entry.lost, possibly_alive=entry.possibly_alive,
+            lost=entry.lost, possibly_alive=entry.possibly_alive, claimed=entry.claimed,
         )  # fmt: skip
         self.check(entry == state, "a claim changed the run's state", before, entry)
 
@@ -142,7 +145,7 @@ class Monitor:
             tasks = {m.task for m in entry.members}
             self.check(len(tasks) == len(entry.members), "a task twice in a round", entry)
             is_size = self._min_members <= len(tasks) <= self._rules.max_nodes
-            is_whole = len(tasks) % self._rules.unit_nodes == 0
+            is_whole = self._rules.usable_nodes(len(tasks)) == len(tasks)
             self.check(is_size and is_whole, "a round's size", entry)
             self._round_entry = entry.index
         if entry.ending is not None and entry.ending.status == "succeeded":
@@ -158,6 +161,14 @@ class Monitor:
 
     def _check_members(self, before: LogEntry, entry: LogEntry) -> None:
         self.check(entry.members == before.members, "members without a round", entry)
+
+    def appends(self, entry: LogEntry, run: RunState) -> None:
+        """A leader appends an entry; ``run`` is the state that it follows from."""
+        formed = self._by_number.get(self._round_entry)
+        goes_on = run.phase is RoundPhase.RUNNING and entry.ending is None
+        same = formed is not None and formed.round == entry.round and formed.lost == entry.lost
+        same = same and self._round_entry not in self._broken
+        self.check(not (goes_on and same), "an entry fences a round that goes on", formed, entry)
 
     # ---- leaders and agents -------------------------------------------------------------
 
@@ -232,6 +243,7 @@ class Monitor:
             steps: The last step that all members have made.
             staying: Returns the members that live, and have not left.
         """
+        self._broken.add(number)
         at = _AT_BOUNDARY.search(reason)
         if " leaves (" in reason and number not in self._departed:
             self._departed.add(number)

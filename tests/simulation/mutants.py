@@ -18,6 +18,7 @@ from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
     Effect,
+    Message,
     Note,
     RemoveNotice,
     RenewLease,
@@ -30,6 +31,7 @@ from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps
+from hpc_elastic.rendezvous.reachability import Endpoints, Reachability
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.shared_files import Steps
@@ -115,6 +117,35 @@ def _with_change(change: type[GroupChange]) -> type[LeaderState]:
         round_rules = Rules
 
     return Leader
+
+
+def _with_reach(reach: type[Reachability]) -> type[LeaderState]:
+    """Return a leader that judges the connections of its agents so."""
+
+    class Rules(RoundState):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.run.reach = reach()
+
+    class Leader(LeaderState):
+        round_rules = Rules
+
+    return Leader
+
+
+class SendsNoProbes(Reachability):
+    """Lets a round close with agents that do not reach each other."""
+
+    def add(self, agent: Agent, endpoints: Endpoints) -> None:
+        pass
+
+
+class TrustsOneDirection(Reachability):
+    """Takes a connection in one direction for one in both."""
+
+    def answered(self, agent: Agent, message: Message) -> None:
+        failed = [t for t in message["failed"] if int(t.rpartition("_")[2]) > agent.slot]
+        super().answered(agent, {**message, "failed": failed})
 
 
 class _NeverForgets(CheckpointBarrier):
@@ -404,6 +435,10 @@ MUTANTS: Mapping[str, tuple[Components, str]] = {
         Components(following=TakesLeasesForFresh), "silent that renews its lease",
     ),
     "enters the term folder once": (Components(folder=EntersOnce), "the status went back"),
+    "sends no probes": (Components(leadership=_with_reach(SendsNoProbes)), "no round stands"),
+    "trusts one direction": (
+        Components(leadership=_with_reach(TrustsOneDirection)), "no round stands",
+    ),
     "claims after the end": (Components(following=ClaimsAfterTheEnd), "an entry follows the end"),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for the message of the simulator."""

@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState, departed_note
-from hpc_elastic.rendezvous.round_state import RankAssignment, stop
+from hpc_elastic.rendezvous.round_state import RankAssignment, RunState, stop
 from simulation.cluster import AgentProcess, Components, unit_with
 from simulation.invariants import Monitor
 from simulation.mutants import ContinuesDuties, exits_with_0
@@ -55,6 +55,9 @@ class ReplicaMonitor(Monitor):
     def __init__(self, scenario: Scenario, world: World) -> None:
         super().__init__(scenario, world)
         self._min_members = 1
+
+    def appends(self, entry: LogEntry, run: RunState) -> None:
+        """The workers of a replica outlive entries."""
 
     def agent_stopped(self, agent: Agent, *, broken: bool) -> None:
         """An agent receives a stop for its workers; ``broken``: they cannot train (any more)."""
@@ -140,7 +143,9 @@ class ReplicaSimulator(Simulator):
         )
         wanted = self.scenario.rules.usable_nodes(len(agents))
         members = {a for a in last.members if is_member(a, last)} if last is not None else set()
-        whole = len(working) == wanted and {me for me, _ in working} == members
+        complete = self.env.network.num_complete([a.me.slot for a in agents if a is not None])
+        least = self.scenario.rules.usable_nodes(complete)  # here nothing shows a later cut to them
+        whole = least <= len(working) <= wanted and {me for me, _ in working} == members
         if not (working and whole) or working != self._standing_members:
             self._standing_members = working if whole else ()
             self._stands_since = self.world.now

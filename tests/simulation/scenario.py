@@ -9,6 +9,7 @@ from typing import Literal
 from hpc_elastic.rendezvous.group_change import GATHER_S
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import RoundRules
+from hpc_elastic.rendezvous.replica_state import SAVE_WITHIN_S
 from hpc_elastic.rendezvous.task_recovery import AWAY_S
 
 CONNECT_TIMEOUT_S = 1.5
@@ -151,7 +152,8 @@ class Scenario:
         may win the first, one whose process is ending the second); the new leader's wait for
         members that do not find it, and its yielding; tasks that Slurm reports as RUNNING and that
         do not join; Slurm's timeout; the stop of workers; new nodes, as each may break the round
-        once before it stands; and the time that too few nodes wait, and then are queued.
+        once before it stands; and the time that too few nodes wait, and then are queued. Replicas
+        have time to save before the run fails; here none reports that it has.
         """
         lost = self.liveness.heartbeat_timeout_s
         silence = lost + max(lost, self.liveness.lapse_s)
@@ -162,8 +164,9 @@ class Scenario:
         requeued = LONGEST_AWAY_S
         if (wait_s := self.rules.below_min_timeout_s) is not None:
             requeued += sum((2 + n) * wait_s + _GIVEN_BACK_S * 2**n for n in range(_GIVEN_BACK))
+        saving = SAVE_WITHIN_S if self.rules.ft else 0.0
         return (
-            SLOWEST_FILES_S + _WHOLE_ELECTIONS * (election + self.stale_s) + forming
+            saving + SLOWEST_FILES_S + _WHOLE_ELECTIONS * (election + self.stale_s) + forming
             + SLURM_TIMEOUT_S + self.longest_stop_s + growth + holding + requeued
         )  # fmt: skip
 
@@ -181,6 +184,15 @@ def with_units(scenario: Scenario, rng: random.Random) -> Scenario:
     min_nodes = unit if scenario.is_quiet else unit * rng.randint(1, units)
     rules = replace(scenario.rules, min_nodes=min_nodes, max_nodes=unit * units, unit_nodes=unit)
     return replace(scenario, num_nodes=num_nodes, rules=rules)
+
+
+def with_sizes(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Return the parameters with some numbers of nodes only, its ends among them."""
+    rules = scenario.rules
+    most = max(rules.min_nodes, rng.randint(1, rules.max_nodes))
+    between = (n for n in range(rules.min_nodes + 1, most) if rng.random() < 0.3)
+    counts = tuple(sorted({rules.min_nodes, *between, most}))
+    return replace(scenario, rules=replace(rules, max_nodes=most, node_counts=counts))
 
 
 def _stormy(rng: random.Random) -> Scenario:

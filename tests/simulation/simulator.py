@@ -14,7 +14,7 @@ from simulation.campaign import Tally
 from simulation.cluster import SOUND, AgentProcess, Components, Env
 from simulation.faults import Faults
 from simulation.invariants import InvariantError, Monitor
-from simulation.scenario import Scenario, with_units
+from simulation.scenario import Scenario, with_sizes, with_units
 from simulation.workload import Work
 from simulation.world import World
 
@@ -113,7 +113,8 @@ class Simulator:
             is_published = self.monitor.is_published or all(n.ended for n in nodes)
             return is_published and not any(n.lives for n in nodes)
         reachable = [n for n in nodes if n.slot != self.env.network.isolated and not n.ended]
-        is_enough = len(reachable) >= self.scenario.rules.min_nodes
+        complete = self.env.network.num_complete([n.slot for n in reachable])
+        is_enough = complete >= self.scenario.rules.min_nodes
         return not is_enough or (self._stands() and self._is_status_current())
 
     def _stands(self) -> bool:
@@ -170,3 +171,11 @@ class UnitSimulator(Simulator):
     def draw(self) -> Scenario:
         """Draw the parameters of a schedule."""
         return with_units(super().draw(), self.world.rng)
+
+
+class SizesSimulator(Simulator):
+    """The world of one schedule of a run with some numbers of nodes only."""
+
+    def draw(self) -> Scenario:
+        """Draw the parameters of a schedule."""
+        return with_sizes(super().draw(), self.world.rng)

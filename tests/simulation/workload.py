@@ -20,6 +20,8 @@ _LATE_READS = 0.1
 """Share of steps at which a rank reads the request some time after it has published its step."""
 _LATE_S = 0.05
 _WAKES_AFTER_S = 0.004
+_STALL_S = 4.0
+"""Time between two reports of a rank that makes no step."""
 
 
 class Doing(Enum):
@@ -89,7 +91,10 @@ class Page:
 class Rank:
     """The worker of one member."""
 
-    __slots__ = ("_first", "at", "doing", "is_blocked", "member", "page", "waits_since", "work")
+    __slots__ = (
+        "_first", "_stalled_at", "at", "doing", "is_blocked", "member", "page", "waits_since",
+        "work",
+    )  # fmt: skip
 
     def __init__(self, work: Work, member: Member, first: bool) -> None:
         self.member = member
@@ -102,6 +107,7 @@ class Rank:
         self.page = Page(self)
         self.work = work
         self._first = first
+        self._stalled_at = work.world.now
 
     def start_step(self) -> None:
         """Start the next step, or return after the last one."""
@@ -122,6 +128,9 @@ class Rank:
             return
         if not work.is_whole:  # a collective waits for members that are cut off or paused
             work.world.after(work.training.step_s, None, self.complete_step)
+            if work.is_severed and work.world.now - self._stalled_at > _STALL_S:
+                self._stalled_at = work.world.now
+                self.member.stalled(work)
             return
         if self.at - work.steps >= work.training.ranks_apart:
             self.is_blocked = True
@@ -232,6 +241,9 @@ class Member(Protocol):
     def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
         """A worker of the node has failed, by ``itself`` or because of a lost peer."""
 
+    def stalled(self, work: Work) -> None:
+        """The node's worker has made no step for a while."""
+
     def ended(self, work: Work, exit_code: int) -> None:
         """The node's worker has exited by itself, without an error."""
 
@@ -274,6 +286,11 @@ class Work:
         hosts = [m.host for m in self.members.values()]
         alive = all(m.process.alive and not m.process.paused for m in self.members.values())
         return alive and not self._network.is_any_cut(hosts)
+
+    @property
+    def is_severed(self) -> bool:
+        """Whether the network between some members is severed for good."""
+        return not self._network.is_complete(m.host.slot for m in self.members.values())
 
     def ranks_at(self) -> list[RankAt]:
         """Return the position and the request of each rank."""

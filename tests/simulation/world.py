@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from itertools import combinations, permutations
 from typing import Any, Protocol
 
 from hpc_elastic.slurm.job_state import Phase, TaskState
@@ -194,7 +195,7 @@ class Connection:
 class Network:
     """Which nodes reach each other."""
 
-    __slots__ = ("_cuts", "_longest_delay_s", "connections", "isolated", "world")
+    __slots__ = ("_cuts", "_longest_delay_s", "connections", "isolated", "severed", "world")
 
     def __init__(self, world: World, longest_delay_s: float) -> None:
         self.world = world
@@ -202,6 +203,11 @@ class Network:
         self.connections: list[Connection] = []
         self.isolated: int | None = None
         """The slot of a node that is cut off for good."""
+        self.severed: set[tuple[int, int]] = set()
+        """Slots of nodes between which, in this direction, no connection comes up any more.
+
+        Those to the leader stand: it is another network, or the leader is no node of these.
+        """
         self._cuts: dict[tuple[int, int], int] = {}
 
     def delay(self) -> float:
@@ -220,10 +226,22 @@ class Network:
         return bool(self._cuts) and bool(self._cuts.get(_pair(a, b)))
 
     def is_any_cut(self, hosts: list[Host]) -> bool:
-        """Return whether a partition separates any two of these nodes."""
+        """Return whether any two of these nodes do not reach each other."""
+        if not self.is_complete(host.slot for host in hosts):
+            return True
         if self.isolated is None and not any(self._cuts.values()):
             return False
         return any(self.is_cut(a, b) for a in hosts for b in hosts)
+
+    def is_complete(self, slots: Iterable[int]) -> bool:
+        """Return whether none of these nodes is severed from another one."""
+        return not self.severed or self.severed.isdisjoint(permutations(slots, 2))
+
+    def num_complete(self, slots: Collection[int]) -> int:
+        """Return the largest number of these nodes that are not severed from each other."""
+        sizes = range(len(slots), 0, -1) if self.severed else [len(slots)]
+        groups = ((n, group) for n in sizes for group in combinations(slots, n))
+        return next((n for n, group in groups if self.is_complete(group)), 0)
 
     def cut(self, a: Host, b: Host) -> None:
         """Start a partition between two nodes; several may overlap."""
@@ -294,17 +312,22 @@ class Slurm:
         self.hanging = 0
         self.postponed_until = 0.0
         """No queued task starts before this time."""
-        self.excluded: set[str] = set()
-        """Hosts on which no queued task starts."""
+        self.excluded: dict[str, float] = {}
+        """Hosts on which no queued task starts, each with the end of its exclusion."""
 
     def set_state(
-        self, task: str, state: str, attempt: int, starts_in_s: float | None = None
+        self, task: str, state: str, attempt: int, starts_in_s: float | None = None, node: str = ""
     ) -> None:
         """Record a task's state."""
         self._tasks[task] = TaskState(
-            task, state, reason="BeginTime" if starts_in_s else "",
+            task, state, reason="BeginTime" if starts_in_s else "", node=node,
             restarts=attempt if self._reports_attempts else None, starts_in_s=starts_in_s,
         )  # fmt: skip
+
+    def end_exclusions(self) -> None:
+        """Let queued tasks start on hosts whose exclusion has ended."""
+        now = self._world.now
+        self.excluded = {host: until for host, until in self.excluded.items() if until > now}
 
     def query_tasks(
         self, process: Process, answer: Callable[[dict[str, TaskState] | None], None]

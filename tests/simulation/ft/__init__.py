@@ -11,7 +11,10 @@ World, network, files and campaigns are those of `simulation`.
 """
 
 from simulation.ft.cluster import SOUND, Components
-from simulation.ft.mutants import MUTANTS
-from simulation.ft.simulator import Outcome, Simulator
+from simulation.ft.mutants import LASTING_MUTANTS, MUTANTS
+from simulation.ft.simulator import LastingSimulator, Outcome, Simulator
 
-__all__ = ["MUTANTS", "SOUND", "Components", "Outcome", "Simulator"]
+__all__ = [
+    "LASTING_MUTANTS", "MUTANTS", "SOUND",
+    "Components", "LastingSimulator", "Outcome", "Simulator",
+]  # fmt: skip

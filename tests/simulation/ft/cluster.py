@@ -21,6 +21,7 @@ from hpc_elastic.ft.messages import (
     LeaveGranted,
     Message,
     QuorumResult,
+    RunReport,
     StateMismatch,
     to_frame,
     unpack,
@@ -29,7 +30,7 @@ from hpc_elastic.ft.quorum import CommittedProgress
 from hpc_elastic.ft.state_check import Mismatch
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.term import Gate
-from simulation.ft.invariants import Monitor, Scenario
+from simulation.ft.invariants import Kind, Monitor, Scenario
 from simulation.ft.workers import LOCAL_S, Doing, Meeting, Placement, Worker
 from simulation.scenario import SLOWEST_FILES_S
 from simulation.storage import SharedFiles, SharedMonitor, Storage
@@ -57,6 +58,10 @@ class Components:
     """Draws the conclusion from the digests of all members."""
     marks_corrupted: bool = True
     """Whether a corrupted state gets a version of its own."""
+    waits_in_runs: bool = True
+    """Whether a worker of a run leaves it to the leader to end its wait for a quorum."""
+    counts_failed_heals: bool = True
+    """Whether a request carries the number of heals in a row that have failed."""
 
 
 SOUND = Components()
@@ -109,7 +114,7 @@ class Env:
         self, seed: int, world: World, scenario: Scenario, components: Components, monitor: Monitor
     ) -> None:
         self.seed = seed
-        self.catches_up = seed % 3 == 0
+        self.catches_up = seed % 3 == 0 and scenario.kind is not Kind.LASTING
         """Whether states are large: a replica takes one over beside the training."""
         self.world = world
         self.scenario = scenario
@@ -414,7 +419,7 @@ class Server:
         self.state = components.manager(
             node.name, self._send, relays=self.relays, clock=lambda: self.world.now
         )
-        self.state.on_mismatch = self._on_mismatch
+        self.state.on_report = self._on_report
         self.relays.start(self.state)
         self._has_session = True
         self.state.on_connect()  # to the run's leader; only first nodes have a keeper
@@ -501,7 +506,8 @@ class Server:
         """Look soon whether workers are stopped, as the server does many times a second."""
         self.world.after(_LOOK_S, self.process, self.state.check_workers)
 
-    def _on_mismatch(self, mismatch: StateMismatch) -> None:
+    def _on_report(self, mismatch: RunReport) -> None:
+        assert isinstance(mismatch, StateMismatch)
         self.env.monitor.named(mismatch)
 
 
@@ -517,6 +523,8 @@ class Node(Host):
         self.worker: Worker | None = None
         self.is_over = False
         """Whether it was left for good."""
+        self.cannot_heal = False
+        """Whether each state that comes to it is lost."""
         self.notice_at: float | None = None
         """When it will be lost."""
         self.num_boots = 0

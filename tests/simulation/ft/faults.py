@@ -9,6 +9,7 @@ from dataclasses import replace
 from simulation.ft.cluster import Env, Node
 from simulation.ft.invariants import Kind
 from simulation.ft.lighthouse import Coordinator
+from simulation.ft.workers import Doing
 from simulation.world import Host
 
 _SILENCE_S = 5.0
@@ -27,6 +28,11 @@ class Faults:
     def plan(self) -> None:
         """Draw the times of all faults."""
         calm, after = self._env.scenario.calm_after_s, self._env.world.after
+        if self._env.scenario.kind is Kind.LASTING:
+            for _ in range(self._rng.randint(2, 4)):
+                kind = self._rng.choice(("away", "slow", "unable to heal"))
+                after(20.0 + (calm - 100.0) * self._rng.random(), None, self._inject, kind)
+            return
         files = self._env.storage.rng
         for _ in range(files.choice((0, 0, 0, 1, 2))):
             after(0.5 + (calm - 0.5) * files.random(), None, self._request_leave, files)
@@ -155,6 +161,33 @@ class Faults:
             self._env.num_cuts += 1
             self._env.network.mend(node, host)
 
+    def _away(self, node: Node) -> None:
+        node.crash(silently=False)
+        self._env.world.after(self._rng.uniform(61.0, 250.0), None, node.boot)
+
+    def _slow(self, node: Node) -> None:
+        """A replica is slow, and soon the collectives of the others take too long."""
+        if node.worker is None:
+            return
+        node.worker.has_paused = True
+        node.pause_worker(stopped=False)
+        self._env.world.after(self._rng.uniform(61.0, 250.0), None, node.resume_worker)
+        self._env.world.after(10.0, None, self._time_out_collectives)
+
+    def _time_out_collectives(self) -> None:
+        for worker in (w for g in self._env.groups for w in g.workers):
+            if worker.doing is Doing.REDUCING and worker.process.alive:
+                steps = worker.steps
+                worker.failed(steps.quorum_id, steps.quorum_step, "a collective takes too long")
+
+    def _unable_to_heal(self, node: Node) -> None:
+        node.cannot_heal = True
+        self._kill_worker(node)
+        self._env.world.after(self._rng.uniform(30.0, 250.0), None, self._let_heal, node)
+
+    def _let_heal(self, node: Node) -> None:
+        node.cannot_heal = False
+
     def _own_failure(self, node: Node) -> None:
         if node.worker is not None:
             node.worker.fails_next = True
@@ -169,6 +202,7 @@ class Faults:
         for node, host in list(self._cuts):
             self._mend(node, host)
         for node in self._env.nodes:
+            node.cannot_heal = False
             node.resume_worker()
             if not node.up and not node.is_over:
                 self._reboot(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpc_elastic.ft.messages import QuorumResult, StateMismatch
-from hpc_elastic.ft.quorum import QuorumRules
+from hpc_elastic.ft.quorum import LONGEST_KEEP_OUT_S, QuorumRules
 from hpc_elastic.ft.state_check import Mismatch
 from hpc_elastic.step_agreement import VOTE_WITHIN_S
 from simulation.invariants import InvariantError
@@ -23,11 +24,13 @@ class Kind(Enum):
         QUIET: None: replicas join and leave as announced, and some are slow.
         KEEPER: As QUIET, and the keeper dies.
         ALL: All kinds.
+        LASTING: What lasts for minutes: a node is away, a replica is slow, a newcomer cannot heal.
     """
 
     QUIET = "quiet"
     KEEPER = "keeper"
     ALL = "all"
+    LASTING = "lasting"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Scenario:
         is_run: The keeper lives on the node of a group, and dies with it.
         heals_corrupted: A group with a wrong state heals; else it is only named.
         calm_after_s: Time after which no fault is injected, and all are healed.
+        request_timeout_s: Time that a worker waits for a quorum; 0 without a limit, as in a run.
     """
 
     kind: Kind
@@ -61,6 +65,7 @@ class Scenario:
     longest_delay_s: float
     calm_after_s: float
     tick_s: float
+    request_timeout_s: float = 0.0
 
     @property
     def bound_s(self) -> float:
@@ -68,6 +73,8 @@ class Scenario:
         waits = 12.0 + 8 * self.longest_delay_s + 4 * self.heal_s
         if self.num_nodes > 1:  # a relay, a vote that comes too late, workers that start again
             waits += 15.0 + 8 * self.longest_delay_s
+        if self.kind is Kind.LASTING:  # until a newcomer is let in again
+            waits += LONGEST_KEEP_OUT_S
         return waits + 20 * 3 * self.step_s + self.rules.reconnect_timeout_s
 
     @property
@@ -83,7 +90,7 @@ class Scenario:
 
 def draw(rng: random.Random) -> Scenario:
     """Return a random scenario."""
-    kind = rng.choices(list(Kind), [3, 1, 8])[0]
+    kind = rng.choices((Kind.QUIET, Kind.KEEPER, Kind.ALL), [3, 1, 8])[0]
     num_groups = rng.randint(2, 5)
     num_nodes = rng.choices((1, 2, 3), (5, 4, 1))[0]
     is_rare = rng.random() < 0.04  # as LocalSGD: calls are far apart
@@ -107,6 +114,29 @@ def draw(rng: random.Random) -> Scenario:
         longest_delay_s=rng.choice((0.02, 0.3, 2.0) if kind is Kind.ALL else (0.02, 0.3)),
         calm_after_s=150.0 if is_rare else rng.uniform(5.0, 9.0),
         tick_s=0.5 if is_rare else 0.1,
+    )
+
+
+def draw_lasting(rng: random.Random) -> Scenario:
+    """Return one of minutes, with every default; in a run it may need all of its replicas."""
+    num_groups, is_run = rng.randint(3, 4), rng.random() < 0.5
+    needs_all = is_run and rng.random() < 0.5
+    return Scenario(
+        kind=Kind.LASTING,
+        num_groups=num_groups,
+        num_nodes=1,
+        num_spares=0,
+        num_late=rng.randint(0, 1),
+        rules=QuorumRules(min_replicas=num_groups if needs_all else 1),
+        step_s=rng.choice((0.5, 2.0)),
+        heal_s=rng.choice((0.3, 5.0)),
+        is_sync=rng.random() < 0.3,
+        is_run=is_run,
+        heals_corrupted=True,
+        longest_delay_s=rng.choice((0.02, 0.3)),
+        calm_after_s=rng.uniform(300.0, 600.0),
+        tick_s=0.1,
+        request_timeout_s=0.0 if is_run else rng.choice((30.0, 60.0, 60.0, 600.0)),
     )
 
 
@@ -137,6 +167,8 @@ class State:
 #             than it takes to detect that.
 # Corruption  Where most members have states without a flipped bit, a check finds and names all the
 #             others, and none of them. A corrupted member that heals has the majority's state.
+# Patience    No sound worker gives up waiting for a quorum, whatever lasts for minutes elsewhere.
+# Kept out    A newcomer that cannot heal breaks quorums of the others at growing intervals only.
 # Files       Files that leaders share: see `simulation.storage`.
 # Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
 
@@ -162,6 +194,7 @@ class Monitor:
         self._last_id = -1
         self._histories: dict[tuple[int, str, int], int] = {}
         self._wrong: set[tuple[int, str]] = set()
+        self._failed_heals: dict[str, list[float]] = {}
 
     def check(self, holds: bool, what: str, *facts: object) -> None:
         """Raise `InvariantError` with these facts unless an invariant holds."""
@@ -258,8 +291,18 @@ class Monitor:
     def step_failed(self, worker: str, why: str) -> None:
         """A worker's step was not committed."""
         self.failed_steps += 1
-        quiet = self._scenario.kind is not Kind.ALL
+        quiet = self._scenario.kind in (Kind.QUIET, Kind.KEEPER)
         self.check(not quiet, "an announced change costs a step", worker, why)
+
+    def heal_failed(self, worker: str) -> None:
+        """A worker could not heal."""
+        times = self._failed_heals.setdefault(worker, [])
+        times.append(self._world.now)
+        if len(times) > 3:
+            limit_s = self._scenario.request_timeout_s or math.inf
+            least_s = min(2.0 ** min(len(times) - 4, 10), LONGEST_KEEP_OUT_S, 0.8 * limit_s)
+            waited_s = times[-1] - times[-2]
+            self.check(waited_s >= 0.99 * least_s, "a failed heal again", worker, waited_s, least_s)
 
     def leave_granted(
         self, worker: str, state: State, saved: State | None, others: Collection[State]

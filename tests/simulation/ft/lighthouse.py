@@ -16,6 +16,7 @@ from hpc_elastic.ft.messages import (
     QuorumResults,
     WorkersLost,
 )
+from hpc_elastic.ft.quorum import MAX_HEAL_FAILURES
 from hpc_elastic.rendezvous.effects import Effect, Show
 from hpc_elastic.rendezvous.leader_state import LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
@@ -192,7 +193,7 @@ class KeeperProcess:
         name = group.name
         if name not in self._members or name in self._absent or name not in self._connections:
             return False
-        if any(w.ends_next for w in group.workers):
+        if any(w.ends_next or w.failed_heals >= MAX_HEAL_FAILURES for w in group.workers):
             return False
         return group.takes_part and all(w.is_settled for w in group.workers)
 

@@ -422,6 +422,55 @@ class AdoptsAnything(LighthouseState):
         return super()._adopt(status, now)
 
 
+class _AtItsOwnPace(quorum.ReplicaRegistry):
+    def is_live_timeout_over(self, now: float, since: float | None) -> bool:
+        own = max(self.rules.live_timeout_s, 2 * self.quorum.step_s)
+        return since is not None and now - since >= own
+
+
+class WaitsLongerThanMembers(LighthouseState):
+    """Waits for a slow replica for as long as it likes, whatever the others' limits are."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._registry = _AtItsOwnPace(self._registry.rules, self._registry.lost)
+
+
+class _OpenToAll(quorum.ReplicaRegistry):
+    def admitted(self, now: float) -> dict[str, QuorumRequest]:
+        return self.requests
+
+
+class KeepsNoneOut(LighthouseState):
+    """Lets a newcomer in at once, however often it has broken a quorum."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._registry = _OpenToAll(self._registry.rules, self._registry.lost)
+
+
+class _ClosedForGood(quorum.ReplicaRegistry):
+    def admitted(self, now: float) -> dict[str, QuorumRequest]:
+        return {r: q for r, q in self.requests.items() if r not in self.kept_out_until}
+
+
+class KeepsOutForGood(LighthouseState):
+    """Never lets a newcomer in again whose healing has failed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._registry = _ClosedForGood(self._registry.rules, self._registry.lost)
+
+
+LASTING_MUTANTS: Mapping[str, tuple[Components, str]] = {
+    "a run's workers give up": (Components(waits_in_runs=False), "gives up waiting"),
+    "waits longer than members": (Components(WaitsLongerThanMembers), "gives up waiting"),
+    "keeps none out": (Components(KeepsNoneOut), "a failed heal again"),
+    "counts no failed heals": (Components(counts_failed_heals=False), "a failed heal again"),
+    "keeps out for good": (Components(KeepsOutForGood), "not all make steps|gives up waiting"),
+}
+"""The same for `LastingSimulator`."""
+
 MUTANTS: Mapping[str, tuple[Components, str]] = {
     "terms do not rise": (
         Components(terms_rise=False), "a quorum id came again|the status went back",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from simulation.campaign import Tally
 from simulation.ft.cluster import SOUND, Components, Env, Group
 from simulation.ft.faults import Faults
-from simulation.ft.invariants import Monitor, draw
+from simulation.ft.invariants import Monitor, draw, draw_lasting
 from simulation.ft.lighthouse import Coordinator
 from simulation.ft.workers import Doing, Worker
 from simulation.invariants import InvariantError
@@ -58,12 +58,14 @@ class Outcome(Tally):
 class Simulator:
     """The world of one schedule."""
 
+    _draw = staticmethod(draw)
+
     def __init__(
         self, seed: int, components: Components = SOUND, whole_trace: bool = False
     ) -> None:
         self.seed = seed
         self.world = World(seed, whole_trace)
-        self.scenario = draw(self.world.rng)
+        self.scenario = self._draw(self.world.rng)
         self.monitor = Monitor(self.scenario, self.world)
         self.env = Env(seed, self.world, self.scenario, components, self.monitor)
         self.coordinator = self.env.keepers = Coordinator(self.env)
@@ -142,3 +144,9 @@ class Simulator:
             leaves_granted=m.leaves_granted, dropped=m.dropped, keepers=self.coordinator.term,
             stood=int(self._stood),
         )  # fmt: skip
+
+
+class LastingSimulator(Simulator):
+    """A schedule of minutes, in which things stay wrong for longer than a minute."""
+
+    _draw = staticmethod(draw_lasting)

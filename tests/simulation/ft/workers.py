@@ -159,12 +159,16 @@ class Worker:
         """The state that it saved as the last member that could."""
         self.place: QuorumResult | None = None
         self.fails_next = False
+        self.has_paused = False
+        """Whether it was slow: its own wait may have ended meanwhile."""
         self._env = env
         self._world = env.world
         self._server_process = server_process
         self._meeting: Meeting | None = None
         self._is_failed = False
         self._failures = 0
+        self.failed_heals = 0
+        """Heals in a row that have failed."""
         self._num_requests = 0
         self._num_steps = 0
         self._error: str | None = None
@@ -264,12 +268,19 @@ class Worker:
         shrink_only = may_shrink and self._world.rng.random() < 0.05
         if self.is_partial:
             state = replace(state, step=-1, state_version=f"parts {self.name} {self._num_steps}")
+        timeout_s = scenario.request_timeout_s
+        if scenario.kind is Kind.LASTING and not self._env.components.waits_in_runs:
+            timeout_s = timeout_s or 60.0
+        failed_heals = self.failed_heals if self._env.components.counts_failed_heals else 0
         request = QuorumRequest(
             steps.quorum_step, state.step, state.state_version, steps.quorum_id, self._failures,
             1, shrink_only, self.name, (self.name,),
             number=self._num_requests, is_saved=steps.is_saved, catch_up=self._env.catches_up,
+            timeout_s=timeout_s, heal_failures=failed_heals,
         )  # fmt: skip
         self._send(request)
+        if timeout_s:
+            self._world.after(timeout_s, self.process, self._time_out, self._num_requests)
         if is_wild and (self.is_single or not is_calm) and self._world.rng.random() < 0.2:
             timeout_s = 4.0 * self._world.rng.random()
             self._world.after(timeout_s, self.process, self._time_out, self._num_requests)
@@ -278,6 +289,9 @@ class Worker:
         """Request again; or raise an error, in a group of several workers."""
         if self.doing is not Doing.REQUESTING or number != self._num_requests:
             return
+        if self._env.scenario.kind is Kind.LASTING:
+            is_sound = self.commits > 0 and not self.has_paused  # a newcomer has a limit of its own
+            self.monitor.check(not is_sound, "a sound worker gives up waiting", self.name)
         self._send(CancelRequest())
         if self.is_single:
             self._request_quorum()
@@ -338,6 +352,12 @@ class Worker:
         if not is_there or source.steps.quorum_id != quorum_id:
             self.failed(quorum_id, 0, "its source is lost")
             return
+        if self.group.first.cannot_heal:
+            self.failed_heals += 1
+            self.monitor.heal_failed(self.name)
+            self.failed(quorum_id, 0, "the state was lost on its way")
+            return
+        self.failed_heals = 0
         self.monitor.heals += 1
         self._healed = source.served(f"{quorum_id} {self.place.replica_rank}")
         if self._was_corrupted:

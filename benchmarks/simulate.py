@@ -4,10 +4,12 @@
     python benchmarks/simulate.py --schedules 1000000
     python benchmarks/simulate.py --seed 4711 --trace
     python benchmarks/simulate.py --ft --schedules 50000
+    python benchmarks/simulate.py --submissions --schedules 100000
 
 The first runs so many schedules, prints what was in them, and ends with 1 if an invariant did not
 hold in one; the second shows one schedule whole. With ``--ft`` it is the quorum of fault tolerance
-instead of the rendezvous. No torch, no Slurm, no network is needed.
+instead of the rendezvous, with ``--submissions`` what is submitted to a Slurm whose answers are
+lost. No torch, no Slurm, no network is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 from evidence.result import About, Column, Figure, Result, Table, Target
 from evidence.show import options, present
@@ -26,7 +27,7 @@ from evidence.show import options, present
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 import simulation
-from simulation import ft
+from simulation import ft, submission
 
 SHOWN_FAILURES = 5
 _DOES_NOT_SHOW = (
@@ -39,7 +40,7 @@ ABOUT = About(
     title="The rendezvous in virtual time",
     measured="Random schedules of what the rendezvous decides, through crashes, pauses, "
     "partitions, preemptions, files that fail and a Slurm that does not answer; the invariants are "
-    "checked again and again. 20,000 schedules are part of the tests.",
+    "checked again and again. 2,000 schedules are part of the tests.",
     does_not_show=_DOES_NOT_SHOW,
 )
 ABOUT_FT = About(
@@ -48,20 +49,28 @@ ABOUT_FT = About(
     "replicas of one to three nodes with their relays and spares, and flipped bits.",
     does_not_show=_DOES_NOT_SHOW,
 )
+ABOUT_SUBMISSIONS = About(
+    title="Submissions whose answers are lost",
+    measured="Random schedules of what submits, replaces and cancels jobs, the real code with its "
+    "files: each call of Slurm is carried out, is not, or comes later, and its answer is true, an "
+    "error, lost or old; processes die. Never two jobs of one run, none without a record.",
+    does_not_show=_DOES_NOT_SHOW,
+)
 
-Total = simulation.Outcome | ft.Outcome
+Simulator = type[simulation.Simulator] | type[ft.Simulator] | type[submission.SubmissionSimulator]
+Total = simulation.Outcome | ft.Outcome | submission.Outcome
 
 
 def main() -> int:
     """Run the schedules; return the exit code."""
     given = parse()
-    what = ft if given.ft else simulation
+    simulator: Simulator = given.simulator
     if given.trace:
-        return show(what, given.seed)
+        return show(simulator, given.seed)
     started = time.monotonic()
     progress = Progress(given.schedules)
-    total = simulation.run_in_parallel(
-        what.Simulator, given.seed, given.schedules, given.processes, progress
+    total: Total = simulation.run_in_parallel(
+        simulator, given.seed, given.schedules, given.processes, progress
     )
     present(result(total, time.monotonic() - started, given.processes), given)
     for failure in list(total.failures.values())[:SHOWN_FAILURES]:
@@ -75,14 +84,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--ft", action="store_true", help="the quorum, not the rendezvous")
+    kinds = parser.add_mutually_exclusive_group()
+    for name, simulator, what in (
+        ("--ft", ft.Simulator, "the quorum, not the rendezvous"),
+        ("--submissions", submission.SubmissionSimulator, "sbatch and what follows, likewise"),
+    ):
+        kinds.add_argument(
+            name, dest="simulator", action="store_const", const=simulator,
+            default=simulation.Simulator, help=what,
+        )  # fmt: skip
     parser.add_argument("--trace", action="store_true", help="show one schedule, event by event")
     return parser.parse_args()
 
 
-def show(what: ModuleType, seed: int) -> int:
+def show(simulator: Simulator, seed: int) -> int:
     """Run one schedule and print all that happens in it."""
-    sim = what.Simulator(seed, whole_trace=True)
+    sim = simulator(seed, whole_trace=True)
     complaint = None
     try:
         sim.run()
@@ -110,7 +127,13 @@ class Progress:
 
 def result(total: Total, wall_s: float, processes: int) -> Result:
     """Return the totals, and whether every invariant held."""
-    counted = of_quorums(total) if isinstance(total, ft.Outcome) else of_rounds(total)
+    match total:
+        case ft.Outcome():
+            about, counted = ABOUT_FT, of_quorums(total)
+        case submission.Outcome():
+            about, counted = ABOUT_SUBMISSIONS, of_submissions(total)
+        case _:
+            about, counted = ABOUT, of_rounds(total)
     faults = {f"fault: {kind}": num for kind, num in sorted(total.faults.items())}
     seeds = ", ".join(map(str, sorted(total.failures)[:10]))
     rows = [(what, Figure(num)) for what, num in (*counted.items(), *faults.items())]
@@ -121,7 +144,7 @@ def result(total: Total, wall_s: float, processes: int) -> Result:
     )
     columns = (Column("what"), Column("how many", ",.10g"))
     return Result(
-        about=ABOUT_FT if isinstance(total, ft.Outcome) else ABOUT,
+        about=about,
         tables=(Table("", columns, (*rows, *spent)),),
         targets=(Target("schedules in which an invariant did not hold", 0, len(total.failures)),),
     )
@@ -176,6 +199,16 @@ def of_quorums(total: ft.Outcome) -> dict[str, float]:
         "quorums that left a live member behind": total.dropped,
         "all in one quorum when all was calm": total.stood,
         "invariant checks": total.checks,
+    }
+
+
+def of_submissions(total: submission.Outcome) -> dict[str, float]:
+    """Return what is counted in schedules of submissions."""
+    return {
+        "schedules": total.schedules,
+        "calls of Slurm": total.events,
+        **{f"the user reads: {kind}": num for kind, num in sorted(total.texts.items())},
+        "submissions checked": total.checks,
     }
 
 

@@ -21,6 +21,7 @@ import click
 
 from hpc_elastic.cli.main import program
 from hpc_elastic.config import schema
+from hpc_elastic.config.timeouts import ORDER
 from hpc_elastic.report.node_time import Interval, NodeTime, Size
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import VERSION as REPORT_VERSION
@@ -67,8 +68,16 @@ def settings_page() -> str:
         _table(s for s in _group(schema.LocalSettings) if s.key not in common),
         _SWEEPER,
         _table(_group(schema.OptunaSettings, "hydra.sweeper")),
+        _TIMEOUTS,
+        *(f"| {_time(o.shorter, o.times)} | {_time(o.longer)} | {o.why} |" for o in ORDER),
+        "",
     ]
     return "\n".join(sections)
+
+
+def _time(name: str, times: float = 1.0) -> str:
+    """Return the name of a time in `ORDER`, as Markdown."""
+    return f"`{name.rpartition(':')[2]}`" + (f" x {times:g}" if times != 1 else "")
 
 
 def _group(cls: type[Any], path: str = "launcher") -> Iterator[Setting]:
@@ -169,8 +178,8 @@ A misspelt key or an impossible value is refused before anything is submitted; t
 
 _SLURM = """## `launcher=slurm` only
 
-Keys that are also options of sbatch have the same meaning, and default to the cluster's value.
-"""
+Keys that are also options of sbatch have the same meaning, and default to the cluster's value. `SBATCH_PARTITION`, `SBATCH_ACCOUNT`, `SBATCH_QOS`, `SBATCH_TIMELIMIT`, `SBATCH_CONSTRAINT`, `SBATCH_RESERVATION` and `SBATCH_WCKEY` of the submitting shell are defaults of theirs: what is typed wins, and run.json has the result. Other `SBATCH_*` variables have no effect and are named at the submission; `SALLOC_*`, `SRUN_*` and `SLURM_*` do not reach the tasks.
+"""  # noqa: E501
 
 _LOCAL = """## `launcher=local` only
 
@@ -181,6 +190,13 @@ _SWEEPER = """## `hydra/sweeper=elastic_optuna`
 
 The trials of an Optuna study as runs of `launcher=slurm` or `launcher=local` ([sweeps](../howto/sweeps.md)).
 """  # noqa: E501
+
+_TIMEOUTS = """## Order of the time-outs
+
+Each time on the left must be below the one on the right; a pair of keys that is not is refused. A time without `launcher` is fixed in the code.
+
+| below | above | so that |
+|---|---|---|"""  # noqa: E501
 
 
 # ---- reference/events.md -----------------------------------------------------------------

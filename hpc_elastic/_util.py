@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import math
 import os
 import re
@@ -12,11 +14,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Protocol, TextIO, cast
+from typing import Any, Literal, Protocol, TextIO, TypeVar, cast
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _REAP_S = 1.0
 
@@ -66,13 +72,11 @@ def run(
 
 
 @contextlib.contextmanager
-def sigterm_as_interrupt(*others: signal.Signals) -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt, so that child processes are ended in one way.
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Turn SIGTERM, and the SIGHUP of a lost terminal, into KeyboardInterrupt.
 
-    By default SIGTERM ends Python at once, and its child processes continue.
-
-    Args:
-        others: Signals with the same effect, such as the SIGHUP of a lost terminal.
+    By default they end Python at once, and its child processes continue. A SIGHUP that is ignored
+    stays so: the program was started by nohup.
     """
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -81,7 +85,9 @@ def sigterm_as_interrupt(*others: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, *others)}
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [signal.SIGTERM] if is_kept else [signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
@@ -295,3 +301,26 @@ def cleaned_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN,
+                     errno.ENOMEM))  # fmt: skip
+"""Errors of a system that is full for the moment: of a disk, a quota, a table of the kernel."""
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+
+
+def patiently(work: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
+    """Call a function; again after growing pauses, for two minutes, if the system is full.
+
+    Raises:
+        OSError: Another error, or the last one.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return work()
+        except OSError as e:
+            if e.errno not in PASSING:
+                raise
+            _log.error("tried again in %g s: %s", pause_s, e)
+            sleep(pause_s)
+    return work()

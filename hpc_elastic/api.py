@@ -16,7 +16,8 @@
         with ElasticExecutor(launcher="slurm", nodes="1:4") as executor:
             print(list(executor.map(train, [0.1, 0.01])))  # one job array
 
-Nothing is pickled: the function must be at module level, its arguments and its return value JSON.
+Nothing is pickled: the function, or the class of an object that is called, is at module level, and
+its arguments, its attributes and its return value are JSON.
 
 A `Run` is a run directory and nothing else: its methods read the run's files and query the
 scheduler, whichever process has submitted it. Runs of ``launcher="local"`` need a process that
@@ -29,7 +30,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import json
 import logging
 import os
 import secrets
@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run import arguments
 from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.shared_files import read_json
 
@@ -303,9 +304,19 @@ class RunFuture(Future[Any]):
         Returns:
             Whether it is cancelled. False if it has ended by itself, or tasks are left.
         """
-        if not self.done() and (self._run is None or self._run.cancel()):
+        with self._ending:
+            if self._run is None:  # it is not submitted, or at this moment: see `_set_run`
+                self._set_cancelled()
+        if not self.done() and self._run is not None and self._run.cancel():
             self._set_cancelled()
         return self.cancelled()
+
+    def _set_run(self, run: Run) -> None:
+        """Record the run; cancel it if this future was cancelled meanwhile."""
+        with self._ending:
+            self._run = run
+        if self.cancelled():
+            run.cancel()
 
     def _set_cancelled(self) -> None:
         with self._ending:
@@ -363,8 +374,8 @@ class ElasticExecutor(Executor):
 
         Args:
             fn: As of `launch`.
-            *args: JSON values.
-            **kwargs: JSON values of parameters that have a position.
+            *args: As of `launch`.
+            **kwargs: The same, of parameters that have a position.
 
         Returns:
             The future of rank 0's return value.
@@ -380,8 +391,7 @@ class ElasticExecutor(Executor):
         entry = entry_of(fn, "function", _json_arguments(fn, args, kwargs))
         future = RunFuture()
         with self._lock:
-            if self._is_shut_down:
-                raise RuntimeError("the executor was shut down: make another one")
+            self._require_open()
             if self._batch is not None:
                 self._batch.append((future, entry))
                 return future
@@ -465,7 +475,27 @@ class ElasticExecutor(Executor):
         if wait:
             wait_for_futures(remaining)
 
+    def _require_open(self) -> None:
+        if self._is_shut_down:
+            raise RuntimeError("the executor was shut down: make another one")
+
     def _submit(self, calls: Sequence[tuple[RunFuture, Entry]]) -> None:
+        """Submit calls; from its beginning on, `shutdown` waits for their futures."""
+        futures = [future for future, _ in calls]
+        with self._lock:
+            self._require_open()
+            self._open.update(futures)
+        for future in futures:
+            future.add_done_callback(self._open.discard)
+        try:
+            self._submit_runs(calls)
+        except BaseException:
+            for future in futures:
+                if future._run is None:
+                    future.cancel()
+            raise
+
+    def _submit_runs(self, calls: Sequence[tuple[RunFuture, Entry]]) -> None:
         from hpc_elastic.launcher.plan import RunRequest
         from hpc_elastic.launcher.submit import released_on_failure, require_writable, submit
 
@@ -481,9 +511,7 @@ class ElasticExecutor(Executor):
         futures = [future for future, _ in calls]
         with released_on_failure(runs[0].jobs):
             for future, run in zip(futures, runs, strict=True):
-                future._run = Run(run.dir)
-                self._open.add(future)
-                future.add_done_callback(self._open.discard)
+                future._set_run(Run(run.dir))
             _follow(runs, self._settings.launcher.poll_interval_s, futures)
 
 
@@ -519,8 +547,10 @@ def launch(
     """Run a function as an elastic worker group, and wait for it.
 
     Args:
-        fn: Called with ``args`` in every worker; at module level of a script or module.
-        *args: JSON values.
+        fn: Called with ``args`` in every worker; at module level of a script or module. Or an
+            object of a class there whose ``__call__`` is called, such as ``Trainer(args)``: workers
+            make it with the same attributes, without its ``__init__``.
+        *args: JSON values, tuples, sets, paths, and namespaces of argparse.
         nodes: Number of nodes, such as ``4``, or a range, such as ``"1:4"``; at least 1.
         nproc_per_node: Workers of each node: a number of at least 1, ``"gpu"`` (one per GPU),
             ``"cpu"`` or ``"auto"``.
@@ -532,7 +562,7 @@ def launch(
             this process exits; a signal that kills this process leaves its tasks running, and
             `hpc-elastic cancel` ends them.
         **settings: ``launcher.*`` as in the config: ``partition="gpu"``, ``max_restarts=0``,
-            ``rendezvous={"join_timeout_s": 60}``.
+            ``rendezvous={"join_timeout_s": 3600}``.
 
     Returns:
         The return values by global rank, none with ``dry_run=True``; or the `Run` with
@@ -550,10 +580,10 @@ def launch(
     # a thread of this process waits for a local run
     settings |= {"launcher": launcher, "wait": wait or launcher == "local"}
     config = _config(nodes=nodes, nproc_per_node=nproc_per_node, ft=ft, **settings)
-    arguments = _json_arguments(fn, args, {})
+    encoded = _json_arguments(fn, args, {})
     return launch_entry(
-        lambda: entry_of(fn, "function", arguments),
-        fn.__name__,
+        lambda: entry_of(fn, "function", encoded),
+        getattr(fn, "__name__", type(fn).__name__),
         config,
         run_dir,
         in_background=not wait,
@@ -632,7 +662,7 @@ def _json_arguments(
     """Return the arguments of a call by position, as workers read them.
 
     Raises:
-        ConfigError: One is no JSON value, or can only be given by name.
+        ConfigError: One cannot be written (`run.arguments`), or can only be given by name.
         TypeError: The function does not have these parameters.
     """
     if kwargs:
@@ -642,12 +672,7 @@ def _json_arguments(
             remedy = "workers call the function by position: give these parameters a position"
             raise ConfigError("kwargs", call.kwargs, remedy)
         args = call.args
-    try:
-        found: list[Any] = json.loads(json.dumps(list(args), allow_nan=False))
-    except (TypeError, ValueError) as e:
-        why = f"arguments of the function must be JSON values: {e}"
-        raise ConfigError("args", tuple(args), why) from e
-    return found
+    return [arguments.encode(value, f"args/{i}") for i, value in enumerate(args)]
 
 
 def _with_time(name: str) -> str:

@@ -2,6 +2,7 @@
 
     HpcElasticError
     |- ConfigError (ValueError)          a setting is wrong; names the key and the remedy
+    |  `- InexactError                   a training would not be exact, or nothing could show it
     |- SubmissionError                   the run could not be handed to the scheduler
     |- RunDirectoryError                 a run directory is missing, unwritable or not ours
     |  |- DamagedFileError (ValueError)  a file in it does not hold what it should
@@ -13,7 +14,9 @@
     |- CheckpointError
     |  |- CheckpointNotFoundError (FileNotFoundError)    there is none, or not the one asked for
     |  |- CheckpointCorruptError         what is stored is damaged
+    |  |- CheckpointMismatchError        ranks differ in what is stored once for all of them
     |  `- CheckpointFencedError          the worker's group is over; another one has taken its place
+    |- PermanentError                    another try would fail in the same way: the run ends
     |- WorkerGroupError                  the training itself failed; holds the failures
     |- AuthenticationError (ConnectionError)    a peer does not hold the secret (`transport.auth`)
     |
@@ -55,18 +58,38 @@ class HpcElasticError(Exception):
         return cleaned_lines(super().__str__(), colours=False)
 
 
+class PermanentError(HpcElasticError):
+    """The training cannot go on, and another try would fail in the same way: the run ends."""
+
+
 class ConfigError(HpcElasticError, ValueError):
     """A setting has a value that cannot work.
 
     Attributes:
         key: The dotted key as the user writes it, such as ``launcher.partition``.
         value: The value that was refused.
+        remedy: What is wrong with it, and what to do.
     """
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         self.key = key
         self.value = value
+        self.remedy = remedy
         super().__init__(f"{key}={value!r}: {remedy}")
+
+
+_EXACTNESS = "docs/explanation/exactness.md"
+
+
+class InexactError(ConfigError):
+    """A training would not be the one that was asked for, or nothing could show that it is.
+
+    The page that the message names has what is compared, what is refused, and why.
+    """
+
+    def __init__(self, key: str, value: object, remedy: str) -> None:
+        super().__init__(key, value, remedy)
+        self.args = (f"{self.args[0]} ({_EXACTNESS})",)
 
 
 class SubmissionError(HpcElasticError):
@@ -124,6 +147,14 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointCorruptError(CheckpointError):
     """What is stored is damaged: truncated, changed, or never completed."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """Ranks have different tensors where one is stored for all: no checkpoint would be right."""
+
+    def __init__(self, message: str) -> None:
+        where = f" ({_EXACTNESS})"
+        super().__init__(message.removesuffix(where) + where)  # once, if it comes from another rank
 
 
 class CheckpointFencedError(CheckpointError):

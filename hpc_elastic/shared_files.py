@@ -255,6 +255,59 @@ def is_there(path: Path) -> bool:
     return path.name in names_in(path.parent)
 
 
+REMOVED_AFTER_S = 60.0
+"""A folder that was absent for this long, in fresh listings of its parent, was removed for good."""
+
+
+class RemovalWatch:
+    """Observes whether a folder was removed for good.
+
+    A listing of its parent shows its absence; if the parent is missing too, one of the next folder
+    above it that exists. That folder must be on the file system on which the watched one was: an
+    empty mount point is no removal. A folder that cannot be listed shows nothing.
+
+    Args:
+        folder: It exists; otherwise nothing is ever concluded.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(os.path.realpath(folder))
+        self._absent_since: float | None = None
+        self._stale_s = Mount.of(folder).refreshed_stale_s
+        try:
+            self._device: int | None = self._folder.stat().st_dev
+        except OSError:
+            self._device = None
+
+    def is_removed(self, now: float) -> bool:
+        """Return whether the folder was absent in all calls of the last time; may block.
+
+        Args:
+            now: Monotonic seconds.
+        """
+        try:
+            is_absent = self._is_absent()
+        except OSError:
+            is_absent = False
+        if not is_absent:
+            self._absent_since = None
+            return False
+        if self._absent_since is None:
+            self._absent_since = now
+        return now - self._absent_since >= REMOVED_AFTER_S + self._stale_s
+
+    def _is_absent(self) -> bool:
+        missing = self._folder
+        for parent in missing.parents:
+            try:
+                names = names_listed(parent)
+            except FileNotFoundError:
+                missing = parent
+                continue
+            return missing.name not in names and parent.stat().st_dev == self._device
+        return False
+
+
 def status_of(path: Path) -> os.stat_result:
     """Return the attributes of a file or folder by its server.
 
@@ -421,8 +474,19 @@ def read_text(path: Path, limit: int = TEXT_BYTES, errors: str = "strict") -> st
         raise DamagedFileError(f"{path} is damaged: {e}") from e
 
 
+def read_tail(path: Path, *, at_most_bytes: int = 1 << 16) -> str:
+    """Return the last 20 lines of a file; empty if it cannot be read."""
+    try:
+        with open_file(path) as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - at_most_bytes))
+            text = f.read(at_most_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-20:]).strip()
+
+
 def lines_in(
-    path: Path, start: int = 0, *, unfinished: bool = False
+    path: Path, start: int = 0, *, unfinished: bool = False, newest: bool = False
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file of a run, each with the byte after its end.
 
@@ -432,15 +496,21 @@ def lines_in(
         path: The file.
         start: The byte to begin with: the start of a line.
         unfinished: Whether a last line without an end is one too.
+        newest: Of more than `LINES_BYTES` yield the last lines.
 
     Raises:
-        DamagedFileError: It has more than `LINES_BYTES`, or is no file.
+        DamagedFileError: It has more than `LINES_BYTES` and is not read from there, or is no file.
         OSError: It is missing, or may not be read.
     """
     with open_file(path) as file:
-        _require_size(path, os.fstat(file.fileno()).st_size, LINES_BYTES)
+        size = os.fstat(file.fileno()).st_size
+        is_begun = newest and size - start > LINES_BYTES
+        if is_begun:
+            start = size - LINES_BYTES
+        elif not newest:
+            _require_size(path, size, LINES_BYTES)
         file.seek(start)
-        end, is_begun = start, False
+        end = start
         while line := file.readline(LINE_BYTES):
             end += len(line)
             has_end = line.endswith(b"\n") or (unfinished and len(line) < LINE_BYTES)
@@ -466,6 +536,9 @@ def parse_json(
         value = loads(text)
     except (ValueError, RecursionError) as e:
         raise DamagedFileError(f"{what} is damaged: {e}") from e
+    encoded = text if isinstance(text, bytes) else text.encode()
+    if encoded.count(b"[") + encoded.count(b"{") <= NESTED:  # the usual case, a million times
+        return value
     level = [value]
     for _ in range(NESTED):
         lists = [item for item in level if isinstance(item, list)]

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -134,6 +134,17 @@ def map_values(tree: Any, value_of: Callable[[Any], Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map_values(v, value_of) for v in tree)
     return value_of(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield all but lists, tuples and dicts of a tree, of a decoded one or of any other."""
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for element in tree:
+            yield from leaves(element)
+    else:
+        yield tree
 
 
 def _marked(kind: str, of: Any) -> dict[str, Any]:

@@ -39,22 +39,26 @@ make_venv() {
 # Installs once for each content of both pyproject.toml and of constraints.txt.
 install_extra() {
     local stamp=$VENV/.installed-$1 wanted
-    wanted=$(cat pyproject.toml tools/slurm_sandbox/pyproject.toml constraints.txt <(python --version) | sha256sum)
+    wanted=$(cat pyproject.toml tools/*/pyproject.toml constraints.txt <(python --version) | sha256sum)
     [[ -e $stamp && $(<"$stamp") == "$wanted" ]] && return
     if ! python -c 'import torch' 2>/dev/null; then
         say "Installing torch ($(torch_build) build) into .venv"
         # shellcheck disable=SC2046  # no argument at all, or two
-        quiet_pip $(torch_index) torch
+        quiet_pip $(torch_index) "$(torch_requirement)"
     fi
     say "Installing hpc_elastic[$1] into .venv"
     local sandbox=()
     case $1 in test | bench | docs) sandbox=(--editable ./tools/slurm_sandbox) ;; esac
+    [[ $1 != gpu ]] || sandbox=(--editable ./tools/slurm_sandbox --editable ./tools/simulated_gpu)
     quiet_pip --editable ".[$1]" "${sandbox[@]}"
     printf '%s\n' "$wanted" >"$stamp"
 }
 
 # Without an NVIDIA driver, torch's CUDA packages are several GB for nothing.
-torch_build() { [[ -e /proc/driver/nvidia/version ]] && echo CUDA || echo CPU; }
+torch_build() { [[ ${TORCH_BUILD:-} == CUDA || -e /proc/driver/nvidia/version ]] && echo CUDA || echo CPU; }
+
+# TORCH_BUILD=CUDA is PyPI's own wheel: `==` would take a +cpu of another index for it.
+torch_requirement() { [[ ${TORCH_BUILD:-} == CUDA ]] && sed -n 's/^torch==/torch===/p' constraints.txt || echo torch; }
 
 torch_index() {
     local index=https://download.pytorch.org/whl/cpu

@@ -1,11 +1,14 @@
 """Every test may ask for the real Slurm (`slurm`); none touches the user's own list of runs."""
 
+import gc
 import os
 import shutil
 import signal
 import tempfile
 
 import pytest
+
+from hpc_elastic.worker import reporting
 
 pytest_plugins = ["hpc_elastic.testing.fake_slurm.fake", "slurm_sandbox.pytest_plugin"]
 
@@ -18,6 +21,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A script that starts pytest in the background has SIGINT ignored by it, and by all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that a test restores is not that of the next test's training."""
+    monkeypatch.setattr(reporting._reporter, "restored", None)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules of all tests out of garbage collections, and of searches for objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -10,6 +10,7 @@
 - `worker_failures`  failed workers as the run's result shows them
 - `preemption`       why, and by when, this node is to be left
 - `hang_watch`       a group that makes no step, and who holds it up; `stacks` of workers
+- `worker_group`     whether the workers' process group has them all, and the stores that make it
 - `worker_main`      the process that calls the user's function; `hydra_job` as Hydra does
 - `warm_workers`     processes that have imported torch, to make the next workers from
 - `process_cleanup`  ends what workers leave behind

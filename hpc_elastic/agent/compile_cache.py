@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import make_folder, write_atomic
+from hpc_elastic.shared_files import make_folder, open_file, write_atomic
+from hpc_elastic.slurm.environment import NVIDIA_GPUS
 
 _log = logging.getLogger(__name__)
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
 _CPUS = Path("/proc/cpuinfo")
 
 
@@ -55,7 +55,8 @@ class CompileCache:
 
         try:
             if _is_private(self._file):
-                self._stored = torch.compiler.load_cache_artifacts(self._file.read_bytes())
+                with open_file(self._file) as file:
+                    self._stored = torch.compiler.load_cache_artifacts(file.read())
         except FileNotFoundError:
             return
         except Exception as e:  # torch's own: the graphs are compiled anew
@@ -94,7 +95,7 @@ def node_type() -> str:
     It is read without the driver: a script may still choose its device, or fork.
     """
     try:
-        gpus = sorted(_GPUS.glob("*/information"))
+        gpus = sorted(NVIDIA_GPUS.glob("*/information"))
         text, key = (gpus[0].read_text(), "Model") if gpus else (_CPUS.read_text(), "model name")
         found = re.search(rf"^{key}\s*:\s*(.+?)\s*$", text, re.MULTILINE)
     except OSError:

@@ -10,13 +10,14 @@ they have started lives on (`hpc_elastic.agent.process_cleanup`).
 
 All use of torch's private names is in this module: `_monitor_workers`,
 `_start_workers`, `_stop_workers`, `_rendezvous`, `_shutdown`, `_exit_barrier`,
-`_assign_worker_ranks`, `_remaining_restarts`, `SubprocessContext.subprocess_handlers`,
-`SubprocessHandler._popen`, `_stdout`, `_stderr`; tests/unit/test_elastic_agent.py fails if torch
-changes them.
+`_assign_worker_ranks`, `_construct_event`, `_remaining_restarts`, `_pcontext`,
+`SubprocessContext.subprocess_handlers`, `SubprocessHandler._popen`, `_stdout`, `_stderr`;
+tests/unit/test_elastic_agent.py fails if torch changes them.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -38,6 +39,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import (
     LogsDest,
     LogsSpecs,
@@ -46,18 +48,27 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from hpc_elastic._util import PASSING
 from hpc_elastic.agent import preemption, process_cleanup, worker_failures
-from hpc_elastic.agent.hang_watch import HangWatch, WatchedWorker
-from hpc_elastic.agent.metrics import WorkerObserver
+from hpc_elastic.agent.hang_watch import (
+    HangWatch,
+    WatchedWorker,
+    describe_place,
+    first_step_limit,
+    parse_main_thread,
+)
+from hpc_elastic.agent.log_retention import LogRetention
+from hpc_elastic.agent.metrics import WorkerObserver, apart_workers
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.signals import name_of
-from hpc_elastic.agent.stacks import process_state, stacks_file
+from hpc_elastic.agent.stacks import process_state, stacks_file, take_stacks
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, is_training
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.agent.worker_main import STOP
+from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.data.batch import THROUGHPUTS_VARIABLE
-from hpc_elastic.ft.messages import SOCKET_ENV
+from hpc_elastic.ft.messages import SOCKET_ENV, HealFailed, StateMismatch
 from hpc_elastic.rendezvous.effects import RoundInfo
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.replica_state import results_of
@@ -66,6 +77,7 @@ from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.slurm.environment import as_worker
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.worker.shared_page import (
     RESULTS_VARIABLE,
@@ -84,6 +96,13 @@ _NOTICE_MAY_COME_S = 1.0
 """Slurm signals the processes of a task one after another: a worker may end before its agent has
 the signal."""
 _LOOK_FOR_NOTICE_S = 0.05
+_SLOW_EXIT_S = 10.0
+"""A process that has not ended this long after the success of its run is named."""
+_LEAVES_IN_S = 5.0
+_START_PAUSE_S, _LONGEST_START_PAUSE_S = 1.0, 30.0
+_START_WITHIN_S = 300.0
+"""A node that cannot start its workers for so long reports that as their failure."""
+_REAP_EVERY_S = 2.0
 _IMPORT_S = 20.0
 """A node that comes late joins after that, even if its warm workers still import."""
 
@@ -100,8 +119,8 @@ class AgentContext:
         settings: The run's ``launcher.agent``.
         notices: Where a notice for this node is found.
         events: Its task's events.
-        saves_itself: Whether under notice there is sense in waiting for a script that does not
-            report when it saves.
+        is_local: Whether the nodes are processes on this machine.
+        is_command: Whether the workers run a command, which succeeds by its exit code.
         replica: The node's, where its workers are one (``ft=true``).
         times: Writes down when the workers' output was written.
         observer: Measures the workers.
@@ -109,15 +128,26 @@ class AgentContext:
 
     place: worker_failures.NodeIdentity
     attempt: int
-    control: Path
+    control: AgentFolder
     run: RunDir
     settings: AgentSettings
     notices: preemption.PreemptionState
     events: EventLog
-    saves_itself: bool
+    is_local: bool
+    is_command: bool
     replica: Replica | None
     times: OutputTimes
     observer: WorkerObserver
+
+
+@dataclass
+class _RefusedStart:
+    """A start of workers that the system refused: the first of a round, and the next one."""
+
+    error: OSError
+    since: float
+    pause_s: float = _START_PAUSE_S
+    again_at: float = 0.0
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -131,6 +161,7 @@ class ElasticAgent(LocalElasticAgent):
         warm_workers: WarmWorkerPool,
     ) -> None:
         logs = RoundLogs(workplace.place.logs, workplace.times)
+        self._retention = LogRetention(workplace.place.logs, workplace.attempt)
         super().__init__(spec, logs, exit_barrier_timeout=0)
         self._handler = handler
         self._session = handler.session
@@ -139,11 +170,18 @@ class ElasticAgent(LocalElasticAgent):
         self._drain: preemption.DrainController | None = None
         self._saves = CheckpointFailureLog(workplace.events.write_behind)
         self._hangs: HangWatch | None = None
+        self._training: TrainingWatch | None = None
+        self._exits: ExitWatch | None = None
+        """From the success of the run on."""
         self._awaits_leader = False
+        self._refused: _RefusedStart | None = None
+        self._reap_at = 0.0
         self._warm_workers = warm_workers
         self._filled = False
         self._has_begun = True
         """Whether the event of the first step in the round is written."""
+        self._longest_start_s: float | None = None
+        """The longest time to the first step so far."""
         self._started_at = self._started_time = 0.0
         """When the workers were started, in monotonic and in Unix seconds."""
         self.pages: dict[int, SharedPage] = {}
@@ -167,7 +205,7 @@ class ElasticAgent(LocalElasticAgent):
         A group that trains would be stopped for this node at once, and stand still until it has
         imported what it needs: so it is joined after that.
         """
-        session = self._session
+        session, self._refused = self._session, None
         if session.departed is None:
             self._warm_workers.fill(paced=False)
             deadline = time.monotonic() + _IMPORT_S
@@ -204,12 +242,51 @@ class ElasticAgent(LocalElasticAgent):
         return self._handler.round
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers; a start that the system refuses for a moment is tried again."""
+        try:
+            started = self._start_once(worker_group)
+        except OSError as e:
+            # a run whose directory was removed ends within a minute, by its leader
+            if e.errno not in PASSING | {errno.ENOENT}:
+                raise
+            now = time.monotonic()
+            refused = self._refused = self._refused or _RefusedStart(e, now)
+            refused.error, refused.again_at = e, now + refused.pause_s
+            _log.error("workers not started, tried again in %g s: %s", refused.pause_s, e)
+            refused.pause_s = min(2 * refused.pause_s, _LONGEST_START_PAUSE_S)
+            self._pcontext, self.pages = None, {}
+            process_cleanup.kill_strays(self._warm_workers.pids)  # those that were started
+            return {}
+        self._refused = None
+        return started
+
+    def _start_again(self, worker_group: WorkerGroup, refused: _RefusedStart) -> None:
+        """Repeat a start that was refused; after a while, report that as the workers' failure."""
+        now, place = time.monotonic(), self._workplace.place
+        if self._awaits_leader or now < refused.again_at:
+            return
+        if self._workplace.notices.current is not None:
+            self._awaits_leader = True
+            self._session.leave_now()
+        elif now < refused.since + _START_WITHIN_S:
+            self._start_workers(worker_group)
+        else:
+            self._awaits_leader = True
+            files = self._files(self._round.first_rank)
+            failure = worker_failures.describe(worker_failures.EndedWorker(0, 1), files, place)
+            message = f"the workers of this node cannot be started: {refused.error}"
+            told = {"message": message, "exception": type(refused.error).__name__}
+            self._session.report_failures([{**failure, **told, "exit_code": None}])
+
+    def _start_once(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workplace, round_ = self._workplace, self._round
         replica, notices = workplace.replica, workplace.notices
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - round_.restarts)
+        self._retention.start_round(round_.number, round_.restarts, had_step=self._has_begun)
         self._awaits_leader = self._filled = self._has_begun = False
+        workplace.control.restore()
         self.pages = {
-            w.global_rank: SharedPage.create(workplace.control, w.local_rank)
+            w.global_rank: SharedPage.create(workplace.control.path, w.local_rank)
             for w in worker_group.workers
         }
         self._started_at, self._started_time = time.monotonic(), time.time()
@@ -217,30 +294,38 @@ class ElasticAgent(LocalElasticAgent):
         self._channel = WorkerChannel(self._session, pages)
         self._saves.watch(self.pages.get(_FIRST_RANK))
         by_its_script = partial(
-            preemption.why_leave_now, since=self._started_at, saves_itself=workplace.saves_itself
+            preemption.why_leave_now, since=self._started_at, saves_itself=not workplace.is_local
         )
         why_leave = by_its_script if replica is None else replica.why_leave
         self._drain = preemption.DrainController(self._session, notices, pages, why_leave)
         watched = [
             WatchedWorker(
                 rank - round_.first_rank, page, self._files(rank),
-                stacks_file(workplace.control, rank - round_.first_rank),
+                stacks_file(workplace.control.path, rank - round_.first_rank),
             )
             for rank, page in self.pages.items()
         ]  # fmt: skip
         self._hangs = HangWatch(
             self._session, watched, after_s=workplace.settings.hang_timeout_s,
+            first_step=first_step_limit(
+                workplace.settings.first_step_timeout_s, workplace.settings.hang_timeout_s,
+                self._longest_start_s,
+            ),
             place=workplace.place,
             alone=None if replica is None else (replica.me, workplace.events.write),
         )  # fmt: skip
-        workplace.observer.start_round(self.pages, self._pids_by_rank)
+        world_size = None if replica is not None else round_.world_size
+        self._training = TrainingWatch(world_size, workplace.place.host, workplace.events)
+        workplace.observer.start_round(self.pages, self._pids_by_rank, world_size)
         os.environ[ROUND_VARIABLE] = str(round_.number)
         os.environ[THROUGHPUTS_VARIABLE] = round_.throughputs
         os.environ[fencing.VARIABLE] = str(fencing.entry_path(workplace.run.rdzv, round_.index))
         if replica is not None:
             os.environ.update(replica.environment(round_))
             replica.expect_workers(round_, self._handler.server)
-        with made_from(self._warm_workers):
+        # made-up names of local nodes have no address
+        hosts = ",".join(["localhost"] * round_.group_size) if workplace.is_local else round_.hosts
+        with made_from(self._warm_workers, hosts, round_.workers):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _pids_by_rank(self) -> dict[int, int]:
@@ -266,13 +351,21 @@ class ElasticAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report the outcome of the workers to the leader, once; torch receives the verdict."""
         self._saves.poll()
+        with suppress(OSError):  # tried again
+            self._workplace.control.restore()
         verdict = self._session.verdict
         if verdict is not None and verdict.status == "succeeded":
+            self._exits = self._exits or ExitWatch(self._workplace, time.monotonic())
+            if not self._exits.is_over(self._processes_by_rank(), time.monotonic()):
+                return RunResult(state=WorkerState.HEALTHY)
             ranks = [w.global_rank for w in worker_group.workers]
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         if verdict is not None:
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
+        if self._refused is not None:
+            self._start_again(worker_group, self._refused)
+            return RunResult(state=WorkerState.HEALTHY)
         pids = self._pids_by_rank()
         if self._channel is not None and self._drain is not None:
             now = time.monotonic()
@@ -280,34 +373,47 @@ class ElasticAgent(LocalElasticAgent):
             self._drain.poll(now)
             if self._hangs is not None:
                 self._hangs.update(pids, now, done=self._awaits_leader)
+        workers = {rank: page.read() for rank, page in self.pages.items()}
+        if self._training is not None:
+            self._training.update(workers)
         if not self._has_begun:
-            workers = [page.read() for page in self.pages.values()]
-            fields = first_step_fields(workers, self._started_time)
+            fields = first_step_fields([*workers.values()], self._started_time)
             if fields is not None:
                 self._has_begun = True
+                self._longest_start_s = max(self._longest_start_s or 0.0, fields["start_s"])
                 self._workplace.events.write_behind(  # a file system that hangs delays no watch
                     "first_step", attempt=self._workplace.attempt, round=self._round.number,
                     **fields,
                 )  # fmt: skip
         if not self._awaits_leader:
-            self._check_workers(worker_group)
-        process_cleanup.reap_orphan({*self._pids_by_rank().values(), *self._warm_workers.pids})
+            self._check_workers()
+        if time.monotonic() >= self._reap_at:
+            self._reap_at = time.monotonic() + _REAP_EVERY_S
+            process_cleanup.reap_orphans({*pids.values(), *self._warm_workers.pids})
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _check_workers(self, worker_group: WorkerGroup) -> None:
-        """Check whether workers have ended.
+    def _check_workers(self) -> None:
+        """Check whether the function has returned in all workers, or some have ended before that.
 
-        An exit code of 0 is no success for torch's agent to see: the function must have returned.
+        torch's agent would go by exit codes. An exit code of 0 is no success, and what a process
+        does once its function has returned, until `exit_timeout_s`, is no failure.
         """
-        result = super()._monitor_workers(worker_group)
-        failures = {r: w for r, w in self._ended_by_themselves().items() if w.exitcode == 0}
-        for rank, failure in result.failures.items():
-            failures[rank] = worker_failures.EndedWorker(failure.local_rank, failure.exitcode)
-        if result.state is WorkerState.HEALTHY and not failures:
+        failures = self._ended_by_themselves()
+        workers = [page.read() for page in self.pages.values()]
+        have_returned = all(worker.returned for worker in workers)
+        if not have_returned and not failures:
             self._maintain_warm_workers()
             return
+        # by os._exit, or of what a command has exec'ed
+        is_clean = not any(failure.exitcode for failure in failures.values())
+        if failures and is_clean and self._workplace.is_command:
+            self._await_notice()  # by which a script's handler may have ended it
+            if self._workplace.notices.current is None:
+                for rank in failures:
+                    self.pages[rank].report_return()
+                return
         self._awaits_leader = True
-        if result.state is not WorkerState.SUCCEEDED or failures:
+        if failures:
             self._channel = self._drain = None
             self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
             # those hold GPU memory, which the next worker needs
@@ -315,7 +421,6 @@ class ElasticAgent(LocalElasticAgent):
             self._report(failures)
             return
         # A script may set a flag at SIGTERM, save, and return before its last step: it leaves.
-        workers = [page.read() for page in self.pages.values()]
         if any(w.step is not None and w.step < (w.total_steps or 0) for w in workers):
             self._await_notice()
             if self._workplace.notices.current is not None:
@@ -325,17 +430,22 @@ class ElasticAgent(LocalElasticAgent):
         self._session.report_finished()
 
     def _ended_by_themselves(self) -> dict[int, worker_failures.EndedWorker]:
-        """Return the workers that have ended, not by this agent, and not as they should."""
-        context, ended = self._pcontext, {}
-        handlers = context.subprocess_handlers if isinstance(context, SubprocessContext) else {}
-        for local_rank, process in handlers.items():
-            code = process.own_exit_code if isinstance(process, WorkerProcess) else None
-            rank = self._round.first_rank + local_rank
-            if code is not None and not worker_failures.has_succeeded(
-                code, self.pages[rank].read()
-            ):
-                ended[rank] = worker_failures.EndedWorker(local_rank, code)
+        """Return the workers that have ended, not by this agent, before their function returned."""
+        ended = {}
+        for rank, process in self._processes_by_rank().items():
+            code, page = process.own_exit_code, self.pages[rank]
+            if code is not None and not page.read().returned:
+                ended[rank] = worker_failures.EndedWorker(process.local_rank_id, code)
         return ended
+
+    def _processes_by_rank(self) -> dict[int, WorkerProcess]:
+        context = self._pcontext
+        handlers = context.subprocess_handlers if isinstance(context, SubprocessContext) else {}
+        return {
+            self._round.first_rank + local_rank: process
+            for local_rank, process in handlers.items()
+            if isinstance(process, WorkerProcess)
+        }
 
     def _report_before_stop(self) -> None:
         """Report the workers that have failed, but whose end was not seen yet.
@@ -376,6 +486,7 @@ class ElasticAgent(LocalElasticAgent):
             _log.warning("workers have ended under notice: %s", [f["message"] for f in found])
             self._session.leave_now()
             return
+        self._retention.keep_round()
         self._session.report_failures(worker_failures.earliest(found))
 
     def _await_notice(self) -> None:
@@ -400,6 +511,15 @@ class ElasticAgent(LocalElasticAgent):
 
     def _files(self, rank: int) -> worker_failures.WorkerFiles:
         return worker_failures.WorkerFiles(self._workplace.place.logs, self._round.number, rank)
+
+    def _construct_event(
+        self, state: str, source: EventSource, *_arguments: Any, **_fields: Any
+    ) -> Event:
+        """Return an event, which torch discards, without the full name of the host.
+
+        A look-up takes 10 s where the name server is dead, in this thread, several at each start.
+        """
+        return Event(f"torchelastic.worker.status.{state}", source)
 
     def _exit_barrier(self) -> None:
         """The leader's verdict is the barrier: it comes once every member is done."""
@@ -439,8 +559,11 @@ class RoundLogs(LogsSpecs):
 class WorkerProcess(SubprocessHandler):
     """torch's handle on a worker's process, which may have been a warm worker."""
 
-    def __init__(self, warm_workers: WarmWorkerPool, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, warm_workers: WarmWorkerPool, group: tuple[str, str], *args: Any, **options: Any
+    ) -> None:
         self._warm_workers = warm_workers
+        self._group = group
         self._was_told_to_end = False
         super().__init__(*args, **options)
         for file in (self._stdout, self._stderr):
@@ -463,23 +586,82 @@ class WorkerProcess(SubprocessHandler):
             default if file is None else file.fileno()
             for file, default in ((self._stdout, 1), (self._stderr, 2))
         ]
+        env = as_worker(env, *self._group)
         warm = self._warm_workers.take_worker(self.local_rank_id, args, env, outputs)
         return warm if warm is not None else super()._popen(args, env)
 
 
 @contextmanager
-def made_from(warm_workers: WarmWorkerPool) -> Iterator[None]:
+def made_from(warm_workers: WarmWorkerPool, hosts: str, workers: str) -> Iterator[None]:
     """Make workers from warm workers where there are any, for as long as the context lasts.
 
-    torch makes each process in one function, which is replaced meanwhile.
+    torch makes each process in one function, which is replaced meanwhile. ``hosts`` and ``workers``
+    describe their group (`slurm.environment.as_worker`).
     """
     name = "get_subprocess_handler"
     theirs = getattr(processes, name)
-    setattr(processes, name, partial(WorkerProcess, warm_workers))
+    setattr(processes, name, partial(WorkerProcess, warm_workers, (hosts, workers)))
     try:
         yield
     finally:
         setattr(processes, name, theirs)
+
+
+class ExitWatch:
+    """The processes of a node's workers after the run has succeeded.
+
+    A tracker may send its files at exit, and threads and children are waited for. Nothing of that
+    changes the outcome of the run; it has a limit, `launcher.agent.exit_timeout_s`, after which the
+    processes are ended. Under notice it is over before the node is taken.
+
+    Args:
+        workplace: What the agent works with.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, workplace: AgentContext, now: float) -> None:
+        self._workplace = workplace
+        self._since = now
+        self._is_named = False
+
+    def is_over(self, processes: Mapping[int, WorkerProcess], now: float) -> bool:
+        """Return whether all processes have ended, or are to be ended now.
+
+        Args:
+            processes: Those of the workers, by global rank.
+            now: Monotonic seconds.
+        """
+        codes = {rank: process.own_exit_code for rank, process in processes.items()}
+        alive = [rank for rank, code in codes.items() if code is None]
+        if not alive:
+            for rank, code in codes.items():
+                if code:
+                    how = f"by {name_of(-code)}" if code < 0 else f"with exit code {code}"
+                    self._write([rank], now, f"it ended {how}; the run has succeeded")
+            return True
+        limit_s = self._workplace.settings.exit_timeout_s
+        notice = self._workplace.notices.current
+        until = self._since + limit_s
+        if notice is not None:
+            until = min(until, notice.by - _LEAVES_IN_S)
+        if now >= until:
+            why = "the node is left" if notice is not None else f"exit_timeout_s={limit_s:g}"
+            self._write(alive, now, f"still running, and ended now: {why}")
+            return True
+        if not self._is_named and now >= self._since + _SLOW_EXIT_S:
+            self._is_named = True
+            process = processes[alive[0]]
+            dump = stacks_file(self._workplace.control.path, process.local_rank_id)
+            text = take_stacks(process.proc.pid, dump)
+            at = f" at {describe_place(parse_main_thread(text))}" if text else ""
+            self._write(alive, now, f"still running{at}; ended after {limit_s:g} s at the latest")
+        return False
+
+    def _write(self, ranks: Sequence[int], now: float, how: str) -> None:
+        self._workplace.events.write(
+            "slow_exit", host=self._workplace.place.host, ranks=[{"rank": rank} for rank in ranks],
+            waited_s=round(now - self._since, 1), how=how,
+        )  # fmt: skip
 
 
 # ---- Events of the workers of one node
@@ -533,6 +715,38 @@ def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
     }
 
 
+class TrainingWatch:
+    """The events of a training that goes on, and is not what was meant; each once in a round.
+
+    Args:
+        world_size: Workers of the group; None with ``ft=true``, where they need no group.
+        host: The node.
+        events: Those of the node.
+    """
+
+    def __init__(self, world_size: int | None, host: str, events: EventLog) -> None:
+        self._world_size = world_size
+        self._host = host
+        self._write = events.write_behind
+        self._named: set[str] = set()
+
+    def update(self, workers: Mapping[int, WorkerStatus]) -> None:
+        """Take note of what the workers have published, by global rank (several times a second)."""
+        apart = apart_workers(workers, self._world_size)
+        self._name("group_mismatch", [
+            {"rank": rank, "group_size": size} for rank, size in apart.items()
+        ], world_size=self._world_size)  # fmt: skip
+        self._name("bad_loss", [
+            {"rank": rank, "step": worker.bad_step, "loss": worker.bad_loss}
+            for rank, worker in workers.items() if worker.bad_step is not None
+        ])  # fmt: skip
+
+    def _name(self, kind: str, ranks: Sequence[dict[str, Any]], **fields: Any) -> None:
+        if ranks and kind not in self._named:
+            self._named.add(kind)
+            self._write(kind, host=self._host, ranks=ranks, **fields)
+
+
 class CheckpointFailureLog:
     """The events of checkpoints that do not reach their directory, and that do so again.
 
@@ -574,6 +788,9 @@ class CheckpointFailureLog:
             self._write("checkpoint_recovered", step=now.stored)
 
 
+_REPORTS = {StateMismatch: "state_mismatch", HealFailed: "heal_failed"}
+
+
 class Replica:
     """The workers of one node, which are of a replica of the model (``ft=true``).
 
@@ -597,7 +814,7 @@ class Replica:
         write: Callable[..., None],
     ) -> None:
         assert session.replica is not None
-        session.replica.on_mismatch = lambda found: write("state_mismatch", **vars(found))
+        session.replica.on_report = lambda found: write(_REPORTS[type(found)], **vars(found))
         self.me = me
         self._session = session
         self._server = session.replica

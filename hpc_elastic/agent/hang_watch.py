@@ -10,8 +10,9 @@ leader's confirmation of one, and while this agent itself did not run.
 
 The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute. The
 time before the second step (compilation, the first batches) is no measure: there the limit is ten
-times the setting, and at least ten minutes; by default nothing before the first step is a hang.
-Neither is anything after the last step, if the script reports it (``report(total_steps=...)``).
+times the setting, and at least ten minutes. The first step has a limit of its own
+(`first_step_limit`). Nothing is a hang after the function has returned, or after the last step, if
+the script reports it (``report(total_steps=...)``).
 
 All workers of a node are sampled at the same time, and for no longer than `WITHIN_S`: a node that
 does not answer the leader counts as hung. Workers that are not sampled by then are left out.
@@ -34,8 +35,8 @@ from typing import Any
 from hpc_elastic.agent import stacks
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import (
-    MOVING_FACTOR,
     RankState,
+    Stall,
     diagnose_hang,
     hang_failures,
     hang_note,
@@ -77,6 +78,7 @@ class HangWatch:
         leader: The session.
         workers: The workers of the node.
         after_s: The setting `launcher.agent.hang_timeout_s`.
+        first_step: The limit before the first step.
         place: The node.
         alone: The agent, and what writes its events, if its workers are a replica: then it decides
             by itself. None otherwise.
@@ -88,6 +90,7 @@ class HangWatch:
         workers: Sequence[WatchedWorker],
         *,
         after_s: float | None,
+        first_step: FirstStepLimit,
         place: NodeIdentity,
         alone: tuple[Agent, Callable[..., None]] | None = None,
     ) -> None:
@@ -96,7 +99,8 @@ class HangWatch:
         self._workers = workers
         self._place = place
         self._alone = alone
-        self._clocks = [StepClock(after_s, now) for _ in workers]
+        self._clocks = [StepClock(after_s, now, first_step.limit_s) for _ in workers]
+        self._first_step = first_step
         self._answered = 0
         self._sampling: threading.Thread | None = None
         self._writing: threading.Thread | None = None
@@ -122,12 +126,15 @@ class HangWatch:
             self._answered = number
             work = partial(self._answer, number, pids)
         elif due and not done:
-            stalled_s, limit_s = due[0].stalled_s(now), due[0].limit_s or 0.0
-            _log.warning("no step for %.0f s (limit %.0f s)", stalled_s, limit_s)
+            stall = Stall(
+                due[0].stalled_s(now), due[0].limit_s or 0.0,
+                assumed=self._first_step.is_assumed and not due[0].has_begun,
+            )  # fmt: skip
+            _log.warning("no step for %.0f s (limit %.0f s)", stall.stalled_s, stall.limit_s)
             if self._alone is None:
-                self._leader.report_stall(stalled_s, limit_s)
+                self._leader.report_stall(asdict(stall))
             else:
-                work = partial(self._judge, *self._alone, pids, stalled_s, limit_s)
+                work = partial(self._judge, *self._alone, pids, stall)
         else:
             return
         for clock in self._clocks:
@@ -144,15 +151,14 @@ class HangWatch:
         me: Agent,
         write: Callable[..., None],
         pids: Mapping[int, int],
-        stalled_s: float,
-        limit_s: float,
+        stall: Stall,
     ) -> None:
         found = [(me, state) for state in self._sample_workers(pids)]
-        finding = diagnose_hang(found, moving_is_work=stalled_s < MOVING_FACTOR * limit_s)
+        finding = diagnose_hang(found, stall)
         if finding is not None:
-            note, round_ = hang_note(finding, stalled_s), self._workers[0].files.round
+            note, round_ = hang_note(finding, stall.stalled_s), self._workers[0].files.round
             write(note.kind, **note.fields)
-            failed = [_message(f) for f in hang_failures(finding, stalled_s, round_)]
+            failed = [_message(f) for f in hang_failures(finding, stall.stalled_s, round_)]
             self._leader.report_failures(failed)
 
     def _sample_workers(self, pids: Mapping[int, int]) -> list[RankState]:
@@ -247,7 +253,7 @@ class WorkerSample:
     @property
     def state(self) -> str:
         """The state of the rank (see `RankState`)."""
-        if self.letter in (None, "Z"):
+        if self.letter in (None, "Z") or self.published.returned:
             return "done"
         if self.letter == _STOPPED:
             return "stopped"
@@ -287,10 +293,46 @@ def _message(item: Any) -> dict[str, Any]:
 MIN_LIMIT_S = 60.0
 START_LIMIT_S = 600.0
 LIMIT_FACTOR = 10.0
-"""Factor for the median step, and for the setting before the second step."""
+"""Factor for the median step, for the setting before the second step, and for measured starts."""
+ASSUMED_START_S = 1800.0
+"""gloo gives up a connection or a collective after this time."""
 _REMEMBERED = 101
 _ASLEEP_S = 5.0
 """An agent that looks less often was suspended meanwhile."""
+
+
+@dataclass(frozen=True)
+class FirstStepLimit:
+    """The time limit for the first step of a round.
+
+    Attributes:
+        limit_s: The limit; None for none.
+        is_assumed: Whether it is neither set nor measured. The script may make no steps that can be
+            counted, so it applies only if a rank waits in a collective.
+    """
+
+    limit_s: float | None
+    is_assumed: bool = False
+
+
+def first_step_limit(
+    wanted_s: float | None, hang_s: float | None, longest_start_s: float | None
+) -> FirstStepLimit:
+    """Return the limit of a round that is about to start (pure).
+
+    Args:
+        wanted_s: The setting `launcher.agent.first_step_timeout_s`: None for the default, 0: never.
+        hang_s: The setting `launcher.agent.hang_timeout_s`, likewise; 0 applies here by default.
+        longest_start_s: The longest time to the first step that the node has measured in this run.
+    """
+    if wanted_s is not None:
+        return FirstStepLimit(wanted_s or None)
+    if hang_s == 0:
+        return FirstStepLimit(None)
+    if hang_s is None and longest_start_s is None:
+        return FirstStepLimit(ASSUMED_START_S, is_assumed=True)
+    measured_s = LIMIT_FACTOR * max(hang_s or 0.0, longest_start_s or 0.0)
+    return FirstStepLimit(max(START_LIMIT_S, measured_s))
 
 
 class StepClock:
@@ -299,10 +341,12 @@ class StepClock:
     Args:
         after_s: The setting: None for the default, 0 for never.
         now: Start of the worker.
+        first_s: The limit before the first step; None for none.
     """
 
-    def __init__(self, after_s: float | None, now: float) -> None:
+    def __init__(self, after_s: float | None, now: float, first_s: float | None = None) -> None:
         self._after_s = after_s
+        self._first_s = first_s
         self._sign_at = self._updated_at = self._postponed_at = now
         self._sign: tuple[object, ...] = ()
         self._step: int | None = None
@@ -333,7 +377,13 @@ class StepClock:
                 self._steps_s.append((now - self._step_at) / (step - self._step))
             self._step, self._step_at = step, now
         total = worker.total_steps
-        self._is_over = total is not None and step is not None and step >= total
+        is_last = total is not None and step is not None and step >= total
+        self._is_over = is_last or worker.returned
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the worker has made a step."""
+        return self._step is not None
 
     def postpone(self, now: float) -> None:
         """Record a diagnosis; the next one is due after a whole limit."""
@@ -342,7 +392,11 @@ class StepClock:
     @property
     def limit_s(self) -> float | None:
         """Longest time without a sign of life; None for no limit."""
-        if self._after_s == 0 or self._is_over or (self._after_s is None and self._step is None):
+        if self._is_over:
+            return None
+        if not self.has_begun:
+            return self._first_s
+        if self._after_s == 0:
             return None
         if not self._steps_s:
             return max(START_LIMIT_S, LIMIT_FACTOR * (self._after_s or 0.0))

@@ -5,39 +5,86 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
-from hydra.conf import HydraConf
+from hydra import version
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log, env_override, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from hpc_elastic.config.frozen import (
+    FROZEN_FILE,
+    Call,
+    Frozen,
+    answer_calls,
+    decode,
+    whole_config,
+)
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import read_json
+
+_EARLIER: dict[str, Any] = {
+    "config": {"flags": {"struct": True}}, "hydra": {"object": "hydra.conf:HydraConf"}, "calls": [],
+}  # fmt: skip
+"""What is taken for a run of an earlier release, which had no such file."""
+
+
+class _Composer:
+    """The Hydra that `hydra.compose` finds in a function; made when used, since it loads plugins.
+
+    Its parts are private (tests/conformance/hydra fails if they change).
+    """
+
+    def __init__(self, whole: DictConfig) -> None:
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+        from hydra._internal.hydra import Hydra
+        from hydra.core.plugins import Plugins
+
+        Plugins.instance()
+        search_path = ConfigSearchPathImpl()
+        for source in self._whole.hydra.runtime.config_sources:
+            search_path.append(source.provider, f"{source.schema}://{source.path}")
+        made = Hydra(self._whole.hydra.job.name, ConfigLoaderImpl(search_path))
+        GlobalHydra.instance().hydra = made
+        return getattr(made, name)
 
 
 @contextmanager
 def hydra_job(run: RunDir) -> Iterator[DictConfig]:
     """Give the task's config, with ``HydraConfig`` and logging as inside a Hydra job.
 
-    Rank 0 alone writes the job's log file; every rank logs to its console, which its agent
-    captures. The working directory changes to the run directory if ``hydra.job.chdir`` is set.
+    Rank 0 alone writes the job's log files; every rank logs to its console, which its agent
+    captures. The working directory changes to the run directory if ``hydra.job.chdir`` is set, or
+    if it is not and the script asks for the behaviour of Hydra before 1.2 (``version_base``).
     """
     setup_globals()
-    task = OmegaConf.load(run.hydra / "config.yaml")
-    hydra = OmegaConf.load(run.hydra / "hydra.yaml")
-    assert isinstance(task, DictConfig) and isinstance(hydra, DictConfig)
-    schema = OmegaConf.structured(HydraConf, flags={"struct": False})  # groups may add to it
-    whole = OmegaConf.merge({"hydra": schema}, task, hydra)
-    assert isinstance(whole, DictConfig)
-    HydraConfig.instance().set_config(whole)
-    logs = hydra.hydra.job_logging
-    if os.environ["RANK"] != "0" and logs and "root" in logs:
-        with read_write(logs), open_dict(logs):
-            logs.root.handlers = [h for h in logs.root.get("handlers") or [] if h != "file"]
-            if "handlers" in logs:
-                logs.handlers.pop("file", None)
-    configure_log(logs, hydra.hydra.verbose)
-    if hydra.hydra.job.chdir:
-        os.chdir(run.path)
-    OmegaConf.set_struct(task, True)
-    with env_override(dict(hydra.hydra.job.env_set)):
-        yield task
+    record: dict[str, Any] = read_json(run.hydra / FROZEN_FILE) or _EARLIER
+    config, hydra = (
+        OmegaConf.to_container(OmegaConf.load(run.hydra / name))
+        for name in ("config.yaml", "hydra.yaml")
+    )
+    frozen = Frozen(config, record["config"])
+    task = decode(frozen)
+    whole = whole_config(frozen, Frozen(cast(Any, hydra)["hydra"], record["hydra"]))
+    calls = [Call(**{**call, "args": tuple(call["args"])}) for call in record["calls"]]
+    with answer_calls(calls, [task, whole]):
+        HydraConfig.instance().set_config(whole)
+        GlobalHydra.instance().hydra = cast(Any, _Composer(whole))
+        job = whole.hydra.job
+        logs = whole.hydra.job_logging
+        if os.environ["RANK"] != "0" and logs and logs.get("handlers"):
+            with read_write(logs), open_dict(logs):  # any logger may name a handler
+                for name, handler in logs.handlers.items():
+                    if "filename" in (handler or {}):
+                        logs.handlers[name] = {"class": "logging.NullHandler"}
+        configure_log(logs, whole.hydra.verbose)
+        chdir = not version.base_at_least("1.2") if job.chdir is None else job.chdir
+        if chdir:
+            os.chdir(run.path)
+        with env_override(dict(job.env_set)):
+            yield task

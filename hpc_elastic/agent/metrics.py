@@ -143,21 +143,30 @@ class GpuMeter:
 
     Args:
         granted: See `hpc_elastic.slurm.environment.granted_gpus`.
+        on_failure: Called with the first reason why they cannot be measured: a GPU that is about to
+            fail makes nvidia-smi hang.
     """
 
-    def __init__(self, granted: Sequence[str]) -> None:
+    def __init__(self, granted: Sequence[str], on_failure: Callable[[str], object]) -> None:
         self._granted = granted if shutil.which("nvidia-smi") is not None else ()
-        self._last, self._measured = Sample(), -math.inf
+        self._on_failure: Callable[[str], object] | None = on_failure
+        self._last, self._next = Sample(), -math.inf
 
     def measure(self, now: float) -> Sample:
-        """Return the values, which are at most `GPUS_EVERY_S` old."""
-        if self._granted and now - self._measured >= GPUS_EVERY_S:
-            self._measured = now
+        """Return the values, at most `GPUS_EVERY_S` old; after a failure, none for ten times that.
+
+        It may take half a minute.
+        """
+        if self._granted and now >= self._next:
             try:
-                self._last = gpu_sample(list_gpus(), self._granted)
+                self._last, pause_s = gpu_sample(list_gpus(), self._granted), GPUS_EVERY_S
             except (OSError, ValueError, subprocess.TimeoutExpired) as e:
-                self._last, self._granted = Sample(), ()
+                self._last, pause_s = Sample(), 10 * GPUS_EVERY_S
                 _log.info("the use of the GPUs is not measured: %s", e)
+                if self._on_failure is not None:
+                    self._on_failure(str(e))
+                    self._on_failure = None
+            self._next = now + pause_s
         return self._last
 
 
@@ -165,7 +174,7 @@ def gpu_sample(listed: Sequence[Gpu], granted: Sequence[str]) -> Sample:
     """Return the use of the granted GPUs among all of a node (pure)."""
     ours = [gpu for gpu in listed if "?" in granted or gpu.is_one_of(granted)]
     use = [gpu.use / 100 for gpu in ours if gpu.use is not None]
-    memory = [gpu.used / gpu.total for gpu in ours if gpu.total]
+    memory = [gpu.used / gpu.total for gpu in ours if gpu.total and gpu.used is not None]
     return Sample(
         gpu_use_ratio=fmean(use) if use else None, gpu_memory_ratio=max(memory, default=None)
     )
@@ -319,33 +328,54 @@ class WorkerLoads:
             self.last, self._start = window, known
 
 
+def apart_workers(workers: Mapping[int, WorkerStatus], world_size: int | None) -> dict[int, int]:
+    """Return the workers that have made a step in a process group of another size, with its size.
+
+    Args:
+        workers: By global rank.
+        world_size: Workers of the group; None if they need no process group.
+    """
+    sizes = {rank: worker.group for rank, worker in workers.items()}
+    return {
+        rank: size
+        for rank, size in sizes.items()
+        if size is not None and world_size is not None and size != world_size
+    }
+
+
 class WorkerObserver:
     """The measurements of one task's workers, over all rounds.
 
     Args:
         base: Returns a `Sample` with the fields that do not come from the workers.
-        granted_gpus: See `hpc_elastic.slurm.environment.granted_gpus`.
+        gpu_meter: Of the task's GPUs.
     """
 
-    def __init__(self, base: Callable[[], Sample], granted_gpus: Sequence[str] = ()) -> None:
+    def __init__(self, base: Callable[[], Sample], gpu_meter: GpuMeter) -> None:
         self._base = base
-        self._gpu_meter, self._gpus = GpuMeter(granted_gpus), Sample()
+        self._gpu_meter, self._gpus = gpu_meter, Sample()
         self._counters = TaskCounters(time.monotonic())
         self._loads = WorkerLoads()
         self._pages: Mapping[int, SharedPage] = {}
         self._pids: Callable[[], Mapping[int, int]] = dict
+        self._world_size: int | None = None
         self._lock = threading.Lock()
 
     def start_round(
-        self, pages: Mapping[int, SharedPage], pids: Callable[[], Mapping[int, int]]
+        self,
+        pages: Mapping[int, SharedPage],
+        pids: Callable[[], Mapping[int, int]],
+        world_size: int | None = None,
     ) -> None:
         """Start to measure the workers of another round (agent's thread).
 
         Args:
             pages: Their shared pages, by global rank, in order.
             pids: Returns their process ids by local rank.
+            world_size: Workers of the group; None if they need no process group.
         """
         with self._lock:
+            self._world_size = world_size
             self._pages, self._pids, self._loads = pages, pids, WorkerLoads()
             self._counters.new_round()
 
@@ -354,12 +384,16 @@ class WorkerObserver:
         pages, loads = self._pages, self._loads
         if not pages:
             return {}
-        first = pages[min(pages)].read()
+        workers = {rank: page.read() for rank, page in pages.items()}
+        first, apart = workers[min(workers)], apart_workers(workers, self._world_size)
+        bad = [[r, w.bad_step, w.bad_loss] for r, w in workers.items() if w.bad_step is not None]
         progress = {
             "step": first.step, "total": first.total_steps, "loss": first.loss,
             "samples": first.samples, "blocked_s": round(first.blocked_s, 3),
             "metrics": first.metrics, "gpu_use": self._gpus.gpu_use_ratio,
             "gpu_memory": self._gpus.gpu_memory_ratio,
+            **({"apart": list(apart.items())} if apart else {}),
+            **({"bad_loss": bad[0]} if bad else {}),
         }  # fmt: skip
         return {**progress, "loads": [loads.number, loads.last]} if loads.number else progress
 

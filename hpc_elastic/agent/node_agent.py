@@ -13,10 +13,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import psutil
 import torch
@@ -25,34 +24,37 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from hpc_elastic import errors
+from hpc_elastic._util import patiently
 from hpc_elastic.agent import preemption
 from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent, Replica
-from hpc_elastic.agent.metrics import Exporter, Sample, WorkerObserver
+from hpc_elastic.agent.metrics import Exporter, GpuMeter, Sample, WorkerObserver
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.preflight import Preflight, exclude_node
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, prepare_environment, worker_command
 from hpc_elastic.agent.worker_failures import NodeIdentity
-from hpc_elastic.checkpoint.node_memory import agent_folder
+from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.ft.manager_relay import STORE_KEY
 from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
+from hpc_elastic.rendezvous.log_entry import OLDER_ATTEMPT, Agent, RoundRules
 from hpc_elastic.rendezvous.session import Requeued, Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.shared_files import Mount
+from hpc_elastic.shared_files import Mount, read_bytes
 from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
-from hpc_elastic.slurm.environment import granted_gpus
+from hpc_elastic.slurm.environment import NVIDIA_GPUS, granted_gpus
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
@@ -95,7 +97,7 @@ def supervise(
     notices, time_limit = preemption.PreemptionState(events), _time_limit(task, started)
     watch = preemption.PreemptionWatcher(caught, task.spec, notices, time_limit)
     watch.start()
-    with agent_folder() as folder:
+    with patiently(AgentFolder) as folder:
         try:
             return NodeAgent(task, events, folder, notices).run(warm_workers, times, checks)
         except SignalException as e:
@@ -118,7 +120,7 @@ def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
     queue, combined = task_queue(task.spec), _combined_queue(task)
     end_s: float | None = task.slurm.end_time_s
     if end_s is None and task.spec.time_s is not None and task.spec.time_min_s is None:
-        end_s = started + task.spec.time_s
+        end_s = (task.slurm.script_started_s or started) + task.spec.time_s
 
     def time_left_s() -> float | None:
         if task.spec.launcher == "local":
@@ -127,7 +129,7 @@ def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
             return combined.time_left_s()
         job = str(task.slurm.job_id)  # of this task alone, not of its array
         state = queue.tasks([job]).get(queue_name(task.name))
-        return None if state is None else state.time_left_s
+        return None if state is None or state.has_replaced(task.attempt) else state.time_left_s
 
     return preemption.TimeLimitSource(
         foresee=lambda: requeue.predict_exit_action(task.name, combined, attempt=task.attempt),
@@ -172,7 +174,11 @@ class NodeAgent:
     """The parts of one task, made in the order in which they need each other."""
 
     def __init__(
-        self, task: Task, events: EventLog, control: Path, notices: preemption.PreemptionState
+        self,
+        task: Task,
+        events: EventLog,
+        control: AgentFolder,
+        notices: preemption.PreemptionState,
     ) -> None:
         self._task = task
         self._spec = task.spec
@@ -202,7 +208,11 @@ class NodeAgent:
         self._mount = Mount.of(task.run.path)
         cpus = task.slurm.cpus_on_node
         self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
-        self._observer = WorkerObserver(self._sample, granted_gpus(os.environ) or ())
+        gpu_meter = GpuMeter(
+            granted_gpus(os.environ) or (),
+            lambda why: self._events.write("gpus_not_measured", host=name, why=why[:300]),
+        )
+        self._observer = WorkerObserver(self._sample, gpu_meter)
         self._session: Session | None = None
         self._replica: Replica | None = None
 
@@ -216,9 +226,9 @@ class NodeAgent:
         unfit = self._unfit(checks) if checks is not None else None
         if unfit is not None:
             return unfit
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
-        os.environ[DIRECTORY_VARIABLE] = str(self._control)
+        is_given = self._task.spec.interface is not None
+        os.environ |= interface.group_variables(self._interface.name, is_given=is_given)
+        os.environ[DIRECTORY_VARIABLE] = str(self._control.path)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM: a notice
         prepare_environment(self._task, self._nproc)
         session = self._session = self._open_session()
@@ -242,7 +252,13 @@ class NodeAgent:
                     if slots.has_fitted:  # this agent led
                         slots.fit()
             return code
-        return 0 if session.verdict is not None and session.verdict.status == "succeeded" else 1
+        verdict = session.verdict
+        if verdict is not None and verdict.status == REMOVED["status"]:
+            why = f"the directory of the run was removed, so it ends: {self._task.run.path}"
+            print(f"hpc_elastic: {self._task.slurm.node_name}: {why}", file=sys.stderr)
+        if verdict is not None and verdict.status == OLDER_ATTEMPT["status"]:
+            print(f"hpc_elastic: {self._task.slurm.node_name}: {verdict.failure}", file=sys.stderr)
+        return 0 if verdict is not None and verdict.status == "succeeded" else 1
 
     def _unfit(self, checks: Preflight) -> int | None:
         """Leave this node if something is wrong with it; None: it may join."""
@@ -280,9 +296,8 @@ class NodeAgent:
             relays = session.replica.relays if session.replica is not None else None
             contents = {} if relays is None else {STORE_KEY: json.dumps(relays.where)}
             stores = RoundStores(self._interface.address, contents)
-        handler = SlurmRendezvousHandler(
-            session, spec.run_id, spec.rendezvous.join_timeout_s, stores=stores
-        )
+        longest_s = longest_join_s(spec.rendezvous.join_timeout_s, spec.below_min_timeout_s)
+        handler = SlurmRendezvousHandler(session, spec.run_id, longest_s, stores=stores)
         workplace = AgentContext(
             place=NodeIdentity(task.name, host, task.logs),
             attempt=task.attempt,
@@ -291,10 +306,11 @@ class NodeAgent:
             settings=spec.agent,
             notices=self._notices,
             events=self._events,
-            saves_itself=spec.launcher == "slurm",
+            is_local=spec.launcher == "local",
             replica=self._replica,
             times=times,
             observer=self._observer,
+            is_command=spec.entry.is_command,
         )
         warm_workers.resize(self._nproc if spec.agent.warm_workers else 0)
         entrypoint, *args = worker_command(task)
@@ -329,9 +345,12 @@ class NodeAgent:
             round(THROUGHPUT_UNIT * task.spec.of_slot(task.slot).throughput),
         )  # fmt: skip
         candidate = leader.LeaderCandidate(
-            self._interface.address, self._leader_context(), self._scheduler.is_running
+            self._interface.address,
+            self._leader_context(),
+            self._scheduler.is_running,
+            tuple(found[0] for found in interface.group_addresses() if found),
         )
-        socket = self._control / "ft.sock" if self._spec.ft else None
+        socket = self._control.path / "ft.sock" if self._spec.ft else None
         session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
             max_replicas = self._spec.max_nodes // self._spec.unit_nodes
@@ -340,7 +359,7 @@ class NodeAgent:
 
     def _leader_context(self) -> leader.LeaderContext:
         run, spec, events = self._task.run, self._spec, self._events
-        settings, secret = spec.rendezvous, run.secret.read_bytes()
+        settings, secret = spec.rendezvous, read_bytes(run.secret)
         return leader.LeaderContext(
             rules=RoundRules(
                 spec.min_nodes, spec.max_nodes, spec.max_restarts,
@@ -349,8 +368,8 @@ class NodeAgent:
                 below_min_timeout_s=spec.below_min_timeout_s,
                 max_failed_rounds=spec.max_failed_rounds,
                 max_requeues=spec.max_requeues, min_efficiency=spec.min_efficiency,
-                ft=spec.ft, unit_nodes=spec.unit_nodes, in_sweep=self._sweep is not None,
-                fits_time_limits=bool(self._time_slots),
+                ft=spec.ft, unit_nodes=spec.unit_nodes, node_counts=tuple(spec.node_counts),
+                in_sweep=self._sweep is not None, fits_time_limits=bool(self._time_slots),
             ),
             liveness=HeartbeatConfig.of(
                 settings.heartbeat_interval_s, settings.heartbeat_timeout_s, spec.max_nodes,
@@ -391,11 +410,17 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
         is_local: The node is a process of ``launcher=local``.
 
     Raises:
-        ConfigError: ``gpu`` on a node where torch sees none.
+        ConfigError: ``gpu`` on a node where torch sees none; or ``auto`` on a node with GPUs, where
+            the task has none.
     """
     if isinstance(wanted, int):
         return wanted
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    is_without = gpus == 0 and not is_local and not granted_gpus(os.environ)
+    if wanted == "auto" and is_without and any(NVIDIA_GPUS.glob("*")):
+        remedy = "set launcher.gpus_per_node, or nproc_per_node=1 to train on the CPU"
+        why = f"this node has GPUs, and the task was granted none: {remedy}"
+        raise errors.ConfigError("nproc_per_node", wanted, why)
     if wanted == "gpu" and gpus == 0:
         remedy = "set launcher.gpus_per_node"
         if is_local:
@@ -470,6 +495,13 @@ class RunScheduler:
                 return self._sweep.let_others_start(lost, ends=ends, grows=grows)
         return ()
 
+    def drained(self, hosts: Collection[str]) -> Mapping[str, str]:
+        """Return those of some hosts that are drained, each with its state."""
+        with _logged("whether nodes are drained is not known"):
+            if hosts and self._sweep is not None:
+                return SlurmClient().drained_nodes(hosts)
+        return {}
+
     def fit_time_limits(self) -> None:
         """Let the waiting tasks of the run fit between other jobs, if a check is due."""
         with _logged("waiting tasks of the run may start late"):
@@ -494,13 +526,14 @@ class RunScheduler:
     def readmit(self, tasks: Iterable[str]) -> None:
         """Let lost tasks start on their last nodes again, if nothing of them runs there."""
         with _logged("tasks of the run avoid nodes that may be usable again"):
+            self._scheduler.end_exclusions()
             self._scheduler.lift_quarantine(tasks)
 
-    def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Let no task of the run start on some nodes."""
+    def exclude(self, hosts: Iterable[str], why: str, until: float) -> None:
+        """Let no task of the run start on some nodes until a time."""
         hosts = list(hosts)
         with _logged(f"the run may start on {', '.join(hosts)} again"):
-            self._scheduler.exclude_nodes(hosts, why)
+            self._scheduler.exclude_nodes(hosts, why, until)
 
     def log_of(self, task: str, attempt: int) -> str | None:
         """Return the path of an attempt's log."""

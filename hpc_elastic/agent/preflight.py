@@ -8,7 +8,8 @@ Space        In /dev/shm, which data loaders and shared pages use, and in the fo
              The latter is shared, so a full one is only reported.
 Clock        It differs from the shared file system's by at most `SKEW_S`.
 
-The run's tasks avoid a node that fails (excluded_nodes.json), and its task goes back to the queue.
+The run's tasks avoid a node that fails (excluded_nodes.json) for `LONGEST_EXCLUDED_S`, and its task
+goes back to the queue. Then the node is checked again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from hpc_elastic import _util
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
 from hpc_elastic.slurm.environment import granted_gpus
 from hpc_elastic.slurm.requeue import excluded
 from hpc_elastic.slurm.scheduler import Scheduler
@@ -47,6 +49,9 @@ _QUERY = [
     "--query-gpu=index,uuid,memory.total,memory.used,utilization.gpu",
     "--format=csv,noheader,nounits",
 ]
+_NOT_MEASURED = ("[N/A]", "[Not Supported]")
+_INFOROM_CORRUPTED = 14
+"""nvidia-smi(1): a warning about a memory for the board's own records, with which GPUs work."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,15 @@ class Gpu:
     """A GPU as nvidia-smi lists it; memory in MiB.
 
     Attributes:
+        total, used: None where that is not measured, as on boards that share the host's memory.
         use: Percentage of the last moments in which a kernel ran; None where that is not measured,
             as with MIG.
     """
 
     index: str
     uuid: str
-    total: int
-    used: int
+    total: int | None
+    used: int | None
     use: int | None = None
 
     def is_one_of(self, granted: Sequence[str]) -> bool:
@@ -85,17 +91,20 @@ class Gpu:
 
 
 def parse_gpus(answer: str) -> list[Gpu]:
-    """Parse the output of nvidia-smi.
+    """Parse the output of nvidia-smi, without its warnings.
 
     Raises:
         ValueError: A line does not describe a working GPU; the line is the message.
     """
     found = []
     for line in filter(None, map(str.strip, answer.splitlines())):
+        if line.startswith("WARNING:"):
+            continue
         try:
-            index, uuid, total, used, use = (field.strip() for field in line.split(","))
+            index, uuid, *sizes, use = (field.strip() for field in line.split(","))
+            total, used = (None if size in _NOT_MEASURED else int(size) for size in sizes)
             percent = int(use) if use.isdecimal() else None
-            found.append(Gpu(index, uuid, int(total), int(used), percent))
+            found.append(Gpu(index, uuid, total, used, percent))
         except ValueError as e:
             raise ValueError(line) from e
     return found
@@ -116,7 +125,7 @@ def judge_gpus(granted: Sequence[str], listed: Sequence[Gpu], *, shared: bool) -
     if shared or len(whole) < len(granted):
         return None
     for gpu in listed:
-        if gpu.is_one_of(granted) and gpu.used > gpu.total / 2:
+        if gpu.is_one_of(granted) and gpu.total and (gpu.used or 0) > gpu.total / 2:
             taken = f"{gpu.used} of its {gpu.total} MiB are used by others"
             return Problem("memory", f"GPU {gpu.index}: {taken}")
     return None
@@ -180,7 +189,7 @@ def list_gpus() -> list[Gpu]:
         ValueError: It reports an error, which is the message.
     """
     done = _util.run(["nvidia-smi", *_QUERY], timeout_s=_NVIDIA_SMI_S)
-    if done.returncode != 0:
+    if done.returncode not in (0, _INFOROM_CORRUPTED):
         raise ValueError((done.stdout + done.stderr).strip())
     return parse_gpus(done.stdout)
 
@@ -207,7 +216,7 @@ def check_gpu_arithmetic(granted: Sequence[str]) -> Problem | None:
     if not granted:
         return None
     try:
-        check = [sys.executable, "-m", "hpc_elastic.agent.gpu_check"]
+        check = [sys.executable, "-P", "-m", "hpc_elastic.agent.gpu_check"]
         done = _util.run(check, timeout_s=_GPU_CHECK_S)
         problem = json.loads(done.stdout.strip().splitlines()[-1])["problem"]
     except subprocess.TimeoutExpired:
@@ -289,7 +298,7 @@ def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
     if task.spec.launcher != "slurm" or len(excluded(task.run)) >= task.spec.max_nodes:
         return False
     try:
-        scheduler.exclude_nodes([host], why)
+        scheduler.exclude_nodes([host], why, time.time() + LONGEST_EXCLUDED_S)
     except (HpcElasticError, OSError) as e:
         _log.warning("%s may get tasks of this run again: %s", host, e)
     return True

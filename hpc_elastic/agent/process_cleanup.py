@@ -68,32 +68,36 @@ def kill_strays(keep: Collection[int] = ()) -> int:
     return len(killed)
 
 
-def reap_orphan(keep: Collection[int]) -> None:
-    """Reap an adopted process that has ended; called regularly (the thread of the workers).
+def reap_orphans(keep: Collection[int]) -> None:
+    """Reap adopted processes that have ended; called regularly (the thread of the workers).
+
+    Those in the agent's session are left: another thread waits for its own commands, and what a
+    site's wrapper has started looks the same.
 
     Args:
         keep: Ids of processes that others wait for: workers and warm workers.
     """
     # another thread waits for the agent's own commands: they may be reaped at any moment
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None or ended.si_pid in keep:
+    with contextlib.suppress(ChildProcessError):
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        if os.getsid(ended.si_pid) != os.getsid(0):
-            os.waitpid(ended.si_pid, 0)
+    states, children = _processes()
+    for pid in children.get(os.getpid(), ()):
+        letter, session = states[pid]
+        if letter == b"Z" and pid not in keep and session != os.getsid(0):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
-def _find_strays(keep: Collection[int]) -> list[psutil.Process]:
-    """Return the living descendants of workers.
+def _processes() -> tuple[dict[int, tuple[bytes, int]], dict[int, list[int]]]:
+    """Return state letter and session of all other processes, and the children of each.
 
     psutil finds no children at all if other users' processes are hidden (proc(5), hidepid=1).
     """
-    agent, own_session = os.getpid(), os.getsid(0)
     states: dict[int, tuple[bytes, int]] = {}
-    """State letter and session, by process id (proc(5), stat)."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - by the thousand
-        if name.isdigit() and int(name) != agent:
+        if name.isdigit() and int(name) != os.getpid():
             with (
                 contextlib.suppress(OSError, ValueError),  # gone, or another user's
                 open(f"/proc/{name}/stat", "rb") as f,  # noqa: PTH123
@@ -101,8 +105,16 @@ def _find_strays(keep: Collection[int]) -> list[psutil.Process]:
                 letter, parent, _, session, *_ = f.read().rpartition(b")")[2].split()
                 states[int(name)] = letter, int(session)
                 children.setdefault(int(parent), []).append(int(name))
+    return states, children
+
+
+def _find_strays(keep: Collection[int]) -> list[psutil.Process]:
+    """Return the living descendants of workers."""
+    (states, children), own_session = _processes(), os.getsid(0)
     strays = [
-        pid for pid in children.get(agent, ()) if pid not in keep and states[pid][1] != own_session
+        pid
+        for pid in children.get(os.getpid(), ())
+        if pid not in keep and states[pid][1] != own_session
     ]
     for pid in strays:  # grows meanwhile
         strays += children.get(pid, ())

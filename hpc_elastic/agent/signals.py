@@ -39,6 +39,21 @@ def ignore_preemption_signals() -> None:
         signal.siginterrupt(number, False)
 
 
+def ignore_notices_here() -> None:
+    """Let these signals do nothing to this process, and what they usually do to a forked child.
+
+    Its parent may want to end it (main thread).
+    """
+    ignore_preemption_signals()
+    os.register_at_fork(after_in_child=_restore_defaults)
+
+
+def _restore_defaults() -> None:
+    for number in NOTICES:
+        if signal.getsignal(number) is do_nothing:
+            signal.signal(number, signal.SIG_DFL)
+
+
 class SignalPipe:
     """The signals that came since this was made (an agent's main thread, once)."""
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec
-from hpc_elastic.slurm import scheduler
-from hpc_elastic.slurm.environment import SlurmEnvironment
+from hpc_elastic.shared_files import read_text
+from hpc_elastic.slurm import requeue, scheduler
+from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Task:
     num_in_array: int = 1
     """How many tasks the array has, of all its runs."""
     superseded: bool = False
-    """Whether the run was resumed since, with other tasks."""
+    """Whether another task has its place: the run was resumed, or no record names this one."""
 
     @property
     def name(self) -> str:
@@ -59,7 +60,7 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     _ = slurm.step_id, slurm.end_time_s, slurm.hosts
     ownership.require_own(array.parent, array)
     try:
-        content = json.loads(array.read_text())
+        content = json.loads(read_text(array))
         runs, is_coallocated = content["runs"], bool(content.get("coallocated"))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(f"{array}: not readable on {slurm.node_name}: {e}") from e
@@ -80,5 +81,7 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     run = RunDir(Path(runs[index]["dir"]))
     spec = ownership.load_own(run, run.rdzv, run.first_term, run.event_logs, run.tasks, run.hydra)
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
+    if REPLACEMENT in slurm.variables:  # its answer may have been lost, and another one submitted
+        superseded = superseded or not requeue.is_recorded(spec, slurm.task_name)
     slot = int(runs[index]["slot"])
     return Task(run, spec.of_slot(slot), slot, slurm, is_coallocated, len(runs), superseded)

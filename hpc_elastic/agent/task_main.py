@@ -16,6 +16,7 @@ from logging.handlers import QueueHandler
 from pathlib import Path
 from queue import SimpleQueue
 
+from hpc_elastic._util import patiently
 from hpc_elastic.agent import preflight
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.signals import SignalPipe
@@ -29,6 +30,7 @@ from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.transport import socket_filter
+from hpc_elastic.worker.shared_page import AGENT_VARIABLE
 
 _OPEN_FILES = 1 << 16
 _LOOK_S = 0.5
@@ -51,13 +53,17 @@ def start(argv: Sequence[str], caught: SignalPipe) -> int:
     try:
         task = find_task(arguments.array, SlurmEnvironment.from_env(os.environ))
         if task.superseded or task.run.is_over:
-            why = "was resumed with other tasks" if task.superseded else "has ended"
+            why = "has other tasks in place of this one" if task.superseded else "has ended"
             print(f"{task.run.path}: the run {why}; nothing to do")
             return 0
-        make_folder(task.logs, parents=True)
         log_file = task.logs / AGENT_LOG
-        with log_file.open("a"):
-            pass  # an error is reported at once
+
+        def open_log() -> None:
+            make_folder(task.logs, parents=True)
+            with log_file.open("a"):
+                pass  # an error is reported at once
+
+        patiently(open_log)
     except (HpcElasticError, OSError) as e:
         print(f"hpc_elastic: {e}", file=sys.stderr)
         return 1
@@ -82,7 +88,8 @@ def start(argv: Sequence[str], caught: SignalPipe) -> int:
 
 def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
     print(f"{task.run.path}: logs of this task are in {task.logs}")
-    _allow_many_files()
+    _raise_limits()
+    os.environ[AGENT_VARIABLE] = str(os.getpid())
     os.environ[socket_filter.VARIABLE] = ",".join(task.spec.rendezvous.allow_from)
     warm_workers = start_pool(task)  # they import torch while this process does
     checks = preflight.start_checks(task) if task.spec.agent.preflight else None
@@ -95,12 +102,14 @@ def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
     return exit_code
 
 
-def _allow_many_files() -> None:
-    """Raise the limit of open files, for the workers as well.
+def _raise_limits() -> None:
+    """Raise the limits of open files and of CPU time, for the workers as well.
 
     A leader has a connection to each agent; and gloo aborts a worker whose descriptors are used up
-    by strangers at its port.
+    by strangers at its port. Slurm hands on the `ulimit -t` of the login node, where it is right.
     """
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

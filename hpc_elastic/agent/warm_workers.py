@@ -31,6 +31,7 @@ All calls come from the agent's main thread: Linux ends a child with the *thread
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -271,6 +272,9 @@ _READ_AT_START = (
 )
 _READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
 """The agent sets such variables for each worker; a process group reads them at its creation."""
+_NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED: nothing has called cuInit."""
+_in_time = {"CUDA_", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def is_compatible(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
@@ -289,19 +293,27 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
 def warn_of_late_variables(before: Mapping[str, str]) -> None:
     """Warn of variables that the script sets for its `import torch`, which has happened already.
 
-    The choice of GPUs is not too late: the first use of a GPU reads it. Nor is the folder of
-    compiled graphs, which torch itself sets where kept graphs are put back (`compile_cache`).
+    The choice of GPUs is not too late, unless a module has asked for them at its import
+    (`note_choice_of_gpus`). Nor is the folder of compiled graphs, which torch itself sets where
+    kept graphs are put back (`compile_cache`).
     """
     was, now = _read_at_start(before), _read_at_start(os.environ)
     changed = {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
-    in_time = ("CUDA_", "TORCHINDUCTOR_CACHE_DIR")
-    late = sorted(name for name in changed if not name.startswith(in_time))
+    late = sorted(name for name in changed if not name.startswith(tuple(_in_time)))
     if late:
         print(
             f"hpc_elastic: the script sets {', '.join(late)}, but this process had imported torch "
             "before: set them in launcher.env, or set launcher.agent.warm_workers=false",
             file=sys.stderr,
         )
+
+
+def note_choice_of_gpus() -> None:
+    """Record whether this process has made it: `torch.cuda.is_available` does so for good."""
+    with contextlib.suppress(OSError, AttributeError):  # the driver is not loaded
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED:
+            _in_time.discard("CUDA_")
 
 
 def wait_for_use(how: str, modules: list[str]) -> None:
@@ -325,6 +337,7 @@ def wait_for_use(how: str, modules: list[str]) -> None:
         _in_the_background(channel) if pace == "paced" else _when_cpu_is_idle(channel),
     ):
         failed = _import_ahead(modules, channel)
+    note_choice_of_gpus()
     with channel:
         with contextlib.suppress(OSError):  # made a worker before, and the socket closed
             torch = sys.modules.get("torch")
@@ -466,7 +479,7 @@ _CPUS_PER_WARMING = 8
 
 def worker_command(task: Task) -> tuple[str, ...]:
     """Return the command line of this task's workers."""
-    return (sys.executable, "-u", "-m", "hpc_elastic.agent.worker_main", str(task.run.path))
+    return (sys.executable, "-uP", "-m", "hpc_elastic.agent.worker_main", str(task.run.path))
 
 
 def start_pool(task: Task) -> WarmWorkerPool:

@@ -10,19 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.agent.signals import name_of
+from hpc_elastic.shared_files import parse_json, read_tail, read_text
+from hpc_elastic.transport.auth import MAX_FRAME_BYTES
 from hpc_elastic.worker.shared_page import WorkerStatus
 
 _MAX_REPORTED = 8
 _MAX_MESSAGE = 2_000
 _MAX_TRACEBACK = 10_000
-"""Together less than a frame of `rendezvous.wire`, were every character an escaped one."""
+_MAX_BYTES = MAX_FRAME_BYTES - (64 << 10)
+"""Of a report, with escaped characters; that of one failure is less."""
 
-_TAIL_LINES = 20
 _REMEDY = (
     "A run succeeds once its function has returned on every rank: return from the function instead "
     "of calling sys.exit() or os._exit(). A script that handles SIGTERM itself may set a flag and "
     "save; the node's agent ends the process."
 )
+_REMEDY_OF_SIGNAL = {
+    "SIGXCPU": "The limit of CPU time was reached (`ulimit -t`): Slurm hands on that of the shell "
+    "that submits, or limits.conf of the node sets it; `hpc-elastic doctor --probe` shows it."
+}
 
 
 @dataclass(frozen=True)
@@ -81,15 +87,10 @@ class NodeIdentity:
 
 def earliest(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the failures of one node that its report has room for, the oldest first."""
-    return sorted(failures, key=lambda f: -float(f["age_s"]))[:_MAX_REPORTED]
-
-
-def has_succeeded(exit_code: int, worker: WorkerStatus) -> bool:
-    """Return whether a worker that has ended has succeeded: its function returned before.
-
-    An exit code of 0 alone shows nothing: ``sys.exit(0)`` and ``os._exit(0)`` end a process so.
-    """
-    return exit_code == 0 and worker.returned
+    found = sorted(failures, key=lambda f: -float(f["age_s"]))[:_MAX_REPORTED]
+    while len(json.dumps(found)) > _MAX_BYTES:
+        found.pop()
+    return found
 
 
 def told_exit_code(files: WorkerFiles) -> int | None:
@@ -125,13 +126,13 @@ def describe(
         "local_rank": failure.local_rank,
         "age_s": max(0.0, time.time() - float(told.get("time", time.time()))),
         "message": str(told.get("message", how))[:_MAX_MESSAGE],
-        "exception": told.get("exception"),
-        "traceback": str(told.get("traceback") or _tail(files.err))[-_MAX_TRACEBACK:] or None,
+        "exception": told.get("exception") and str(told["exception"])[:_MAX_MESSAGE],
+        "traceback": str(told.get("traceback") or read_tail(files.err))[-_MAX_TRACEBACK:] or None,
         "exit_code": None if died_of else failure.exitcode,
         "signal": died_of,
         "phase": told.get("phase", "run"),
         "log": str(files.err),
-        "remedy": _REMEDY if failure.exitcode == 0 else None,
+        "remedy": _REMEDY if failure.exitcode == 0 else _REMEDY_OF_SIGNAL.get(died_of or ""),
         "round": files.round,
     }
 
@@ -139,9 +140,7 @@ def describe(
 def _how_it_exited(code: int, told: Mapping[str, Any], progress: WorkerStatus | None) -> str:
     step = progress.step if progress is not None else None
     at = "" if step is None else f" at step {step}"
-    if progress is not None and progress.returned:
-        when = "after its function had returned"
-    elif told.get("phase") == "import":
+    if told.get("phase") == "import":
         when = "while its script was imported"
     else:
         when = "before its function returned"
@@ -152,15 +151,7 @@ def _how_it_exited(code: int, told: Mapping[str, Any], progress: WorkerStatus | 
 def _worker_report(error_file: Path) -> dict[str, Any]:
     """Return what the worker itself wrote of its failure; nothing if it had no chance to."""
     try:
-        told = json.loads(error_file.read_text())["hpc_elastic"]
+        told = parse_json(read_text(error_file), error_file)["hpc_elastic"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def _tail(log: Path) -> str:
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-_TAIL_LINES:])

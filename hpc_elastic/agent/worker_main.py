@@ -1,8 +1,8 @@
 """The process that calls the user's function: ``python -m hpc_elastic.agent.worker_main RUN_DIR``.
 
-The script is loaded under the name ``__mp_main__``, as multiprocessing does for a spawned child:
-its ``if __name__ == "__main__"`` block does not run, and a data loader's own children find the
-script again. A Hydra function is called with the config frozen at submission.
+The script is loaded under its own name, ``__main__``, but its ``if __name__ == "__main__"`` block
+does not run (`main_block`). A Hydra function is called with the config frozen at submission, after
+the statements of that block that stand before its call.
 
 What went wrong is written for the agent, in the file and form of torch's `record` decorator, with
 our own fields beside it. That the function has returned is written on the control page: an exit
@@ -14,6 +14,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
+import enum
 import gc
 import importlib
 import importlib.util
@@ -23,6 +25,7 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
+import re
 import runpy
 import signal
 import sys
@@ -30,20 +33,34 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TextIO
 
-from hpc_elastic.agent import signals, stacks
-from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run import ownership
+from hpc_elastic.agent import loaders, main_block, signals, stacks
+from hpc_elastic.agent.command import FailedCommandError
+from hpc_elastic.agent.worker_group import (
+    GroupCheck,
+    free_children,
+    keep_own_stores,
+    keep_spawned,
+)
+from hpc_elastic.errors import HpcElasticError, InexactError, PermanentError
+from hpc_elastic.run import arguments, ownership
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.shared_files import make_folder, write_atomic
 from hpc_elastic.transport import socket_filter
-from hpc_elastic.worker.reporting import function_returned, own_page, report_counted
+from hpc_elastic.worker import optimizer_steps, process_group
+from hpc_elastic.worker.reporting import (
+    function_returned,
+    own_page,
+    report_counted,
+    set_bad_loss_policy,
+)
 from hpc_elastic.worker.shared_page import (
+    AGENT_VARIABLE,
     DIRECTORY_VARIABLE,
     RESULTS_VARIABLE,
     ROUND_VARIABLE,
@@ -52,18 +69,25 @@ from hpc_elastic.worker.shared_page import (
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FRAMES_OF_OURS = (
-    __file__, str(Path(__file__).with_name("command.py")),
+    __file__, *(str(Path(__file__).with_name(name)) for name in ("command.py", "main_block.py")),
     runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>",
 )  # fmt: skip
+_MAIN_NAMES = ("__main__", "__mp_main__")
+_LIBRARY = re.compile(r"/site-packages/|/dist-packages/|/lib(64)?/python3[^/]*/|^<")
+_LONGEST_TEXT = 1000
+"""Characters that are kept of what JSON cannot hold."""
 
 
 def main(argv: list[str]) -> int:
     """Run one worker; return its exit code."""
     agent = os.getppid()  # torch starts workers in their own sessions: Linux is to end this one
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent or agent == 1:
+    given = int(os.environ.get(AGENT_VARIABLE, agent))  # 1 where a container has no other process
+    if not os.getppid() == agent == given:
         os._exit(1)  # the agent died before the request
     set_up_signals()
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory, by `-m`: it would hide packages of the same name
     run = RunDir(Path(argv[0]))
     warm_worker = os.environ.pop(WARM_WORKER_VARIABLE, None)
     if warm_worker is not None:
@@ -79,9 +103,19 @@ def main(argv: list[str]) -> int:
     pid = os.getpid()
     phase = "import"
     try:
-        entry = ownership.load_own(run, run.hydra, run.results).entry
+        spec = ownership.load_own(run, run.hydra, run.results)
+        entry = spec.entry
         socket_filter.watch_ports()
-        after_import("torch", lambda: _prepare_torch(run))
+        loaders.keep_fork_server()
+        set_bad_loss_policy(stop=spec.on_bad_loss == "stop")
+        world_size = 1 if spec.ft else int(environment.get("WORLD_SIZE", "1"))
+        check = world_size, spec.require_group
+        group = GroupCheck(*check)
+        after_import("torch", lambda: _prepare_torch(run, group))
+        after_import("torch.distributed.rendezvous", lambda: keep_own_stores(environment))
+        if not entry.is_command:  # whose children are what they are under torchrun
+            free_children()
+        after_import("torch.multiprocessing.spawn", lambda: keep_spawned(environment, *check))
         function = load_function(entry)
         if warm_worker is not None:
             from hpc_elastic.agent.warm_workers import warn_of_late_variables
@@ -90,24 +124,24 @@ def main(argv: list[str]) -> int:
         gc.freeze()  # a look for garbage among all that torch imports takes a tenth of a second
         phase = "run"
         if entry.kind == "function":
-            value = function(*entry.args)
+            value = function(*arguments.decode(entry.args))
         else:
             from hpc_elastic.agent.hydra_job import hydra_job
 
             with hydra_job(run) as config:
                 value = function(config)
         if os.getpid() == pid:  # not a process that the user's function has forked
-            name = os.environ.get(RESULTS_VARIABLE) or f"round-{os.environ[ROUND_VARIABLE]}"
+            # not by os.environ, which a script may clear
+            name = environment.get(RESULTS_VARIABLE) or f"round-{environment[ROUND_VARIABLE]}"
             results = run.results / name
             make_folder(results, parents=True)
-            rank = os.environ["RANK"]
-            write_atomic(results / f"rank-{rank}.json", to_json(value) + "\n")
+            write_atomic(results / f"rank-{environment['RANK']}.json", to_json(value) + "\n")
             function_returned()
     except BaseException as e:
         if os.getpid() == pid:
-            _write_failure(e, "import" if _is_import_failure(e) else phase)
+            _write_failure(e, _phase_of(e, phase), environment.get("TORCHELASTIC_ERROR_FILE"))
         if not isinstance(e, SystemExit):
-            traceback.print_exception(_without_our_frames(e))
+            _show(_without_our_frames(e))
         elif _is_message(e.code):
             print(e.code, file=sys.stderr)
         return _exit_code(e)
@@ -115,33 +149,40 @@ def main(argv: list[str]) -> int:
 
 
 def load_function(entry: Entry) -> Callable[..., Any]:
-    """Import the user's script or module and return the function named in the entry.
+    """Import the user's script and module, and return the function named in the entry.
 
     Raises:
         HpcElasticError: the script has no function of that name.
     """
     _enter(entry)
-    if entry.script:
-        module = types.ModuleType("__mp_main__")
-        module.__file__ = entry.script
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-        sys.argv[:] = [entry.script]
-        module.__dict__.update(runpy.run_path(entry.script, run_name="__mp_main__"))
-    else:
-        module = importlib.import_module(str(entry.module))
-        sys.argv[:] = [module.__file__ or str(entry.module)]
-    function: Any = module
+    sys.argv[1:] = entry.args if entry.kind == "hydra" else []
+    script = None
+    if entry.script or entry.main_block:
+        script = main_block.load_main(entry.script, None if entry.script else entry.module)
+    function: Any = script
+    if entry.module and (entry.script or script is None):
+        function = importlib.import_module(entry.module)
+        if script is None:
+            sys.argv[0] = function.__file__ or entry.module
     for name in entry.qualname.split("."):
         function = getattr(function, name, None)
     if not callable(function):
         where = entry.script or entry.module
         raise HpcElasticError(f"{where} has no function {entry.qualname!r} at module level")
+    if entry.attributes is not None:
+        function = function.__new__(function)
+        vars(function).update(arguments.decode(entry.attributes))
+    if script is not None and entry.main_block:
+        main_block.run_block(script, function)
     return function  # type: ignore[no-any-return]
 
 
 def _enter(entry: Entry) -> None:
+    """Have the working directory and the search path of the program that was submitted."""
     os.chdir(entry.cwd)
-    sys.path[:0] = [p for p in entry.sys_path if p not in sys.path]
+    own = entry.sys_path.index("") if "" in entry.sys_path else len(entry.sys_path)
+    before, after = entry.sys_path[:own], entry.sys_path[own + 1 :]
+    sys.path[:] = dict.fromkeys([*before, *(p for p in sys.path if p not in after), *after])
 
 
 def _wait_for_use(warm_worker: str, run: RunDir) -> None:
@@ -158,7 +199,7 @@ def _wait_for_use(warm_worker: str, run: RunDir) -> None:
     wait_for_use(warm_worker, modules)
 
 
-def _prepare_torch(run: RunDir) -> None:
+def _prepare_torch(run: RunDir, group: GroupCheck | None = None) -> None:
     """Let data loaders withstand a notice, and hook into every optimizer step of this process.
 
     It is reported, for scripts that report none themselves, and the present process group is held
@@ -168,79 +209,118 @@ def _prepare_torch(run: RunDir) -> None:
     is done, and nothing ever ends. Compiled graphs are kept for the next worker.
     """
     import torch.distributed as dist
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-    from torch.utils.data._utils import signal_handling
 
     from hpc_elastic.agent.compile_cache import CompileCache
 
-    keep_loaders(signal_handling)
+    loaders.keep_loaders()
     steps, kept_groups = itertools.count(1), list[object]()
     compiled = CompileCache(run)
     compiled.load()
 
-    def on_step(*_: object) -> None:
-        if _makes_optimizer_state():
-            return
+    def on_step(_optimizer: object) -> None:
         step = next(steps)
         report_counted(step)
         compiled.on_step(step)
-        if dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-            if not kept_groups or kept_groups[-1] is not group:
-                kept_groups.append(group)
+        size = process_group.size()
+        if size is not None:
+            world = dist.group.WORLD
+            if not kept_groups or kept_groups[-1] is not world:
+                kept_groups.append(world)
+        if group is not None:
+            group.on_step(size or 0)
 
-    register_optimizer_step_post_hook(on_step)
-
-
-def _makes_optimizer_state() -> bool:
-    """Return whether a step of an optimizer is the one by which torch makes its state.
-
-    `torch.distributed.checkpoint.state_dict` makes it with a learning rate of 0, before it loads a
-    state.
-    """
-    name = "torch.distributed.checkpoint.state_dict"
-    if name not in sys.modules:
-        return False
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == name:
-            return True
-        frame = frame.f_back
-    return False
+    optimizer_steps.watch(on_step)
 
 
 def to_json(value: Any) -> str:
-    """Return a worker's return value as JSON text; one-element tensors and arrays are numbers.
+    """Return a worker's return value as JSON text, as far as JSON has it.
 
-    Raises:
-        TypeError: JSON cannot carry the value; the message names what to return instead.
+    Tensors and arrays are numbers and lists, paths are texts. Of what JSON cannot hold its text is
+    kept, with a warning: the training is done, and would return the same again.
     """
-
-    def plain(item: Any) -> Any:
-        if hasattr(item, "tolist"):  # tensors and arrays, of torch and NumPy
-            return item.tolist()
-        raise TypeError(
-            f"the function returned a {type(item).__module__}.{type(item).__qualname__}, which "
-            "cannot be sent back: return numbers, strings, lists and dicts, or save it to a file"
+    unknown: dict[str, None] = {}
+    try:
+        text = json.dumps(_plain(value, unknown))
+    except Exception as e:  # a user's class, or a value that contains itself
+        unknown[f"{type(value).__qualname__} ({type(e).__name__})"] = None
+        text = json.dumps(_text_of(value))
+    if unknown:
+        print(
+            f"hpc_elastic: the function returned {', '.join(unknown)}: the results hold only the "
+            "text of it. Return numbers, texts, lists and dicts, or save it to a file",
+            file=sys.stderr,
         )
+    return text
 
-    return json.dumps(value, default=plain)
+
+def _plain(item: Any, unknown: dict[str, None]) -> Any:
+    """Return a value as JSON has it; note the types that it cannot hold."""
+    if item is None or isinstance(item, str | int | float):
+        return item
+    if isinstance(item, enum.Enum):
+        return _plain(item.value, unknown)
+    if isinstance(item, os.PathLike):
+        return os.fspath(item)
+    if isinstance(item, Mapping):
+        keys = {key: key if isinstance(key, str | int | float | None) else str(key) for key in item}
+        return {keys[key]: _plain(value, unknown) for key, value in item.items()}
+    if isinstance(item, Set | Sequence) and not isinstance(item, bytes | bytearray):
+        return [_plain(each, unknown) for each in item]
+    if hasattr(item, "tolist"):  # tensors and arrays, of torch and NumPy
+        return _plain(item.tolist(), unknown)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        fields = (field.name for field in dataclasses.fields(item))
+        return {name: _plain(getattr(item, name), unknown) for name in fields}
+    unknown[f"a {type(item).__module__}.{type(item).__qualname__}"] = None
+    return _text_of(item)
 
 
-def _is_import_failure(error: BaseException) -> bool:
-    """Return whether an import failed before the first step, in the user's function as well."""
+def _text_of(item: Any) -> str:
+    with contextlib.suppress(Exception):  # a user's class may fail to make one
+        return str(item)[:_LONGEST_TEXT]
+    return f"<{type(item).__qualname__}>"
+
+
+def _phase_of(error: BaseException, phase: str) -> str:
+    """Return the phase of a failure (`rendezvous.log_entry.Failure`).
+
+    What is certain to fail again before the first step is a failure of the import, in the user's
+    function as well: a module that is not there or fails by itself, a syntax error, a name that is
+    not defined, a wrong argument, a command that is not found. What may pass is none: a download, a
+    port, memory. A training that is refused before its first step is so after each restart.
+    """
+    causes = (error, error.__cause__)  # hydra.utils.instantiate raises its own error from it
+    if any(isinstance(cause, PermanentError) for cause in causes):
+        return "final"
     page = own_page()
     if page is not None and (page.read().step or 0) > 0:
-        return False
-    causes = (error, error.__cause__)  # hydra.utils.instantiate raises its own error from it
-    if any(isinstance(cause, ImportError) for cause in causes):
+        return "run"
+    if any(isinstance(cause, InexactError) for cause in causes):
+        return "final"
+    is_certain = phase == "import" and not isinstance(error, OSError)
+    is_certain = is_certain or any(_is_certain(cause) for cause in causes if cause is not None)
+    return "import" if is_certain else "run"
+
+
+def _is_certain(error: BaseException) -> bool:
+    if isinstance(error, FailedCommandError):
+        return error.is_certain
+    if isinstance(error, ImportError | SyntaxError):
         return True
-    frames = (f for e in causes if e is not None for f, _ in traceback.walk_tb(e.__traceback__))
-    return any(frame.f_code.co_name == "<module>" for frame in frames)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SystemExit):
+        parsers = ("argparse", "click.core")
+        return error.code == 2 and any(f.f_globals.get("__name__") in parsers for f in frames)
+    if isinstance(error, NameError):
+        return bool(frames) and not _LIBRARY.search(frames[-1].f_code.co_filename)
+    imports = (
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") not in _MAIN_NAMES
+        for frame in frames
+    )
+    return any(imports) and not isinstance(error, OSError | SystemExit)
 
 
-def _write_failure(error: BaseException, phase: str) -> None:
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+def _write_failure(error: BaseException, phase: str, path: str | None) -> None:
     if not path:
         return
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
@@ -290,6 +370,15 @@ def _without_our_frames(error: BaseException) -> BaseException:
     return error.with_traceback(frames) if explains_itself else error
 
 
+def _show(error: BaseException) -> None:
+    """Show an error as the end of a script does: by the script's own hook, if it has set one."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException:  # of the hook; a SystemExit has nothing left to end
+        traceback.print_exc()
+        traceback.print_exception(error)
+
+
 class _LogFile(io.FileIO):
     """The file of a worker's output: what its file system does not take is lost, and ends nothing.
 
@@ -325,9 +414,25 @@ def _exit_process(exit_code: int) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # a script may set its own, or None
             stream.flush()
+    _close_files()
     os._exit(exit_code)
+
+
+def _close_files() -> None:
+    """Close the files that are still open, as finalization would: their buffers are written.
+
+    What wraps another file comes first. The files of C libraries are flushed.
+    """
+    gc.unfreeze()
+    in_c = (io.BufferedWriter, io.BufferedRandom)
+    found = optimizer_steps.live_objects(io.IOBase)
+    files = [each for each in found if not isinstance(each, io.RawIOBase)]  # that has no buffer
+    for file in sorted(files, key=lambda f: (not isinstance(f, io.TextIOBase), type(f) in in_c)):
+        with contextlib.suppress(Exception):  # as finalization: a full disk, a closed pipe
+            file.close()
+    ctypes.CDLL(None).fflush(None)
 
 
 # ---- A worker stays at work while its node is under notice: the signals do nothing to it
@@ -343,43 +448,13 @@ once, and leaves no core file; nothing else sends it to a process without a term
 
 def set_up_signals() -> None:
     """Withstand the signals of a notice from now on (worker's main thread, at its start)."""
-    signals.ignore_preemption_signals()
+    signals.ignore_notices_here()
     for number in (STOP, signal.SIGQUIT):  # what started all this may ignore them: nohup, `&`
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.register_at_fork(after_in_child=_as_others_do)
     # The last one registered runs first: before multiprocessing, which waits for its children.
     assert multiprocessing.util is not None
     atexit.register(end_children)
-
-
-def _as_others_do() -> None:
-    """Restore the defaults in a forked child: its parent may want to end it."""
-    for number in signals.NOTICES:
-        if signal.getsignal(number) is signals.do_nothing:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def keep_loaders(signal_handling: types.ModuleType) -> None:
-    """Let data loaders withstand them, too (worker, once torch is imported, before its first).
-
-    torch ends its loaders on a SIGTERM whose sender is not the worker. What each of them calls
-    first, a private name, is replaced (test_worker_signals fails if torch changes it). They ignore
-    the worker's SIGTERM as well then, which torch sends to one that has not ended in time;
-    `end_children` replaces it. Loaders that are started by "spawn" or "forkserver" are programs of
-    their own, and die.
-
-    Args:
-        signal_handling: ``torch.utils.data._utils.signal_handling``.
-    """
-    name = "_set_worker_signal_handlers"
-    theirs = getattr(signal_handling, name)
-
-    def set_handlers() -> None:
-        theirs()
-        signals.ignore_preemption_signals()
-
-    setattr(signal_handling, name, set_handlers)
 
 
 def end_children() -> None:
@@ -408,28 +483,39 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
+    """Finds a module as it would be found without this, until it has been imported.
+
+    Being looked up is no import: transformers and others ask for torch's spec first.
+    """
+
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
         self._then = then
+        self._is_asking = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the one module as it would be found without this, and see to what follows."""
-        if fullname != self._name or self not in sys.meta_path:
+        """Find the one module, and see to what follows its execution."""
+        if fullname != self._name or getattr(self._is_asking, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_asking.now = True  # other hooks ask all finders
+        try:
+            found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._is_asking.now = False
         if spec is None or spec.loader is None:
             return spec
-        loader, then = spec.loader, self._then
+        theirs = spec.loader.exec_module  # of this instance, perhaps by another hook
 
         def load_and_tell(module: types.ModuleType) -> None:
-            del loader.exec_module  # of this instance: a reload is none of ours
-            loader.exec_module(module)
-            then()
+            theirs(module)
+            if self in sys.meta_path:  # once; a reload is none of ours
+                sys.meta_path.remove(self)
+                self._then()
 
-        loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec
 
 

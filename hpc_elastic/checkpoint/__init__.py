@@ -4,13 +4,17 @@
                               part-<rank>.json        what this rank wrote
                               shard-<rank>.safetensors
     <directory>/.staging-step-100-<token>/            not committed yet, or never will be
+    <directory>/owner.json                            the run that saves there
 
 - `checkpointer`  the user's object, and its options
 - `save`          one save: write, commit, or take back
 - `snapshot`      host buffers
 - `state`         the user's objects as a tree of tensors and values; random number generators
 - `sharding`      which rank writes what
+- `equality`      what is stored once is the same on all ranks (pure); `samples` describes a rank's
 - `files`         safetensors files, written past the page cache
+- `owner`         whose a directory is
+- `forgotten`     what is trained and not in the state
 - `store`         the folders of a directory: commit, verification, retention, removal
 - `manifest`      what a checkpoint holds (pure)
 - `restore`       the newest checkpoint that verifies, of this run or another; `resharding` reads it
@@ -20,7 +24,7 @@
                   on another node
 - `collectives`   the group of ranks, and tensors exchanged in it
 
-`store` and `manifest` need no torch.
+`store`, `owner`, `manifest` and `equality` need no torch.
 """
 
 from __future__ import annotations

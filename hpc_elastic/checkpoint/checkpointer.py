@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import logging
 import operator
 import os
@@ -23,25 +24,35 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
 import torch
 
+from hpc_elastic.checkpoint import forgotten
 from hpc_elastic.checkpoint import state as state_module
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
+from hpc_elastic.checkpoint.owner import Owner, claim
 from hpc_elastic.checkpoint.restore import Restorer
+from hpc_elastic.checkpoint.samples import Comparer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
-from hpc_elastic.checkpoint.snapshot import Snapshots
+from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
 from hpc_elastic.checkpoint.state import Flat, RankStates, flatten, rank_states
 from hpc_elastic.checkpoint.store import Cleaner, Retention, Store, remember
-from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
+from hpc_elastic.errors import (
+    CheckpointError,
+    CheckpointFencedError,
+    CheckpointMismatchError,
+    ConfigError,
+    InexactError,
+    near_miss,
+)
 from hpc_elastic.run.directory import default_checkpoints
-from hpc_elastic.worker import reporting
+from hpc_elastic.worker import optimizer_steps, reporting
 from hpc_elastic.worker.checkpoint_trigger import should_checkpoint
 
 _log = logging.getLogger(__name__)
@@ -51,9 +62,11 @@ _NICENESS = 19
 _CLEANED_UP_IN_S = 1.0
 """A save that returns when it is committed waits so long for removals, which are sooner over."""
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-"""Those of this process whose saves are boundaries, until they are closed."""
+"""Those of this process, until they are closed."""
 _numbers: dict[Path, itertools.count[int]] = {}
 """Counts the saves of each directory, so that no two share a staging folder."""
+_restored: dict[Path, int] = {}
+"""The step that this process has last restored from each directory; -1: there was none."""
 
 
 class Checkpointer:
@@ -61,19 +74,28 @@ class Checkpointer:
 
     The state is a mapping from names to
 
-    - objects with state_dict() and load_state_dict(): modules, optimizers, schedulers, samplers;
+    - objects with state_dict() and load_state_dict(): modules, which are stored under the names of
+      the bare model, whatever DistributedDataParallel and torch.compile have wrapped; optimizers,
+      without functions in their groups; schedulers, samplers;
     - tensors, which are restored in place;
-    - dicts of your own values, restored in place: tensors, NumPy arrays and numbers, int, float,
-      complex, str, bytes, bool, None, timedelta, and lists, tuples, sets and dicts of them. Their
-      types come back exactly; a defaultdict's factory has to be a builtin type or None.
+    - dicts of your own values: tensors, NumPy arrays and numbers, int, float, complex, str, bytes,
+      bool, None, timedelta, and lists, tuples, sets and dicts of them. Their types come back
+      exactly; a defaultdict's factory has to be a builtin type or None. They are restored in place:
+      dicts, lists and sets at every depth, where the checkpoint has one of the same type there, and
+      tensors of the same name; tuples are replaced.
 
-    Values that are no tensors are saved as rank 0 has them; tensors that are not sharded are taken
-    to be the same on all ranks. An object that is neither module nor optimizer gets back on each
-    rank what its state_dict() was there. Under another number of ranks, one that can be iterated
-    (a data loader: its state is one rank's position), or whose state was not the same on all ranks,
-    is refused by `load_latest`, unless `CheckpointOptions.accept_inexact` names its key;
-    `hpc_elastic.data` has what fits any number. The step, and each rank's random number generators,
-    are saved too.
+    Values that are no tensors are saved as rank 0 has them. Tensors that are not sharded are stored
+    once, so they have to be the same on all ranks: names, shapes and types are compared at the
+    making and at each save, a sample of the numbers at the first save, after a change, and at each
+    tenth. Ranks that differ are refused (buffers of modules are not compared: rank 0's count).
+    `CheckpointOptions.per_rank` names the keys that each rank has for itself.
+
+    An object that is neither module nor optimizer gets back on each rank what its state_dict() was
+    there; but tensors of 64 KiB and more in the state of one that cannot be iterated are stored
+    once, and compared, too. Under another number of ranks, one that can be iterated (a data loader:
+    its state is one rank's position), or whose state was not the same on all ranks, is refused by
+    `load_latest`, unless `CheckpointOptions.accept_inexact` names its key; `hpc_elastic.data` has
+    what fits any number. The step, and each rank's random number generators, are saved too.
 
     Attributes:
         failures: Saves that could not be committed, so far.
@@ -104,8 +126,9 @@ class Checkpointer:
             options: See `CheckpointOptions`.
 
         Raises:
-            ConfigError: an argument is wrong, the directory cannot be written, or the state holds
-                what cannot be stored. The message names it and the remedy.
+            ConfigError: an argument is wrong, the directory cannot be written, the state holds
+                what cannot be stored, or the ranks have different tensors under a key. The message
+                names it and the remedy.
             CheckpointError: there are several ranks, but no process group yet.
         """
         self.failures = 0
@@ -118,13 +141,17 @@ class Checkpointer:
                 raise ConfigError("state", key, "its keys have to be texts")
         self._state = dict(state)
         rule = Retention(keep_last, keep_every)
-        flat = flatten(self._state)
+        for key in self._options.per_rank:
+            if key not in self._state:
+                remedy = f"the state has {', '.join(self._state)}{near_miss(key, self._state)}"
+                raise ConfigError("per_rank", key, remedy)
+        flat = flatten(self._state, self._options.per_rank)
         store = Store(Path(directory or default_checkpoints()).absolute())
-        if self._options.boundary:
-            _require_one(store.directory, self._state)
+        self._refusal = _refuse_second(store.directory, self._state, self._options.boundary)
         store.prepare()
         self._group = RankGroup.current()
-        for key in rank_states(self._state, flat)["positions"]:
+        owner = self._claim(store)
+        for key in rank_states(self._state, flat, self._options.per_rank)["positions"]:
             if self._group.rank == 0 and key not in self._options.accept_inexact:
                 _log.warning(
                     "%s: the state of %s is one rank's position in its data, and is restored under "
@@ -133,23 +160,33 @@ class Checkpointer:
                     type(self._state[key]).__name__,
                 )
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
+        self._planner.plan(flat.tensors, flat.first, flat.own)
+        self._comparer = Comparer(self._planner, self._group)
+        self._comparer.compare_structure(flat)
+        self._mismatch: CheckpointMismatchError | None = None
+        """What the last save was refused for; not raised yet."""
+        self._compares = False
+        """Whether the next save compares numbers even out of turn."""
         self._memory: MemoryStore | None = None
         if memory_tier is not None:
             num_bytes = self._expected_bytes(flat)
             self._memory = MemoryStore(memory_tier, store.directory, self._group, num_bytes)
         self._context = SaveContext(
-            store, self._group, rule, self._options.timeout_s, Cleaner(store), memory=self._memory
-        )
+            store, self._group, owner, rule, self._options.timeout_s, Cleaner(store),
+            memory=self._memory, remarks={f"state of {k}" for k in self._options.accept_inexact},
+        )  # fmt: skip
         self._snapshots = Snapshots()
         self._save: Save | None = None
-        self._committed: int | None = None
-        self._stored: int | None = None
-        """Of what was committed, the last in the shared directory."""
+        self._has_no_memory = False
+        """Whether there was no memory for a snapshot, which is logged once."""
         self._is_remembered = False
         """Whether the directory is recorded for the run."""
         self._numbers = _numbers.setdefault(store.directory, itertools.count())
         if self._options.boundary:
-            _open.add(self)
+            optimizer_steps.watch()
+        self._complete: tuple[object, int] = None, 0
+        """The plan, and the number of optimizers that had stepped, when nothing was missing."""
+        _open.add(self)
         if self._options.asynchronous:
             self._snapshots.warm_up(flat, self._expected_bytes(flat))
 
@@ -158,11 +195,12 @@ class Checkpointer:
 
         Returns as soon as the state may change again; an urgent save, and any without
         ``asynchronous``, when it is committed. What goes wrong with writing never ends the
-        training: it is logged, counted in `failures`, and raised by `wait`.
+        training: it is logged, counted in `failures`, and raised by `wait`. Where the ranks turn
+        out to differ in what is stored once, no save can succeed: the next one raises that.
 
         Args:
-            step: Optimizer steps done, at least 0. A step that is committed already, and good,
-                stays as it is.
+            step: Optimizer steps done, at least 0, and no fewer than at the last save or restore.
+                The same step again replaces its checkpoint, if the state has changed since.
             urgent: The group is about to end (the same on every rank): write to the directory, do
                 only what is needed, and return when it is committed; an earlier save that is not
                 almost written is given up. By default, whether `should_checkpoint` has found that
@@ -172,7 +210,10 @@ class Checkpointer:
             Whether the step is saved, or being saved; False if it was skipped or failed.
 
         Raises:
-            ConfigError: the step is no number, or something in the state cannot be stored.
+            ConfigError: the step is no number, or something in the state cannot be stored; the
+                directory is another run's; or it has a later step, which this training has not
+                restored, so that a restart would go on from that.
+            CheckpointMismatchError: the save before was refused because the ranks differ.
         """
         begin = time.monotonic()
         try:
@@ -181,26 +222,29 @@ class Checkpointer:
             index = -1
         if index < 0:
             raise ConfigError("step", step, "give the number of optimizer steps done, at least 0")
+        repeats = self._require_newest(index)
         step, number = index, next(self._numbers)
         with reporting.busy():
             if urgent is None:
                 urgent = self._options.boundary and reporting.save_is_urgent(step)
-            to_store = urgent or self._memory is None or self._memory.shared_due(number)
-            save = Save(self._context, step, number, urgent, to_store)
+            to_store = repeats or urgent or self._memory is None or self._memory.shared_due(number)
+            # One that is no boundary may be of a step after that from which the training goes on.
+            replaces = repeats or not self._options.boundary
+            save = Save(self._context, step, number, urgent, to_store, replaces)
             page = reporting.own_page() if self._options.boundary else None
             pauses = page is not None and page.pauses_at(step)
             blocking = urgent or pauses or not self._options.asynchronous
-            if not self._is_saved_already(save, blocking=blocking):
-                if not self._finish_earlier(save):
-                    return False
-                self._start(save, blocking=blocking)
+            if not self._finish_earlier(save):
+                return False
+            blocking = self._start(save, blocking=blocking)
             self.blocked_s = time.monotonic() - begin
             if (page := reporting.own_page()) is not None:
                 page.report_blocked(self.blocked_s)
             _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
-            if blocking and self._committed == step and self._options.boundary:
+            is_saved = not blocking or save.error is None
+            if blocking and is_saved and self._options.boundary:
                 reporting.mark_checkpoint(step=step)
-        return not blocking or self._committed == step
+        return is_saved
 
     def save_if_due(
         self,
@@ -254,8 +298,10 @@ class Checkpointer:
         with reporting.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
-        self._committed = step
-        self._stored = step if step in context.store.steps() else None
+        self._newest = _restored[self.directory] = -1 if step is None else step
+        self._is_newest_own = True
+        if self._options.boundary:
+            reporting.note_restored(step or 0)
         if self._options.boundary and (page := reporting.own_page()) is not None:
             page.report_restored(step, time.monotonic() - begin)
         return step
@@ -313,17 +359,78 @@ class Checkpointer:
 
     # ---- one save -------------------------------------------------------------------------
 
-    def _is_saved_already(self, save: Save, *, blocking: bool) -> bool:
-        """Whether the step is committed, or being written; if it has to be, wait for it."""
-        earlier = self._save
-        if earlier is not None and earlier.step == save.step and earlier.to_store >= save.to_store:
-            if save.urgent:
-                earlier.abort_if_unfinished()
-            if blocking:
-                earlier.wait()
-            if not earlier.error:
-                return True
-        return save.step == self._stored
+    def _claim(self, store: Store) -> Owner:
+        """See whose the directory is, and mark it if it has no owner (every rank; collective).
+
+        Raises:
+            ConfigError: it is another's, and the saves of this Checkpointer are boundaries of a
+                run. Others may restore from it; `save` raises it then.
+        """
+        boundary, found = self._options.boundary, dict[str, Any]()
+        owner = Owner(self._group.run, boundary=boundary)
+        if self._group.rank == 0:
+            steps, refusal, at_once = store.steps(), None, True
+            try:
+                owner = Owner.current(self._state, boundary=boundary)
+                verdict = claim(
+                    store.directory, owner, self._options.take_over, has_steps=bool(steps)
+                )
+                refusal, at_once = verdict.problem, verdict.at_once
+            except ConfigError as e:
+                refusal = e
+            except OSError as e:
+                remedy = f"it cannot be seen whose it is ({e}): see that it can be read"
+                refusal = ConfigError("directory", str(store.directory), remedy)
+            found = {"newest": steps[0] if steps else -1}
+            if refusal is not None:
+                found["refusal"] = [refusal.key, str(refusal.value), refusal.remedy]
+                found["is_inexact"] = isinstance(refusal, InexactError)
+                found["at_once"] = at_once
+        found = json.loads(self._group.broadcast_bytes(0, json.dumps(found).encode()))
+        self._newest = int(found["newest"]) if boundary else -1
+        """No save may have an earlier step."""
+        self._is_newest_own = self._newest <= _restored.get(store.directory, -1)
+        """Whether this training has saved or restored it."""
+        if "refusal" in found:
+            kind = InexactError if found["is_inexact"] else ConfigError
+            refusal = kind(*found["refusal"])
+            if found["at_once"]:
+                raise refusal
+            _log.info("%s; it may restore from there, and not save", refusal)
+            self._refusal = refusal
+        return owner
+
+    def _require_newest(self, step: int) -> bool:
+        """Return whether the step is the last one that was saved or restored, and not a later one.
+
+        What counts is the same on all ranks: what rank 0 has seen at the construction, what was
+        restored, and the calls of `save`.
+
+        Raises:
+            ConfigError: the directory is another's, or has a later step.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if step > self._newest:
+            self._newest, self._is_newest_own = step, True
+            return False
+        if not self._is_newest_own:
+            raise InexactError(
+                "step",
+                step,
+                f"{self.directory} has a checkpoint of step {self._newest}, which this training "
+                "has not restored, and a restart would go on from that: call load_latest() before "
+                "the first save; or, to begin anew, give another directory, or move that away",
+            )
+        if step < self._newest:
+            raise InexactError(
+                "step",
+                step,
+                f"step {self._newest} was saved or restored before, and a restart would go on from "
+                "that: give every save of a Checkpointer the number of optimizer steps done; after "
+                "a return to an earlier state, call load_latest()",
+            )
+        return True
 
     def _finish_earlier(self, save: Save) -> bool:
         """See that no earlier save is under way; False if the new one is skipped instead."""
@@ -332,7 +439,7 @@ class Checkpointer:
             return True
         if save.urgent:
             earlier.abort_if_unfinished()
-        elif self._options.when_busy == "skip":
+        elif self._options.when_busy == "skip" and earlier.step != save.step:
             reason = f"step {earlier.step} is still being written"
             _log.warning("the checkpoint of step %d is skipped: %s", save.step, reason)
             try:
@@ -345,15 +452,16 @@ class Checkpointer:
         earlier.wait()
         return True
 
-    def _start(self, save: Save, *, blocking: bool) -> None:
-        """Take a snapshot, and write it: at once, or in a thread behind the training."""
-        flat = flatten(self._state)
-        pieces = self._planner.plan(flat.tensors, flat.first)
-        rank_values: dict[str, Any] = dict(rank_states(self._state, flat))
-        if self._options.rng:
-            rank_values["rng"] = state_module.capture()
-        take = self._snapshots.borrow if blocking else self._snapshots.copy
-        save.snapshot = take(flat, pieces, rank_values)
+    def _start(self, save: Save, *, blocking: bool) -> bool:
+        """Take a snapshot, and write it: at once, or in a thread behind the training.
+
+        Returns:
+            Whether it was done at once.
+        """
+        if self._mismatch is not None:
+            mismatch, self._mismatch, self._compares = self._mismatch, None, True
+            raise mismatch
+        blocking = self._hold_still(save, blocking=blocking)
         self._save = save
         if not blocking:
             # Not a daemon: the program's end waits for it.
@@ -361,23 +469,63 @@ class Checkpointer:
             thread = threading.Thread(target=self._run, args=(save, _NICENESS), name=name)
             try:
                 thread.start()
-                return
+                return False
             except RuntimeError as e:
                 _log.warning("%s: step %d is written at once", e, save.step)
         self._run(save)
         if blocking and not save.urgent:
             self._context.cleaner.wait(_CLEANED_UP_IN_S)
+        return blocking
+
+    def _hold_still(self, save: Save, *, blocking: bool) -> bool:
+        """Take a snapshot; without memory for a copy, one that is to be written at once.
+
+        Returns:
+            Whether it is to be written at once. If there is no memory for that either, the save has
+            no snapshot, and an error.
+        """
+        flat = flatten(self._state, self._options.per_rank)
+        pieces = self._planner.plan(flat.tensors, flat.first, flat.own)
+        plan, num_stepped = self._complete
+        now = pieces, len(optimizer_steps.stepped_optimizers())
+        if self._options.boundary and (pieces is not plan or now[1] != num_stepped):
+            forgotten.require_complete(self._state, flat.tensors.values())
+            self._complete = now
+        described = self._comparer.describe(flat, save.number, compare=self._compares)
+        self._compares = False
+        rank_values: dict[str, Any] = dict(rank_states(self._state, flat, self._options.per_rank))
+        if self._options.rng:
+            rank_values["rng"] = state_module.capture()
+        borrow, copy = self._snapshots.borrow, self._snapshots.copy
+        for take in [borrow] if blocking else [copy, borrow]:
+            try:
+                save.snapshot = replace(take(flat, pieces, rank_values), described=described)
+                return blocking
+            except Exception as e:
+                if not is_out_of_memory(e):
+                    raise
+                why = str(e).partition("\n")[0]
+            if not blocking:
+                level = logging.DEBUG if self._has_no_memory else logging.WARNING
+                _log.log(level, "saves are written while the training waits: there is no memory "
+                         "to copy the state to (%s)", why)  # fmt: skip
+                blocking = self._has_no_memory = True
+        save.give_up(f"there is no memory for it: {why}")
+        return True
 
     def _run(self, save: Save, niceness: int = 0) -> None:
         os.nice(niceness)  # of this thread only: nice(2), "C library/kernel differences"
         try:
-            save.run()
+            if save.snapshot is not None:
+                save.run()
             if save.error is None:
                 self._note_commit(save)
             elif save.problem is None:
                 _log.info("%s", save.error)
             else:
                 self.failures += 1
+                if isinstance(save.problem, CheckpointMismatchError):
+                    self._mismatch = save.problem
                 _log.error("%s; the earlier ones are as they were", save.problem)
                 is_fenced = isinstance(save.problem, CheckpointFencedError)  # others save
                 if not is_fenced and (page := reporting.own_page()) is not None:
@@ -386,10 +534,8 @@ class Checkpointer:
             save.finish()
 
     def _note_commit(self, save: Save) -> None:
-        self._committed = save.step
         page = reporting.own_page() if self._options.boundary else None
         if save.is_stored:
-            self._stored = save.step
             if page is not None:
                 page.report_stored(save.step, save.duration_s)
             if self._group.rank == 0 and not self._is_remembered:
@@ -408,7 +554,8 @@ class Checkpointer:
 
     def _expected_bytes(self, flat: Flat) -> int:
         """Estimate the size of this rank's part once the optimizers have their states."""
-        planned = sum(piece.num_bytes for piece in self._planner.plan(flat.tensors, flat.first))
+        pieces = self._planner.plan(flat.tensors, flat.first, flat.own)
+        planned = sum(piece.num_bytes for piece in pieces)
         whole = sum(tensor.nbytes for tensor in flat.tensors.values())
         coming = 0
         for item in self._state.values():
@@ -420,37 +567,58 @@ class Checkpointer:
         return planned + (coming * planned // whole if whole else coming)
 
 
-def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a second Checkpointer whose saves are boundaries, in a run.
+def _refuse_second(directory: Path, state: Mapping[str, Any], boundary: bool) -> ConfigError | None:
+    """Refuse a second Checkpointer, in a run, that this process cannot have beside an open one.
 
-    At a change of the group a worker stays in the first one's save until it is stopped, so the
-    second never saves that step: the script would go on from a mixed state. Two that save different
-    states to one directory would also replace each other's checkpoints.
+    At a change of the group a worker stays in the first one's save until it is stopped, so that a
+    second one whose saves are boundaries would never save that step: the script would go on from a
+    mixed state. Two that save different states to one directory would replace each other's
+    checkpoints.
+
+    Returns:
+        Outside of a run, where scripts and notebooks open one to look at weights: why it may not
+        save; None if it may.
 
     Raises:
-        ConfigError: there is an open one, of another directory or with another state.
+        ConfigError: there is such an open one.
     """
-    if reporting.own_page() is None:
-        return
+    mine = directory, boundary, tuple(sorted(state))
+    in_run = reporting.own_page() is not None
 
-    def others() -> set[tuple[Path, tuple[str, ...]]]:
-        mine = directory, tuple(sorted(state))
-        return {(each.directory, tuple(sorted(each._state))) for each in _open} - {mine}
+    def others() -> set[tuple[Path, bool, tuple[str, ...]]]:
+        found = {
+            (each.directory, each._options.boundary, tuple(sorted(each._state))) for each in _open
+        }
+        return {
+            each
+            for each in found - {mine}
+            if each[0] == directory or (in_run and boundary and each[1])
+        }
 
     if others():
         gc.collect()  # an unreferenced one may wait for that
-    if found := others():
-        where, keys = min(found)
-        named = f", with the state {', '.join(keys)}" if where == directory else ""
-        raise ConfigError(
-            "directory",
-            str(directory),
-            f"this script has an open Checkpointer of {where}{named}, and a change of the group "
-            "stops the workers right after the save of one of them: put both states into one "
-            "Checkpointer, close() the one that only restores, or give options="
-            "CheckpointOptions(boundary=False) to one that may restore an older step, as of the "
-            "best model",
-        )
+    if not (found := others()):
+        return None
+    where, _, keys = min(found, key=lambda each: (each[0] != directory, each))
+    named = f", with the state {', '.join(keys)}" if where == directory else ""
+    both = all(each[1] for each in found) and boundary
+    remedy = (
+        "and a change of the group stops the workers right after the save of one of them: put both "
+        "states into one Checkpointer, close() the one that only restores, or give options="
+        "CheckpointOptions(boundary=False), and a directory of its own, to one that may restore an "
+        "older step, as of the best model"
+        if both
+        else "and each would remove the other's checkpoints: give each a directory of its own, or "
+        "close() the one that only restores"
+    )
+    refusal = ConfigError(
+        "directory",
+        str(directory),
+        f"this script has an open Checkpointer of {where}{named}, {remedy}",
+    )
+    if in_run:
+        raise refusal
+    return refusal
 
 
 # ---- How a Checkpointer works, as its user wishes (pure)
@@ -471,10 +639,15 @@ class CheckpointOptions:
         accept_inexact: Keys of the state whose objects are restored under another world size as
             rank 0 had them, though each rank had a state of its own: samples are trained twice or
             never, if it is a position in data.
+        per_rank: Keys of the state whose tensors and values each rank has for itself; stored and
+            given back as they are, under the same number of ranks only: pipeline stages, experts
+            that are not replicated, an optimizer that has its state on the owner only.
         timeout_s: How long one rank waits for another to finish writing, more than 0.
         boundary: Whether a save is a moment at which the group may change, and the run goes on from
             there. One Checkpointer of a script has that. False for one beside it, as of the best
             model: after a change of the group its newest step may be older than the other's.
+        take_over: Id of the run whose directory of checkpoints this run goes on from, and which
+            saves there no more; ``"no run"`` where no run has made it.
     """
 
     asynchronous: bool = True
@@ -483,15 +656,26 @@ class CheckpointOptions:
     strict: bool = True
     replicated: Literal["spread", "first"] = "spread"
     accept_inexact: tuple[str, ...] = ()
+    per_rank: tuple[str, ...] = ()
     timeout_s: float = 600.0
     boundary: bool = True
+    take_over: str | None = None
 
     def __post_init__(self) -> None:
         for key, allowed in (("when_busy", ("wait", "skip")), ("replicated", ("spread", "first"))):
             if getattr(self, key) not in allowed:
                 raise ConfigError(key, getattr(self, key), f"give one of {', '.join(allowed)}")
-        if isinstance(self.accept_inexact, str):
-            remedy = f"give a tuple of keys: ({self.accept_inexact!r},)"
-            raise ConfigError("accept_inexact", self.accept_inexact, remedy)
+        for key in ("accept_inexact", "per_rank"):
+            if isinstance(keys := getattr(self, key), str):
+                raise ConfigError(key, keys, f"give a tuple of keys: ({keys!r},)")
         if not self.timeout_s > 0:
             raise ConfigError("timeout_s", self.timeout_s, "give a number of seconds above 0")
+
+
+def _settle_all() -> None:
+    for each in list(_open):
+        each._settle()
+
+
+# A run ends when all workers have returned; what is committed later is fenced.
+reporting.when_returned(_settle_all)

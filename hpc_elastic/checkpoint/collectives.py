@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hpc_elastic.checkpoint import owner
 from hpc_elastic.errors import CheckpointError
 from hpc_elastic.run import fencing
+from hpc_elastic.worker import process_group
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,15 @@ class RankGroup:
     Attributes:
         rank: From 0.
         world_size: At least 1.
-        token: Distinguishes this group's staging folders from those of every other group,
-            earlier ones of the same run included: lower-case letters and digits.
+        token: Distinguishes this group's staging folders from those of every other group, of
+            this run or of another: lower-case letters and digits.
+        run: Rank 0's run; `owner.NO_RUN` outside of one.
     """
 
     rank: int
     world_size: int
     token: str
+    run: str = owner.NO_RUN
 
     @classmethod
     def current(cls) -> RankGroup:
@@ -42,9 +46,9 @@ class RankGroup:
         Raises:
             CheckpointError: there are several ranks, and torch.distributed is not initialised.
         """
-        number = int(uuid.uuid4().hex[:15], 16)
-        if dist.is_available() and dist.is_initialized():
-            group = cls(dist.get_rank(), dist.get_world_size(), "")
+        size = process_group.size()
+        if size is not None:
+            group = cls(dist.get_rank(), size, "")
         elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
             group = cls(0, 1, "")
         else:
@@ -52,8 +56,12 @@ class RankGroup:
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but there is no process group: make "
                 "the Checkpointer after torch.distributed.init_process_group()"
             )
-        common = f"p{group.broadcast_int(number):x}"
-        return cls(group.rank, group.world_size, fencing.fencing_token() or common)
+        run = owner.Owner.current().run if group.rank == 0 else ""
+        run = group.broadcast_bytes(0, run.encode()).decode()
+        number = group.broadcast_int(int(uuid.uuid4().hex[:15], 16))
+        token = fencing.fencing_token()
+        token = f"p{number:x}" if token is None else f"{token}u{owner.tag(run)}"
+        return cls(group.rank, group.world_size, token, run)
 
     def broadcast_int(self, value: int) -> int:
         """Return rank 0's value."""
@@ -63,17 +71,15 @@ class RankGroup:
         """Return rank 0's row, which has the same length on every rank."""
         if self.world_size == 1:
             return list(row)
-        numbers = torch.tensor(row, dtype=torch.int64, device=device())
-        dist.broadcast(numbers, src=0)
-        return numbers.tolist()
+        return process_group.broadcast_row(row)
 
     def broadcast_bytes(self, source: int, data: bytes = b"") -> bytes:
         """Return the bytes of one rank."""
         if self.world_size == 1:
             return data
-        length = torch.tensor([len(data)], dtype=torch.int64, device=device())
+        length = torch.tensor([len(data)], dtype=torch.int64, device=process_group.device())
         dist.broadcast(length, src=source)
-        block = torch.empty(int(length.item()), dtype=torch.uint8, device=device())
+        block = torch.empty(int(length.item()), dtype=torch.uint8, device=process_group.device())
         if not len(block):
             return b""
         if self.rank == source:
@@ -89,7 +95,7 @@ class RankGroup:
         """Return the row of every rank, by rank; all have the same length, and int64 numbers."""
         if self.world_size == 1:
             return [list(row)]
-        mine = torch.tensor(row, dtype=torch.int64, device=device())
+        mine = torch.tensor(row, dtype=torch.int64, device=process_group.device())
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
@@ -106,11 +112,3 @@ class RankGroup:
             for numbers, count in zip(self.gather(flat), counts, strict=True)
             for i in range(count)
         ]
-
-
-def device() -> torch.device:
-    """Return a device whose tensors the default group can send."""
-    backend = str(dist.get_backend())
-    if "nccl" in backend and "gloo" not in backend:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

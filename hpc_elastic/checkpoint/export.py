@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ from hpc_elastic.checkpoint.resharding import read
 from hpc_elastic.checkpoint.sharding import dtype_of
 from hpc_elastic.checkpoint.state import Ref, decode
 from hpc_elastic.errors import CheckpointError, ConfigError, near_miss
-from hpc_elastic.tree_codec import map_values
+from hpc_elastic.tree_codec import leaves, map_values
 
 
 def export(manifest: Manifest, folder: Path, output: Path, key: str | None = None) -> int:
     """Write whole tensors, and the values beside them, to one file.
+
+    A key whose tensors each rank has for itself (`CheckpointOptions.per_rank`) is a dict of all
+    ranks. Of other objects that may differ between ranks, it is rank 0's state.
 
     What torch.load with weights_only=True refuses is converted: NumPy's arrays become tensors, its
     numbers Python's (others, such as dates, strings), and sets become lists.
@@ -49,7 +53,7 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
         known = ", ".join(manifest.values)
         remedy = f"the state has {known}{near_miss(key, manifest.values)}"
         raise ConfigError("key", key, remedy)
-    state: Any = {k: decode(v) for k, v in manifest.values.items() if key in (None, k)}
+    state: Any = {k: _tree(manifest, k) for k in manifest.values if key in (None, k)}
     state = state if key is None else state[key]
     staged = output.with_name(f".{output.name}.{os.getpid()}")
     _require_exportable(manifest, state)
@@ -78,6 +82,28 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
     return len(tensors)
 
 
+def _tree(manifest: Manifest, key: str) -> Any:
+    """Return what a key holds, with the checkpoint's own names; of each rank if it is per rank."""
+
+    def named(value: Any, rank: int) -> Any:
+        own = manifest.own_names(rank)
+        return map_values(
+            decode(value),
+            lambda leaf: (
+                replace(leaf, fqn=own.get(leaf.fqn, leaf.fqn)) if isinstance(leaf, Ref) else leaf
+            ),
+        )
+
+    ranks = {
+        rank: values["per_rank"][key]
+        for rank, values in manifest.rank_values.items()
+        if key in values.get("per_rank", {})
+    }
+    if ranks:
+        return {rank: named(value, rank) for rank, value in ranks.items()}
+    return named(manifest.values[key], 0)
+
+
 def _require_exportable(manifest: Manifest, state: Any) -> None:
     """Refuse a state that is more than the checkpoint has, before anything is written.
 
@@ -85,12 +111,10 @@ def _require_exportable(manifest: Manifest, state: Any) -> None:
         CheckpointError: it names a tensor that is not stored, or one twice; or a tensor has a type
             that this torch lacks.
     """
-    refs: list[Any] = []
     try:
-        map_values(state, refs.append)
+        names = [ref.fqn for ref in leaves(state) if isinstance(ref, Ref)]
     except RecursionError as e:
         raise CheckpointError("the state is nested too deep") from e
-    names = [ref.fqn for ref in refs if isinstance(ref, Ref)]
     for fqn, count in Counter(names).items():
         if fqn not in manifest.tensors:
             raise CheckpointError(f"{fqn} is named in the state, but not stored")
@@ -111,7 +135,7 @@ def _exported(manifest: Manifest, value: Any) -> Any:
     if not isinstance(value, Ref):
         return value
     entry = manifest.tensors[value.fqn]
-    return torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+    return torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
 
 
 def _collect(state: Any, mapped: Any, found: dict[str, torch.Tensor]) -> None:

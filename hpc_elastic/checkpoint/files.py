@@ -18,17 +18,26 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry
+from hpc_elastic.checkpoint.equality import Described
+from hpc_elastic.checkpoint.manifest import (
+    MANIFEST_BYTES,
+    Chunk,
+    FileEntry,
+    RankPart,
+    TensorEntry,
+    checksum_of,
+    own_name,
+)
 from hpc_elastic.checkpoint.sharding import ShardPiece, dtype_of
-from hpc_elastic.errors import CheckpointError
-from hpc_elastic.shared_files import owner_writes
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+from hpc_elastic.shared_files import owner_writes, read_text
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -58,11 +67,18 @@ class HostSnapshot:
 
     layout: FileLayout
     data: Sequence[memoryview]
-    """The bytes of the pieces, in their order; cut anywhere."""
+    """The bytes of the pieces, in their order: all in one, or one for each."""
     values: Mapping[str, Any]
     rank_values: Mapping[str, Any] = field(default_factory=dict)
+    described: Described | None = None
     keep: object = None
     """Owns the memory of the data."""
+
+    def bytes_of(self, index: int) -> memoryview:
+        """Return the bytes of a piece of the layout."""
+        begin = self.layout.begins[index]
+        end = begin + self.layout.pieces[index].num_bytes
+        return self.data[0][begin:end] if len(self.data) == 1 else self.data[index]
 
 
 def lay_out(pieces: Iterable[ShardPiece]) -> FileLayout:
@@ -82,6 +98,7 @@ def write_part(
     *,
     sync: bool = True,
     on_block: Callable[[int], None] = lambda _: None,
+    replaced: Path | None = None,
 ) -> RankPart:
     """Write ``shard-<rank>.safetensors`` and, once it is complete, ``part-<rank>.json``.
 
@@ -91,38 +108,83 @@ def write_part(
         snapshot: What to write.
         sync: Whether both are to survive a loss of power.
         on_block: Called after each block with its number of bytes; what it raises ends the writing.
+        replaced: The folder of the checkpoint that this one may replace: if this rank's shard there
+            has the same content, it gets a second name here.
 
     Raises:
         OSError: the folder cannot be written, or is full.
     """
     path = folder / f"shard-{rank}.safetensors"
-    checksum, num_bytes = xxhash.xxh3_64(), 0
-    file = BlockFile(path, direct=sync)
-    try:
-        for view in [memoryview(_header_of(snapshot.layout)), *snapshot.data]:
-            for begin in range(0, len(view), BLOCK_BYTES):
-                block = view[begin : begin + BLOCK_BYTES]
-                checksum.update(block)
-                file.write(block)
-                num_bytes += len(block)
-                on_block(len(block))
-        file.finish(sync=sync)
-    finally:
-        file.close()
+    part_name = f"part-{rank}.json"
+    shard = replaced and _link_same(path, snapshot, replaced / part_name, on_block)
+    shard = shard or _write_shard(path, snapshot, sync, on_block)
     tensors: dict[str, TensorEntry] = {}
-    for piece in snapshot.layout.pieces:
+    own = {}
+    for i, piece in enumerate(snapshot.layout.pieces):
+        name = own_name(piece.fqn, rank) if piece.is_own else piece.fqn
         chunk = Chunk(piece.offsets, piece.sizes, path.name, _chunk_name(piece))
-        earlier = tensors[piece.fqn].chunks if piece.fqn in tensors else ()
-        tensors[piece.fqn] = TensorEntry(piece.shape, piece.dtype, (*earlier, chunk))
+        earlier = tensors[name].chunks if name in tensors else ()
+        tensors[name] = TensorEntry(piece.shape, piece.dtype, (*earlier, chunk))
+        if piece.is_own:
+            form = f"{piece.dtype}{list(piece.shape)}"
+            own[piece.fqn] = f"{form} {checksum_of(snapshot.bytes_of(i))}"
     part = RankPart(
         rank=rank,
-        files=(FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}"),),
+        files=(shard,),
         tensors=tensors,
         values=snapshot.values if rank == 0 else {},
         rank_values=snapshot.rank_values,
+        own=own,
+        described=snapshot.described,
     )
-    write_text(folder / f"part-{rank}.json", part.to_json(), sync=sync)
+    write_text(folder / part_name, part.to_json(), sync=sync)
     return part
+
+
+def _blocks_of(snapshot: HostSnapshot) -> Iterator[memoryview]:
+    """Yield the content of the shard in blocks."""
+    for view in [memoryview(_header_of(snapshot.layout)), *snapshot.data]:
+        for begin in range(0, len(view), BLOCK_BYTES):
+            yield view[begin : begin + BLOCK_BYTES]
+
+
+def _write_shard(
+    path: Path, snapshot: HostSnapshot, sync: bool, on_block: Callable[[int], None]
+) -> FileEntry:
+    checksum, num_bytes = xxhash.xxh3_64(), 0
+    file = BlockFile(path, direct=sync)
+    try:
+        for block in _blocks_of(snapshot):
+            checksum.update(block)
+            file.write(block)
+            num_bytes += len(block)
+            on_block(len(block))
+        file.finish(sync=sync)
+    finally:
+        file.close()
+    return FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}")
+
+
+def _link_same(
+    path: Path, snapshot: HostSnapshot, part: Path, on_block: Callable[[int], None]
+) -> FileEntry | None:
+    """Give the shard of another part a second name, if it has this content; else None."""
+    try:
+        (entry,) = RankPart.from_json(read_text(part, MANIFEST_BYTES)).files
+    except (OSError, ValueError, CheckpointCorruptError):
+        return None
+    checksum, num_bytes = xxhash.xxh3_64(), 0
+    for block in _blocks_of(snapshot):
+        checksum.update(block)
+        num_bytes += len(block)
+        on_block(0)
+    if entry != FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}"):
+        return None
+    try:
+        os.link(part.with_name(entry.name), path)
+    except OSError:  # a file system without hard links, for example
+        return None
+    return entry
 
 
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:

@@ -20,14 +20,24 @@ import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import xxhash
 
-from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+from hpc_elastic import tree_codec
+from hpc_elastic.checkpoint.equality import (
+    Described,
+    Remark,
+    key_of,
+    name_ranks,
+    require_alike,
+    value_difference,
+)
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from hpc_elastic.shared_files import LATEST_TIME
 
 VERSION = 1
@@ -35,6 +45,9 @@ VERSION = 1
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 256 << 20
 """Largest manifest that is read: one of millions of boxes."""
+
+OWN_KINDS = ("positions", "values", "per_rank")
+"""Of the values that each rank has for itself, those that belong to a key of the state."""
 
 T = TypeVar("T")
 
@@ -88,7 +101,12 @@ class RankPart:
     (`tree_codec`)."""
     rank_values: Mapping[str, Any]
     """What each rank has for itself: the states of its random number generators ("rng"), its
-    "positions" in data, and "values" that may be another rank's, too."""
+    "positions" in data, "values" that may be another rank's, too, and what it stores "per_rank"."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of the tensors that each rank stores for itself, by the name that all ranks have;
+    in ``tensors`` they stand as `own_name` has it."""
+    described: Described | None = None
+    """What is compared with the other ranks; None if there are none."""
 
     def to_json(self) -> str:
         """Return the text of the rank's part file."""
@@ -109,6 +127,8 @@ class RankPart:
                 tensors=_tensors(body["tensors"]),
                 values=_of(dict, body["values"]),
                 rank_values=_of(dict, body["rank_values"]),
+                own=_of(dict, body.get("own", {})),
+                described=_described(body.get("described")),
             )
 
 
@@ -123,9 +143,12 @@ class Manifest:
     """Unix seconds."""
     files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry]
+    """By name; those that each rank has for itself by `own_name`."""
     values: Mapping[str, Any]
     """Rank 0's; see `RankPart.values`."""
     rank_values: Mapping[int, Mapping[str, Any]]
+    run: str = ""
+    """The run that wrote it; empty if unknown, as in those of hpc_elastic 0.2.0 (`owner`)."""
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``."""
@@ -155,12 +178,40 @@ class Manifest:
                 tensors=_tensors(body["tensors"]),
                 values=_of(dict, body["values"]),
                 rank_values={int(r): _of(dict, v) for r, v in body["rank_values"].items()},
+                run=_of(str, body.get("run", "")),
             )
             if not 0 <= manifest.created < LATEST_TIME:
                 raise ValueError(f"created at {manifest.created}")
         if problem := next(_problems(manifest), None):
             raise CheckpointCorruptError(problem)
         return manifest
+
+    def own_names(self, rank: int) -> dict[str, str]:
+        """Return the tensors that a rank has for itself: their names in its values, and here."""
+        return self._own_names.get(rank, {})
+
+    @cached_property
+    def _own_names(self) -> dict[int, dict[str, str]]:
+        """The names made by `own_name`, by rank and by what they were made of."""
+        found: dict[int, dict[str, str]] = {}
+        for name in self.tensors:
+            if "~rank" in name and (m := _OWN_NAME.fullmatch(name)):
+                found.setdefault(int(m[2]), {})[m[1] + m[3]] = name
+        return found
+
+    def of_rank(self, rank: int, renamed: Mapping[str, str] = {}) -> Manifest:
+        """Return the checkpoint as a rank has it.
+
+        Args:
+            rank: The rank.
+            renamed: Other names for some that are in its values.
+        """
+        own = self._own_names
+        of_ranks = {at for names in own.values() for at in names.values()}
+        tensors = {name: entry for name, entry in self.tensors.items() if name not in of_ranks}
+        tensors |= {name: self.tensors[at] for name, at in own.get(rank, {}).items()}
+        tensors = {renamed.get(name, name): entry for name, entry in tensors.items()}
+        return replace(self, tensors=tensors)
 
     def pieces(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each stored box, by its file and by its name in that.
@@ -182,7 +233,14 @@ class Manifest:
         return found
 
 
-def merge(parts: Iterable[RankPart], *, step: int, world_size: int, created: float) -> Manifest:
+def merge(
+    parts: Iterable[RankPart],
+    *,
+    step: int,
+    world_size: int,
+    created: float,
+    remark: Remark = lambda _what, _text: None,
+) -> Manifest:
     """Make one checkpoint of what all ranks wrote.
 
     A box that two ranks wrote is taken from the lower rank.
@@ -192,39 +250,112 @@ def merge(parts: Iterable[RankPart], *, step: int, world_size: int, created: flo
         step: Optimizer steps that the checkpoint holds, at least 0.
         world_size: Number of ranks, at least 1.
         created: Unix seconds.
+        remark: Called with a harmless difference between the ranks; see `require_alike`.
 
     Raises:
-        CheckpointError: a rank's part is missing, the ranks have different shapes or types of a
-            tensor, or a tensor has a hole or an overlap. The message names it.
+        CheckpointMismatchError: what is stored once is not the same on all ranks (`equality`), or
+            the values name a tensor that no rank has stored. The message names it.
+        CheckpointError: a rank's part is missing, or a tensor has a hole or an overlap.
     """
     by_rank = {part.rank: part for part in parts}
     missing = sorted(set(range(world_size)) - set(by_rank))
     if missing:
         raise CheckpointError(f"step {step}: no part from rank {name_ranks(missing)}")
     ordered = [by_rank[rank] for rank in range(world_size)]
+    if ordered[0].described is not None:
+        require_alike({p.rank: p.described for p in ordered if p.described is not None}, remark)
+    alike = set()
+    for key in ordered[0].rank_values.get("values", {}):
+        if difference := _difference(key, ordered):
+            remark(f"state of {key}", difference)
+        else:
+            alike.add(key)
     rank_values = {}
     for part in ordered:  # without the values that all ranks share: `Manifest.values` has them
         own = dict(part.rank_values)
-        own["values"] = {
-            key: value
-            for key, value in own.get("values", {}).items()
-            if any(p.rank_values.get("values", {}).get(key) != value for p in ordered)
-        }
+        own["values"] = {k: v for k, v in own.get("values", {}).items() if k not in alike}
         rank_values[part.rank] = {kind: values for kind, values in own.items() if values}
     files = tuple(f for part in ordered for f in part.files)
-    tensors, values = _merge_tensors(ordered), ordered[0].values
-    return Manifest(VERSION, step, world_size, created, files, tensors, values, rank_values)
+    tensors = _merge_tensors([replace(p, tensors=_renamed(p, alike)) for p in ordered])
+    made = Manifest(
+        VERSION, step, world_size, created, files, tensors, ordered[0].values, rank_values
+    )
+    _require_stored(made)
+    return made
 
 
-def checksum_of(data: bytes) -> str:
+def own_name(name: str, rank: int) -> str:
+    """Return the name of a tensor that each rank has for itself, as a checkpoint has it.
+
+    ``data/buffer`` of rank 1 is ``data~rank1/buffer``: no key of a state is written like that.
+    """
+    key, slash, rest = name.partition("/")
+    return f"{key}~rank{rank}{slash}{rest}"
+
+
+_OWN_NAME = re.compile(r"([^/]*)~rank(\d+)((?:/.*)?)", re.DOTALL)
+
+
+def _difference(key: str, parts: Sequence[RankPart]) -> str:
+    """Return the message about an object that has another state on some rank; empty if none."""
+
+    def state(part: RankPart) -> tuple[Any, dict[str, str]]:
+        value = part.rank_values.get("values", {}).get(key)
+        return value, {name: c for name, c in part.own.items() if key_of(name) == key}
+
+    first, others = state(parts[0]), [(part.rank, state(part)) for part in parts[1:]]
+    unlike = [(rank, other) for rank, other in others if other != first]
+    if not unlike:
+        return ""
+    rank, other = unlike[0]
+    if first[0] != other[0]:
+        example = value_difference(key, first[0], other[0], rank)
+    else:
+        names = first[1] | other[1]
+        tensor = min(name for name in names if first[1].get(name) != other[1].get(name))
+        example = f"the tensor {tensor} is another one on rank {rank}"
+    return (
+        f"{key}: its state differs between rank 0 and rank {name_ranks([r for r, _ in unlike])}: "
+        f"{example}. Each rank gets its own back, but only under {len(parts)} ranks. To go on "
+        "under any number of them, make it the same on all before the save (a metric by "
+        "torch.distributed.all_reduce()), or accept rank 0's for all by CheckpointOptions("
+        f"accept_inexact=({key!r},))"
+    )
+
+
+def _renamed(part: RankPart, alike: Collection[str]) -> dict[str, TensorEntry]:
+    """Return the tensors of a part; of those that all ranks have alike, only rank 0's."""
+    tensors = dict(part.tensors)
+    for name in part.own:
+        if key_of(name) in alike:
+            entry = tensors.pop(own_name(name, part.rank))
+            if part.rank == 0:
+                tensors[name] = entry
+    return tensors
+
+
+def _require_stored(manifest: Manifest) -> None:
+    """Refuse a checkpoint whose values name a tensor that is not stored."""
+    for rank, values in manifest.rank_values.items():
+        trees = [tree for kind in OWN_KINDS for tree in values.get(kind, {}).values()]
+        if rank == 0:
+            trees += manifest.values.values()
+        unknown = _tensors_in(trees) - set(manifest.tensors)
+        if lost := unknown and unknown - set(manifest.own_names(rank)):
+            raise CheckpointMismatchError(f"{min(lost)}: rank {rank} has it, but no rank stored it")
+
+
+def _tensors_in(values: Any) -> set[str]:
+    """Return the names of the tensors in encoded values."""
+    names = set[str]()
+    with _reading("part"):
+        tree_codec.decode(values, lambda _kind, name: names.add(name))
+    return names
+
+
+def checksum_of(data: bytes | memoryview) -> str:
     """Return the checksum of some bytes, as `FileEntry` has it."""
     return f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return a short list of ranks for a message."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
 def _merge_tensors(parts: Sequence[RankPart]) -> dict[str, TensorEntry]:
@@ -234,7 +365,7 @@ def _merge_tensors(parts: Sequence[RankPart]) -> dict[str, TensorEntry]:
         for name, entry in part.tensors.items():
             first = merged.setdefault(name, entry)
             if (first.shape, first.dtype) != (entry.shape, entry.dtype):
-                raise CheckpointError(
+                raise CheckpointMismatchError(
                     f"{name} is {entry.dtype}{list(entry.shape)} on rank {part.rank}, but "
                     f"{first.dtype}{list(first.shape)} on a lower one"
                 )
@@ -384,8 +515,10 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _plain(whole: RankPart | Manifest) -> dict[str, Any]:
+    described = getattr(whole, "described", None)
     return {
-        **vars(whole),
+        **{f.name: getattr(whole, f.name) for f in fields(whole)},
+        **({} if described is None else {"described": asdict(described)}),
         "files": [[f.name, f.num_bytes, f.checksum] for f in whole.files],
         "tensors": {
             name: [t.shape, t.dtype, [[c.offsets, c.sizes, c.file, c.name] for c in t.chunks]]
@@ -413,6 +546,18 @@ def _tensors(rows: Any) -> dict[str, TensorEntry]:
         )
         for fqn, (shape, dtype, chunks) in rows.items()
     }
+
+
+def _described(body: Any) -> Described | None:
+    if body is None:
+        return None
+    return Described(
+        structure=_of(dict, body["structure"]),
+        names=tuple(_of(str, name) for name in body["names"]),
+        samples=_of(str, body["samples"]),
+        holders=tuple(_of(int, holder) for holder in body["holders"]),
+        values=_of(dict, body["values"]),
+    )
 
 
 def _file_name(value: Any) -> str:

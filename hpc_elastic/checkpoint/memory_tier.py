@@ -51,6 +51,7 @@ from hpc_elastic.checkpoint.replication import (
 from hpc_elastic.errors import CheckpointError, ConfigError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import read_bytes
 from hpc_elastic.transport.interface import own_addresses
 
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class MemoryStore:
             base = base_folder(tier.memory)
             self._memory = NodeMemory.of(base, words[0], directory)
             entry, drawn = fencing.own_entry(), b"".join(w.to_bytes(8, "big") for w in words[1:])
-            secret = RunDir(entry.parent.parent).secret.read_bytes() if entry else b""
+            secret = read_bytes(RunDir(entry.parent.parent).secret) if entry else b""
             self._key = hmac.digest(secret, b"checkpoint copies|" + drawn, "sha256")
             self._receiver = Receiver(self._memory, self._key, own_addresses())
         except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
@@ -237,6 +238,9 @@ def lacking_room(
 ) -> tuple[int, int, int] | None:
     """Return the first node that has too little room; None if there is none (pure).
 
+    Beside the saves, the snapshot of each of its workers takes room: of the same machine, and of
+    the same job's limit.
+
     Args:
         nodes: Where the ranks are.
         rows: For each rank, the bytes of its part, and the room on its node.
@@ -249,7 +253,8 @@ def lacking_room(
     own = {node: sum(rows[rank][0] for rank in nodes.ranks(node)) for node in numbers}
     for i, node in enumerate(numbers):
         steps = own[node] + (own[numbers[i - 1]] if copies else 0)
-        needed, room = (NUM_KEPT + 1) * steps, min(rows[rank][1] for rank in nodes.ranks(node))
+        needed = (NUM_KEPT + 1) * steps + own[node]
+        room = min(rows[rank][1] for rank in nodes.ranks(node))
         if needed > room:
             return node, needed, room
     return None

@@ -21,9 +21,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self, TextIO
 
 from hpc_elastic.checkpoint.manifest import MANIFEST_BYTES, RankPart
 from hpc_elastic.checkpoint.store import file_problem
@@ -110,7 +110,8 @@ class NodeMemory:
     def make(self, save: MemorySave) -> Path:
         """Return the folder of a save, which exists."""
         path = self.path(save)
-        make_folder(path, parents=True)
+        for folder in (self.folder.parent, self.folder, path):  # they may have been removed since
+            make_folder(folder, mode=0o700)
         return path
 
     def good_parts(self, save: MemorySave, ranks: Iterable[int]) -> dict[int, RankPart]:
@@ -231,30 +232,63 @@ def free_bytes(folder: Path) -> int:
     return max(0, min(limits))
 
 
-@contextmanager
-def agent_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Make a folder in memory that goes with this process (every agent, at its start).
+class AgentFolder:
+    """A folder in memory that goes with this process (every agent, at its start); a context.
 
     Folders of agents that were killed are removed first. An agent holds a lock on a file in its
     folder: it ends with the process, however that ends, and in other containers, too.
 
+    Attributes:
+        path: The folder.
+
     Args:
         parent: Where; ``/dev/shm`` by default, or the folder for temporary files if there is none.
     """
-    if parent is None:
-        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    remove_leftovers(parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    # Locked before it has its name, so that the folder is not taken for a leftover. The folder
-    # itself is not renamed: another user could take the new name first.
-    staged = folder / f".{_OWNER}"
-    with staged.open("w") as owner:
+
+    def __init__(self, parent: Path | None = None) -> None:
+        if parent is None:
+            parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        remove_leftovers(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._owner = self._lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._owner.close()
+
+    def restore(self) -> None:
+        """Make the folder again if its files were removed.
+
+        systemd-logind does that when a user's last session on a node ends (RemoveIPC), within a
+        job, too. The copies of checkpoints are lost; those that neighbours keep are not.
+
+        Raises:
+            OSError: It cannot be made, or somebody else has made it.
+        """
+        if os.fstat(self._owner.fileno()).st_nlink:
+            return
+        self.path.mkdir(0o700, exist_ok=True)
+        found = self.path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise FileExistsError(f"{self.path} was removed, and is somebody else's now")
+        self._owner.close()
+        self._owner = self._lock()
+        _log.error(
+            "%s was cleared, and is made again: set RemoveIPC=no in logind.conf of this node, or "
+            "run `loginctl enable-linger`", self.path,
+        )  # fmt: skip
+
+    def _lock(self) -> TextIO:
+        # Locked before it has its name, so that the folder is not taken for a leftover. The folder
+        # itself is not renamed: another user could take the new name first.
+        staged = self.path / f".{_OWNER}"
+        owner = staged.open("w")
         fcntl.flock(owner, fcntl.LOCK_EX)
-        staged.rename(folder / _OWNER)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        staged.rename(self.path / _OWNER)
+        return owner
 
 
 def remove_leftovers(parent: Path) -> None:

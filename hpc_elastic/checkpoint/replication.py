@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from hpc_elastic.checkpoint.collectives import RankGroup, device
+from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import (
     MANIFEST_BYTES,
     FileEntry,
@@ -38,6 +38,7 @@ from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 from hpc_elastic.shared_files import open_file, read_text, write_atomic
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
+from hpc_elastic.worker.process_group import device
 
 TIMEOUT_S = 30.0
 """Silence of this long ends a connection."""
@@ -289,7 +290,8 @@ class CopyGathering:
 
         What fails here is noted, and the other ranks get the blocks that they wait for.
         """
-        buffer = torch.empty(min(file.num_bytes, _GATHERED_BYTES), dtype=torch.uint8)
+        size = min(file.num_bytes, _GATHERED_BYTES)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         rank, checksum = self._group.rank, xxhash.xxh3_64()
         lacks = rank in sinks
         staged = path.with_name(f".{path.name}.new") if lacks else path

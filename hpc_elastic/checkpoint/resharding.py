@@ -12,7 +12,7 @@ the present ones, or new ones for a fresh optimizer), then `read`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
@@ -78,6 +79,7 @@ def targets(
     wanted: Iterable[str],
     present: Mapping[str, torch.Tensor],
     like: Mapping[str, torch.Tensor],
+    own: Container[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Return a tensor to fill for each name.
 
@@ -87,17 +89,20 @@ def targets(
         present: What there is already; it is used.
         like: The parameter that a new tensor belongs to: one of the parameter's shape gets its
             device, and its shards if it is a DTensor. Others are made on the CPU.
+        own: Names of tensors that this rank has for itself: of a DTensor, its part.
 
     Raises:
-        CheckpointError: a tensor is not in the checkpoint, differs in shape or type, or belongs
-            to a sharded parameter of another shape, so that its shards are unknown.
+        CheckpointError: a tensor is not in the checkpoint.
     """
     found = {}
     for fqn in wanted:
         if fqn not in present and fqn not in manifest.tensors:
             raise CheckpointError(f"{fqn} is not in the checkpoint of step {manifest.step}")
         known = fqn in present
-        found[fqn] = present[fqn] if known else _new(fqn, manifest.tensors[fqn], like.get(fqn))
+        if known:
+            found[fqn] = present[fqn]
+        else:
+            found[fqn] = _new(manifest.tensors[fqn], like.get(fqn), is_own=fqn in own)
     return found
 
 
@@ -116,25 +121,58 @@ def like_parameters(
     Raises:
         CheckpointError: it had other groups, or another number of parameters in one.
     """
-    groups = saved.get("param_groups", [])
+    parameters = parameters_of(optimizer, saved, prefix)
+    return {
+        f"{prefix}/state/{tree_codec.escape(number)}/{path}": parameters[number]
+        for number, state in (saved["state"].items() if parameters else ())
+        if number in parameters
+        for path in _paths(state)
+        if path != "step"  # torch moves it to where this optimizer wants it
+    }
+
+
+def parameters_of(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], prefix: str = ""
+) -> dict[Any, torch.Tensor]:
+    """Return the parameters of an optimizer by their keys in its saved state.
+
+    Returns:
+        None of them if the state dict is not of torch's form: such an optimizer loads it itself.
+
+    Raises:
+        CheckpointError: as `like_parameters`.
+    """
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list) or not isinstance(saved.get("state"), dict):
+        return {}
+    if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+        return {}
     then, now = ([len(g["params"]) for g in part] for part in (groups, optimizer.param_groups))
     if then != now:
         raise CheckpointError(
             f"{prefix}: the saved optimizer has {then} parameters in its groups, the present one "
             f"{now}: make it for the same parameters in the same groups"
         )
-    parameters = {
+    return {
         number: parameter
         for group, mine in zip(groups, optimizer.param_groups, strict=True)
         for number, parameter in zip(group["params"], mine["params"], strict=True)
     }
-    return {
-        f"{prefix}/state/{number}/{key}": parameters[number]
-        for number, state in saved.get("state", {}).items()
-        if number in parameters
-        for key in state
-        if key != "step"  # torch moves it to where this optimizer wants it
-    }
+
+
+def _paths(state: Any) -> Iterator[str]:
+    """Yield the path of each leaf in the state of a parameter."""
+    below: Iterable[tuple[Any, Any]] = ()
+    if isinstance(state, dict):
+        below = state.items()
+    elif isinstance(state, list | tuple):
+        below = enumerate(state)
+    for key, value in below:
+        name = tree_codec.escape(key)
+        if isinstance(value, dict | list | tuple):
+            yield from (f"{name}/{rest}" for rest in _paths(value))
+        else:
+            yield name
 
 
 class ManifestReader(StorageReader):
@@ -318,7 +356,8 @@ class _Piece:
             return
         count = target.shape[0]
         on_gpu = target.device.type == "cuda"
-        scratch = torch.empty((count, *self.inner), dtype=self.dtype, pin_memory=on_gpu)
+        size = (count, *self.inner)
+        scratch = torch.empty(size, dtype=self.dtype, pin_memory=on_gpu, device="cpu")
         self.file.read_into(_bytes_of(scratch), self.offset)
         for dim, start in enumerate(self.starts, start=1):
             scratch = scratch.narrow(dim, start, target.shape[dim])
@@ -357,21 +396,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _new(fqn: str, entry: TensorEntry, parameter: torch.Tensor | None) -> torch.Tensor:
+def _new(entry: TensorEntry, parameter: torch.Tensor | None, *, is_own: bool) -> torch.Tensor:
     dtype = dtype_of(entry.dtype)
-    same = parameter is not None and tuple(parameter.shape) == entry.shape
-    if parameter is None or (prod(entry.shape) == 1 and not same):
-        return torch.empty(entry.shape, dtype=dtype)
+    if parameter is None:
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
+    mine = local(parameter)
+    if tuple(mine.shape if is_own else parameter.shape) != entry.shape:
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     if not isinstance(parameter, DTensor):
-        return torch.empty(entry.shape, dtype=dtype, device=parameter.device if same else "cpu")
-    if not same:
-        raise CheckpointError(
-            f"{fqn}{list(entry.shape)} belongs to a sharded parameter of shape "
-            f"{list(parameter.shape)}, so its shards are not known: let the optimizer make its "
-            "state before restore(), or put torch.distributed.checkpoint.state_dict's helpers "
-            "into the checkpoint's state"
-        )
+        return torch.empty(entry.shape, dtype=dtype, device=parameter.device)
     return DTensor.from_local(
-        torch.empty_like(local(parameter), dtype=dtype), parameter.device_mesh,
+        torch.empty_like(mine, dtype=dtype), parameter.device_mesh,
         parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride(),
     )  # fmt: skip

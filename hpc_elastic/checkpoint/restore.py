@@ -128,7 +128,7 @@ def _restore_newest(
             break
     if store is not None:
         with contextlib.suppress(CheckpointError):  # it is passed over below
-            stored = set(read_manifest(store.folder(store.steps()[0])).values)
+            stored = set(read_manifest(store.stored(store.steps()[0])).values)
     if not group.all_agree(store is not None):
         raise CheckpointError(f"a rank does not see the checkpoint of step {newest} of {run.path}")
     if not group.all_agree(stored >= set(state)):
@@ -202,7 +202,7 @@ class Restorer:
 
         Each rank checks its share of the files.
         """
-        folder, problems = self.store.folder(step), []
+        folder, problems = self.store.stored(step), []
         manifest: Manifest | None = None
         try:
             manifest = self._read_manifest(folder)

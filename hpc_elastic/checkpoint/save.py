@@ -14,6 +14,10 @@ step, and marks it in the same way; so no rank waits for nothing. If even that c
 they wait for `timeout_s`. A folder that was given up is removed at rank 0's next save. A part that
 is complete is rank 0's to commit: a rank whose wait for it ends leaves it where it is.
 
+A step that is saved again may have another state by then. It is written again; a rank whose tensors
+are the same gives its shard a second name instead. If all is the same, rank 0 lets the earlier
+checkpoint stand, and otherwise replaces it (`store`).
+
 With a memory tier most saves stay in the nodes' memory; `to_store` is the same on every rank.
 
 Nothing here is collective, and everything runs in whatever thread calls `Save.run`.
@@ -27,21 +31,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_elastic.checkpoint.collectives import RankGroup
+from hpc_elastic.checkpoint.equality import name_ranks
 from hpc_elastic.checkpoint.files import HostSnapshot, write_part, write_text
-from hpc_elastic.checkpoint.manifest import (
-    MANIFEST,
-    MANIFEST_BYTES,
-    RankPart,
-    merge,
-    name_ranks,
-)
+from hpc_elastic.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, RankPart, merge
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
+from hpc_elastic.checkpoint.owner import Owner
 from hpc_elastic.checkpoint.store import Cleaner, Retention, Store
-from hpc_elastic.errors import CheckpointError
+from hpc_elastic.errors import CheckpointError, CheckpointMismatchError
 from hpc_elastic.run import fencing
 from hpc_elastic.shared_files import is_there, make_folder, names_in, parse_json, read_text
 
@@ -68,6 +68,7 @@ class SaveContext:
 
     store: Store
     group: RankGroup
+    owner: Owner
     rule: Retention
     timeout_s: float
     """How long one rank waits for another."""
@@ -76,6 +77,14 @@ class SaveContext:
     """Steps that did not verify when the state was restored."""
     memory: MemoryStore | None = None
     """The nodes' memory; None without a memory tier."""
+    remarks: set[str] = field(default_factory=set)
+    """What harmless differences between the ranks were about that were logged already."""
+
+    def remark(self, what: str, text: str) -> None:
+        """Log a harmless difference between the ranks once."""
+        if what not in self.remarks:
+            self.remarks.add(what)
+            _log.warning("%s", text)
 
 
 @dataclass
@@ -86,6 +95,7 @@ class Save:
         number: Of the save, the same on every rank.
         urgent: Leave out what can wait.
         to_store: Whether it goes to the shared directory; otherwise to memory only.
+        replaces: Whether it may replace a checkpoint of this step.
         snapshot: This rank's part; None once the save has ended.
         folder: Where all ranks write; its name is known to their group only.
         is_stored: Whether it is known to be committed in the shared directory.
@@ -98,6 +108,7 @@ class Save:
     number: int
     urgent: bool = False
     to_store: bool = True
+    replaces: bool = False
     snapshot: HostSnapshot | None = None
     is_stored: bool = False
     error: CheckpointError | None = None
@@ -153,6 +164,11 @@ class Save:
             self.error = self._failure(str(e) if isinstance(e, OSError) else repr(e))
             self.error.__cause__ = e
 
+    def give_up(self, why: str) -> None:
+        """Record that there is nothing to write, and let the other ranks see it."""
+        self.error = self._failure(why)
+        self.mark_failed(why)
+
     def finish(self) -> None:
         """Begin to remove what is not kept any more, and release those that wait.
 
@@ -189,23 +205,27 @@ class Save:
             if is_first and not self.urgent:
                 context.store.sweep(context.group.token, self.number)
             make_folder(self.folder)
-            part = self._write(self.folder, snapshot, sync=True)
+            replaced = context.store.stored(self.step) if self.replaces else None
+            part = self._write(self.folder, snapshot, sync=True, replaced=replaced)
             if is_first:
                 self._commit(part)
         except BaseException as e:
-            self._retract_part(str(e))
+            self._retract_part(str(e), mismatch=isinstance(e, CheckpointMismatchError))
             raise
         if not is_first:
             self._await_commit()
         self.is_stored = True
 
-    def _write(self, folder: Path, snapshot: HostSnapshot, *, sync: bool) -> RankPart:
+    def _write(
+        self, folder: Path, snapshot: HostSnapshot, *, sync: bool, replaced: Path | None = None
+    ) -> RankPart:
         def on_block(num_bytes: int) -> None:
             self._num_written += num_bytes
             self._raise_if_aborted()
 
         self._num_written = 0
-        return write_part(folder, self.context.group.rank, snapshot, sync=sync, on_block=on_block)
+        rank = self.context.group.rank
+        return write_part(folder, rank, snapshot, sync=sync, on_block=on_block, replaced=replaced)
 
     def _commit(self, part: RankPart) -> None:
         """Make one checkpoint of all ranks' parts as they come (rank 0)."""
@@ -221,20 +241,27 @@ class Save:
                 missing.discard(rank)
             if not missing:
                 break
-        manifest = merge(parts, step=self.step, world_size=world_size, created=time.time())
+        manifest = merge(
+            parts,
+            step=self.step,
+            world_size=world_size,
+            created=time.time(),
+            remark=context.remark,
+        )
+        manifest = replace(manifest, run=context.owner.run)
         write_text(self.folder / MANIFEST, manifest.to_json())
         names = self._staged_names()
         self._check_none_failed(names)
         gone = [rank for rank in others if f"part-{rank}.json" not in names]
         if gone:  # retracted since it was read
             raise self._failure(f"the part of rank {name_ranks(gone)} is gone")
-        context.store.commit(self.folder, self.step)
+        context.store.commit(self.folder, manifest, context.owner, replaces=self.replaces)
         context.damaged.discard(self.step)
 
     def _check_none_failed(self, names: Container[str]) -> None:
         failure = self._failed_rank(names, range(1, self.context.group.world_size))
         if failure is not None:
-            raise self._failure(failure)
+            raise failure
 
     def _await_commit(self) -> None:
         """Return once the step is there (other ranks)."""
@@ -242,8 +269,8 @@ class Save:
         for names in self._poll_staging("commit", lambda: [0]):
             failure = self._failed_rank(names, [0])
             if failure is not None:
-                self._retract_part(failure)
-                raise self._failure(failure)
+                self._retract_part(str(failure))
+                raise failure
             if names:
                 continue
             with contextlib.suppress(OSError):
@@ -299,29 +326,32 @@ class Save:
         """
         return {".", *names_in(self.folder)} if is_there(self.folder) else set()
 
-    def _failed_rank(self, names: Container[str], ranks: Iterable[int]) -> str | None:
+    def _failed_rank(self, names: Container[str], ranks: Iterable[int]) -> CheckpointError | None:
         """Return which of the ranks gave up, and why; None if none of them did."""
         for rank in ranks:
             name = f"failed-{rank}.json"
             if name in names:
                 try:
                     file = self.folder / name
-                    reason = str(parse_json(read_text(file), file)["reason"])
+                    mark = parse_json(read_text(file), file)
+                    reason = str(mark["reason"])
+                    if mark.get("mismatch"):
+                        return CheckpointMismatchError(reason)
                 except (OSError, ValueError, KeyError, TypeError):
                     reason = "no reason given"
-                return f"rank {rank} gave up: {reason}"
+                return self._failure(f"rank {rank} gave up: {reason}")
         return None
 
-    def mark_failed(self, reason: str) -> None:
+    def mark_failed(self, reason: str, *, mismatch: bool = False) -> None:
         """Let the other ranks see that this one does not take part in the save."""
         group = self.context.group
         if group.world_size > 1:
             with contextlib.suppress(OSError):
                 make_folder(self.folder)
                 mark = self.folder / f"failed-{group.rank}.json"
-                write_text(mark, json.dumps({"reason": reason}), sync=False)
+                write_text(mark, json.dumps({"reason": reason, "mismatch": mismatch}), sync=False)
 
-    def _retract_part(self, reason: str) -> None:
+    def _retract_part(self, reason: str, *, mismatch: bool = False) -> None:
         """Remove what this rank has written, and mark it failed; the folder, if it is alone.
 
         The part goes first: rank 0 may have read it, and looks for it again before it commits.
@@ -333,4 +363,4 @@ class Save:
                 return
             for name in (f"part-{group.rank}.json", f"shard-{group.rank}.safetensors"):
                 (self.folder / name).unlink(missing_ok=True)
-        self.mark_failed(reason)
+        self.mark_failed(reason, mismatch=mismatch)

@@ -1,23 +1,26 @@
 """Which part of the state each rank writes, decided on every rank without a word to the others.
 
-Every rank sees the same names and global shapes, so all come to the same decision:
+Every rank sees the same names and global shapes (`equality` compares them), so all come to the same
+decision:
 
-- A plain tensor is taken to be the same on all ranks (DDP). The bytes of all plain tensors, laid
-  end to end in the order of their names, are cut into as many equal shares as there are ranks; a
-  cut falls between two rows of a tensor. So each rank writes its share, and none writes twice.
+- A plain tensor has to be the same on all ranks (DDP), which `equality` compares too. The bytes of
+  all plain tensors, laid end to end in the order of their names, are cut into as many equal shares
+  as there are ranks; a cut falls between two rows of a tensor. So each rank writes its share, and
+  none writes twice.
+- Tensors that each rank has for itself (``own``) are written by each rank, whole.
 - A DTensor (FSDP2, tensor parallel, any mesh) is written where it is: torch's own planner decides
   which box of the tensor this rank holds. Ranks that hold the same box, along replicated
   dimensions of the mesh, cut it among them in the same way.
 - Small tensors are written whole by the first rank that holds them: nothing is gained by
-  spreading them, and what is small and not really equal stays of one rank. The statistics of
-  BatchNorm differ between DDP's ranks until the next forward pass takes those of rank 0; the
-  Checkpointer names all buffers of modules as such (``first``).
+  spreading them. The statistics of BatchNorm differ between DDP's ranks until the next forward pass
+  takes those of rank 0; the Checkpointer names all buffers of modules as such (``first``), and
+  their numbers are not compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -45,6 +48,7 @@ class ShardPiece:
         offsets: Where the box begins in the whole tensor.
         sizes: Of the box.
         start: Where the box begins in the tensor that this rank has in memory.
+        is_own: Whether each rank stores its own tensor of that name.
     """
 
     fqn: str
@@ -53,6 +57,7 @@ class ShardPiece:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: tuple[int, ...]
+    is_own: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +76,13 @@ class ShardPiece:
 
 
 class Planner:
-    """Plans saves, and remembers the last plan: the structure of a state hardly ever changes."""
+    """Plans saves, and remembers the last plan: the structure of a state hardly ever changes.
+
+    Attributes:
+        holders: Of the last plan, by each name that is stored once though there are several ranks:
+            the first rank that holds the same part as this one, or -1 if this rank has it alone, or
+            if it counts as rank 0 has it. A new mapping where the structure has changed.
+    """
 
     def __init__(
         self, rank: int, world_size: int, replicated: Literal["spread", "first"] = "spread"
@@ -89,15 +100,21 @@ class Planner:
         self._replicated = replicated
         self._structure: Hashable = None
         self._plan: list[ShardPiece] = []
+        self.holders: Mapping[str, int] = {}
 
     def plan(
-        self, tensors: Mapping[str, torch.Tensor], first: Collection[str] = ()
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        first: Collection[str] = (),
+        own: Collection[str] = (),
     ) -> list[ShardPiece]:
         """Return what this rank writes (every rank, at each save; cheap for a known structure).
 
         Args:
-            tensors: All tensors of the state, by name; the same names on every rank.
+            tensors: All tensors of the state, by name; those that are not ``own`` have the same
+                names on every rank (`equality` compares them).
             first: Names of those that the first rank writes, whatever their size.
+            own: Names of those that each rank has for itself, and writes as they are in memory.
 
         Returns:
             The boxes, by name; none for a rank whose share is empty.
@@ -107,6 +124,7 @@ class Planner:
         """
         structure = (
             frozenset(first),
+            frozenset(own),
             tuple(
                 (
                     fqn,
@@ -121,10 +139,19 @@ class Planner:
             return self._plan
         pieces: list[ShardPiece] = []
         spread: dict[tuple[int, ...], list[_Held]] = {}
+        first_holders = {}
         for fqn in sorted(tensors):
+            if fqn in own:
+                mine = _held(fqn, local(tensors[fqn]), (self._rank,))
+                assert mine is not None
+                pieces.append(replace(mine.piece(), is_own=True))
+                continue
             item = _held(fqn, tensors[fqn], self._world)
+            first_holders[fqn] = -1
             if item is None:
                 continue
+            if len(item.holders) > 1 and fqn not in first:
+                first_holders[fqn] = item.holders[0]
             large = item.num_bytes >= SPREAD_FROM_BYTES and fqn not in first
             if large and self._replicated == "spread" and len(item.holders) > 1:
                 spread.setdefault(item.holders, []).append(item)
@@ -137,6 +164,7 @@ class Planner:
                 if begin < end:
                     pieces.append(item.piece(begin, end))
         self._plan = sorted(pieces, key=lambda piece: piece.fqn)
+        self.holders = first_holders if len(self._world) > 1 else {}
         self._structure = structure
         return self._plan
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
@@ -41,9 +42,15 @@ class Snapshots:
             flat: The state; it has whether memory is to be pinned.
             num_bytes: What a snapshot will probably take.
         """
-        thread = threading.Thread(
-            target=self._reserve, args=(flat, num_bytes), name="checkpoint-warm-up"
-        )
+
+        def reserve() -> None:
+            try:
+                self._reserve(flat, num_bytes)
+            except Exception as e:
+                if not is_out_of_memory(e):  # the first save meets that again, and logs it
+                    raise
+
+        thread = threading.Thread(target=reserve, name="checkpoint-warm-up")
         with contextlib.suppress(RuntimeError):  # no thread is to be had: the first save makes it
             thread.start()
 
@@ -53,6 +60,9 @@ class Snapshots:
         """Copy the pieces; when it returns, the state may change.
 
         The snapshot is valid until the next call.
+
+        Raises:
+            Exception: there is no memory for the buffer, by `is_out_of_memory`.
         """
         layout = self._layout_of(pieces)
         memory = self._reserve(flat, layout.num_bytes)
@@ -87,8 +97,9 @@ class Snapshots:
         with self._lock:
             if self._map is not None and len(self._map) >= num_bytes:
                 return self._map
+            gpu = next((t.device for t in flat.tensors.values() if t.is_cuda), None)
             if self._is_pinned is None:
-                self._is_pinned = any(tensor.is_cuda for tensor in flat.tensors.values())
+                self._is_pinned = gpu is not None
             if self._map is not None and self._is_pinned:
                 _cudart().cudaHostUnregister(address_of(self._map))
             self._map = None
@@ -102,8 +113,12 @@ class Snapshots:
                     break
                 ctypes.memset(address + begin, 0, min(_TOUCH_BYTES, num_bytes - begin))
             if self._is_pinned:
-                error = _cudart().cudaHostRegister(address, num_bytes, 0)
-                self._is_pinned = int(error) == 0
+                with torch.cuda.device(gpu):  # of this thread: else it has a context on GPU 0
+                    error = _cudart().cudaHostRegister(address, num_bytes, 0)
+                    self._is_pinned = int(error) == 0
+                    if not self._is_pinned:
+                        with contextlib.suppress(RuntimeError):  # else the next kernel raises it
+                            torch.zeros(1, device=gpu)
             self._map = made
             return made
 
@@ -120,6 +135,14 @@ class Snapshots:
                 views.append(data.view(getattr(torch, piece.dtype)).view(piece.sizes))
             self._views = memory, views
         return self._views[1]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of Python or torch means that there is no more memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_torchs = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_torchs
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -2,8 +2,10 @@
 
 A state is a mapping from keys to objects with state_dict() and load_state_dict(), tensors, or
 dicts of the user's own values. Its tensors are named by their path: ``model/0.weight``,
-``optimizer/state/0/exp_avg``. DistributedDataParallel is looked through, so that a checkpoint
-fits the bare module too.
+``optimizer/state/0/exp_avg``. torch's wrappers of modules (DistributedDataParallel, torch.compile)
+are looked through at every depth, as torch's get_model_state_dict() does, so that a checkpoint fits
+the bare module too. Where a stored name has the parts of wrappers, as in checkpoints of earlier
+versions and in the states of other objects, it is restored under the present name.
 
 What is not a tensor is saved as rank 0 has it, except the states of objects that are neither
 modules nor optimizers. Such an object may have a state of its own on each rank, and one that can be
@@ -11,31 +13,45 @@ iterated, as a data loader, is a position in the data of one rank even where all
 numbers. Each rank gets its own state back (`RankStates`); under another number of ranks there is no
 right one, and restoring is refused. An object whose state is the same on all ranks for any number
 of them declares it: ``fits_any_world_size = True``.
+
+Tensors in such a state belong to the rank too (``Flat.own``): all those of a position, and the
+small ones of another object, for which each rank writes its own until all turn out to be equal. The
+large ones of an object that is no position are stored once, as a model's, and so compared: it may
+be a wrapper of the whole model, and no checkpoint of that is to hold it once for each rank.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import logging
 import random
 import struct
 import sys
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+import types
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint import resharding
-from hpc_elastic.checkpoint.manifest import Manifest
-from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from hpc_elastic.checkpoint.manifest import OWN_KINDS, Manifest
+from hpc_elastic.checkpoint.sharding import SPREAD_FROM_BYTES, local
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError, InexactError
+from hpc_elastic.worker import process_group
 
 _log = logging.getLogger(__name__)
+
+
+Kind = Literal["tensor", "parameter", "array"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class Ref:
 
     fqn: str
     """Name of the tensor in the checkpoint."""
-    kind: Literal["tensor", "parameter", "array"] = "tensor"
+    kind: Kind = "tensor"
     """A torch tensor, a parameter, or a NumPy array."""
 
 
@@ -56,7 +72,7 @@ def decode(value: Any) -> Any:
     """
 
     def ref(kind: Any, fqn: Any) -> Ref:
-        if kind not in ("tensor", "parameter", "array"):
+        if kind not in get_args(Kind):
             raise KeyError(kind)
         return Ref(str(fqn), kind)
 
@@ -75,7 +91,11 @@ class Flat:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """By name; they share their memory with the state."""
     first: set[str] = field(default_factory=set)
-    """Names of buffers of modules: they count as rank 0 has them."""
+    """Names of what modules have besides parameters: it counts as rank 0 has it."""
+    own: set[str] = field(default_factory=set)
+    """Names of the tensors that each rank has for itself."""
+    once: set[str] = field(default_factory=set)
+    """Keys whose values count as rank 0 has them."""
     leaves: dict[Ref, object] = field(default_factory=dict)
     """The tensors and arrays themselves, where filling `tensors` fills them."""
 
@@ -91,7 +111,11 @@ class _Filling:
     present: Flat
     """What they are now."""
     tensors: dict[str, torch.Tensor]
-    """To be read: present ones, or new ones for a fresh optimizer."""
+    """To be filled: present ones, or new ones for a fresh optimizer."""
+    into: dict[str, torch.Tensor]
+    """The same, as they are read: of a tensor that this rank has for itself, what is in memory."""
+    manifest: Manifest
+    """Of the checkpoint, as this rank has it."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +127,29 @@ class RankStates:
     accept_inexact: Container[str]
     """Keys whose objects get rank 0's state under another world size."""
 
+    def source(self, manifest: Manifest) -> int:
+        """Return the rank whose own values and tensors this one gets."""
+        return self.rank if manifest.world_size == self.world_size else 0
+
     def value(self, manifest: Manifest, key: str, item: object) -> Any:
         """Return the stored value of an object for this rank.
 
         Raises:
             CheckpointError: there is none that fits, since the world size was another.
         """
-        own = _own_value(manifest, self.rank, key)
+        own = _own_value(manifest, self.source(manifest), key)
         is_position = _is_position(item) or _own_value(manifest, 0, key, ["positions"]) is not None
         if manifest.world_size == self.world_size:
             return manifest.values[key] if own is None else own
-        if not is_position and _own_value(manifest, 0, key) is None:
+        if not is_position and own is None:
             return manifest.values[key]
         kind = type(item).__name__
+        has_parts = _own_value(manifest, 0, key, ["per_rank"]) is not None
+        if has_parts and isinstance(item, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
+            raise CheckpointError(
+                f"{key}: each of {manifest.world_size} ranks has saved its own part of it (per_rank"
+                f"), and {self.world_size} restore it: restore it with {manifest.world_size} ranks"
+            )
         if key in self.accept_inexact:
             _log.warning("%s: every rank gets the state that rank 0's %s had", key, kind)
             return manifest.values[key]
@@ -129,25 +163,28 @@ class RankStates:
         )
 
 
-def rank_states(state: Mapping[str, object], flat: Flat) -> dict[str, dict[str, Any]]:
-    """Return what is this rank's own: "positions" in data, and "values" that may be so.
+def rank_states(
+    state: Mapping[str, object], flat: Flat, per_rank: Container[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return what is this rank's own: "positions" in data, "values" that may be so, "per_rank".
 
     Args:
         state: What is saved.
         flat: The same, taken apart.
+        per_rank: Keys that the user names as each rank's own.
     """
-    own: dict[str, dict[str, Any]] = {"positions": {}, "values": {}}
+    own: dict[str, dict[str, Any]] = {"positions": {}, "values": {}, "per_rank": {}}
     for key, item in state.items():
-        if _is_position(item):
+        if key in per_rank:
+            own["per_rank"][key] = flat.values[key]
+        elif _is_position(item):
             own["positions"][key] = flat.values[key]
         elif _may_differ(item):
             own["values"][key] = flat.values[key]
     return own
 
 
-def _own_value(
-    manifest: Manifest, rank: int, key: str, kinds: Iterable[str] = ("positions", "values")
-) -> Any:
+def _own_value(manifest: Manifest, rank: int, key: str, kinds: Iterable[str] = OWN_KINDS) -> Any:
     of_rank = manifest.rank_values.get(rank, {})
     return next((of_rank[kind][key] for kind in kinds if key in of_rank.get(kind, {})), None)
 
@@ -163,8 +200,12 @@ def _is_position(item: object) -> bool:
     return _may_differ(item) and hasattr(item, "__iter__") and not fits
 
 
-def flatten(state: Mapping[str, object]) -> Flat:
+def flatten(state: Mapping[str, object], per_rank: Container[str] = ()) -> Flat:
     """Take a state apart; nothing is copied but the values.
+
+    Args:
+        state: By key.
+        per_rank: Keys that each rank has for itself.
 
     Raises:
         ConfigError: an object is none of what a state may hold, or has in it what cannot be
@@ -172,7 +213,15 @@ def flatten(state: Mapping[str, object]) -> Flat:
     """
     flat = Flat()
     for key, item in state.items():
-        _add(flat, key, _bare(item))
+        names = _add(flat, key, item)
+        if key in per_rank or _is_position(item):
+            flat.own.update(names)
+        elif _may_differ(item):
+            flat.own.update(n for n in names if flat.tensors[n].nbytes < SPREAD_FROM_BYTES)
+        elif not getattr(item, "fits_any_world_size", False):
+            flat.once.add(key)
+        if key not in per_rank:
+            flat.own.difference_update(n for n in names if isinstance(flat.tensors[n], DTensor))
     return flat
 
 
@@ -199,7 +248,16 @@ def load(
             the state may have been filled.
     """
     filling = _prepare(manifest, state, strict=strict, ranks=ranks)
-    resharding.read(manifest, folder, filling.tensors)
+    twins = _twins(filling.into)
+    spare = {name: torch.empty_like(filling.into[name]) for name in twins}
+    resharding.read(filling.manifest, folder, {**filling.into, **spare})
+    for name, twin in twins.items():
+        if not torch.equal(_bits(spare[name]), _bits(filling.into[twin])):
+            raise CheckpointError(
+                f"{name} and {twin} are one tensor now, but have different numbers in the "
+                f"checkpoint of step {manifest.step}: make the model as it was saved, without "
+                "tying them"
+            )
 
     def filled(ref: Any) -> Any:
         if not isinstance(ref, Ref):
@@ -221,7 +279,7 @@ def files_needed(
 ) -> set[str]:
     """Return the files that `load` would read on this rank; raises what it does."""
     filling = _prepare(manifest, state, strict=strict, ranks=ranks)
-    return resharding.files_needed(manifest, filling.tensors)
+    return resharding.files_needed(filling.manifest, filling.into)
 
 
 def _prepare(
@@ -230,32 +288,62 @@ def _prepare(
     missing = sorted(set(state) - set(manifest.values))
     unknown = sorted(set(manifest.values) - set(state))
     if missing or unknown:
-        message = (
-            f"the checkpoint of step {manifest.step} has no {missing or 'missing keys'}; "
-            f"the state has no {unknown or 'missing keys'}"
-        )
+        only = [
+            f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} only in {where}"
+            for where, keys in (("the state", missing), ("the checkpoint", unknown))
+            if keys
+        ]
+        message = f"checkpoint of step {manifest.step}: {'; '.join(only)}"
         if strict:
             raise CheckpointError(
                 f"{message}: give the same keys, or CheckpointOptions(strict=False)"
             )
         _log.log(logging.WARNING if missing else logging.INFO, "%s: left alone", message)
-    items = {key: _bare(state[key]) for key in state if key in manifest.values}
-    trees = {key: decode(ranks.value(manifest, key, state[key])) for key in items}
+    items = {key: state[key] for key in state if key in manifest.values}
     present = flatten(items)
+    renamed: dict[str, str] = {}
+    trees = {
+        key: _with_present_names(
+            decode(ranks.value(manifest, key, item)), decode(present.values[key]), renamed
+        )
+        for key, item in items.items()
+    }
+    source = ranks.source(manifest)
+    mine = manifest.of_rank(source, renamed)
+    own = {renamed.get(name, name) for name in manifest.own_names(source)}
     wanted: dict[str, torch.Tensor] = {}
     for key, item in items.items():
         like: Mapping[str, torch.Tensor] = {}
         if isinstance(item, torch.optim.Optimizer):
             like = resharding.like_parameters(item, trees[key], tree_codec.escape(key))
-        refs: list[Any] = []
-        tree_codec.map_values(trees[key], refs.append)
-        names = [ref.fqn for ref in refs if isinstance(ref, Ref)]
-        wanted |= resharding.targets(manifest, names, present.tensors, like)
-    return _Filling(items, trees, present, wanted)
+        names = [ref.fqn for ref in tree_codec.leaves(trees[key]) if isinstance(ref, Ref)]
+        wanted |= resharding.targets(mine, names, present.tensors, like, own)
+    into = {name: local(tensor) if name in own else tensor for name, tensor in wanted.items()}
+    return _Filling(items, trees, present, wanted, into, mine)
 
 
-def _add(flat: Flat, key: str, item: Any) -> None:
+def _twins(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names of tensors that are in memory under an earlier name too, and that name."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        mine = local(tensor)
+        place = mine.device, mine.data_ptr(), mine.dtype, tuple(mine.shape), mine.stride()
+        twin = first.setdefault(place, name)
+        if twin != name and mine.numel():
+            found[name] = twin
+    return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _add(flat: Flat, key: str, item: Any) -> list[str]:
+    """Take one object apart; return the names of its tensors."""
     path = tree_codec.escape(key)
+    names = []
+    _require_no_flat_parameters(path, item)
 
     def leaf_of(at: str, leaf: object) -> tuple[str, str] | None:
         found = _as_tensor(leaf)
@@ -265,16 +353,22 @@ def _add(flat: Flat, key: str, item: Any) -> None:
         if at in flat.tensors:
             raise ConfigError(f"state: {at}", type(leaf), "two keys have this path: rename one")
         flat.tensors[at] = tensor
+        names.append(at)
         if is_same:
             flat.leaves[Ref(at, kind)] = leaf
         return kind, at
 
-    tree: object = item
+    tree: Any = item
     if isinstance(item, torch.nn.Module):
-        tree = dict(item.state_dict())
-        flat.first.update(tree_codec.join(path, name) for name, _ in item.named_buffers())
+        bare = _bare_names(item)
+        tree = {bare(name): value for name, value in item.state_dict().items()}
+        buffers = {bare(name) for name, _ in item.named_buffers(remove_duplicate=False)}
+        buffers |= {name for name in tree if name.rpartition(".")[2] == "_extra_state"}
+        flat.first.update(tree_codec.join(path, name) for name in buffers)
     elif _is_stateful(item) and not isinstance(item, torch.Tensor):
         tree = item.state_dict()
+        if isinstance(item, torch.optim.Optimizer):
+            tree = _without_functions(tree)
     elif not isinstance(item, torch.Tensor) and type(item) is not dict:
         raise ConfigError(
             f"state: {path}",
@@ -282,14 +376,143 @@ def _add(flat: Flat, key: str, item: Any) -> None:
             "give a tensor, a dict of values, or an object with state_dict() and load_state_dict()",
         )
     flat.values[key] = tree_codec.encode(tree, path, leaf_of)
+    if isinstance(item, torch.optim.Optimizer):
+        _require_known_shards(path, item, tree, {name: flat.tensors[name] for name in names})
+    return names
+
+
+_NAMES = "param_names"
+"""Of the parameters of a group, as the present model has them: wrappers may change them."""
+_CODE = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial
+)  # fmt: skip
+
+
+def _without_functions(tree: Any) -> Any:
+    """Return an optimizer's state without functions in its groups: those are the script's."""
+    groups = tree.get("param_groups") if isinstance(tree, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return tree
+    kept = [{k: v for k, v in group.items() if not isinstance(v, _CODE)} for group in groups]
+    return {**tree, "param_groups": kept}
+
+
+def _require_known_shards(
+    path: str,
+    optimizer: torch.optim.Optimizer,
+    tree: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse a sharded tensor that a fresh optimizer could not make again.
+
+    Raises:
+        ConfigError: it is not the state of a parameter, or has another shape.
+    """
+    sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
+    like = resharding.like_parameters(optimizer, tree, path) if sharded else {}
+    for name, tensor in sharded.items():
+        known = name in like and like[name].shape == tensor.shape
+        if not known and tensor.numel() > 1:
+            raise InexactError(
+                f"state: {name}",
+                tuple(tensor.shape),
+                "it is a DTensor, but not shaped like a parameter, so a fresh optimizer cannot "
+                "know its shards: give the optimizer a wrapper with state_dict() and "
+                "load_state_dict(), which makes the state before it is loaded",
+            )
+
+
+def _require_no_flat_parameters(path: str, item: object) -> None:
+    """Refuse FSDP1, whose flat parameters are one rank's without being named so.
+
+    Raises:
+        ConfigError: the object is such a module, has one in it, or optimizes its parameters.
+    """
+    found = False
+    if isinstance(item, torch.nn.Module):
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        found = fsdp is not None and any(
+            isinstance(module, fsdp.FullyShardedDataParallel) for module in item.modules()
+        )
+    elif isinstance(item, torch.optim.Optimizer):
+        parameters = (p for group in item.param_groups for p in group["params"])
+        found = any(getattr(p, _FLATTENED, False) for p in parameters)
+    if found:
+        raise InexactError(
+            f"state: {path}",
+            type(item),
+            "FullyShardedDataParallel (FSDP1) keeps a part of flat parameters on each rank: use "
+            "fully_shard (FSDP2), whose shards fit any number of ranks",
+        )
+
+
+_FLATTENED = "_fsdp_flattened"
+"""torch's mark on parameters of FSDP1 (`torch.distributed.fsdp._common_utils`)."""
 
 
 def _is_stateful(item: object) -> bool:
     return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
 
 
-def _bare(item: object) -> object:
-    return item.module if isinstance(item, DistributedDataParallel) else item
+# ---- Names without wrappers
+
+_COMPILED = "_orig_mod"
+"""Name of the module that torch.compile has wrapped, in its wrapper."""
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+"""Part of the names of modules and buffers, not of states, where activations are checkpointed."""
+_WRAPPED = {"module", _COMPILED}
+
+
+def _bare_names(module: torch.nn.Module) -> Callable[[str], str]:
+    """Return what makes a name in a module's state one of the same module without wrappers."""
+    wrapped = []
+    for path, each in module.named_modules(remove_duplicate=False):
+        part = ""
+        if isinstance(each, DistributedDataParallel | torch.nn.DataParallel):
+            part = "module"
+        elif _COMPILED in (name for name, _ in each.named_children()):
+            part = _COMPILED
+        if part:
+            before = f"{path}.".replace(_CHECKPOINTED, "") if path else ""
+            wrapped.append((before, f"{before}{part}."))
+
+    def bare(name: str) -> str:
+        name = name.replace(_CHECKPOINTED, "")
+        for before, whole in reversed(wrapped):  # the inner ones first: their paths have the outer
+            if name.startswith(whole):
+                name = before + name[len(whole) :]
+        return name
+
+    return bare
+
+
+def _with_present_names(saved: Any, present: Any, renamed: dict[str, str]) -> Any:
+    """Return a saved tree in which tensors whose names differ by wrappers only have the present's.
+
+    Args:
+        saved: The tree, decoded.
+        present: The tree of the present state, decoded.
+        renamed: Gets the present name of such a tensor by the name in the checkpoint.
+    """
+    if not isinstance(saved, dict) or not isinstance(present, dict):
+        return saved
+    by_bare = {_without_wrappers(k): k for k, v in present.items() if isinstance(v, Ref)}
+    tree = saved.copy()  # a defaultdict keeps its factory
+    tree.clear()
+    for key, value in saved.items():
+        other = by_bare.get(_without_wrappers(key), key)
+        if isinstance(value, Ref) and key not in present and other not in saved:
+            tree[other] = replace(value, fqn=present[other].fqn)
+            renamed[value.fqn] = present[other].fqn
+        else:
+            tree[key] = _with_present_names(value, present.get(key), renamed)
+    return tree
+
+
+def _without_wrappers(key: object) -> object:
+    if not isinstance(key, str):
+        return key
+    return ".".join(part for part in key.split(".") if part not in _WRAPPED)
 
 
 def _as_tensor(leaf: object) -> tuple[Any, torch.Tensor, bool] | None:
@@ -312,21 +535,88 @@ def _fill(key: str, item: Any, tree: Any) -> None:
     if isinstance(item, torch.Tensor):
         return
     if not _is_stateful(item):
-        item.clear()
-        item.update(tree)
+        _replace(item, tree, set())
         return
     if isinstance(item, torch.nn.Module):  # as its state_dict() is, with the format's versions
-        like = item.state_dict()
+        like, bare = item.state_dict(), _bare_names(item)
+        names = {bare(name): name for name in like}
         versions = getattr(like, "_metadata", None)
         like.clear()
-        like.update(tree)
+        like.update((names.get(name, name), value) for name, value in tree.items())
         if versions is not None:
             like._metadata = versions  # type: ignore[attr-defined]
         tree = like
+    groups = [dict(g) for g in item.param_groups] if isinstance(item, torch.optim.Optimizer) else []
     try:
         item.load_state_dict(tree)
     except Exception as e:
         raise CheckpointError(f"{key}: {type(item).__name__}.load_state_dict: {e}") from e
+    if isinstance(item, torch.optim.Optimizer):
+        _undo_casts(item, tree)
+        for group, present in zip(item.param_groups, groups, strict=False):
+            group.update((k, v) for k, v in present.items() if k not in group or k == _NAMES)
+
+
+def _replace(present: Any, saved: Any, seen: set[int]) -> Any:
+    """Fill a dict, list or set with what was saved, in place at every depth.
+
+    Args:
+        present: What there is.
+        saved: What it is to be.
+        seen: What was filled already: a list that stands in two places is filled for the first.
+
+    Returns:
+        The present object if it can be filled, else the saved one.
+    """
+    kind = type(saved)
+    if type(present) is not kind or id(present) in seen:
+        return saved
+    seen.add(id(present))
+    if isinstance(saved, dict):
+        new = {
+            key: _replace(present[key], value, seen) if key in present else value
+            for key, value in saved.items()
+        }
+        present.clear()
+        for key, value in new.items():
+            present[key] = value
+        if isinstance(saved, defaultdict):
+            present.default_factory = saved.default_factory
+    elif kind is list:
+        both = zip(present, saved, strict=False)
+        present[:] = [_replace(old, new, seen) for old, new in both] + saved[len(present) :]
+    elif kind is set:
+        present.clear()
+        present.update(saved)
+    else:
+        return saved
+    return present
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
+    """Give the state the types that it was saved with.
+
+    `torch.optim.Optimizer.load_state_dict` casts all of it to the type of the parameter: numbers of
+    eight bits become float32, and moments of float32 beside a bfloat16 parameter lose digits.
+    """
+
+    def types_of(value: Any) -> list[Any]:
+        return [getattr(leaf, "dtype", None) for leaf in tree_codec.leaves(value)]
+
+    for number, parameter in resharding.parameters_of(optimizer, tree).items():
+        loaded = optimizer.state.get(parameter)
+        saved = tree["state"].get(number)
+        if not isinstance(loaded, dict) or not isinstance(saved, dict):
+            continue
+        for key in saved.keys() & loaded.keys():
+            if key != "step" and types_of(saved[key]) != types_of(loaded[key]):
+                loaded[key] = tree_codec.map_values(
+                    saved[key], functools.partial(_moved, parameter.device)
+                )
+
+
+def _moved(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 # ---- The random number generators of this process: Python's, NumPy's, torch's on CPU and GPUs
@@ -339,7 +629,8 @@ def capture() -> dict[str, Any]:
     """Return the states as JSON.
 
     NumPy's is its global generator's, if NumPy has been imported; the GPUs', all that this process
-    can see, if CUDA is in use. Generators that the user made are for the script to save.
+    can see, its own first, if CUDA is in use. Generators that the user made are for the script to
+    save.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -350,7 +641,8 @@ def capture() -> dict[str, Any]:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = [name, _base64(keys.astype("<u4").tobytes()), *rest]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = [_base64(bytes(s.tolist())) for s in torch.cuda.get_rng_state_all()]
+        of_gpus, own = torch.cuda.get_rng_state_all(), process_group.gpu().index
+        states["gpus"] = [_base64(bytes(s.tolist())) for s in of_gpus[own:] + of_gpus[:own]]
     return states
 
 
@@ -372,9 +664,11 @@ def restore(states: Mapping[str, Any]) -> None:
 
             name, keys, *rest = states["numpy"]
             np.random.set_state((name, np.frombuffer(base64.b64decode(keys), dtype="<u4"), *rest))
-        if "cuda" in states and torch.cuda.is_available():
-            for device in range(min(len(states["cuda"]), torch.cuda.device_count())):
-                torch.cuda.set_rng_state(_tensor(states["cuda"][device]), device)
+        if states.keys() & {"cuda", "gpus"} and torch.cuda.is_available():
+            count, own = torch.cuda.device_count(), process_group.gpu().index
+            for key, first in (("cuda", 0), ("gpus", own)):  # "cuda": by index, before 0.3
+                for i, text in enumerate(states.get(key, ())[:count]):
+                    torch.cuda.set_rng_state(_tensor(text), (first + i) % count)
     except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as e:
         raise CheckpointCorruptError(f"no states of random number generators: {e}") from e
 
@@ -396,7 +690,7 @@ def derive(step: int, rank: int, of_first: Mapping[str, Any]) -> None:
 
 
 def _tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8, device="cpu")
 
 
 def _base64(data: bytes) -> str:

@@ -1,7 +1,9 @@
 """The folders of a checkpoint directory: what is there, whether it is good, commit and removal.
 
-Everything that a reader may see is there from one rename on. Nothing here needs torch, so that the
-command line can use it.
+Everything that a reader may see is there from one rename on. A step that is saved again with
+another state replaces its checkpoint, which has the name ``step-<n>.replaced`` meanwhile: a reader
+takes that where the other is missing. Nothing here needs torch, so that the command line can use
+it.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
 
+from hpc_elastic.checkpoint import owner
 from hpc_elastic.checkpoint.manifest import MANIFEST, MANIFEST_BYTES, FileEntry, Manifest
 from hpc_elastic.checkpoint.shard_file import ShardFile
 from hpc_elastic.errors import (
@@ -36,12 +39,14 @@ from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import make_folder, names_in, open_file, read_text, write_atomic
 
+_COMMIT_ATTEMPTS = 3
 LEFTOVER_AGE_S = 3600.0
 """A staging folder of a group that may still run is removed after this long."""
 
 _log = logging.getLogger(__name__)
 
-_STEP = re.compile(r"step-(\d{8,})")
+_REPLACED = ".replaced"
+_STEP = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_REPLACED)})?")
 STAGING = re.compile(r"\.staging-step-\d+-(?P<token>[0-9a-z]+)-(?P<number>\d+)")
 TRASH = ".trash-"
 
@@ -56,11 +61,23 @@ class Store:
     def steps(self) -> list[int]:
         """Return the committed steps, newest first; none if there is no such directory."""
         found = [_STEP.fullmatch(name) for name in names_in(self.directory)]
-        return sorted((int(m[1]) for m in found if m), reverse=True)
+        return sorted({int(m[1]) for m in found if m}, reverse=True)
 
     def folder(self, step: int) -> Path:
         """Return the folder of a committed step."""
         return self.directory / f"step-{step:08d}"
+
+    def stored(self, step: int) -> Path:
+        """Return the folder in which a committed step is, as long as no save goes on: `folder`.
+
+        A save that was killed while it replaced the checkpoint has left that under a second name.
+        """
+        folder, second = self.folder(step), self._second_name(step)
+        names = names_in(self.directory)
+        return second if folder.name not in names and second.name in names else folder
+
+    def _second_name(self, step: int) -> Path:
+        return self.directory / f"{self.folder(step).name}{_REPLACED}"
 
     def staging(self, step: int, token: str, number: int) -> Path:
         """Return the folder in which all ranks of a group write a save.
@@ -87,40 +104,74 @@ class Store:
             remedy = f"checkpoints cannot be written there ({e.strerror}): give another directory"
             raise ConfigError("directory", str(self.directory), remedy) from e
 
-    def commit(self, staging: Path, step: int) -> bool:
+    def commit(
+        self, staging: Path, manifest: Manifest, mine: owner.Owner, *, replaces: bool = False
+    ) -> bool:
         """Make a complete staging folder the checkpoint of its step (rank 0).
 
-        A good checkpoint of that step that is there already stays: two groups may have written
-        the same step, and the first one wins. A damaged one is moved out of the way.
+        Where there is one of that step already:
+
+        - A damaged one is moved out of the way.
+        - With ``replaces``, one of another content is replaced. There is no moment without one of
+          the two.
+        - Another good one stays. Two groups of a run may have written the same step; the first
+          wins. Where another run has written it, this save has failed.
 
         Returns:
             Whether this one became the checkpoint.
 
         Raises:
             CheckpointFencedError: the group is over; nothing was committed.
+            CheckpointError: the directory, or this step in it, is another run's.
             OSError: nothing was committed.
         """
         _sync_folder(staging)
-        target = self.folder(step)
-        for attempt in range(2):
+        target, second = self.folder(manifest.step), self._second_name(manifest.step)
+        for attempt in range(_COMMIT_ATTEMPTS):
             fencing.check_fence()
+            owner.require(self.directory, mine)
             try:
                 staging.rename(target)
                 break
             except OSError as e:
                 if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-                if attempt > 0:
+                if attempt == _COMMIT_ATTEMPTS - 1:
                     raise CheckpointError(f"{target} was made by another writer meanwhile") from e
-            problems = verify(target)
-            if not problems:
-                _log.warning("%s is there already, and good: it is kept", target)
+            if not self._make_room(target, second, manifest, replaces):
                 self.set_aside(staging)
                 return False
+        _sync_folder(self.directory)
+        if replaces:
+            self.set_aside(second)
+        return True
+
+    def _make_room(self, target: Path, second: Path, manifest: Manifest, replaces: bool) -> bool:
+        """Move a checkpoint out of the way of another of its step; return False if it stays."""
+        try:
+            there = read_manifest(target)
+        except CheckpointError as e:
+            problems, wrote = [str(e)], ""
+        else:
+            if replaces:
+                if _content(there) == _content(manifest):
+                    return False
+                _log.debug("%s is replaced: the state has changed since", target)
+                self.set_aside(second)
+                target.rename(second)
+                return True
+            problems, wrote = problems_of(target, there), there.run
+        if problems:
             _log.warning("%s is replaced: %s", target, problems[0])
             self.set_aside(target)
-        _sync_folder(self.directory)
-        return True
+            return True
+        if wrote not in ("", manifest.run):
+            raise CheckpointError(
+                f"{target} was saved by {wrote}, and this training has not restored it: call "
+                "load_latest() before the first save, or give another directory"
+            )
+        _log.warning("%s is there already, and good: it is kept", target)
+        return False
 
     def set_aside(self, folder: Path) -> Path:
         """Give a folder a name that does not count, until `empty_trash` deletes it; return that."""
@@ -154,9 +205,12 @@ class Store:
             token: Of the group.
             number: Of the save that begins. Another rank may be at a later one already.
         """
-        for name in names_in(self.directory):
-            staged = STAGING.fullmatch(name)
-            if staged and staged["token"] == token:
+        names = names_in(self.directory)
+        for name in names:
+            committed, staged = _STEP.fullmatch(name), STAGING.fullmatch(name)
+            if committed and name.endswith(_REPLACED):
+                self._settle_replaced(int(committed[1]), names)
+            elif staged and staged["token"] == token:
                 if int(staged["number"]) < number:
                     self.set_aside(self.directory / name)
             elif staged and self._is_over(self.directory / name, staged["token"], token):
@@ -166,17 +220,46 @@ class Store:
     def _is_over(self, folder: Path, theirs: str, mine: str) -> bool:
         """Return whether another group, whose staging folder this is, cannot commit any more."""
         their_index, my_index = _index_of(theirs), _index_of(mine)
-        if their_index is not None and my_index is not None:
+        if _run_of(theirs) == _run_of(mine) and their_index is not None and my_index is not None:
             return their_index < my_index  # fenced by our log entry
-        with contextlib.suppress(OSError):
-            touched = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
-            return time.time() - touched > LEFTOVER_AGE_S
-        return False
+        return _is_old(folder)
+
+    def _settle_replaced(self, step: int, names: Collection[str]) -> None:
+        """End a replacement that a killed save has left half done."""
+        folder, second = self.folder(step), self._second_name(step)
+        if folder.name in names:
+            self.set_aside(second)
+        else:
+            with contextlib.suppress(OSError):  # another save has committed the step meanwhile
+                second.rename(folder)
+
+
+def _is_old(folder: Path) -> bool:
+    """Return whether nothing was written to a staging folder for `LEFTOVER_AGE_S`."""
+    with contextlib.suppress(OSError):
+        touched = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+        return time.time() - touched > LEFTOVER_AGE_S
+    return False
+
+
+_TOKEN = re.compile(r"(?:r(?P<index>\d+)|f\d+s\d+)u(?P<run>[0-9a-f]{8})")
 
 
 def _index_of(token: str) -> int | None:
     """Return the index of the log entry that formed a group; None for a group without a run."""
-    return int(token[1:]) if re.fullmatch(r"r\d+", token) else None
+    m = _TOKEN.fullmatch(token)
+    return int(m["index"]) if m and m["index"] else None
+
+
+def _run_of(token: str) -> str | None:
+    """Return the `owner.tag` of a group's run; None for a group without one."""
+    m = _TOKEN.fullmatch(token)
+    return m["run"] if m else None
+
+
+def _content(manifest: Manifest) -> str:
+    """Return what two checkpoints of one state have in common."""
+    return replace(manifest, created=0.0, run="").to_json()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -365,12 +448,13 @@ class Cleaning:
     """What goes: old checkpoints first, then leftovers of aborted saves."""
 
 
-def plan(directory: Path, *, keep_last: int, last_index: int | None) -> Cleaning:
+def plan(directory: Path, *, keep_last: int, run_id: str, last_index: int | None) -> Cleaning:
     """Return what may go; nothing is changed.
 
     Args:
         directory: Of the checkpoints.
         keep_last: This many of the newest good ones stay; 0: none.
+        run_id: Of the run that has saved there.
         last_index: Index of the run's last log entry; None if no task of the run may be there.
 
     Raises:
@@ -384,14 +468,16 @@ def plan(directory: Path, *, keep_last: int, last_index: int | None) -> Cleaning
         for step in steps:
             if len(kept) == keep_last:
                 break
-            problems = verify(store.folder(step))
+            problems = verify(store.stored(step))
             if problems:
                 damaged[step] = problems[0]
             else:
                 kept.append(step)
-        old = [store.folder(step) for step in choose(steps, kept, keep_last)]
+        old = [store.stored(step) for step in choose(steps, kept, keep_last)]
         names = [path.name for path in directory.iterdir()]
-        left = [directory / name for name in leftovers(names, last_index)]
+        left = [directory / name for name in leftovers(names, run_id, last_index)]
+        strange = [directory / name for name in names if STAGING.fullmatch(name)]
+        left += [folder for folder in sorted(strange) if folder not in left and _is_old(folder)]
         going = [Item(folder, _num_bytes(folder)) for folder in old + left]
     except OSError as e:
         raise CheckpointError(f"{e.filename or directory}: {e.strerror or e}") from e
@@ -411,18 +497,20 @@ def choose(steps: Iterable[int], kept: list[int], keep_last: int) -> list[int]:
     return sorted(step for step in steps if not kept or step < min(kept))
 
 
-def leftovers(names: Iterable[str], last_index: int | None) -> list[str]:
-    """Return the folders that saves have left which will never be committed (pure).
+def leftovers(names: Iterable[str], run_id: str, last_index: int | None) -> list[str]:
+    """Return the folders that a run's saves have left which will never be committed (pure).
 
     Args:
         names: All names in the directory.
+        run_id: See `plan`. What others have left is known by its age alone.
         last_index: See `plan`. A group of an earlier entry is fenced; while the run goes on, it
             is unknown whether a group without an entry is over.
     """
 
     def is_over(token: str) -> bool:
         index = _index_of(token)
-        return last_index is None or (index is not None and index < last_index)
+        is_fenced = last_index is None or (index is not None and index < last_index)
+        return is_fenced and _run_of(token) == owner.tag(run_id)
 
     staged = ((name, STAGING.fullmatch(name)) for name in names)
     return sorted(

@@ -39,7 +39,7 @@ Examples:
 
 
 @click.command(epilog=_CANCEL_EXAMPLES)
-@options.run
+@options.changed_run
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
     "--wait-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
@@ -56,7 +56,7 @@ def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) ->
     from its own last checkpoint.
 
     A task that is being requeued at this moment is ended too. The command returns when no task is
-    left. On a terminal it asks for confirmation.
+    left. On a terminal it asks for confirmation; without one, `last` needs --yes.
 
     The exit code is 1 if tasks are left after --wait-s, or the command was not confirmed. A run
     that has ended already is not changed, and the exit code is 0.
@@ -71,6 +71,9 @@ def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) ->
         print(json.dumps(target.to_json(None), indent=2) if as_json else done)
         return 0
     question = f"Cancel {target.spec.run_id}: {target}?"
+    if not yes and not sys.stdin.isatty() and click.get_current_context().meta[options.NAMED_LAST]:
+        remedy = f"add --yes, or give the run's id ({target.spec.run_id})"
+        raise click.UsageError(f"cancel last asks, and there is no terminal: {remedy}")
     if not yes and sys.stdin.isatty() and not click.confirm(question, err=True):
         click.echo("not cancelled", err=True)
         if as_json:
@@ -110,12 +113,13 @@ Examples:
   run_id, run, launcher   as at the submission; run is the directory
   generation              number of times that the run was resumed
   nodes, job_ids          the requested nodes, and the jobs that request them
+  result_job              the job of launcher.result_job; null without
   log                     launcher=local: the output of the launcher's process
 """
 
 
 @click.command(epilog=_RESUME_EXAMPLES)
-@options.run
+@options.changed_run
 @click.argument("overrides", nargs=-1, metavar="[OVERRIDE]...")
 @options.trust
 @options.as_json
@@ -141,7 +145,7 @@ def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
         resumed = _resume_locally(run, overrides)
     else:
         resumption, handle = resume(run, overrides)
-        resumed = resumption.to_json(handle.jobs.job_ids, log=None)
+        resumed = resumption.to_json(handle.jobs, log=None)
     if as_json:
         print(json.dumps(resumed, indent=2))
         return 0
@@ -165,7 +169,7 @@ def _resume_locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
             with released_on_failure(handle.jobs):
                 log = detach.log_of(resumption.plan)
                 detach.leave_terminal(log)
-                report(resumption.to_json(handle.jobs.job_ids, log=log))
+                report(resumption.to_json(handle.jobs, log=log))
             wait([handle], poll_interval_s=resumption.plan.launcher.poll_interval_s)
 
     resumed = detach.in_background(work)
@@ -198,7 +202,7 @@ Examples:
 
 
 @click.command(epilog=_PRUNE_EXAMPLES)
-@options.run
+@options.changed_run
 @click.option(
     "--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
     help="Keep the newest N good checkpoints. 0 keeps none, and needs --yes.",
@@ -226,7 +230,7 @@ def prune_command(
 
     The exit code is 1 if something could not be removed.
     """
-    from hpc_elastic.checkpoint import store
+    from hpc_elastic.checkpoint import owner, store
     from hpc_elastic.run import fencing
 
     files = RunDir(run)
@@ -236,15 +240,18 @@ def prune_command(
     if keep_last == 0 and _has_tasks(run):
         remedy = "keep at least one, or cancel the run first"
         raise RunDirectoryError(f"{run} goes on, and needs its newest checkpoint: {remedy}")
-    ownership.load_own(files, files.rdzv, files.saves_to)
+    spec = ownership.load_own(files, files.rdzv, files.saves_to)
     folder = directory or _only_directory(files)
     ownership.require_own(files.path, folder)
+    mark = owner.read(folder)
+    if mark is not None and mark.in_run and mark.run != spec.run_id:
+        raise RunDirectoryError(f"{folder} belongs to {mark} now: prune that run")
     try:
         last = fencing.last_index(files.rdzv)
     except OSError as e:
         raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
     last_index = last if _has_tasks(run) else None
-    cleaning = store.plan(folder, keep_last=keep_last, last_index=last_index)
+    cleaning = store.plan(folder, keep_last=keep_last, run_id=spec.run_id, last_index=last_index)
     ownership.require_own(folder, *(item.folder for item in cleaning.going))
     left = [] if dry_run else store.remove(cleaning)
     freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -89,7 +88,7 @@ def doctor_command(
         raise click.UsageError(str(e)) from e
     found = examine.examine_login_node(wanted, folder)
     if probe:
-        ends = sigterm_as_interrupt(signal.SIGHUP)  # as Ctrl-C does: the job is cancelled
+        ends = sigterm_as_interrupt()  # as Ctrl-C does: the job is cancelled
         with ends, _progress(quiet=as_json) as show_step:
             found = examine.examine_nodes(
                 found, wanted, folder, num_nodes=nodes, timeout_s=wait_s, report=show_step

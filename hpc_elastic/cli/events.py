@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import click
 from hpc_elastic.cli import options
 from hpc_elastic.launcher.run_view import EndDetector, RunView
 from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.progress_log import Point, read_points
 from hpc_elastic.report.sentences import day_of, lines, sentence
 from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
 
-_POLL_S = 0.5
+_POLL_S, _PAUSE = 0.5, 4.0
+"""Interval of reads; the longer one, as a multiple of the time that a read of a long run takes."""
 _SETTLED_S = 5.0
 """Age of an entry, after its end, from which later events no longer change it."""
 
@@ -56,7 +59,11 @@ def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
 
 
 def _print_all(run: Path, *, as_json: bool) -> int:
-    found = build_timeline(EventIndex(valid_events(EventReader(RunDir(run).event_logs).new())))
+    reader = EventReader(RunDir(run).event_logs)
+    events = valid_events(reader.new())
+    if reader.doubt:
+        _print_message(reader.doubt)
+    found = build_timeline(EventIndex(events, read_points(RunDir(run).progress)))
     if as_json:
         print(json.dumps([_as_json(entry) for entry in found], indent=2))
     elif not found:
@@ -85,7 +92,7 @@ def _raw(run: Path, *, follow: bool) -> int:
 
 
 def _follow(run: Path, *, as_json: bool) -> int:
-    printer = TimelinePrinter(as_json=as_json)
+    printer = TimelinePrinter(partial(read_points, RunDir(run).progress), as_json=as_json)
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
@@ -104,10 +111,11 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
     detector = EndDetector(RunDir(run), warn=_print_message)
     while True:
         ended = detector.poll()  # before the events, so that none is missed
+        began = time.monotonic()
         show(reader.new())
         if ended is not None:
             return ended
-        time.sleep(_POLL_S)
+        time.sleep(max(_POLL_S, _PAUSE * (time.monotonic() - began)))
 
 
 def _print_end(view: RunView) -> int:
@@ -126,9 +134,15 @@ def _over_at(entry: TimelineEntry) -> float:
 
 
 class TimelinePrinter:
-    """Prints the entries of a timeline, each once."""
+    """Prints the entries of a timeline, each once.
 
-    def __init__(self, *, as_json: bool) -> None:
+    Args:
+        points: Reads the run's progress.
+        as_json: Whether to print JSON.
+    """
+
+    def __init__(self, points: Callable[[], Sequence[Point]] = tuple, *, as_json: bool) -> None:
+        self._points = points
         self._as_json = as_json
         self._sentences: set[tuple[float, str]] = set()
         self._day = ""
@@ -137,7 +151,7 @@ class TimelinePrinter:
 
     def print(self, events: list[Event], now: float) -> None:
         """Print the new entries that will not change any more."""
-        found = build_timeline(EventIndex(events))
+        found = build_timeline(EventIndex(events, self._points()))
         settled = list(takewhile(lambda entry: now - _over_at(entry) >= _SETTLED_S, found))
         self.has_unprinted = len(settled) < len(found)
         for entry in settled:

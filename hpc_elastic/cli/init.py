@@ -14,7 +14,7 @@ from hpc_elastic import _util
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.slurm.client import SiteClient
-from hpc_elastic.slurm.parsing import NodeKind, Partition
+from hpc_elastic.slurm.parsing import NodeKind, Partition, gpus_of_each
 
 _START = ("train.py", "conf/config.yaml")
 _RESERVED = ("slurm", "local")
@@ -137,7 +137,7 @@ def _write_cluster(
         version = f"Slurm {client.version('sbatch')}"
     except SlurmCommandError:
         version = "Slurm"
-    gpus = _gpus_of(kinds[chosen.name])
+    gpus = gpus_of_each(kinds[chosen.name])
     text = cluster_file(name, version, partitions, kinds, chosen)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, text)
@@ -180,14 +180,18 @@ def cluster_file(
         rows.append((
             f"{p.name}{' *' if p.is_default else ''}", str(p.num_nodes),
             "-".join(str(n) for n in {cpus[0]: 0, cpus[-1]: 0}) if cpus else "",
-            str(_gpus_of(of_nodes) or "-"), longest, p.preempt_mode.lower(), f"{p.grace_s} s",
+            str(gpus_of_each(of_nodes) or "-"), longest, p.preempt_mode.lower(), f"{p.grace_s} s",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "#   " + "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    gpus = _gpus_of(kinds[chosen.name])
+    gpus = gpus_of_each(kinds[chosen.name])
+    whole = [
+        f"# A task has a whole node, with its {_util.counted(gpus, 'GPU')}. For a part:",
+        "# gpus_per_node, and with it cpus_per_node and mem",
+    ]
     lines = [
         f"# The cluster {name} ({version}): `launcher={name}` in a script with this config folder.",
         "# Written by `hpc-elastic init`; edit it. `hpc-elastic doctor` checks the settings, and",
@@ -196,13 +200,8 @@ def cluster_file(
         *table,
         "defaults: [slurm, _self_]",
         f"partition: {chosen.name}",
-        *([f"gpus_per_node: {gpus}"] if gpus else []),
+        *(whole if gpus else []),
         "# account: NAME      if the cluster accounts jobs: sacctmgr show assoc user=$USER",
         "# time: '4:00:00'    of one task; a run goes on past it. Short tasks start sooner",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _gpus_of(kinds: Sequence[NodeKind]) -> int:
-    """Return the GPUs that every node of a partition has."""
-    return min((sum(kind.gpus.values()) for kind in kinds), default=0)

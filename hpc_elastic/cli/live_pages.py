@@ -290,7 +290,7 @@ class _Pages:
             return JSONResponse({"error": f"no such command: {e}"}, 400)
         # a process of its own: `resume` of a local run forks, which this process may not
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hpc_elastic", *argv, stdin=asyncio.subprocess.DEVNULL,
+            sys.executable, "-P", "-m", "hpc_elastic", *argv, stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         try:

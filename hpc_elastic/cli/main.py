@@ -25,9 +25,11 @@ _SIGNALLED = 128
 """Added to the number of a signal: the exit code of a process that it ended, as in shells."""
 
 _HELP = """
-RUN is a run directory, the id of a run in `hpc-elastic list`, or `last`. The --help of a command
-shows examples and the keys of its --json. cancel, preempt, kill, resume and prune act only on a run
-that is yours and that no other user may write, unless --trust is given.
+RUN is a run directory, the id of a run in `hpc-elastic list` or its unique beginning, or `last`:
+the newest run; for commands that change a run (cancel, kill, preempt, resume, prune), the newest
+that was submitted in this directory or below it. The --help of a command shows examples and the
+keys of its --json. Commands that change a run act only on one that is yours and that no other user
+may write, unless --trust is given.
 
 \b
 Exit codes:

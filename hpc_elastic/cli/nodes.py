@@ -17,8 +17,7 @@ from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError, n
 from hpc_elastic.launcher.run_handle import COMMANDS, read_result_status
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.run.event_schema import valid_events
-from hpc_elastic.run.events import Event, EventLog, read_events
+from hpc_elastic.run.events import Event, EventLog, EventReader
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import make_folder, read_json, write_atomic
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, Phase, TaskState
@@ -56,11 +55,6 @@ class NamedNode:
             "run_id": self.spec.run_id, "run": str(self.run.path), "task": self.task,
             "node": self.host, "attempt": self.attempt,
         }  # fmt: skip
-
-    def events(self, *kinds: str) -> list[Event]:
-        """Return the events of some kinds of this node's task, of all its attempts."""
-        found = read_events(self.run.event_logs)
-        return [e for e in found if e["kind"] in kinds and e["task"] == self.task]
 
     def write_event(self, kind: str, **fields: Any) -> None:
         """Write the event that a user takes this node.
@@ -101,10 +95,8 @@ def find_node(run: Path, name: str) -> NamedNode:
     if mark is not None:
         raise RunDirectoryError(f"{files.path} was cancelled{mark.by_whom}, and leaves its nodes")
     states = _states(spec)
-    events = valid_events(read_events(files.event_logs))
-    begun = {e["task"]: e for e in events if e["kind"] == "task"}
     hosts = {
-        task: state.node or str(begun.get(task, {}).get("host", "an unknown node"))
+        task: state.node or "an unknown node"
         for task, state in states.items()
         if state.phase is Phase.RUNNING
     }
@@ -122,9 +114,7 @@ def find_node(run: Path, name: str) -> NamedNode:
         near = near_miss(name, hosts.values())
         raise RunDirectoryError(f"{name} is not a node of the run{near}; its nodes: {named}")
     (task,) = found
-    attempt = states[task].restarts
-    attempt = int(begun.get(task, {}).get("attempt", 0)) if attempt is None else attempt
-    return NamedNode(files, spec, task, hosts[task], attempt)
+    return NamedNode(files, spec, task, hosts[task], states[task].restarts or 0)
 
 
 def _states(spec: RunSpec) -> dict[str, TaskState]:
@@ -204,7 +194,7 @@ Examples:
 
 
 @click.command(epilog=_KILL_EXAMPLES)
-@options.run
+@options.changed_run
 @argument
 @wait_option
 @options.trust
@@ -297,7 +287,7 @@ Examples:
 
 
 @click.command(epilog=_PREEMPT_EXAMPLES)
-@options.run
+@options.changed_run
 @argument
 @click.option(
     "--grace-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
@@ -324,15 +314,22 @@ def preempt_command(
     wait_s = grace_s + _MARGIN_S if wait_s is None else wait_s
     if not as_json:
         print(f"preempting {found}: it has {grace_s:g} s to save and leave", flush=True)
-    before, num_stops = len(found.events("task_exited")), len(_stops(found))
+    log, since = EventReader(found.run.event_logs), list[Event]()
+    log.skip()
+
+    def exits() -> list[Event]:
+        since.extend(log.new())
+        return [e for e in since if (e["kind"], e["task"]) == ("task_exited", found.task)]
+
     found.write_event("preempt", grace_s=grace_s)
     notice = found.run.notices / found.task
     make_folder(found.run.notices)
     write_atomic(notice, f"{grace_s:g}\n")
-    after_s = wait_until(found, lambda: len(found.events("task_exited")) > before, wait_s)
-    exits = found.events("task_exited")[before:]
-    comes_back = exits[0].get("how") in ("requeue", "requeued", "replace") if exits else None
-    step = next((s["step"] for s in _stops(found)[num_stops:] if s.get("step")), None)
+    after_s = wait_until(found, lambda: bool(exits()), wait_s)
+    left = exits()
+    comes_back = left[0].get("how") in ("requeue", "requeued", "replace") if left else None
+    stops = (e["step"] for e in since if e["kind"] == "round_stopped" and e.get("step"))
+    step = next(stops, None)
     why = "it has its notice"
     if after_s is None:
         with suppress(FileNotFoundError):  # a leader has read it
@@ -341,20 +338,16 @@ def preempt_command(
     if as_json:
         after_s = None if after_s is None else round(after_s, 1)
         printed = {
-            **found.json, "grace_s": grace_s, "left": bool(exits), "after_s": after_s,
+            **found.json, "grace_s": grace_s, "left": bool(left), "after_s": after_s,
             "step": step, "comes_back": comes_back,
         }  # fmt: skip
         print(json.dumps(printed, indent=2))
     elif after_s is None:
         click.echo(f"{found.host} has not left within {wait_s:g} s: {why}", err=True)
-    elif not exits:
+    elif not left:
         print(f"the run has ended, and with it {found.host} has left")
     else:
         saved = "" if step is None else f"; all ranks saved step {step}"
         back = "starts again as soon as a node is free" if comes_back else "is not restarted"
         print(f"{found.host} left after {after_s:.1f} s{saved}; its task {back}")
     return 1 if after_s is None else 0
-
-
-def _stops(node: NamedNode) -> list[dict[str, Any]]:
-    return [e for e in read_events(node.run.event_logs) if e["kind"] == "round_stopped"]

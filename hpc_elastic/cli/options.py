@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -16,15 +18,19 @@ from hpc_elastic.shared_files import is_there
 
 JSON = "hpc_elastic.json"
 """Key in the context of a command: whether its output is JSON."""
+NAMED_LAST = "hpc_elastic.named_last"
+"""Key in the context of a command: whether its run was given as ``last``."""
 LAST = "last"
 """Names the run that was submitted last."""
 
 
-def find_run(name: str) -> Path:
+def find_run(name: str, *, here: bool = False) -> Path:
     """Return the absolute directory of a run by its name.
 
     Args:
-        name: A run directory; a sweep directory of a single run; a run's id; or ``last``.
+        name: A run directory; a sweep directory of a single run; a run's id, or the beginning that
+            only this id has; or ``last``.
+        here: ``last`` is the newest run that was submitted in this directory or below it.
 
     Raises:
         RunDirectoryError: There is no such run.
@@ -32,29 +38,48 @@ def find_run(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
         return _run_below(path.absolute())
-    known = registry.newest_first()
-    found = next((run for run in known if name in (LAST, run.run_id)), None)
-    if found is not None:
-        return found.path
+    known = list(registry.newest_first())
     if name == LAST:
+        cwd = Path.cwd()
+        chosen = [r for r in known if not here or (r.cwd is not None and r.cwd.is_relative_to(cwd))]
+    else:
+        chosen = [run for run in known if run.run_id == name]
+        chosen = chosen or [run for run in known if name and run.run_id.startswith(name)]
+    ids = list(dict.fromkeys(run.run_id for run in chosen))
+    if chosen and (name == LAST or len(ids) == 1):
+        return chosen[0].path
+    if ids:
+        what = f"{name}: {len(ids)} runs begin so: {', '.join(ids[:5])}"
+    elif name == LAST and known:
+        what = f"no run was submitted from here or below; the newest is {known[0].run_id}"
+    elif name == LAST:
         what = "no run was submitted yet"
     elif Path(name).exists():
         what = f"{name} is not a directory"
     else:
-        near = near_miss(name, [LAST, *(run.run_id for run in registry.newest_first())])
+        near = near_miss(name, [LAST, *(run.run_id for run in known)])
         what = f"{name}: no such directory or id{near}"
     raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
+
+
+def runs_below(sweep: Path) -> Iterator[Path]:
+    """Yield the runs of a sweep directory, however deep ``hydra.sweep.subdir`` has them."""
+    for folder, below, files in os.walk(sweep):
+        if is_run := RunDir(Path(folder)).spec.name in files:
+            yield Path(folder)
+        below[:] = [] if is_run else [name for name in below if name != SUBMISSION]
 
 
 def _run_below(folder: Path) -> Path:
     if is_there(RunDir(folder).spec) or not (folder / SUBMISSION).is_dir():
         return folder  # its reader reports what is missing
-    runs = sorted(file.parent for file in folder.glob("*/run.json"))
+    runs = sorted(runs_below(folder))
     if not runs:
         remedy = "give the directory of a run, or an id of `hpc-elastic list`"
         raise RunDirectoryError(f"{folder} is a sweep directory without a run: {remedy}")
     if len(runs) > 1:
-        names = ", ".join(str(run.name) for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
+        names = ", ".join(str(run.relative_to(folder)) for run in runs[:5])
+        names += ", ..." if len(runs) > 5 else ""
         raise RunDirectoryError(f"{folder} holds {len(runs)} runs; give one of them: {names}")
     return runs[0]
 
@@ -64,13 +89,15 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
     name = "run"
 
-    def __init__(self, *, or_folder: bool = False) -> None:
+    def __init__(self, *, or_folder: bool = False, is_changed: bool = False) -> None:
         """Make the type.
 
         Args:
             or_folder: Accept any other directory too, such as one checkpoint.
+            is_changed: The command changes the run: ``last`` is one of this directory tree.
         """
         self._or_folder = or_folder
+        self._is_changed = is_changed
 
     def convert(
         self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
@@ -78,7 +105,9 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
         """Return the run directory."""
         if self._or_folder and Path(value).exists() and not (Path(value) / SUBMISSION).is_dir():
             return Path(value)
-        return find_run(str(value))
+        if ctx is not None:
+            ctx.meta[NAMED_LAST] = value == LAST
+        return find_run(str(value), here=self._is_changed)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -116,6 +145,7 @@ def _note_trust(ctx: click.Context, param: click.Parameter, value: bool) -> None
 
 
 run = click.argument("run", type=RunName(), metavar="RUN")
+changed_run = click.argument("run", type=RunName(is_changed=True), metavar="RUN")
 checkpoints = click.argument("run", type=RunName(or_folder=True), metavar="RUN")
 as_json = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_note_json,

@@ -17,7 +17,6 @@ from hpc_elastic.checkpoint.store import Store, directories
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.run_handle import read_tail
 from hpc_elastic.launcher.run_view import Query, overrides_label, overrides_of
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import (
@@ -31,7 +30,7 @@ from hpc_elastic.report.report import (
 )
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import read_json, read_yaml, write_atomic
+from hpc_elastic.shared_files import read_json, read_tail, read_yaml, write_atomic
 from hpc_elastic.slurm.scheduler import take_snapshot
 
 _FORMATS = ("html", "png", "json")
@@ -91,6 +90,9 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
     or never have started. The exit code does not depend on how the run ended.
     """
     suffix = "" if output is None else output.suffix.lower().lstrip(".")
+    if form is None and suffix not in ("", "htm", *_FORMATS):
+        formats = ", ".join(_FORMATS)
+        raise click.UsageError(f"{output}: formats are {formats}; give such a suffix, or --format")
     form = form or (suffix if suffix in _FORMATS else "html")
     to_file = output is not None and str(output) != _STANDARD_OUTPUT
     if (output is None and form != "json") or (as_json and not to_file):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +27,7 @@ from hpc_elastic.report.node_time import Account, account
 from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
-from hpc_elastic.run.events import Event, read_events
+from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.slurm.forecast import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import current_names
@@ -155,6 +157,7 @@ class RunDetails:
             "restarts": view.restarts[0], "max_restarts": view.restarts[1],
             "departures": dict(self.departures),
             "stragglers": [dict(straggler) for straggler in self.stragglers],
+            "warnings": list(view.warnings),
             "goodput": self.account.goodput, "node_seconds": time_s,
             "queue_seconds": round(self.account.queue_s, 1),
             "ended": None if view.ended is None else asdict(view.ended),
@@ -176,17 +179,19 @@ def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
     notes: list[str] = []
     events: list[Event] = []
     try:
-        found = read_events(view.run.event_logs)
+        reader = EventReader(view.run.event_logs)
+        found = reader.new()
+        notes += filter(None, [reader.doubt])
         events = valid_events(found)
         if len(events) < len(found):
             notes.append(f"damaged events are left out: {len(found) - len(events)}")
     except (OSError, ValueError, KeyError, TypeError) as e:
         notes.append(f"the events cannot be read: {e}")
-    history = EventIndex(events)
+    points = read_points(view.run.progress)
+    history = EventIndex(events, tuple(points))
     if view.spec is None and view.status is None and view.ended is None and not history.events:
         remedy = "give a run directory, or an id of `hpc-elastic list`"
         raise RunDirectoryError(f"{run} is no run directory, nor what is left of one: {remedy}")
-    points = read_points(view.run.progress)
     if view.updated is not None and view.status is not None:
         points.append(view.status)
     if view.ended is not None and view.ended.status in (LOST, CANCELLED):
@@ -285,21 +290,23 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
     A group that resumes before that step has not found the checkpoint: it was lost with its nodes,
     although leaders go on to announce it.
     """
-    known: dict[int, float] = {}
+    known: list[tuple[int, float]] = []  # by step
     lost, highest = None, -1
     for point in points:
         if point.step is not None and point.step < highest:
-            known = {step: time for step, time in known.items() if step <= point.step}
+            del known[bisect_right(known, (point.step, math.inf)) :]
             highest = point.step
         if point.checkpoint is None:
             continue
         if point.step is not None and point.step < point.checkpoint:
             lost = point.checkpoint
         elif point.checkpoint != lost:
-            known.setdefault(point.checkpoint, point.time)
+            at = bisect_left(known, (point.checkpoint, -math.inf))
+            if at == len(known) or known[at][0] != point.checkpoint:
+                known.insert(at, (point.checkpoint, point.time))
             highest = max(highest, point.checkpoint)
             lost = None
-    return max(known.items(), default=None)
+    return known[-1] if known else None
 
 
 # ---- tasks

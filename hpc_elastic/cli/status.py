@@ -69,9 +69,9 @@ not_before, why: of the next waiting task; null if none waits), step, total_step
 steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept,
 age_s), restarts, max_restarts, departures (number of attempts that ended: preempted, requeued,
 time_limit, cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...),
-stragglers (rank, host, ratio), goodput, node_seconds (by kind), queue_seconds, ended (status, time,
-why, failure) and notes (what could not be found out). Times are Unix seconds; unknown
-values are null.
+stragglers (rank, host, ratio), warnings (what is wrong though the training goes on), goodput,
+node_seconds (by kind), queue_seconds, ended (status, time, why, failure) and notes (what could not
+be found out). Times are Unix seconds; unknown values are null.
 
 \b
 Examples:
@@ -327,6 +327,8 @@ def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType
         ]
         more = len(slow) - len(shown)
         yield "slow", Text(", ".join([*shown, *([f"and {more} more"] if more else [])]), "yellow")
+    for warning in view.warnings:
+        yield "warning", Text(warning, "yellow")
     restarts, allowed = view.restarts
     parts = [f"{restarts} of {counted(allowed, 'restart')} spent"]
     for why, (one, many) in _DEPARTURES.items():

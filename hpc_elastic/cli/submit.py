@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 
@@ -20,6 +21,7 @@ from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
 from hpc_elastic.errors import SubmissionError
 from hpc_elastic.run.directory import ArrayFiles, RunDir
+from hpc_elastic.shared_files import read_text
 
 _SUBMIT_EXAMPLES = """
 \b
@@ -35,6 +37,7 @@ Examples:
   launcher   "slurm" or "local"
   sweep      the sweep directory
   job_ids    of the arrays; with launcher=local they are made up
+  result_job the job of launcher.result_job; null without
   runs       [{"run_id", "run"}]: id and directory of each run
   pid, log   launcher=local: the process that runs the launcher, and its output
 
@@ -191,14 +194,18 @@ def run_command(settings: list[str], command: list[str]) -> int:
 
     from hpc_elastic.agent import command as entry_module
     from hpc_elastic.api import launch_entry
+    from hpc_elastic.config.schema import SlurmSettings
     from hpc_elastic.errors import ConfigError
+    from hpc_elastic.launcher.local import machine_gpus
     from hpc_elastic.launcher.user_code import search_path
-    from hpc_elastic.run.directory import Entry
+    from hpc_elastic.run.directory import COMMAND_MODULE, Entry
 
     script = entry_module.script_of(command)
     if script is not None and not script.exists():
         raise ConfigError("command", str(script), "there is no such script")
     config: Any = OmegaConf.create({})
+    types = get_type_hints(SlurmSettings).items()
+    texts = {key for key, kind in types if kind == str | None}  # such as `a100&ib`, `n[1-3],n5`
     folders = [*([script.parent] if script is not None else []), Path()]
     file = next((f / _SETTINGS_FILE for f in folders if (f / _SETTINGS_FILE).is_file()), None)
     typed = []
@@ -206,18 +213,27 @@ def run_command(settings: list[str], command: list[str]) -> int:
         if file is not None:
             config = OmegaConf.load(file)
         for override in settings:
-            parsed = OverridesParser.create().parse_override(override)
-            OmegaConf.update(config, parsed.key_or_group, parsed.value(), force_add=True)
-            typed.append(parsed.key_or_group)
+            key, _, text = override.partition("=")
+            if key in texts and not text.startswith(("'", '"')) and text != "null":
+                OmegaConf.update(config, key, text, force_add=True)
+            else:
+                parsed = OverridesParser.create().parse_override(override)
+                key = parsed.key_or_group
+                value = text if parsed.is_sweep_override() else parsed.value()  # `a100:1,v100:1`
+                OmegaConf.update(config, key, value, force_add=True)
+            typed.append(key)
         given: Any = OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError("settings", " ".join(settings), str(e).splitlines()[0]) from e
     top = {key: given.pop(key) for key in ("nodes", "nproc_per_node", "ft") if key in given}
     run_dir, backend = given.pop("run_dir", None), given.pop("launcher", "local")
+    is_one = backend == "local" and len(machine_gpus(os.environ)) < 2
+    _refuse_launcher(command, {"nproc_per_node": 1 if is_one else "auto", **top})
     launch_entry(
         lambda: Entry(
-            "function", entry_module.run_command.__name__, module=entry_module.__name__,
-            args=list(command), cwd=str(Path.cwd()), sys_path=search_path(),
+            "function", entry_module.run_command.__name__, module=COMMAND_MODULE,
+            args=list(command), cwd=str(Path.cwd()),
+            sys_path=[*entry_module.search_folders(command), *search_path(of_main=False)],
         ),
         script.stem if script is not None else Path(command[0]).name,
         {**top, "launcher": {**given, "backend": backend}},
@@ -225,6 +241,25 @@ def run_command(settings: list[str], command: list[str]) -> int:
         [f"{key}=" if key in top else f"launcher.{key}=" for key in typed],
     )  # fmt: skip
     return 0
+
+
+_LAUNCHERS = re.compile(
+    r"(\S*/)?(torchrun|deepspeed|accelerate launch|python\S* -m torch\.distributed\.(run|launch))"
+    r"(?= )(?!.* --(nnodes|num[-_]machines|hostfile|rdzv[-_]endpoint)[= ](?!1( |$)))"
+)
+"""A command that makes a group of its own, and only of its own node."""
+
+
+def _refuse_launcher(command: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Refuse a launcher that each of several workers would run: each would train a model."""
+    from hpc_elastic.errors import ConfigError
+
+    found = _LAUNCHERS.match(" ".join(command))
+    is_one = all(str(settings.get(key, 1)) == "1" for key in ("nodes", "nproc_per_node"))
+    if found and not is_one:
+        remedy = "each worker would run it, and train for itself: leave it and its options out, "
+        remedy += "since a worker has the variables that torchrun sets, and give --nproc-per-node"
+        raise ConfigError("command", found[0], remedy)
 
 
 def print_run(run_id: str, folder: Path) -> None:
@@ -282,7 +317,7 @@ def _render(script: str, arguments: Sequence[str], output: Path | None, *, as_js
         what = f"{script} makes {len(scripts)} batch scripts ({why})"
         raise SubmissionError(f"{what}: write them to a directory with -o DIR")
     elif output is None:
-        sys.stdout.write(scripts[0].read_text())
+        sys.stdout.write(read_text(scripts[0]))
     return 0
 
 

@@ -92,7 +92,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     if (path / MANIFEST).exists():
         return [path]
     directories = [path] if Store(path).steps() else store.directories(RunDir(path))
-    found = [(Store(d).folder(step), step) for d in directories for step in Store(d).steps()]
+    found = [(Store(d).stored(step), step) for d in directories for step in Store(d).steps()]
     if found:
         return [folder for folder, _ in sorted(found, key=lambda one: -one[1])]
     remedy = "give a run that has saved one, or a directory with step-<number>/ in it"
@@ -157,7 +157,8 @@ Examples:
                      epoch, once, twice, never, left, dropped, padded, elsewhere
   last_step          of the surviving history
   stretches          number of times that a group began to train
-  replayed_steps     number of recorded steps that were lost
+  replayed_steps     number of recorded steps that were lost; a killed worker has not recorded its
+                     last ones, which hpc-elastic events counts too, as "at least" where unknown
   replayed_samples   number of samples of these steps
   open_samples       number of samples of steps that not all ranks have recorded yet
   problems           why `holds` is false, each a sentence
@@ -277,7 +278,8 @@ def _choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
     if len(directories) > 1:
         remedy = f"give one of them in place of RUN: {', '.join(directories)}"
         raise CheckpointNotFoundError(f"{run} has checkpoints in several directories: {remedy}")
-    wanted = folders if step is None else [f for f in folders if f.name == f"step-{step:08d}"]
+    name = f"step-{step or 0:08d}"
+    wanted = folders if step is None else [f for f in folders if f.name.split(".")[0] == name]
     if not wanted:
         known = ", ".join(folder.name for folder in folders)
         raise CheckpointNotFoundError(f"{run} has no checkpoint of step {step}, only {known}")

@@ -153,4 +153,4 @@ def _runs_below(sweep: Path) -> list[Path]:
     def order(run: Path) -> tuple[int, str]:
         return (int(run.name) if run.name.isdecimal() else 0, run.name)
 
-    return sorted((file.parent for file in sweep.glob("*/run.json")), key=order)
+    return sorted(options.runs_below(sweep), key=order)

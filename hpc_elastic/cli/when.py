@@ -19,6 +19,7 @@ from hpc_elastic._util import counted, duration
 from hpc_elastic.cli import options
 from hpc_elastic.cli.submit import dry_run
 from hpc_elastic.errors import SlurmCommandError, SubmissionError
+from hpc_elastic.shared_files import read_text
 from hpc_elastic.slurm import forecast as outlooks
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.forecast import FAR_S, NO_RESERVE_S, SAME_S, Outlook, Shape, TaskTerms
@@ -124,7 +125,8 @@ class RunForecast:
 
     def growth_of(self, shape: Shape) -> list[tuple[int, float]]:
         """Return the sizes of the run with this time limit, and when it has them."""
-        return shape.growth(self.settings.nodes, coallocated=self.is_coallocated)
+        nodes, sizes = self.settings.nodes, self.settings.node_counts
+        return shape.growth(nodes, sizes=sizes, coallocated=self.is_coallocated)
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints; the help describes the keys."""
@@ -207,7 +209,8 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     own = replace(
         own, tested=tested, is_queue_empty=not found.num_waiting and not parsing.hides_jobs(config)
     )
-    if any(size > len(own.starts) for size, _ in own.growth(settings.nodes)):
+    growth = own.growth(settings.nodes, sizes=settings.node_counts)
+    if any(size > len(own.starts) for size, _ in growth):
         notes.append(
             "for nodes that are free at an unknown time `sbatch --test-only` counts, which "
             "includes waiting jobs only as a mean"
@@ -270,7 +273,7 @@ def _tests(
 def _test(client: SiteClient, script: Path, number: int) -> float | None:
     """Return when Slurm would start a job of some nodes; None if sbatch prints no time."""
     flags = [f"--nodes={number}", f"--ntasks={number}"]
-    if "\n#SBATCH --array=" in script.read_text():
+    if "\n#SBATCH --array=" in read_text(script):
         flags.append("--array=0")
     return parsing.parse_expected_start(client.test_only(str(script), flags))
 
@@ -390,7 +393,8 @@ def sentences(forecast: RunForecast) -> Iterator[str]:
     limit_s, most = max(sizes.items(), key=lambda size: (size[1], size[0]))
     if most > sizes[best.limit_s]:
         yield f"With launcher.time={limit_s // 60:.0f} it has {counted(most, 'node')} then."
-    fewer = best.start_of(1) if nodes.min > nodes.unit == 1 else None
+    may_be_one = nodes.min > nodes.unit == 1 and not forecast.settings.node_counts
+    fewer = best.start_of(1) if may_be_one else None
     if fewer is not None and starts is not None and starts - fewer >= SAME_S:
         yield f"With nodes=1:{nodes.max} it starts {_at(fewer, now, 'at ')} with 1 node."
 

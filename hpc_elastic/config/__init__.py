@@ -3,6 +3,7 @@
 - `schema`        the settings: dataclasses, types and defaults
 - `parse`         one dataclass from one mapping, near misses of unknown keys; nodes, time, nproc;
                   sbatch and srun flags that a key owns, or that would break a run
+- `timeouts`      the order that the design needs between time-outs
 - `resolve`       the whole tree: the group, ranges, and contradictions between keys
 
 Pure, except for a check that ``launcher.template`` exists. Used on the login node only.

@@ -410,6 +410,15 @@ OWNED = {
 TIMES = frozenset(["begin", "deadline", "delay-boot"])
 """Flags whose value may be a clock time, which YAML reads as a base-60 number."""
 
+_DASHED = (
+    "acctg-freq container-id core-spec cores-per-socket cpu-freq cpus-per-gpu delay-boot "
+    "export-file extra-node-info get-user-env gpu-bind gpu-freq ignore-pbs kill-on-invalid-dep "
+    "mail-type mail-user mcs-label mem-bind mem-per-cpu mem-per-gpu oom-kill-step "
+    "sockets-per-node spread-job thread-spec threads-per-core tres-bind tres-per-task "
+    "use-min-nodes wait-all-nodes"
+)
+"""Flags of Slurm that may be written with underscores; options of a site (SPANK) have some."""
+
 SRUN_OWNED = {
     **{name: OWNED[name] for name in ("nodes", "ntasks", "ntasks-per-node", "nodelist")},
     **{name: _LOGS for name in ("output", "error", "open-mode")},
@@ -434,8 +443,11 @@ def sbatch_flags(given: Given) -> dict[str, str | int | bool | None]:
     flags: dict[str, str | int | bool | None] = {}
     for written, value in given.value.items():
         entry = Given(f"{given.key}.{written}", value)
-        name = str(written).lstrip("-").replace("_", "-")
-        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or len(name) == 1:
+        name = str(written).lstrip("-")
+        dashed = name.replace("_", "-")
+        if dashed in OWNED or dashed in _DASHED.split():
+            name = dashed
+        if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or len(name) == 1:
             raise entry.refuse("write the flag's long name, such as reservation or mail-type")
         if name in OWNED:
             raise entry.refuse(f"the flag --{name} cannot be given here: {OWNED[name]}")

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.config import parse
+from hpc_elastic.config import parse, timeouts
 from hpc_elastic.config.parse import (
     UNSET,
     Given,
@@ -100,7 +100,9 @@ def resolve(
         reader.errors.extend(_contradictions(nodes, settings, ft=bool(ft)))
     _raise_all(reader.errors)
     assert nodes is not None and nproc is not None and ft is not None
-    return RunSettings(nodes, nproc, settings, ft)
+    resolved = RunSettings(nodes, nproc, settings, ft)
+    _require_possible_sizes(resolved)
+    return resolved
 
 
 def resolve_sweeper(raw: Mapping[str, Any]) -> OptunaSettings:
@@ -184,8 +186,16 @@ def _elsewhere(given: Given, backend: str) -> str | None:
     for other in BACKENDS.keys() - {backend}:
         if key in _keys(BACKENDS[other], "launcher"):
             return f" with launcher={backend}; it belongs to launcher={other}"
-    own = (place.rpartition(".")[2] for place in _keys(BACKENDS[backend], "launcher"))
-    return None if near_miss(name, own) else near_miss(name, TOP_LEVEL)
+
+    def is_near(place: str) -> bool:
+        return bool(near_miss(name, [place.rpartition(".")[2]]))
+
+    if any(map(is_near, _keys(BACKENDS[backend], "launcher"))):
+        return None
+    for other in BACKENDS.keys() - {backend}:
+        if hint := near_miss(key, filter(is_near, _keys(BACKENDS[other], "launcher"))):
+            return f"{hint}; that belongs to launcher={other}, and this is launcher={backend}"
+    return near_miss(name, TOP_LEVEL)
 
 
 def _keys(cls: type[Any], path: str) -> Iterator[str]:
@@ -195,6 +205,24 @@ def _keys(cls: type[Any], path: str) -> Iterator[str]:
         yield f"{path}.{field.name}"
         if is_dataclass(inner := hints[field.name]) and isinstance(inner, type):
             yield from _keys(inner, f"{path}.{field.name}")
+
+
+def _require_possible_sizes(settings: RunSettings) -> None:
+    """Refuse ``launcher.world_sizes`` that the run could not keep to, from its min to its max."""
+    nodes, nproc, counts = settings.nodes, settings.nproc_per_node, settings.node_counts
+    sizes = settings.launcher.world_sizes
+    fitting = NodeRange(counts[0], counts[-1], nodes.unit) if counts else None
+    if not sizes or (fitting == nodes and not settings.ft):
+        return
+    if settings.ft:
+        remedy = "with ft=true replicas come and go at any step: leave it out"
+    elif not isinstance(nproc, int):
+        remedy = "give the number of workers on each node: nproc_per_node=4"
+    elif fitting is None:
+        remedy = f"nodes={nodes} with {nproc} workers each has none of them: give others, or nodes"
+    else:
+        remedy = f"min and max of nodes={nodes} need such a size: nodes={fitting}, or other sizes"
+    raise ConfigError("launcher.world_sizes", sizes, remedy)
 
 
 def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterator[ConfigError]:
@@ -208,17 +236,7 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
     if ft and settings.sweep_growth == "soonest":
         remedy = "with ft=true every node is taken in: leave it out"
         yield ConfigError("launcher.sweep_growth", settings.sweep_growth, remedy)
-    rendezvous = settings.rendezvous
-    if rendezvous.heartbeat_timeout_s <= rendezvous.heartbeat_interval_s:
-        interval_s = rendezvous.heartbeat_interval_s
-        remedy = f"must be above launcher.rendezvous.heartbeat_interval_s ({interval_s:g})"
-        yield ConfigError(
-            "launcher.rendezvous.heartbeat_timeout_s", rendezvous.heartbeat_timeout_s, remedy
-        )
-    if settings.agent.stop_timeout_s >= rendezvous.straggler_timeout_s:
-        timeout_s = rendezvous.straggler_timeout_s
-        remedy = f"must be below launcher.rendezvous.straggler_timeout_s ({timeout_s:g})"
-        yield ConfigError("launcher.agent.stop_timeout_s", settings.agent.stop_timeout_s, remedy)
+    yield from timeouts.contradictions(settings)
     key, limit = "launcher.max_agents", getattr(settings, "max_agents", None)
     if isinstance(settings, SlurmSettings):
         # with coallocate_min the min part is no part of the array
@@ -417,13 +435,29 @@ def _modules(given: Given) -> list[str]:
     return texts(given)
 
 
+def _world_sizes(given: Given) -> list[int]:
+    values = given.value if isinstance(given.value, list | tuple) else None
+    if values is None or not all(type(value) is int and value > 0 for value in values):
+        raise given.refuse("allowed is a list of numbers of workers, such as [1, 2, 4, 8]")
+    return sorted(set(values))
+
+
+_MOST_NETWORKS = 3_900
+"""The kernel takes a filter of 4,096 instructions: one a network of IPv4, up to 13 one of IPv6."""
+
+
 def _networks(given: Given) -> list[str]:
+    remedy = "give the networks of the nodes, such as [10.1.0.0/16]"
+    found: dict[int, list[Any]] = {4: [], 6: []}
     for network in texts(given):
         try:
-            ipaddress.ip_network(network, strict=False)
+            parsed = ipaddress.ip_network(network, strict=False)
         except ValueError:
-            remedy = "give the networks of the nodes, such as [10.1.0.0/16]"
             raise given.refuse(f"{network!r} is no network: {remedy}") from None
+        found[parsed.version].append(parsed)
+    least = {version: len([*ipaddress.collapse_addresses(n)]) for version, n in found.items()}
+    if least[4] + 13 * least[6] > _MOST_NETWORKS:
+        raise given.refuse(f"the kernel takes no filter with this number of addresses: {remedy}")
     return texts(given)
 
 
@@ -499,8 +533,9 @@ def _name(given: Given) -> str:
 
 
 _gpu_text = _matching(
-    r"[1-9]\d*|[A-Za-z][\w.-]*:[1-9]\d*(,[A-Za-z][\w.-]*:[1-9]\d*)*",
-    "a count of at least 1 or 'TYPE:COUNT', such as 2 or 'a100:2'",
+    r"[1-9]\d{0,2}|\w[\w.-]*:[1-9]\d*(,\w[\w.-]*:[1-9]\d*)*",
+    "a count from 1 to 999 or 'TYPE:COUNT', such as 2 or 'a100:2'; YAML needs the quotes for a "
+    "type like '3090:2', which it takes for a time",
 )
 
 
@@ -523,6 +558,7 @@ PARSERS: dict[str, Parser] = {
     "launcher.max_requeues": _AT_LEAST_0,
     "launcher.signal_delay_s": _SPAN,
     "launcher.global_batch": _AT_LEAST_1,
+    "launcher.world_sizes": _world_sizes,
     "launcher.preempt_grace_s": _SPAN,
     "launcher.poll_interval_s": _SPAN,
     "launcher.scale_up_timeout_s": _WAIT,
@@ -539,9 +575,11 @@ PARSERS: dict[str, Parser] = {
     "launcher.rendezvous.allow_from": _networks,
     "launcher.agent.monitor_interval_s": _SPAN,
     "launcher.agent.stop_timeout_s": _AT_LEAST_0,
+    "launcher.agent.exit_timeout_s": _WAIT,
     "launcher.agent.omp_num_threads": _AT_LEAST_1,
     "launcher.agent.warm_imports": _modules,
     "launcher.agent.hang_timeout_s": _hang_after,
+    "launcher.agent.first_step_timeout_s": _hang_after,
     "launcher.agent.metrics_port": _port,
     "launcher.partition": _name,
     "launcher.account": _name,

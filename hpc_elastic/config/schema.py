@@ -37,7 +37,9 @@ class RendezvousSettings:
     """Rendezvous of the agents of a run (``launcher.rendezvous``)."""
 
     join_timeout_s: float = 1800.0
-    """An agent gives up when no round with at least min nodes has formed for this long."""
+    """An agent gives up when it has waited for a place for this long, but not before six times
+    ``below_min_timeout_s``, and never if that is null. Time without any answer of a leader or of
+    the file system does not count."""
     straggler_timeout_s: float = 60.0
     """A round waits at most this long for a task that Slurm lists as RUNNING and that has not
     joined."""
@@ -60,6 +62,9 @@ class AgentSettings:
     """Interval at which the agent polls its workers."""
     stop_timeout_s: int = 30
     """Time between SIGHUP, which stops workers, and SIGKILL."""
+    exit_timeout_s: float = 300.0
+    """Once the function has returned on all ranks, the run has succeeded. Processes of workers that
+    still run this long after it, such as a tracker that uploads at exit, are ended."""
     omp_num_threads: int | None = None
     """OMP_NUM_THREADS of each worker; null shares the node's CPUs among its workers."""
     warm_workers: bool = True
@@ -71,6 +76,10 @@ class AgentSettings:
     hang_timeout_s: float | None = None
     """A group that makes no step for this long, and whose workers do not move, hangs: it is
     restarted. null or ``auto``: 10 times the median step, at least 60 s; 0 or false: never."""
+    first_step_timeout_s: float | None = None
+    """A group that makes no first step for this long hangs as well. null or ``auto``: 10 times the
+    longest start that the node has measured in this run, at least 600 s; before it has measured
+    one, 1800 s for ranks that stand while one waits in a collective; 0 or false: never."""
     preflight: bool = True
     """Check a node (GPUs, arithmetic, space, clock) before it joins; a node that fails is left."""
     metrics_port: int | None = None
@@ -97,7 +106,8 @@ class LauncherSettings:
     """Settings of both ``launcher=slurm`` and ``launcher=local`` (``launcher.*``)."""
 
     max_restarts: int = 3
-    """Restarts after failures of workers, for the whole run. Lost nodes do not count."""
+    """Restarts after failures of workers, for the whole run. Lost nodes count if more than
+    ``max_failed_rounds`` rounds in a row lose one without a new checkpoint or a further step."""
     scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
     """When a late node joins: at the next checkpoint that the workers announce (``checkpoint``); at
     once (``immediate``); or when the group restarts for another reason (``on_restart``)."""
@@ -110,12 +120,19 @@ class LauncherSettings:
     away from the queue. null: it grows up to its max nodes. A step has to do the same work on any
     number of nodes."""
     below_min_timeout_s: float | None = 300.0
-    """Below min nodes, a node waits this long for others and then returns to the queue; null waits
-    for as long as the job may run. A node returns within seconds if other runs of the user hold the
+    """Below min nodes, a node waits this long for others and then returns to the queue, up to five
+    times as long if the run has returned its nodes before; null waits for as long as the job may
+    run. A node returns within seconds if other runs of the user hold the
     nodes that its run lacks, and comes back when enough nodes are idle."""
     max_failed_rounds: int = 3
     """Number of consecutive rounds that end by failures of workers, with no new checkpoint, after
     which the run ends with the first of these errors, even if ``max_restarts`` allows more."""
+    require_group: bool = False
+    """End the run if a worker makes an optimizer step without a process group of all workers; else
+    that is named by ``status`` and events. Each worker would train a model of its own."""
+    on_bad_loss: Literal["warn", "stop"] = "warn"
+    """If a reported loss is not a finite number: name it in ``status`` and events (``warn``), or
+    end the run as well (``stop``)."""
     max_requeues: int | None = None
     """How often the task of each node may return to the queue; null: without limit."""
     signal_delay_s: float = 120.0
@@ -130,8 +147,13 @@ class LauncherSettings:
     global_batch: int | None = None
     """The global batch that the script keeps constant: a run that may get more workers than it has
     samples is refused at the submission. The script reads it from its config."""
+    world_sizes: list[int] = field(default_factory=list)
+    """The numbers of workers that a group may have, such as ``[1, 2, 4, 8]``, for a training whose
+    ranks need equal shares of a batch (contrastive losses, which gather from all ranks). Further
+    nodes wait until there are enough for the next size. Empty: any number."""
     interface: str | None = None
-    """Network interface between agents, such as ``ib0``; null finds one."""
+    """Network interface of agents, gloo and NCCL, such as ``ib0``; null finds one, and NCCL has it
+    only where neither the site's nccl.conf nor an InfiniBand or RoCE adapter decides."""
     wait: bool = True
     """Block until the runs have ended; false returns once they are submitted."""
     queue_order: Literal["breadth_first", "depth_first"] = "breadth_first"
@@ -225,7 +247,8 @@ class SlurmSettings(LauncherSettings):
     constraint: str | None = None
     """Features that a node must have, as in sbatch."""
     exclude: str | None = None
-    """Nodes that are not used, as in sbatch: ``n[1-3]``."""
+    """Nodes that are not used, as in sbatch: ``n[1-3]``; a list is quoted, or Hydra reads a sweep:
+    ``'launcher.exclude="n1,n4"'``."""
     exclusive: bool | None = None
     """null: the whole node with all its memory, unless ``gpus_per_node``, ``cpus_per_node``,
     ``mem`` or a similar flag in ``sbatch``, such as ``mem-per-cpu``, name a share of a node. With
@@ -234,7 +257,12 @@ class SlurmSettings(LauncherSettings):
     """Several partitions, QOS or accounts for one run, each with its number of nodes; together they
     have the max of the key nodes. The first ones are first in the queue."""
     array_parallelism: int | None = None
-    """At most this many tasks of the array at a time."""
+    """At most this many tasks of the array at a time. A task in the place of one that Slurm does
+    not requeue is a job of its own and does not count, since the limit is that of one array."""
+    result_job: bool = False
+    """Submit one more job, of one CPU, that waits for the end of the submission's runs. It exits
+    with 0 if all of them have succeeded, so ``sbatch --dependency=afterok:ID`` works with it, which
+    the tasks of a run do not: those that never started are cancelled."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the task, such as ``module load cuda``."""
     container: ContainerSettings = field(default_factory=ContainerSettings)
@@ -270,6 +298,15 @@ class RunSettings:
     launcher: SlurmSettings | LocalSettings
     ft: bool = False
     """Each unit of nodes is a replica group of its own, whose workers outlive those of others."""
+
+    @property
+    def node_counts(self) -> list[int]:
+        """The numbers of nodes that a group may have; empty: any of the range."""
+        nproc, nodes = self.nproc_per_node, self.nodes
+        if not isinstance(nproc, int):
+            return []
+        counts = {size // nproc for size in self.launcher.world_sizes if size % nproc == 0}
+        return [n for n in range(nodes.min, nodes.max + 1, nodes.unit) if n in counts]
 
     @property
     def shares(self) -> list[tuple[range, SlurmSettings | LocalSettings]]:

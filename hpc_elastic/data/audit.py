@@ -15,6 +15,11 @@ step (`ledger`). The last stretch is that of the last log entry. Its ancestors, 
 at which its child branched off, are the history of the model. All other work was lost: steps after
 the last checkpoint of a killed group, and groups without a successor.
 
+A stretch records the step of the checkpoint that its process has restored. One that has restored a
+checkpoint, but no state of the sampler, trains what the model has seen. One whose samples begin
+before that step does so too, if checkpoints have the numbers of the sampler's steps, as an earlier
+stretch shows. Scripts may number checkpoints in their own way, and then this is not checked.
+
 The last stretch of a run that goes on, or was killed, has steps that not all ranks have written;
 only those of all ranks count. A run that succeeded has all steps, and its history ends where its
 last group has recorded the end of the training (`ledger.TrainingEnd`), and not with the last
@@ -206,6 +211,21 @@ def _history_problems(parts: Sequence[LedgerPart]) -> Iterator[str]:
                 f"{after_name} has begun at {after.group.head.place}, but {name} had come to "
                 f"{min(end, next_begin)}"
             )
+    heads = [part.group.head for part in parts]
+    for head, name in zip(heads, names, strict=True):
+        if head.restored and head.stretch[1] == 0:
+            yield (
+                f"{name} has restored the checkpoint of step {head.restored} without the sampler's "
+                f"state: it has begun at {head.place}, and trains what the model has seen"
+            )
+    counts_steps = False  # whether checkpoints are numbered by the sampler's steps
+    for head, name in zip(heads, names, strict=True):
+        if counts_steps and (head.restored or 0) > head.step:
+            yield (
+                f"{name} has restored the checkpoint of step {head.restored}, but its samples "
+                f"begin after step {head.step}"
+            )
+        counts_steps |= 0 < head.step == head.restored
     facts = {str(part.group.head.facts) for part in parts}
     if len(facts) > 1:
         yield f"the order of the samples has changed: {' and then '.join(sorted(facts))}"

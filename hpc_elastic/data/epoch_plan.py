@@ -146,7 +146,7 @@ class EpochPlan:
             num_steps: From 0.
         """
         whole = self.batch.global_batch_size
-        left = self._batches_from(place.position)
+        left = self.batches_from(place.position)
         epoch, position, ahead = place.epoch, place.position, num_steps
         if ahead > left:
             epochs, ahead = divmod(ahead - left - 1, self.num_batches)
@@ -181,14 +181,15 @@ class EpochPlan:
         has_more = self.size(place.position) > 0
         return place if has_more else SamplePosition(place.epoch + 1, 0, place.step)
 
-    def _batches_from(self, position: int) -> int:
+    def batches_from(self, position: int) -> int:
+        """Return the number of global batches from a position to the end of the epoch."""
         full, rest = divmod(max(0, self.length - position), self.batch.global_batch_size)
         return full + (rest > 0 and self.end != "drop")
 
     @property
     def num_batches(self) -> int:
         """Global batches of a whole epoch."""
-        return self._batches_from(0)
+        return self.batches_from(0)
 
     @property
     def num_micro_batches(self) -> int:

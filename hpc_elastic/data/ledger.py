@@ -91,6 +91,8 @@ class LedgerSegment:
         facts: The values that fix the order: dataset_len, seed, shuffle, order.
         end: Treatment of an epoch's last samples.
         global_batch: Samples of a step.
+        restored: Step of the checkpoint that this process has restored; None if it has begun from
+            the start, lives on when the group changes, or is older than the field.
     """
 
     name: str
@@ -104,6 +106,7 @@ class LedgerSegment:
     facts: dict[str, Any]
     end: EndOfEpoch
     global_batch: int
+    restored: int | None = None
 
     def plan(self) -> EpochPlan:
         """Return the plan, which fixes the positions of each step.
@@ -312,6 +315,16 @@ def _find_origin() -> _Origin | None:
     return _Origin(run / FOLDER, spec.run_id, fencing.number(entry.name), spec.generation)
 
 
+def most_workers() -> int:
+    """Return the largest number of workers of this worker's run; 0 if unknown."""
+    entry = fencing.own_entry()
+    try:
+        spec = RunDir(entry.parent.parent).load() if entry else None
+    except RunDirectoryError:
+        spec = None
+    return spec.max_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if spec else 0
+
+
 class LedgerWriter:
     """The ledger of one sampler; it writes nothing outside of a run.
 
@@ -324,7 +337,7 @@ class LedgerWriter:
     def __init__(
         self, name: str | None, group: Callable[[], tuple[int, int]], *, is_replica: bool
     ) -> None:
-        self._name = name
+        self.name = name
         self._group = group
         self._is_replica = is_replica
         self._origin = None
@@ -435,16 +448,16 @@ class LedgerWriter:
             writer = f"entry-{self._origin.index}.rank-{self._group()[0]}"
             if self._is_replica:
                 writer = f"replica-{PROCESS_TOKEN}"
-            self.ledger = Ledger(self._origin.folder / f"{self._name}.{writer}.jsonl")
+            self.ledger = Ledger(self._origin.folder / f"{self.name}.{writer}.jsonl")
         return self.ledger
 
     def _begin_stretch(
         self, name: Name, plan: EpochPlan, place: SamplePosition, rank: int, world_size: int
     ) -> None:
-        assert self._name is not None
+        assert self.name is not None
         self._open_ledger().write_record(
             LedgerSegment(
-                name=self._name,
+                name=self.name,
                 stretch=name,
                 parent=self._parent,
                 **asdict(place),
@@ -453,6 +466,7 @@ class LedgerWriter:
                 facts=plan.facts(),
                 end=plan.end,
                 global_batch=plan.batch.global_batch_size,
+                restored=None if self._is_replica else reporting.restored_step(),
             )
         )
         self._stretch, self._begun, self._step = name, True, place.step

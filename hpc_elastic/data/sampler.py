@@ -6,11 +6,12 @@ the state: any number of workers can load it and continue after the last trained
 
 Trained samples count, not drawn ones. A loader draws ahead in its worker processes, which moves
 nothing. The position moves when the last micro-batch of a global batch is done
-(`GlobalBatch.micro_batches` has ended). So a state that is taken right after the optimizer's step
-includes that batch, and one that is taken before the step does not.
+(`GlobalBatch.micro_batches` has ended). A state that is taken right after the optimizer's step
+includes that batch, and one that is taken before the step does not (`UnsteppedBatches`).
 
 A plain loop over the DataLoader makes one step of each item. The sampler sees only draws, so it
-hands the items out itself (`_hand_out_items`), and an item counts as trained once the loop has it.
+hands the items out itself (`_hand_out_items`), and an item counts as trained once an optimizer has
+stepped with it, or the next one is drawn (`plain_loop`).
 
 An epoch ends when the loop over its batches does. A state taken inside of the loop
 continues inside of the epoch, even if no batch of it is left, so that the code after the loop, such
@@ -40,18 +41,24 @@ import logging
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import asdict, is_dataclass, replace
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from hpc_elastic._util import counted
 from hpc_elastic.data.batch import BatchDivision, GlobalBatch, MicroBatch
 from hpc_elastic.data.epoch_plan import End, EpochPlan, SamplePosition, hashed
-from hpc_elastic.data.ledger import LedgerWriter
+from hpc_elastic.data.ledger import LedgerWriter, most_workers
 from hpc_elastic.data.random_state import SeededIndices, seeded_torch_generator
-from hpc_elastic.errors import ConfigError
+from hpc_elastic.data.rank_facts import require_equal_facts
+from hpc_elastic.errors import ConfigError, InexactError
+from hpc_elastic.worker import optimizer_steps, reporting
+
+if TYPE_CHECKING:
+    from hpc_elastic.data.plain_loop import PlainLoop, TrainedModels
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +91,8 @@ class ReplicaManager(Protocol):
         """Add a part to the state that heals a replica."""
 
 
+_driven = WeakSet[Any]()
+"""The samplers whose `ElasticSampler.epochs` this process trains."""
 _num_unnamed: WeakKeyDictionary[ReplicaManager, int] = WeakKeyDictionary()
 """The unnamed samplers of each manager so far; the script fixes their order in every process."""
 
@@ -176,10 +185,12 @@ class ElasticSampler:
         """With a manager: the division of batches, and the position from which they are drawn."""
         self._items = LoaderItems()
         self._num_loaded = 0
+        self._are_facts_compared = False
         self._num_epochs: int | None = None
-        self._weight: float | None = None
-        """Of the item that a plain loop has; None while there is no such loop."""
-        self._scales_gradients = False
+        self._loop: PlainLoop | None = None
+        """The last plain loop."""
+        self._models: TrainedModels | None = None
+        self._unstepped = UnsteppedBatches()
         self._virtual_ranks: Any = None
         _hand_out_items()
         self._ledger = LedgerWriter(name, batch.group, is_replica=manager is not None)
@@ -191,6 +202,8 @@ class ElasticSampler:
                 self._unnamed = f"unnamed.{number}"
             key = f"hpc_elastic.data.{name or self._unnamed}"
             manager.register_state_dict_fn(key, self._load_healed_state, self._healing_state)
+        else:
+            self._require_equal_facts()
 
     @property
     def epoch(self) -> int:
@@ -206,6 +219,15 @@ class ElasticSampler:
     def step(self) -> int:
         """Trained global batches, over the whole run."""
         return self._update_position().step
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Trained global batches of the epoch: the number of a loop's next item, from 0.
+
+        A loop in a resumed epoch begins behind what was trained, so ``enumerate(loader)`` counts
+        from 0 there: ``enumerate(loader, sampler.step_in_epoch)`` counts on.
+        """
+        return self.num_batches - self._plan.batches_from(self.position)
 
     @property
     def num_batches(self) -> int:
@@ -226,7 +248,12 @@ class ElasticSampler:
         """Draw this rank's micro-batches, as lists of indices, from the present position.
 
         The loader calls it, and may draw ahead: that moves nothing.
+
+        Raises:
+            ConfigError: The loop trains, and is neither one over a DataLoader nor over `batches`.
         """
+        if not self._items.inside and self._replicas is None and _records_gradients():
+            raise _unknown_loader("an iterator of the batch sampler")
         plan, place = self._drawn or (self._plan, self._place)
         self._items.draws = MicroBatchDraws(plan, place, save=self._state, adopt=self._adopt)
         return self._items.draws
@@ -234,32 +261,48 @@ class ElasticSampler:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs to train, from the present one up to num_epochs - 1.
 
-        An epoch whose loop ended early is repeated with the remaining batches.
+        An epoch whose loop ended early is repeated with the remaining batches. A plain loop that
+        ends with its first item, and trains nothing, is the last one.
 
         Raises:
-            RuntimeError: Nothing of an epoch was trained, so it would be repeated for ever.
+            RuntimeError: No item was drawn, so the epoch would be repeated for ever.
         """
         self._num_epochs = num_epochs
+        _driven.add(self)
+        try:
+            yield from self._epochs(num_epochs)
+        finally:
+            _driven.discard(self)
+
+    def _epochs(self, num_epochs: int) -> Iterator[int]:
         while self.epoch < num_epochs:
             begin = self._place
             yield self.epoch
-            if self._update_position() == begin:
-                raise RuntimeError(
-                    f"nothing of epoch {self.epoch} was trained: iterate over a torch DataLoader "
-                    "with batch_sampler=sampler, or over sampler.batches(loader)"
+            if self._update_position() != begin or (self._models and self._models.left_loop):
+                continue
+            if self._loop is not None and self._loop.num_drawn:
+                _log.warning(
+                    "epoch %d: the loop has ended before it trained an item: the last epoch",
+                    self.epoch,
                 )
+                return
+            raise RuntimeError(
+                f"nothing of epoch {self.epoch} was trained: iterate over a torch DataLoader "
+                "with batch_sampler=sampler, or over sampler.batches(loader)"
+            )
 
     def scale_gradients(self, model: Any) -> Any:
         """Let a model's gradients count by samples in a plain loop over the DataLoader.
 
         Ranks average their gradients, and the share of a global batch may be larger on one rank
-        than on another. A hook on the model's output multiplies what flows back from the mean loss
-        by the weight of this rank's share (`hpc_elastic.data.batch`). Where all shares are equal it
-        does nothing.
+        than on another. Each ``backward()`` in the loop is multiplied by the weight of this rank's
+        share (`hpc_elastic.data.batch`), where it begins: what it makes of the mean loss is right
+        for any model. `torch.autograd.grad` returns the derivative as always, and so does
+        ``backward(inputs=...)`` of data. Where all shares are equal nothing is done.
 
         Args:
-            model: The wrapped module (DistributedDataParallel, FSDP), which the loop calls. Its
-                output is a tensor, or lists, tuples, mappings and dataclasses of tensors.
+            model: What the optimizer trains, wrapped or not (DistributedDataParallel, FSDP). Call
+                it for each model, as often as you like.
 
         Returns:
             The same model.
@@ -267,22 +310,11 @@ class ElasticSampler:
         if self._plan.batch.virtual_ranks is not None:
             remedy = "call average_gradients(model), with the bare module, and loop over batches()"
             raise ConfigError("virtual_ranks", self._plan.batch.virtual_ranks, remedy)
+        if self._models is None:
+            from hpc_elastic.data.plain_loop import TrainedModels  # it imports torch
 
-        def scale(_module: Any, _arguments: Any, output: Any) -> None:
-            if self._weight is None or not _records_gradients():
-                return  # outside of the loop, or an evaluation
-            found = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
-            if not found:
-                raise RuntimeError(
-                    f"the model returned a {type(output).__name__} without a tensor that requires "
-                    "a gradient: iterate over sampler.batches(loader), and weight the loss"
-                )
-            if self._weight != 1.0:
-                for tensor in found:
-                    tensor.register_hook(functools.partial(operator.mul, self._weight))
-
-        model.register_forward_hook(scale)
-        self._scales_gradients = True
+            self._models = TrainedModels()
+        self._models.add(model)
         return model
 
     def average_gradients(self, model: Any, process_group: Any = None) -> Any:
@@ -338,14 +370,7 @@ class ElasticSampler:
             RuntimeError: The last batch was not completed, a state was loaded meanwhile, or the
                 loader does not fit the sampler.
         """
-        require_loader_of(self, loader)
-        if self._plan.batch.virtual_ranks and not self._virtual_ranks and _records_gradients():
-            remedy = "model = sampler.average_gradients(model), before the loop"
-            raise ConfigError("average_gradients", "not called", remedy)
-        self._items.close_loader()
-        if self._replicas is None:
-            self._start_loader(loader, self._plan, self._place)
-            self._ledger.begin_segment(self._plan, self._place)
+        self._begin_loop(loader)
         num_loaded = self._num_loaded
         while self._plan.size(self.position):
             batch = self._global_batch(loader)
@@ -353,6 +378,7 @@ class ElasticSampler:
                 yield batch
             except GeneratorExit:  # the loop ended early: end the loader's workers
                 self._items.close_loader()
+                self._leave_loop()
                 raise
             if self._num_loaded != num_loaded:
                 raise RuntimeError("a state was loaded inside of the loop: begin the loop again")
@@ -367,6 +393,75 @@ class ElasticSampler:
             self._ledger.flush_if_due()
         self._items.close_loader(must_have_ended=self._replicas is None)
         self._place = replace(self._place, epoch=self.epoch + 1, position=0)
+        self._unstepped.clear()
+
+    def _begin_loop(self, loader: Any) -> None:
+        """Start a loader at the present position.
+
+        Raises:
+            ConfigError: As `batches`; or a checkpoint was restored without the sampler's state.
+        """
+        self._require_loader(loader)
+        if self._plan.batch.virtual_ranks and not self._virtual_ranks and _records_gradients():
+            remedy = "model = sampler.average_gradients(model), before the loop"
+            raise ConfigError("average_gradients", "not called", remedy)
+        if self._loop is not None:
+            self._loop.close()
+        self._items.close_loader()
+        if self._replicas is None:
+            if self._models is not None:
+                self._models.begin_loop()
+            if self._is_beside_another():
+                self._leave_loop()
+            self._require_equal_facts()
+            self._start_loader(loader, self._plan, self._place)
+            self._require_own_state()
+            self._ledger.begin_segment(self._plan, self._place)
+            optimizer_steps.watch()
+
+    def _is_beside_another(self) -> bool:
+        """Return whether the epochs of another sampler are trained, and this one's repeat in them.
+
+        It is drawn with the other's (`zip`): a loop without an item would end that one's, too.
+        """
+        if self._num_epochs is None and any(other is not self for other in _driven):
+            return True
+        module = sys.modules.get("hpc_elastic.data.plain_loop")
+        return module is not None and module.is_beside_another()
+
+    def _leave_loop(self) -> None:
+        """Begin the next epoch if nothing of this one is left."""
+        if self._replicas is None and not self._plan.size(self._place.position):
+            self._place = SamplePosition(self._place.epoch + 1, 0, self._place.step)
+
+    def _require_loader(self, loader: Any) -> None:
+        require_loader_of(self, loader)
+
+    def _require_own_state(self) -> None:
+        """Refuse to train from the first sample on where a checkpoint goes on from a later step.
+
+        Raises:
+            ConfigError: One was restored, and no state of this sampler.
+        """
+        restored = reporting.restored_step()
+        if restored and not self._num_loaded and _records_gradients():
+            remedy = (
+                f"a checkpoint of step {restored} was restored without the state of this sampler, "
+                "so it would train the samples before that step again: put it into the state of "
+                'the Checkpointer ({"sampler": sampler, ...}), and create it before load_latest(); '
+                "or give options=CheckpointOptions(boundary=False) to a Checkpointer that only "
+                "reads initial weights"
+            )
+            raise InexactError("state", "without the sampler", remedy)
+
+    def _require_equal_facts(self) -> None:
+        """Compare seed, length and order with the other ranks, once there is a process group.
+
+        Raises:
+            ConfigError: Those of another rank differ.
+        """
+        if not self._are_facts_compared and self._plan.batch.rank is None:
+            self._are_facts_compared = require_equal_facts(self._ledger.name, self._plan)
 
     def _plain_loop(self, loader: Any) -> Iterator[Any]:
         """Yield the items of a loop over the DataLoader itself; each is one step.
@@ -393,31 +488,99 @@ class ElasticSampler:
                 "of each item: iterate over sampler.batches(loader)"
             )
             raise ConfigError("micro_batch_size", self._plan.batch.micro_batch_size, remedy)
-        if _records_gradients() and not self._scales_gradients:
+        trains = _records_gradients()
+        if trains and self._models is None:
             remedy = (
                 "model = sampler.scale_gradients(model), before the loop: a rank's share of the "
                 "batch may be smaller than another's, with this number of ranks or a later one"
             )
-            raise ConfigError("scale_gradients", "not called", remedy)
+            raise InexactError("scale_gradients", "not called", remedy)
+        if not trains:
+            self._require_sample_for_each_rank()
+        self._begin_loop(loader)
+        yield from self._hand_out(trains=trains)
+
+    def _hand_out(self, *, trains: bool) -> Iterator[Any]:
+        """Yield the items of a plain loop that has begun."""
+        from hpc_elastic.data.plain_loop import PlainLoop  # it imports torch
+
+        place, num_loaded = self._place, self._num_loaded
+        loop = self._loop = PlainLoop(
+            self._plan,
+            self._models if trains else None,
+            count=self._count_items,
+            is_new=not num_loaded,
+        )
         try:
-            for batch in self.batches(loader):
-                micro_batches = batch.micro_batches()
-                item, self._weight = next(micro_batches)
-                next(micro_batches, None)  # it counts as trained
+            while size := self._plan.size(place.position):
+                loop.before_draw()
+                if loop.has_ended or self._num_loaded != num_loaded:
+                    what = "another loop has begun" if loop.has_ended else "a state was loaded"
+                    raise RuntimeError(f"{what} inside of the loop: begin the loop again")
+                item = self._items.next_item()
+                (part,) = self._plan.batch.micro_batches(size)
+                loop.hand_out(place, part.weight)
+                place = self._plan.after(place, 1)
+                self._items.next = self._plan, place
                 yield item
+                self._ledger.flush_if_due()
+            loop.end_epoch()
+            self._items.close_loader(must_have_ended=True)
         finally:
-            self._weight = None
+            loop.close()
+            if self._loop is loop:
+                self._items.close_loader()
+                if self._num_loaded == num_loaded:
+                    self._leave_loop()
+
+    def _count_items(self, num: int) -> None:
+        for _ in range(num):
+            self._advance(1)
+
+    def _require_sample_for_each_rank(self) -> None:
+        """Accept a plan for an evaluation: a sample of weight 0 would be counted with the others.
+
+        Raises:
+            ConfigError: A batch has fewer samples than there are ranks, now or in a larger group.
+        """
+        batch = self._plan.batch
+        whole = batch.global_batch_size
+        sizes = [self._plan.size(0), self._plan.size(self._plan.length // whole * whole)]
+        smallest = min(size for size in sizes if size)
+        num_ranks = batch.group()[1]
+        if batch.rank is None:
+            num_ranks = max(num_ranks, most_workers())
+        if num_ranks > smallest:
+            remedy = (
+                f"a batch has {counted(smallest, 'sample')}, and there may be "
+                f"{counted(num_ranks, 'rank')}: one without a share gets a sample of another, and "
+                "a loop over the loader counts it; give end='drop', another global_batch_size, or "
+                "iterate over sampler.batches(loader) and leave out what has the weight 0"
+            )
+            raise InexactError("global_batch_size", whole, remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: a few numbers, the same on all ranks.
 
         Call it on every rank at a checkpoint, even if only one saves: it writes the ledger. With a
         manager, call it on the ranks of the replica that saves.
+
+        Raises:
+            ConfigError: It is unknown whether the parameters hold the present item of a plain loop:
+                they were changed without an optimizer, or an epoch has ended with gradients that
+                are held.
         """
-        if not self._items.inside:
-            self._update_position()
-            self._ledger.flush()
-        return self._state(self._place)
+        if self._items.inside:
+            return self._state(self._place)
+        self._update_position()
+        if self._models is not None:
+            self._models.require_known_state()
+        self._ledger.flush()
+        return self._state(self._unstepped.first_place or self._place)
+
+    def on_optimizer_step(self) -> None:
+        """Count the batch as trained whose micro-batches have ended: its step is this one."""
+        self._unstepped.clear()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a state, with any number of workers.
@@ -444,6 +607,9 @@ class ElasticSampler:
     def _load(self, state: dict[str, Any]) -> None:
         self._plan.require_same_order(state)
         self._place = _place(state)
+        self._unstepped.clear()
+        if self._models is not None:
+            self._models.left_loop = None
         self._ledger.on_state_loaded(state["made_by"], self._place.step)
 
     def _state(self, place: SamplePosition) -> dict[str, Any]:
@@ -531,11 +697,14 @@ class ElasticSampler:
             batch.num_samples = plan.size(place.position)
             if self._items.next != (plan, place):
                 self._start_loader(loader, plan, place)
+            if self._replicas is None:
+                self._unstepped.on_begin()
             return plan.batch.micro_batches(batch.num_samples)
 
         def on_trained() -> None:
             self._items.next = plan, plan.after(place, 1)
             if self._replicas is None:
+                self._unstepped.on_end(self._place)
                 self._advance(1)
 
         return GlobalBatch(
@@ -559,6 +728,50 @@ class NonParticipant(BatchDivision):
     def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
         """Return no sample."""
         return 0, 0
+
+
+class UnsteppedBatches:
+    """Batches of the long form whose micro-batches have ended, and no optimizer has stepped since.
+
+    Once an optimizer has stepped with a batch, the next ones wait for it, too: a state that is
+    taken before ``optimizer.step()`` does not hold them, as the parameters do not. The first one
+    waits where there is an optimizer of torch. Without one, a batch counts when its micro-batches
+    have ended.
+    """
+
+    def __init__(self) -> None:
+        self._begin: SamplePosition | None = None
+        self._num_steps = 0
+        """Steps of optimizers when the last batch began."""
+        self._has_begun = self._waits = self._is_first = False
+
+    @property
+    def first_place(self) -> SamplePosition | None:
+        """The position before the first of them; None if there is none."""
+        if self._begin is None or optimizer_steps.num_steps() != self._num_steps:
+            return None
+        if self._is_first and not optimizer_steps.is_there_an_optimizer():
+            return None
+        return self._begin
+
+    def on_begin(self) -> None:
+        """A batch begins."""
+        num = optimizer_steps.num_steps()
+        if self._num_steps != num:
+            self._waits = self._has_begun
+        if self._num_steps != num or not self._waits:
+            self._begin = None
+        self._is_first, self._has_begun = not self._has_begun, True
+        self._num_steps = num
+
+    def on_end(self, begin: SamplePosition) -> None:
+        """The micro-batches of a batch have ended."""
+        if (self._waits or self._is_first) and self._begin is None:
+            self._begin = begin
+
+    def clear(self) -> None:
+        """Wait for nothing: an epoch has ended, a state was loaded, or a step is known."""
+        self._begin = None
 
 
 class StepReplicas:
@@ -787,38 +1000,41 @@ def _hand_out_items() -> None:
     the difference is what loader workers have read ahead.
     """
     module = sys.modules.get("torch.utils.data")  # where there is no torch, there is no DataLoader
-    if module is None or hasattr(module.DataLoader.__iter__, "__wrapped__"):
+    if module is None or hasattr(module.DataLoader.__iter__, _MARK):
         return
     loader_class: Any = module.DataLoader
-    of_torch: Callable[[Any], Iterator[Any]] = loader_class.__iter__
+    of_before: Callable[[Any], Iterator[Any]] = loader_class.__iter__
 
-    @functools.wraps(of_torch)
+    @functools.wraps(of_before)
     def iterate(loader: Any) -> Iterator[Any]:
         sampler = loader.batch_sampler
-        is_plain = type(loader) is loader_class
-        if is_plain and isinstance(sampler, ElasticSampler) and not sampler._items.inside:
+        if not isinstance(sampler, ElasticSampler) or sampler._items.inside:
+            return of_before(loader)
+        if type(loader).__iter__ is loader_class.__iter__:
             return sampler._plain_loop(loader)
-        return of_torch(loader)
+        if _records_gradients():
+            raise _unknown_loader(type(loader).__name__)
+        return of_before(loader)
 
+    setattr(iterate, _MARK, True)
     loader_class.__iter__ = iterate
+
+
+_MARK = "_hands_out_elastic_items"
+"""Marks our own ``__iter__``; `functools.wraps` copies it to a wrapper that others put around."""
+
+
+def _unknown_loader(what: str) -> ConfigError:
+    remedy = (
+        "its own __iter__ may draw ahead, so it is unknown which item the loop has: iterate over "
+        "sampler.batches(loader)"
+    )
+    return InexactError("loader", what, remedy)
 
 
 def _records_gradients() -> bool:
     torch: Any = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()
-
-
-def _find_tensors(output: Any) -> Iterator[Any]:
-    """Yield the tensors of a model's output."""
-    if hasattr(output, "requires_grad"):
-        yield output
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _find_tensors(value)
-    elif isinstance(output, Mapping):
-        yield from _find_tensors(list(output.values()))
-    elif is_dataclass(output):
-        yield from _find_tensors(list(vars(output).values()))
 
 
 _ONE_EACH = "it must yield one item for each list of indices of its batch_sampler, in order"

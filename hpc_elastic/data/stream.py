@@ -46,11 +46,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_elastic.data.batch import BatchDivision, GlobalBatch
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import End, EpochPlan, Order, hashed
 from hpc_elastic.data.sampler import ElasticSampler, ReplicaManager
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.shared_files import read_json, write_atomic
+from hpc_elastic.worker import process_group
 
 _log = logging.getLogger(__name__)
 
@@ -163,24 +164,17 @@ class ElasticStream(ElasticSampler):
         )
         self._plan = StreamPlan(**vars(self._plan), layout=self._layout, shards=_digest(shards))
         self.dataset = StreamDataset(shards, read, self._layout)
-        self._has_warned = False
+        self._has_warned = self._are_facts_compared = False
+        if manager is None:
+            self._require_equal_facts()  # those of the shards, too
 
-    def batches(self, loader: Any) -> Iterator[GlobalBatch]:
-        """Yield the remaining global batches of the epoch; see `ElasticSampler.batches`.
-
-        Args:
-            loader: A DataLoader of `dataset` whose ``batch_sampler`` is this.
-
-        Raises:
-            ConfigError: The loader has another dataset, batch sampler or order.
-            RuntimeError: As `ElasticSampler.batches`.
-        """
+    def _require_loader(self, loader: Any) -> None:
         if getattr(loader, "dataset", self.dataset) is not self.dataset:
             raise ConfigError("dataset", loader.dataset, "create the loader with stream.dataset")
+        super()._require_loader(loader)
         if not self._has_warned:
             self._has_warned = True
             self._warn_of_shared_lanes(getattr(loader, "num_workers", 0))
-        return super().batches(loader)
 
     def _warn_of_shared_lanes(self, num_workers: int) -> None:
         """Log a warning if several workers read the same lanes."""
@@ -526,8 +520,7 @@ def count_samples(
     def sum_over_ranks(numbers: list[int]) -> list[int]:
         if not distributed:
             return numbers
-        on_gpu = str(distributed.get_backend()) == "nccl"
-        tensor = torch.tensor(numbers, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=process_group.device())
         distributed.all_reduce(tensor)
         total: list[int] = tensor.tolist()
         return total

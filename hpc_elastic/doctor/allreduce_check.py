@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -40,7 +41,7 @@ class AllreduceResult:
 
 
 def run_allreduce(
-    rank: int, world_size: int, host: str, port: int, interface: str
+    rank: int, world_size: int, host: str, port: int, variables: Mapping[str, str]
 ) -> AllreduceResult:
     """Run the all_reduce in a process of its own, bounded in time (every task that takes part).
 
@@ -49,14 +50,12 @@ def run_allreduce(
         world_size: Number of tasks that take part.
         host: Address of rank 0.
         port: A free port there.
-        interface: The interface that the process groups are to use.
+        variables: What the process groups get beside the environment.
     """
-    argv = [sys.executable, "-m", "hpc_elastic.doctor.allreduce_check"]
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    argv = [sys.executable, "-P", "-m", "hpc_elastic.doctor.allreduce_check"]
     argv += [str(rank), str(world_size), host, str(port)]
-    env = {**os.environ, **(names if interface else {})}
     try:
-        done = _util.run(argv, timeout_s=TIMEOUT_S, env=env)
+        done = _util.run(argv, timeout_s=TIMEOUT_S, env={**os.environ, **variables})
     except subprocess.TimeoutExpired:
         return AllreduceResult(problems={"torch": f"no end within {TIMEOUT_S:.0f} s"})
     try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic.config.resolve import put, read_override, resolve
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
+from hpc_elastic.launcher.slurm import with_shell_defaults
 from hpc_elastic.run.registry import user
 from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.parsing import Partition, Qos, is_nothing, parse_number
@@ -57,7 +59,8 @@ def parse_settings(words: Sequence[str]) -> RunSettings:
         elif value != "slurm":
             remedy = "the doctor checks only slurm; give the keys of your own group one by one"
             raise ConfigError(key, value, remedy)
-    return resolve(config, overrides=overrides)
+    found = resolve(config, overrides=overrides)
+    return replace(found, launcher=with_shell_defaults(slurm_settings(found), os.environ))
 
 
 def slurm_settings(settings: RunSettings) -> SlurmSettings:
@@ -168,7 +171,8 @@ def query_cluster(
     offered = frozenset[str]()
     if has_accounting(config) and accounting is None:
         qos = query("qos", client.all_qos, qos)
-        offered = query("qos", lambda: client.offered_qos(user()), offered)
+        names = user(), config.get("ClusterName"), settings.account
+        offered = query("qos", lambda: client.offered_qos(*names), offered)
     try:
         with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
             script = Path(place, "run.sbatch")

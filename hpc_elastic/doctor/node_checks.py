@@ -91,6 +91,16 @@ def check_limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
         remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
         yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
 
+    hard = {h.name: f"{h.limits['cpu'][1]} s" for h in hosts if h.limits.get("cpu", (0, None))[1]}
+    why = "a process that has used it is ended by SIGXCPU; Slurm hands the submitting shell's on"
+    if hard:
+        remedy = "have the admin raise the hard limit (limits.conf); submit from another node"
+        yield warn(f"{group}.cpu_time", f"hard limit of CPU time: {by_value(hard)}", why, remedy)
+    else:
+        yield ok(
+            f"{group}.cpu_time", "no hard limit of CPU time; the agent raises the soft one", why
+        )
+
 
 def _size(name: str, number: int | None) -> str:
     if number is None:
@@ -116,6 +126,8 @@ def check_clock(group: str, hosts: list[HostFacts]) -> Finding:
 
 
 _SLOW_IMPORT_S = 30.0
+_CPUS_PER_GPU = 4
+"""A worker and its loaders; fewer leave the GPU waiting."""
 _MOST_SILENT = 3
 _UNMET = (
     "set launcher.gpus_per_node to what the partition's nodes have (`sinfo -o '%P %G'`); if that "
@@ -163,6 +175,7 @@ def check_nodes(
             yield ok("nodes.slurm_outside", found, why)
     yield _gpus(evidence, facts, asked)
     yield _cpus(facts)
+    yield _shared_memory(facts)
     yield from check_limits("nodes", [f.host for f in facts])
     yield check_clock("nodes", [f.host for f in facts])
 
@@ -270,6 +283,10 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
     unmet = [f for f in facts if num_asked not in (None, f.gpus_given or 0)]
     wrong = [f for f in facts if f in unmet or (f.gpus_given or 0) != (f.gpus_seen or 0)]
     if num_asked is None and not any(f.gpus_given or f.gpus_seen for f in facts):
+        if there := min((f.gpus_there for f in facts), default=0):
+            found = f"none are granted, and each node of the partition has {there}"
+            remedy = "set launcher.gpus_per_node; nproc_per_node=1 for a training on CPUs"
+            return warn(check, found, why, remedy)
         return ok(check, "no GPUs are asked for, and there are none", why)
     if wrong:
         found = "; ".join(
@@ -314,7 +331,22 @@ def _cpus(facts: list[NodeFacts]) -> Finding:
     if bound:
         remedy = "set launcher.cpus_per_node; look for --cpu-bind in launcher.srun_args"
         return warn(check, f"bound to a single CPU. {sizes}", why, remedy)
+    if any(f.cpus_given < _CPUS_PER_GPU * (f.gpus_given or 0) for f in facts):
+        remedy = "set launcher.cpus_per_node, or leave launcher.gpus_per_node out for whole nodes"
+        return warn(check, f"fewer than {_CPUS_PER_GPU} for each GPU. {sizes}", why, remedy)
     return ok(check, sizes, why)
+
+
+def _shared_memory(facts: list[NodeFacts]) -> Finding:
+    check = "nodes.shared_memory"
+    why = "control pages, copies of checkpoints and what data loaders hand over are in /dev/shm"
+    clearing = compress(sorted(f.name for f in facts if f.clears_shm))
+    if not clearing:
+        return ok(check, "/dev/shm stays as it is when a session of yours ends", why)
+    remedy = "have the admin set RemoveIPC=no in logind.conf, or give jobs a /dev/shm of their own "
+    remedy += "(job_container/tmpfs); or run `loginctl enable-linger` on the nodes"
+    found = f"RemoveIPC: the end of your last ssh session clears /dev/shm on {clearing}"
+    return warn(check, found, why, remedy)
 
 
 _SKEW_S = 1.0

@@ -34,7 +34,7 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import batch_script
 from hpc_elastic.launcher.submit import read_template
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, Submission
-from hpc_elastic.shared_files import is_there, refresh, write_atomic
+from hpc_elastic.shared_files import is_there, read_tail, refresh, write_atomic
 from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 
@@ -77,10 +77,7 @@ class ProbeJob:
     def log_tail(self, index: int) -> str:
         """Return the end of a task's output."""
         file = Submission(self.place.path).logs / f"{self.job_id}_{index}.log"
-        try:
-            return file.read_text(errors="replace").strip()[-_LOG_CHARS:]
-        except OSError:
-            return ""
+        return read_tail(file)[-_LOG_CHARS:]
 
     def cancel(self) -> list[str]:
         """Cancel all tasks, and remove the files; return the tasks that did not end."""

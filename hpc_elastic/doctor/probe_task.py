@@ -32,9 +32,11 @@ from hpc_elastic.doctor.probe_network import MeetingResult
 from hpc_elastic.doctor.signal_recorder import AGENT, SignalRecorder, start_worker
 from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.launcher.user_code import packages
+from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import Mount
 from hpc_elastic.slurm.client import SlurmClient, reachable
 from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus
+from hpc_elastic.slurm.parsing import gpus_of_each
 from hpc_elastic.transport import interface as interface_module
 
 _PEER_S = 30.0
@@ -88,7 +90,7 @@ def _measure(
     first = known.get(members[0], {})
     if lost := [s.host for s in meeting.peers if s.problem] + list(map(str, meeting.absent)):
         # torch on this node alone: a group with an unreachable node takes minutes
-        result = allreduce_check.run_allreduce(0, 1, "127.0.0.1", own.get("store_port", 0), "")
+        result = allreduce_check.run_allreduce(0, 1, "127.0.0.1", own.get("store_port", 0), {})
         not_tried = f"not tried: {', '.join(lost)} cannot be reached"
         problems = {**result.problems, "gloo": not_tried}
         result = replace(result, bandwidths={}, problems=problems)
@@ -96,7 +98,9 @@ def _measure(
         result = AllreduceResult(problems={"torch": f"task {members[0]} was not found"})
     else:
         rank, store = members.index(index), (first["address"], first["store_port"])
-        result = allreduce_check.run_allreduce(rank, len(members), *store, facts.interface)
+        name, is_given = facts.interface, plan.interface is not None
+        variables = interface_module.group_variables(name, is_given=is_given) if name else {}
+        result = allreduce_check.run_allreduce(rank, len(members), *store, variables)
     return {"facts": asdict(facts), "meeting": asdict(meeting), "allreduce": asdict(result)}
 
 
@@ -116,10 +120,12 @@ class NodeFacts:
         cpus_given: CPUs that Slurm gave the task.
         gpus_given: GPUs that Slurm gave the task; None if it names none.
         gpus_seen: GPUs that the driver shows; None without nvidia-smi.
+        gpus_there: GPUs that each node of the partition has, by Slurm.
         addresses: Own addresses by interface, without loopback.
         interface: The one that agents would use; empty if there is none.
         address: Its address.
         problem: Why there is no interface; empty if there is one.
+        clears_shm: Whether the end of a session of the user clears /dev/shm.
     """
 
     name: str
@@ -134,6 +140,8 @@ class NodeFacts:
     interface: str
     address: str
     problem: str = ""
+    clears_shm: bool = False
+    gpus_there: int = 0
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> NodeFacts:
@@ -186,7 +194,34 @@ def collect_node_facts(
         interface=chosen.name,
         address=chosen.address,
         problem=problem,
+        clears_shm=clears_shared_memory(),
+        gpus_there=gpus_of_partition(client, slurm.partition),
     )
+
+
+def gpus_of_partition(client: SlurmClient, partition: str | None) -> int:
+    """Return the GPUs that each node of a partition has; 0 if Slurm does not answer."""
+    try:
+        return gpus_of_each(client.node_kinds(partition))
+    except SlurmCommandError:
+        return 0
+
+
+_LINGER = Path("/var/lib/systemd/linger")
+_FIRST_USER = 1000
+_LOGIND = "org.freedesktop.login1"
+
+
+def clears_shared_memory() -> bool:
+    """Return whether systemd-logind removes IPC objects of this user, who is no system user."""
+    argv = ["busctl", "--auto-start=no", "get-property", _LOGIND]
+    argv += [f"/{_LOGIND.replace('.', '/')}", f"{_LOGIND}.Manager", "RemoveIPC"]
+    if os.getuid() < _FIRST_USER or (_LINGER / user()).exists():
+        return False
+    try:
+        return _util.run(argv, timeout_s=_SMI_TIMEOUT_S).stdout.strip() == "b true"
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def count_devices(output: str) -> int:
@@ -201,6 +236,7 @@ _LIMITS = {
     "nproc": resource.RLIMIT_NPROC,
     "memlock": resource.RLIMIT_MEMLOCK,
     "as": resource.RLIMIT_AS,
+    "cpu": resource.RLIMIT_CPU,
 }
 SLURM_COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo")
 _RDMA = Path("/sys/class/infiniband")

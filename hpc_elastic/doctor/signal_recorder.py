@@ -66,7 +66,7 @@ def _open(path: Path) -> int:
 
 def start_worker(array_file: str, index: int, attempt: int) -> subprocess.Popen[bytes]:
     """Start the process in the place of a worker."""
-    argv = [sys.executable, "-m", "hpc_elastic.doctor.signal_recorder", array_file]
+    argv = [sys.executable, "-P", "-m", "hpc_elastic.doctor.signal_recorder", array_file]
     return subprocess.Popen([*argv, str(index), str(attempt)], start_new_session=True)
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -20,6 +20,18 @@ __all__ = ["context_timeout", "future_timeout", "future_wait", "stream_timeout"]
 T = TypeVar("T")
 
 
+def make_future(*tensors: torch.Tensor) -> Future[Any]:
+    """Return a future whose waiters' streams wait for the streams that compute its value.
+
+    Args:
+        tensors: Of the value, those that may be on another GPU than the present one.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    return Future(devices=sorted(devices, key=str))
+
+
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     """Return a future with the value or the error of another, or with a TimeoutError.
 
@@ -27,7 +39,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
         fut: The one to follow.
         timeout: When the TimeoutError comes, at least 0.
     """
-    limited: Future[T] = Future()
+    limited: Future[T] = make_future()
     is_open = threading.Lock()
 
     def give_up() -> None:

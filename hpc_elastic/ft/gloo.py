@@ -66,7 +66,7 @@ class ProcessGroupGloo(reconfigurable.ReconfigurableProcessGroup):
     def _build_group(
         self, task: reconfigurable.CancellableTask[LiveGroup], place: MemberPlace
     ) -> LiveGroup:
-        store = reconfigurable.AbortableStore(place, task)
+        store = self._open_store(task, place)
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         host = store.address.host
         own = {"interface": interface} if interface else {"hostname": own_address(host)}

@@ -303,8 +303,8 @@ class LighthouseState:
         if active.is_active:
             if self._switch.state is not AgreementState.CONFIRMED:
                 return self._consider_switch(active, now)
-            timeout_s = self._registry.rules.live_timeout_s
-            if active.not_requesting and not active.is_live_timeout_over(now, timeout_s):
+            first = active.first_request_at
+            if active.not_requesting and not self._registry.is_live_timeout_over(now, first):
                 return []
             return [*self._carry_out_switch(active, now), *self._form_quorum(now)]
         return [*self._grant_leaves(now), *self._form_quorum(now)]
@@ -336,7 +336,7 @@ class LighthouseState:
         self._results = self._assign_results(self._next_id, members, requests)
         self._registry.set_quorum(self._next_id, members, now)
         self._switch = StepAgreement(_AHEAD_S, self._switch.number)
-        if self._registry.requests:  # excluded by shrink_only: do not switch again at once
+        if self._registry.admitted(now):  # excluded by shrink_only: do not switch again at once
             self._switch.pause(LONGEST_PAUSE_S, now)
         self._leavers = frozenset()
         self._is_complete, self._is_probing = True, False
@@ -360,7 +360,7 @@ class LighthouseState:
         is_needed = (
             self._is_probing
             or active.needs_switch
-            or registry.has_newcomers
+            or registry.has_newcomers(now)
             or not registry.leave_deadlines.keys().isdisjoint(active.members)
         )
         if not is_needed:
@@ -545,7 +545,7 @@ class LighthouseState:
         if now - self._reported_at < _REPORT_EVERY_S:
             return []
         self._reported_at = now
-        misfits = registry.misfit_reasons()
+        misfits = registry.misfit_reasons(now)
         return [
             ReplicaMessage(r, messages.QuorumWaiting(misfits.get(r, self._waits_for)))
             for r in registry.requests

@@ -17,8 +17,8 @@ replicas see only the outcome of a replica's own steps, so a failed synchronisat
 parameters of `LocalSGD` as they are, and resets those of `DiLoCo` to the last one.
 
 The user's state (`Manager(load_state_dict, state_dict)`) is the model and the inner optimizer;
-`DiLoCo` adds its own. The time between two synchronisations has to be shorter than the manager's
-``quorum_timeout``.
+`DiLoCo` adds its own. Outside of a run, the time between two synchronisations has to be shorter
+than the manager's ``quorum_timeout``.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import concurrent.futures
 import contextlib
 import copy
 import logging
+import math
 import os
 import socket
 import threading
@@ -154,10 +155,12 @@ class Manager:
             state_dict: Returns the state; may return live tensors.
             min_replica_size: The fewest groups of a step, at least 1.
             use_async_quorum: Enter a new quorum beside the forward pass, rather than before it.
-            timeout: For collectives inside the group, healing and `wrap_future`. The time-out of
-                the collectives between groups is the process group's own.
-            quorum_timeout: For one attempt at a quorum. Live members are waited for, however long
-                their steps are, so it should be longer than a step.
+            timeout: For collectives inside the group and `wrap_future`, and of a heal without any
+                progress. The time-out of the collectives between groups is the process group's own.
+            quorum_timeout: For one attempt at a quorum, outside of a run. Live members are waited
+                for, up to 80 % of it, so it should be longer than a step. In a run there is no
+                limit here: the run's leader ends the wait (``launcher.below_min_timeout_s``), and
+                has the state saved first.
             connect_timeout: For the connection to the group's server and store.
             rank: This worker's rank in its group; None: RANK.
             world_size: Number of workers in the group; None: WORLD_SIZE.
@@ -270,7 +273,7 @@ class Manager:
         Args:
             allow_heal: Let members that are behind fetch the state; the same on all replicas.
             shrink_only: Let no group join now.
-            timeout: For the quorum; None: the Manager's ``quorum_timeout``.
+            timeout: For the quorum, outside of a run; None: the Manager's ``quorum_timeout``.
 
         Raises:
             TimeoutError: There was no quorum in time (in sync mode; else `wait_quorum` raises it).
@@ -335,7 +338,7 @@ class Manager:
     ) -> Work:
         """Reduce a tensor over all replica groups, in place.
 
-        The mean is over the participants; other members add zero. An error is recorded, never
+        It is over the participants; other members add nothing. An error is recorded, never
         raised; after the first one this does nothing, and the tensor's content is undefined.
 
         Args:
@@ -371,7 +374,7 @@ class Manager:
         if step.error is not None:
             return DummyWork(tensor)
         if step.participation.rank is None:
-            tensor.zero_()
+            fill_neutral(tensor, reduce_op)
         try:
             is_sum = torch.is_floating_point(tensor) and (is_mean or reduce_op == ReduceOp.SUM)
             if should_quantize and is_sum and 2 <= self._pg.size() <= MAX_MEMBERS:
@@ -426,6 +429,8 @@ class Manager:
             commit = self._client.vote(commit, seconds)
         self._transport.disallow_checkpoint()
         if commit:
+            for call in step.at_commit:
+                call()
             step.is_over = True
             self._progress = self._progress.after_step(
                 self._client.steps.quorum_id, step.participation.size
@@ -446,6 +451,10 @@ class Manager:
                 f"max_retries={self._max_retries}; the last one: {step.error}"
             )
         return False
+
+    def call_at_commit(self, call: Callable[[], None]) -> None:
+        """Call something in `should_commit` if this step is committed, before that returns."""
+        self._step.at_commit.append(call)
 
     def report_error(self, e: Exception) -> None:
         """Record an error of this step: it is not committed, here or in other groups.
@@ -656,7 +665,14 @@ class Manager:
         return kept
 
     def _read_parts(self) -> dict[str, Any]:
-        return {key: save() for key, save in self._saves.items()}
+        parts = {}
+        for key, save in self._saves.items():
+            try:
+                parts[key] = save()
+            except Exception as e:
+                text = f"state_dict of {key!r} has raised {type(e).__name__}: {e}"
+                raise UnusableStateError(text) from e
+        return parts
 
     def _require_state(self) -> None:
         if not self._loads:
@@ -843,7 +859,7 @@ class Manager:
         if quorum.replica_rank not in found.suspects:
             return
         heals = self._heal_corrupted and found.is_certain
-        self._client.report_mismatch(StateMismatch(number, own, found.listed, heals))
+        self._client.report_event(StateMismatch(number, own, found.listed, heals))
         if heals:
             self._progress = replace(self._progress, state_version=random_version())
             self._fail_step(step, CorruptedStateError(str(found)))
@@ -904,17 +920,37 @@ class Manager:
             by_step: A save is due by the count of steps, on all ranks.
             by_time: A save is due by this process's clock.
         """
-        is_last = self._client.settle_next_step()
-        is_saver = self._step.participation.rank == 0
-        reporting.save_is_last(is_saver and is_last)
-        if not is_saver:
-            return False
-        if self._place.world_size > 1:
-            if self._save_agreement is None:
-                store = self._place.connect_store(self._limits.timeout_s)
-                self._save_agreement = SaveAgreement(store, is_first=self._place.rank == 0)
-            by_time = self._save_agreement.should_save(due=by_time)
-        return by_step or by_time or is_last
+        if self._step.agreed_to_save is None:
+            is_last = self._client.settle_next_step()
+            is_saver = self._step.participation.rank == 0
+            reporting.save_is_last(is_saver and is_last)
+            by_group = is_last
+            if is_saver and self._place.world_size > 1:
+                if self._save_agreement is None:
+                    store = self._place.connect_store(self._limits.timeout_s)
+                    self._save_agreement = SaveAgreement(store, is_first=self._place.rank == 0)
+                by_group = self._save_agreement.should_save(due=by_time) or is_last
+            self._step.agreed_to_save = is_saver, by_group
+        is_saver, by_group = self._step.agreed_to_save
+        return is_saver and (by_step or by_group or (by_time and self._place.world_size == 1))
+
+
+def fill_neutral(tensor: torch.Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType) -> None:
+    """Fill a tensor with what changes no result of an operation."""
+    if reduce_op == ReduceOp.PRODUCT:
+        tensor.fill_(1)
+    elif reduce_op == ReduceOp.BAND:
+        tensor.zero_().bitwise_not_()
+    elif reduce_op in (ReduceOp.MAX, ReduceOp.MIN):
+        if tensor.dtype == torch.bool:
+            least, most = 0.0, 1.0
+        elif torch.is_floating_point(tensor):
+            least, most = -math.inf, math.inf
+        else:
+            least, most = torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max
+        tensor.fill_(least if reduce_op == ReduceOp.MAX else most)
+    else:
+        tensor.zero_()
 
 
 @dataclass(frozen=True)
@@ -972,11 +1008,14 @@ class StepState:
         is_participation_known: The script has read it, and may have chosen its samples by it.
         healed: A state that came in this step, and is not applied yet.
         works: Its collectives.
+        at_commit: What is called when it is committed.
         used_device: One of the collectives was on an accelerator.
         error: Its first error.
         is_over: It was committed or abandoned.
         needs_quorum: The next step needs a new quorum, since this one was abandoned.
         commit_failures: Steps in a row that were not committed.
+        agreed_to_save: Whether this group saves for all, and whether all its ranks do so at the end
+            of this step; None before the script asks.
     """
 
     allow_heal: bool = True
@@ -992,11 +1031,13 @@ class StepState:
     is_participation_known: bool = False
     healed: HealedState | None = None
     works: list[ManagedWork] = field(default_factory=list)
+    at_commit: list[Callable[[], None]] = field(default_factory=list)
     used_device: bool = False
     error: ExceptionWithTraceback | None = None
     is_over: bool = False
     needs_quorum: bool = False
     commit_failures: int = 0
+    agreed_to_save: tuple[bool, bool] | None = None
 
     def next_step(self, *, allow_heal: bool, shrink_only: bool) -> StepState:
         """Return the state of the next step, which starts in the same quorum."""
@@ -1080,6 +1121,8 @@ class SaveAgreement:
         self._num_asked += 1
         yes = bool(self._store.check([f"{self._prefix}/{self._num_asked}"]))
         if self._is_first and due and not yes and self._announced <= self._num_asked:
+            if self._announced:  # all ranks have read it
+                self._store.delete_key(f"{self._prefix}/{self._announced}")
             self._announced = self._num_asked + 1
             self._store.add(f"{self._prefix}/{self._announced}", 1)  # returns once it is stored
         return yes

@@ -163,8 +163,10 @@ class ManagerClient:
 
     # ---- requests -----------------------------------------------------------------------
 
-    def request_quorum(self, request: messages.QuorumRequest, timeout_s: float) -> QuorumAnswer:
-        """Request a place in the next quorum, and wait for the answer.
+    def request_quorum(
+        self, request: messages.QuorumRequest, timeout_s: float | None
+    ) -> QuorumAnswer:
+        """Request a place in the next quorum, and wait for the answer; None: without a limit.
 
         Returns:
             The place; or `LeaveGranted` if the group has left as announced; or
@@ -180,7 +182,7 @@ class ManagerClient:
             self._is_requesting = True
             self._waits_for = "the server has not answered"
             self._number += 1
-            numbered = replace(request, number=self._number)
+            numbered = replace(request, number=self._number, timeout_s=timeout_s or 0.0)
         self._send(numbered)
         with self._changed:
             self._changed.wait_for(lambda: self._answer or self._closed_reason, timeout_s)
@@ -243,10 +245,10 @@ class ManagerClient:
         with contextlib.suppress(ManagerServerLostError):
             self._send(messages.SwitchRequest(self.steps.quorum_id))
 
-    def report_mismatch(self, mismatch: messages.StateMismatch) -> None:
-        """Report that this worker's state differs from its counterparts', for the run's events."""
+    def report_event(self, event: messages.RunReport) -> None:
+        """Report what belongs to the run's events."""
         with contextlib.suppress(ManagerServerLostError):
-            self._send(mismatch)
+            self._send(event)
 
     def close(self, *, is_step_over: bool = True) -> None:
         """Report that this worker is done, and disconnect. May be repeated.

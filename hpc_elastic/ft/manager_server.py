@@ -106,6 +106,15 @@ class ManagerServer(ManagerState):
         if self.relays is not None:
             self.relays.start(self)
 
+    def restore_socket(self) -> None:
+        """Open the socket again if its path was removed (`checkpoint.node_memory.AgentFolder`)."""
+        if self._listener is not None and not self._path.exists():
+            opened = open_listener(str(self._path))
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = opened
+            self._resume_accepting()
+
     async def stop(self) -> None:
         """Close all connections and remove the socket. May be repeated."""
         if self._checker is not None:

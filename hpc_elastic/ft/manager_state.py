@@ -76,7 +76,7 @@ class ManagerState:
 
     Attributes:
         has_left: The group has left the quorum as announced: its workers wait to be stopped.
-        on_mismatch: Called when a worker's state differs from its counterparts'; may be replaced.
+        on_report: Called with what a worker reports for the run's events; may be replaced.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ManagerState:
         self._disconnect_reason = _NO_CONNECTION
         self._size: int | None = None
         self.has_left = False
-        self.on_mismatch: Callable[[messages.StateMismatch], None] = lambda _: None
+        self.on_report: Callable[[messages.RunReport], None] = lambda _: None
         self._leave_deadlines: dict[RemoteNode | None, float] = {}
         """When nodes of the group are lost that are under notice; None: this one."""
         self._connections: dict[Worker, None] = {}
@@ -309,8 +309,8 @@ class ManagerState:
             case messages.CommitVote():
                 self._commit_votes.add_vote(rank, message)
                 self._decide_commit()
-            case messages.StateMismatch():
-                self.on_mismatch(message)
+            case messages.StateMismatch() | messages.HealFailed():
+                self.on_report(message)
             case messages.Shutdown():
                 self._done_ranks[rank] = message
                 self._requests.pop(rank, None)
@@ -500,6 +500,7 @@ def combine_requests(requests: Mapping[int, messages.QuorumRequest]) -> messages
         metadata=tuple(text for q in ranks for text in q.metadata),
         is_saved=all(q.is_saved for q in ranks),
         catch_up=all(q.catch_up for q in ranks),
+        heal_failures=max(q.heal_failures for q in ranks),
     )
 
 

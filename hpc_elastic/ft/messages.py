@@ -107,6 +107,8 @@ class QuorumRequest(Message):
         number: Counts the requests of a group; the same when one is repeated.
         is_saved: The script had the chance to save this state as the only one that has it.
         catch_up: It can fetch a state in parts, or give one, and the state is large enough for it.
+        timeout_s: How long it waits for the answer, in seconds; 0: without a limit.
+        heal_failures: Quorums in a row in which it could not heal.
     """
 
     quorum_step: int
@@ -121,6 +123,8 @@ class QuorumRequest(Message):
     number: int = 0
     is_saved: bool = False
     catch_up: bool = False
+    timeout_s: float = 0.0
+    heal_failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -341,6 +345,23 @@ class StateMismatch(Message):
     worker: str
     tensors: str
     heals: bool
+
+
+@dataclass(frozen=True)
+class HealFailed(Message):
+    """Worker to server: its healing keeps failing, so the others go on without it for a time.
+
+    Attributes:
+        worker: Replica id, host and rank of the worker.
+        reason: The last error.
+    """
+
+    worker: str
+    reason: str
+
+
+RunReport = StateMismatch | HealFailed
+"""What a worker reports for the run's events."""
 
 
 @dataclass(frozen=True)

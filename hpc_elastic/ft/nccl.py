@@ -4,14 +4,15 @@ NCCL's operations run on the GPU: a peer's death leaves a kernel that spins for 
 ``ncclCommAbort`` ends it, from any thread, and it makes the whole communicator unusable; so `abort`
 calls it, and the next `configure` makes a new communicator. torch's own watchdog would end the
 process after a time-out, so its time-out is put far off: a `WorkWatchdog` checks each operation's
-deadline, and aborts the group.
+deadline and errors, and aborts the group.
 
 An operation's `wait` only orders streams, as with torch. `errored` returns whether a step has
 failed; it waits for the stream.
 
-Environment, set here unless it is set already, before the first group is made:
-``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` (torch's watchdog must not end the process) and
-``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (how long a communicator may take to come up).
+torch's watchdog must not end the process after an error either, nor its monitor hold up the end of
+the group: groups are constructed with ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` and the like, whatever
+the process has, as torch's agent sets 1 in every worker. ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (how
+long a communicator may take to come up) is set before the first group, unless it is set already.
 
 Private to torch, and named in a test: ``Backend._set_default_timeout``, ``ProcessGroup.
 _register_backend`` and ``_set_default_backend``.
@@ -19,11 +20,13 @@ _register_backend`` and ``_set_default_backend``.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,8 +39,16 @@ from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft import reconfigurable
 from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT, LiveGroup, ManagedWork, MemberPlace
 
+_log = logging.getLogger(__name__)
+
+_ABORT_S = 60.0
 _NEVER = timedelta(days=7)  # torch's watchdog ends the process; the WorkWatchdog aborts the group
 _OLDEST = (2, 26)
+_UNENDED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # the group's end waits for four times as long
+}
 
 
 class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
@@ -60,13 +71,17 @@ class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
             remedy = f"its abort can hang; use NCCL {'.'.join(map(str, _OLDEST))} or later"
             raise ConfigError("NCCL", ".".join(map(str, version)), remedy)
         super().__init__(timeout)
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         seconds = str(max(1, round(timeout.total_seconds())))
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", seconds)
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return its name."""
         return "hpc-elastic-nccl"
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        """Form the group of a new quorum on this thread's device; see `ProcessGroup.configure`."""
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        super().configure(*args, **kwargs)
 
     def errored(self) -> Exception | None:
         """Wait for the current stream, then return why the group was aborted; None if it was not.
@@ -83,7 +98,7 @@ class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
         from torch.distributed import ProcessGroupNCCL as TorchNCCL
 
         # Wait until all members have come, since NCCL's own waiting cannot be interrupted.
-        store = reconfigurable.AbortableStore(place, task)
+        store = self._open_store(task, place)
         store.set(f"here/{place.rank}", b"1")
         for rank in range(place.world_size):
             store.get(f"here/{rank}")
@@ -93,11 +108,32 @@ class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
         options._timeout = _NEVER
         reconfigurable.name_group(options, place)
         # NCCL keeps its store for later communicators, and so gets one that outlives the task.
-        backend = TorchNCCL(store.lasting, place.rank, place.world_size, options)
-        backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-        group = NCCLGroup(place, backend, WorkWatchdog(lambda why: self.abort(why=why)))
+        with _ending_no_process():
+            backend = TorchNCCL(store.lasting, place.rank, place.world_size, options)
+        backend.eager_connect_single_device(self._device)
+        watchdog = WorkWatchdog(lambda why: self.abort(why=why), lambda: _error_of(backend))
+        group = NCCLGroup(place, backend, watchdog)
         group.set_timeout(self._timeout)
         return group
+
+
+@contextmanager
+def _ending_no_process() -> Iterator[None]:
+    """Have torch's threads for the groups constructed inside end the process after no error."""
+    before = {name: os.environ.get(name) for name in _UNENDED}
+    os.environ |= _UNENDED
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _error_of(backend: Any) -> str | None:
+    """Return what NCCL reports, None if nothing, or if torch (2.6) does not know."""
+    get_error = getattr(backend, "get_error", None)
+    found = "SUCCESS" if get_error is None else get_error().name
+    return None if found == "SUCCESS" else f"NCCL reports {found}"
 
 
 class ProcessGroupBabyNCCL(ProcessGroupNCCL):
@@ -148,7 +184,16 @@ class NCCLGroup(LiveGroup):
         self.end_error = error
         self.watchdog.stop()
         abort = getattr(self._backend, "abort", None) or self._backend._abort  # its name in 2.6
-        abort()
+        # On a GPU that has gone, torch waits for the time-out of the group, which is far off.
+        aborting = threading.Thread(target=abort, name="hpc-elastic-ft-abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_S)
+        if aborting.is_alive():
+            text = (
+                "%s: NCCL's abort has not ended in %g s; only the end of this process frees its GPU"
+            )
+            _log.critical(text, self.place, _ABORT_S)
+            os._exit(1)
 
 
 # ---- the watchdog: operations on a GPU end by themselves, and no thread waits for them on the CPU
@@ -165,16 +210,20 @@ class _Operation(NamedTuple):
 
 
 class WorkWatchdog:
-    """A thread that checks the deadlines of one group's operations, in their order."""
+    """A thread that checks the deadlines of one group's operations, in their order, and errors."""
 
-    def __init__(self, on_timeout: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_failure: Callable[[str], None], error: Callable[[], str | None] = lambda: None
+    ) -> None:
         """Create it, without operations.
 
         Args:
-            on_timeout: Called once, on the watchdog's thread, with the name and the seconds of the
-                first operation that missed its deadline.
+            on_failure: Called once, on the watchdog's thread, with the error, or the name and the
+                seconds of the first operation that missed its deadline.
+            error: Returns the error of the communicator; None if it has none.
         """
-        self._on_timeout = on_timeout
+        self._on_failure = on_failure
+        self._error = error
         self._operations: deque[_Operation] = deque()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -197,19 +246,21 @@ class WorkWatchdog:
     def _run(self) -> None:
         while not self._stopped.wait(_CHECK_EVERY_S):
             self._remove_completed()
-            now = time.monotonic()
-            for operation in list(self._operations):
-                if operation.until >= now or operation.work.is_completed():
-                    continue
-                if not self._stopped.is_set():
-                    self._stopped.set()
-                    reason = f"{operation.name} timed out after {operation.timeout_s:g} s"
-                    self._on_timeout(reason)
-                break
+            why = self._error() or self._first_late()
+            if why is not None and not self._stopped.is_set():
+                self._stopped.set()
+                self._on_failure(why)
+
+    def _first_late(self) -> str | None:
+        now = time.monotonic()
+        for operation in list(self._operations):
+            if operation.until < now and not operation.work.is_completed():
+                return f"{operation.name} timed out after {operation.timeout_s:g} s"
+        return None
 
     def _remove_completed(self) -> None:
         try:
-            while self._operations[0].work.is_completed():
+            while self._operations[0].work.is_completed():  # with an error, too
                 self._operations.popleft()
         except IndexError:  # none is left, or the other thread was faster
             pass

@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft import _unavailable
+from hpc_elastic.ft.futures import make_future
 
 __all__ = [
     "AbortedError",
@@ -350,6 +351,8 @@ class ProcessGroupDummy(ProcessGroupWrapper):
 def _flat(tensors: Any) -> Iterable[torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
+    if not isinstance(tensors, Iterable):  # None, the options of a barrier
+        return []
     return [t for each in tensors for t in _flat(each)]
 
 
@@ -691,7 +694,8 @@ class ManagedWork(Work):
                 self._future = Future()
                 self._future.set_result(self._result)
             elif self._abortable_in is not None:
-                self._future = Future()
+                value = self.outputs if self._result is None else self._result
+                self._future = make_future(*_flat(value))
                 self._abortable_in.pending.add(self)
                 done = self._torch_future()
                 done.add_done_callback(lambda done: self.end_future(*self._outcome_of(done)))
@@ -791,6 +795,8 @@ class ManagedWork(Work):
         self._abortable_in.pending.discard(self)
         if not self._is_open.acquire(blocking=False):
             return  # it has ended already
+        if error is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._work.synchronize()  # gloo's copies to a GPU have streams of their own
         if self._on_error is not None:
             self._finish(error)
             self._future.set_result(self._result)
@@ -837,7 +843,7 @@ def swallow_errors(
         timeout_s: Seconds, above 0.
         on_error: Called with the error then, on any thread.
     """
-    result: Future[T] = Future()
+    result: Future[T] = make_future(*([default] if isinstance(default, torch.Tensor) else []))
     is_open = threading.Lock()
 
     def complete(value: T, error: Exception | None) -> None:

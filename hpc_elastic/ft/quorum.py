@@ -7,16 +7,19 @@ its members request the next one at the step of a switch. Newcomers wait for tha
 quorum is formed as soon as
 
 - every live previous member requests it. The lighthouse waits for them for
-  `QuorumRules.live_timeout_s` from the first request (longer where their steps take longer), and
-  then drops them. It does not wait for a member that is lost, stopped, done or dropped, until that
-  requests again, as a newcomer. It waits only briefly for a member that has not connected to a new
-  lighthouse;
+  `QuorumRules.live_timeout_s` from the first request, longer where their steps take longer, and at
+  most for `LIVE_TIMEOUT_SHARE` of the time-out of any that requests; then it drops them. It does
+  not wait for a member that is lost, stopped, done or dropped, until that requests again, as a
+  newcomer. It waits only briefly for a member that has not connected to a new lighthouse;
 - or, without live previous members: all connected groups request it, or more than half of them do
   and `QuorumRules.join_timeout_s` has passed since the first request. A lighthouse that has just
   started first waits `QuorumRules.startup_wait_s` for members of a quorum unknown to it;
 - there are the fewest members that the lighthouse and every requesting group work with;
-- more than half of the possible members request it, so no minority goes on beside the others;
+- at least half of the possible members request it, so no minority goes on beside the others;
 - the groups have as many workers as the first member's group.
+
+A member whose healing has failed `MAX_HEAL_FAILURES` times in a row is kept out, for a time that
+doubles with each further failure (`keep_out_s`): each attempt costs the others a step.
 
 Newcomers that request by then become members too, unless a previous member asks for `shrink_only`.
 (A newcomer's `shrink_only` does not count: it would exclude others for as long as it waits.)
@@ -52,6 +55,11 @@ from itertools import islice
 from hpc_elastic.ft import messages
 
 MAX_SOURCES = 4
+LIVE_TIMEOUT_SHARE = 0.8
+"""The longest wait for a live member, as a share of the time-out of a group that requests."""
+MAX_HEAL_FAILURES = 3
+"""Quorums in a row in which a group may fail to heal before it is kept out for a time."""
+LONGEST_KEEP_OUT_S = 300.0
 _LISTED = 5
 _VERSION_BYTES = 16
 
@@ -96,6 +104,8 @@ class ActiveQuorum:
         group_world_size: Workers of each group; 0 if unknown.
         needs_switch: A member has requested a switch.
         first_shutdown: The member that was done first, and when, until the others are aborted.
+        first_request_at: When the first of its members requested the next one; None before.
+        step_s: Seconds of one of its steps, by then.
     """
 
     def __init__(self, quorum_id: int, members: Iterable[str], now: float) -> None:
@@ -111,8 +121,8 @@ class ActiveQuorum:
         self.needs_switch = False
         self.first_shutdown: tuple[str, float] | None = None
         self._ranks: dict[str, int] = {m: i for i, m in enumerate(self.members)}
-        self._first_request_at: float | None = None
-        self._step_s = 0.0
+        self.first_request_at: float | None = None
+        self.step_s = 0.0
 
     @classmethod
     def before_first(cls) -> ActiveQuorum:
@@ -153,14 +163,9 @@ class ActiveQuorum:
     def mark_requesting(self, replica: str, quorum_step: int, now: float) -> None:
         """Record that a member requests the next quorum at a step of this one."""
         self.not_requesting.pop(replica, None)
-        if self._first_request_at is None:
-            self._first_request_at = now
-            self._step_s = (now - self.formed_at) / max(1, quorum_step)
-
-    def is_live_timeout_over(self, now: float, timeout_s: float) -> bool:
-        """Return whether the other members had the time to request, at least two of their steps."""
-        first = self._first_request_at
-        return first is not None and now - first >= max(timeout_s, 2 * self._step_s)
+        if self.first_request_at is None:
+            self.first_request_at = now
+            self.step_s = (now - self.formed_at) / max(1, quorum_step)
 
 
 class ReplicaRegistry:
@@ -175,6 +180,7 @@ class ReplicaRegistry:
         leave_deadlines: When groups under notice are lost.
         lost: Groups known to be dead that never connected to this lighthouse.
         first_request_at: Since when there has always been a request.
+        kept_out_until: When groups are let in again whose healing keeps failing.
         started_at: When the first event came; None before.
     """
 
@@ -187,6 +193,7 @@ class ReplicaRegistry:
         self.leave_deadlines: dict[str, float] = {}
         self.lost = set(lost)
         self.first_request_at = 0.0
+        self.kept_out_until: dict[str, float] = {}
         self.started_at: float | None = None
 
     # ---- events --------------------------------------------------------------------------
@@ -211,6 +218,7 @@ class ReplicaRegistry:
     def drop_replica(self, replica: str) -> None:
         """Ignore a group until it requests a quorum again."""
         self.requests.pop(replica, None)
+        self.kept_out_until.pop(replica, None)
         self.idle.pop(replica, None)
         self.quorum.remove_member(replica)
 
@@ -220,6 +228,8 @@ class ReplicaRegistry:
             self.first_request_at = now
         self.idle.pop(replica, None)
         self.requests[replica] = request
+        if (seconds := keep_out_s(request)) > 0:
+            self.kept_out_until[replica] = now + seconds
         if self.is_member(replica):
             self.quorum.mark_requesting(replica, request.quorum_step, now)
 
@@ -239,6 +249,7 @@ class ReplicaRegistry:
         self.quorum.group_world_size = len(self.requests[first].metadata)
         for member in self.quorum.members:
             del self.requests[member]
+            self.kept_out_until.pop(member, None)
         self.first_request_at = now
 
     # ---- queries -------------------------------------------------------------------------
@@ -252,11 +263,17 @@ class ReplicaRegistry:
         """Number of members of an adopted quorum that may still connect."""
         return max(0, self.quorum.num_unconnected - len(self.lost))
 
-    @property
-    def has_newcomers(self) -> bool:
-        """Whether a group requests that the present quorum could take in."""
-        size = self.quorum.group_world_size
-        return any(not size or len(r.metadata) == size for r in self.requests.values())
+    def has_newcomers(self, now: float) -> bool:
+        """Return whether a group requests that the present quorum could take in."""
+        size, admitted = self.quorum.group_world_size, self.admitted(now)
+        return any(not size or len(r.metadata) == size for r in admitted.values())
+
+    def admitted(self, now: float) -> dict[str, messages.QuorumRequest]:
+        """Return the requests of groups that are not kept out."""
+        until = self.kept_out_until
+        if not until:
+            return self.requests
+        return {r: q for r, q in self.requests.items() if until.get(r, now) <= now}
 
     def is_reconnect_timeout_over(self, now: float) -> bool:
         """Return whether members that have not connected to a new lighthouse had the time to."""
@@ -267,18 +284,28 @@ class ReplicaRegistry:
         timeout_s = rules.short_reconnect_timeout_s if half_request else rules.reconnect_timeout_s
         return now - quorum.formed_at >= timeout_s
 
+    def is_live_timeout_over(self, now: float, since: float | None) -> bool:
+        """Return whether live groups had the time to request since another has, two steps at least.
+
+        It lies below the time-out of each group that requests: a slow one costs no other its place.
+        """
+        own = max(self.rules.live_timeout_s, 2 * self.quorum.step_s)
+        theirs = (LIVE_TIMEOUT_SHARE * q.timeout_s for q in self.requests.values() if q.timeout_s)
+        return since is not None and now - since >= min([own, *theirs])
+
     def next_members(self, now: float) -> tuple[str, ...] | str:
         """Return the members, by rank, of a quorum that can be formed now, or what it waits for.
 
         The last quorum has ended. The text is for users, and short however many are missing.
         """
-        quorum, rules, requests = self.quorum, self.rules, self.requests
+        quorum, rules, requests = self.quorum, self.rules, self.admitted(now)
         if not requests:
             return "no group requests a quorum"
         if quorum.members or self.num_unconnected:
             if self.num_unconnected and not self.is_reconnect_timeout_over(now):
                 return f"{self.num_unconnected} members of quorum {quorum.quorum_id} to reconnect"
-            if quorum.not_requesting and not quorum.is_live_timeout_over(now, rules.live_timeout_s):
+            first = quorum.first_request_at
+            if quorum.not_requesting and not self.is_live_timeout_over(now, first):
                 missing = list_some(quorum.not_requesting)
                 return f"previous members that have not requested: {missing}"
         else:
@@ -287,7 +314,7 @@ class ReplicaRegistry:
             if is_first and now - (self.started_at or 0.0) < rules.startup_wait_s:
                 return "groups that may be about to reconnect"
             is_early = waited_s < rules.join_timeout_s or len(requests) <= len(self.idle)
-            if self.idle and is_early and waited_s < rules.live_timeout_s:
+            if self.idle and is_early and not self.is_live_timeout_over(now, self.first_request_at):
                 return f"groups that have not requested: {list_some(self.idle)}"
         previous, live = quorum.members, quorum.not_requesting
         order = [r for r in previous if r in requests]
@@ -298,14 +325,16 @@ class ReplicaRegistry:
         least = max([rules.min_replicas, *(requests[r].min_replicas for r in order)])
         if len(order) < least:
             return f"{least - len(order)} more groups ({len(order)} of at least {least} request)"
-        if len(order) <= len(live):
-            return f"a majority: {list_some(live)} live and do not request"
+        if len(order) < len(live):
+            return f"half of the members: {list_some(live)} live and do not request"
         return tuple(order)
 
-    def misfit_reasons(self) -> dict[str, str]:
-        """Return why groups cannot join whose number of workers differs from the members'."""
+    def misfit_reasons(self, now: float) -> dict[str, str]:
+        """Return why groups cannot join: they are kept out, or of another size than the members."""
         size = self._group_world_size(sorted(self.requests))
-        return {
+        text = "the end of its pause, as its healing keeps failing"
+        kept_out = {r: text for r, until in self.kept_out_until.items() if until > now}
+        return kept_out | {
             r: f"groups of {size} workers, as the members have; this one has {len(q.metadata)}"
             for r, q in self.requests.items()
             if len(q.metadata) != size
@@ -316,6 +345,15 @@ class ReplicaRegistry:
         if self.quorum.members and self.quorum.group_world_size:
             return self.quorum.group_world_size
         return len(self.requests[order[0]].metadata) if order else 0
+
+
+def keep_out_s(request: messages.QuorumRequest) -> float:
+    """Return for how long a group is kept out whose healing keeps failing; 0 if it is not."""
+    over = request.heal_failures - MAX_HEAL_FAILURES
+    if over < 0:
+        return 0.0
+    longest = min(LONGEST_KEEP_OUT_S, LIVE_TIMEOUT_SHARE * (request.timeout_s or math.inf))
+    return min(2.0 ** min(over, 10), longest)
 
 
 def list_some(replicas: Collection[str]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -30,18 +31,19 @@ from hpc_elastic.ft.checkpointing.transport import (
     HealError,
     UnusableStateError,
 )
-from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient
+from hpc_elastic.ft.manager_client import GroupPlace, ManagerClient, QuorumAnswer
 from hpc_elastic.ft.messages import (
     NO_QUORUM,
     SOCKET_ENV,
     CheckpointBeforeLeave,
+    HealFailed,
     LeaveGranted,
     QuorumRequest,
     QuorumResult,
 )
-from hpc_elastic.ft.process_group import ProcessGroup
-from hpc_elastic.ft.quorum import CommittedProgress, random_version
-from hpc_elastic.ft.reconfigurable import connect_store_ahead
+from hpc_elastic.ft.process_group import MemberPlace, ProcessGroup
+from hpc_elastic.ft.quorum import MAX_HEAL_FAILURES, CommittedProgress, random_version
+from hpc_elastic.ft.reconfigurable import AbortableStore, CheckedWait, connect_store_ahead
 
 _MAX_OWN_FAILURES = 3
 """Attempts to enter a quorum that fail for a reason of this member's own."""
@@ -149,6 +151,8 @@ class QuorumClient:
         self._configured = NO_QUORUM
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
         self.is_damaged = False
+        self._heal_failures = 0
+        """Quorums in a row in which this replica could not heal."""
 
     # ---- abort ----------------------------------------------------------------------------
 
@@ -230,6 +234,7 @@ class QuorumClient:
                 metadata=(self._transport.metadata(),),
                 is_saved=client.steps.is_saved,
                 catch_up=catch_up,
+                heal_failures=self._heal_failures,
             )
             result = self._request_result(request, progress, timeout_s)
             answered_at = time.monotonic()
@@ -239,6 +244,7 @@ class QuorumClient:
             except Exception as e:
                 self.is_damaged |= result.heals and getattr(self._transport, "in_place", False)
                 own_failures += client.steps.abort_reason is None
+                self._count_heal_failure(result, e)
                 if isinstance(e, QuorumAbortedError) or client.steps.abort_reason is not None:
                     text = "quorum %d was aborted while it was entered: %s"
                     _log.info(text, result.quorum_id, e)
@@ -265,20 +271,25 @@ class QuorumClient:
                 )  # fmt: skip
                 self.is_damaged |= result.heals and result.catch_up
                 client.steps.lasting_errors.clear()
+                self._heal_failures = 0
                 return Entered(result, healed)
+
+    def _count_heal_failure(self, result: QuorumResult, error: Exception) -> None:
+        self._heal_failures += result.heals
+        if result.heals and self._heal_failures == MAX_HEAL_FAILURES:
+            text = "this replica could not heal %d times in a row: the others go on without it: %s"
+            _log.error(text, self._heal_failures, error)
+            own = self._client.replica_id
+            worker = f"{own} (host {socket.gethostname()}, rank {self._place.rank})"
+            self._client.report_event(HealFailed(worker, f"{type(error).__name__}: {error}"))
 
     def _request_result(
         self, request: QuorumRequest, progress: CommittedProgress, timeout_s: float
     ) -> QuorumResult:
-        answer, retries = None, self._limits.quorum_retries
-        if self._place.world_size > 1:
-            # a request that is withdrawn may cross its answer, which the other ranks rely on
-            timeout_s, retries = timeout_s * (1 + retries), 0
-        for _ in range(retries):
-            with suppress(TimeoutError):
-                answer = self._client.request_quorum(request, timeout_s)
-                break
-        answer = answer or self._client.request_quorum(request, timeout_s)
+        if os.environ.get(SOCKET_ENV):  # in a run the wait is the leader's to end
+            answer = self._client.request_quorum(request, None)
+        else:
+            answer = self._request_in_time(request, timeout_s)
         if isinstance(answer, LeaveGranted):
             text = "this replica has left the quorum, as it was announced"
             if not os.environ.get(SOCKET_ENV):
@@ -304,6 +315,16 @@ class QuorumClient:
                 f"{answer.max_step}: start again from a checkpoint"
             )
         return answer
+
+    def _request_in_time(self, request: QuorumRequest, timeout_s: float) -> QuorumAnswer:
+        retries = self._limits.quorum_retries
+        if self._place.world_size > 1:
+            # a request that is withdrawn may cross its answer, which the other ranks rely on
+            timeout_s, retries = timeout_s * (1 + retries), 0
+        for _ in range(retries):
+            with suppress(TimeoutError):
+                return self._client.request_quorum(request, timeout_s)
+        return self._client.request_quorum(request, timeout_s)
 
     def _join(self, result: QuorumResult, moved: CommittedProgress | None) -> HealedState | None:
         """Form the group, and send or fetch the state of this progress, unless it is None.
@@ -331,6 +352,7 @@ class QuorumClient:
                         moving.result()
                     raise
                 healed = moving.result()
+                self._await_healing(result)
             with self._lock:
                 self._raise_if_aborted(quorum_id)
                 self._configured = quorum_id
@@ -361,6 +383,24 @@ class QuorumClient:
         )
         if result.next_store:
             connect_store_ahead(result.next_store)
+
+    def _await_healing(self, result: QuorumResult) -> None:
+        """Return once all members have the state: no collective has to wait for a transfer.
+
+        A member that cannot heal aborts the quorum, and so ends this.
+        """
+        num_healing = result.replica_world_size - result.cohort_size
+        if not num_healing:
+            return
+        prefix = f"{result.store}/hpc_elastic/{result.quorum_id}/{self._place.rank}/healed"
+        place = MemberPlace(
+            prefix, self._client.replica_id, result.replica_rank, result.replica_world_size
+        )
+        wait = CheckedWait(lambda: self._raise_if_aborted(result.quorum_id))
+        store = AbortableStore(place, wait)
+        if result.heals and store.add("num", 1) == num_healing:
+            store.set("all", b"1")
+        store.wait(["all"])
 
     # ---- states ---------------------------------------------------------------------------
 
@@ -400,7 +440,9 @@ class QuorumClient:
         try:
             state = self._get_state(progress)
             self._transport.send_checkpoint(destinations, progress.step, state, timeout)
-        except _LASTING_ERRORS as e:
+        except Exception as e:
+            if self._transport.needs_group and not isinstance(e, _LASTING_ERRORS):
+                raise  # it may be the group's
             _log.error("replicas %s cannot heal from this one: %s", destinations, e)
             if hasattr(self._transport, "refuse_checkpoint"):  # a user's may lack it
                 reason = f"{type(e).__name__}: {e}"

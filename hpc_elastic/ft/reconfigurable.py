@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -55,6 +57,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         self._live: LiveGroup | None = None
         self._task: CancellableTask[LiveGroup] | None = None
         self._error: Exception | None = None
+        self._stores: list[AbortableStore] = []
+        """Those of groups whose keys have not been removed."""
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         """Form the group of a new quorum; see `ProcessGroup.configure`."""
@@ -158,6 +162,18 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
         """Form a group, on the task's thread."""
         raise NotImplementedError
+
+    def _open_store(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> AbortableStore:
+        """Return the store of a new group, and remove there what earlier ones have left."""
+        store = AbortableStore(place, task)
+        earlier, self._stores = self._stores, [store]
+        for old in earlier[-_KEPT_CLIENTS:]:
+            if old.address[:2] != store.address[:2]:
+                self._stores.append(old)
+                continue
+            with suppress(RuntimeError):  # its process has ended
+                old.remove_keys(all_members=old.rank == 0)
+        return store
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
         live, parent = self._live, self.parent
@@ -323,7 +339,7 @@ def connect_store(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
     """Return this process's client of a store; try to connect as long as the task lasts."""
     key = where.host, where.port
     with _lock:
-        client = _clients.pop(key, None)
+        client = _clients.get(key)
     if client is not None:
         try:
             client.check(["any"])
@@ -331,6 +347,7 @@ def connect_store(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:
             client = None
     client = client or _new_client(where, task)
     with _lock:
+        _clients.pop(key, None)
         _clients[key] = client  # now the youngest
         while len(_clients) > _KEPT_CLIENTS:
             del _clients[next(iter(_clients))]
@@ -354,6 +371,7 @@ class AbortableStore(Store):
         address: Where it is.
         values: What the members wrote, by key, as far as this member has read or written it.
         lasting: The same store without the end of the task.
+        rank: Of this member.
     """
 
     def __init__(self, place: MemberPlace, task: CancellableTask[Any]) -> None:
@@ -361,12 +379,15 @@ class AbortableStore(Store):
         self.address = parse_store_addr(place.store_addr)
         self.values: dict[str, bytes] = {}
         self.lasting = PrefixStore(self.address.prefix, connect_store(self.address, task))
+        self.rank = place.rank
         self._num_ranks = place.world_size
         self._task = task
+        self._written: set[str] = set()
 
     def set(self, key: str, value: bytes | str) -> None:
         """Write a value."""
         self._task.check()
+        self._written.add(key)
         self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
         self.lasting.set(key, value)  # type: ignore[arg-type]
 
@@ -402,7 +423,26 @@ class AbortableStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
+        self._written.add(key)
         return self.lasting.add(key, amount)
+
+    def remove_keys(self, *, all_members: bool) -> None:
+        """Remove what this member wrote, or what all did, as far as torch (2.9) can list it."""
+        found: list[str] = getattr(self.lasting, "list_keys", list)() if all_members else []
+        for key in self._written.union(found):
+            self.lasting.delete_key(key)
+
+
+class CheckedWait(CancellableTask[None]):
+    """A task for the waits of one thread, without a time-out: ``check`` raises to end them."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__(lambda _: None, discard=lambda _: None, timeout_s=math.inf, name="a wait")
+        self._check = check
+
+    def check(self) -> None:
+        """Raise if the wait is to end."""
+        self._check()
 
 
 def _new_client(where: StoreAddress, task: CancellableTask[Any]) -> TCPStore:

@@ -5,19 +5,37 @@
 
 The checkpoints are the Trainer's own folders, so `from_pretrained` reads them. The Trainer writes
 them in place, rank by rank. A folder counts once it has the mark, which rank 0 writes after all
-ranks have finished and all files are on the disk. The mark holds the position in the data.
+ranks have finished and all files are on the disk. The mark holds the position in the data. An older
+folder is removed only after that, its mark first.
 
 The Trainer's own data does not work: on a restart it skips the number of batches that this rank
 had, but with another number of workers their size or number is different. `ElasticSampler` replaces
 it, and ``per_device_train_batch_size`` only limits the samples of a device at a time: the
 accumulation steps follow from it, and the global batch is the same for any number of workers.
 
+The loss of a micro-batch is a mean over its labels or samples, or a sum that is divided by
+``num_items_in_batch``. The Trainer guesses which of them from signatures, and is wrong by the
+number of ranks if the guess is. So each micro-batch is given its own number of labels: then every
+loss is a mean over the micro-batch. Its weight is its part of the labels of the global batch
+(labels of -100 do not count), or without labels of its samples. The ranks' average is the mean over
+the global batch, for any division.
+
+What ends an epoch or the training is saved after the Trainer's own end of the epoch, which would
+write the same folder again. Where the group is about to change, an evaluation waits until after the
+save: the mark notes that it is due, and it is made at the restart.
+
 For another Trainer (such as TRL's): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import logging
+import shutil
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +48,9 @@ from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 
 try:
+    import torch
     import torch.distributed as dist
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
 except ImportError as e:
     raise ImportError(
@@ -42,11 +61,79 @@ except ImportError as e:
 _Base: Any = Trainer if TYPE_CHECKING else object
 """A Trainer follows it among the bases of a class."""
 
+_log = logging.getLogger(__name__)
+
 MARK = "hpc_elastic.json"
 """The file in a complete checkpoint's folder, with the position in the data."""
-_WEIGHT = "hpc_elastic_weight"
 _IGNORED = -100
 """The label that losses of transformers ignore."""
+_TOLERANCE = 1e-3
+"""Of a loss, relative: above what rounding to bfloat16 inside of the model leaves in a mean."""
+
+_LEGAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "save_only_model": (
+        (False,),
+        "give False: optimizer and schedule would begin anew at each change of the group; to keep "
+        "models alone, call save_model(folder) after train()",
+    ),
+    "auto_find_batch_size": (
+        (False,),
+        "give False, and a per_device_train_batch_size that fits: it is the most samples that a "
+        "device takes at once, and changes no result",
+    ),
+    "enable_jit_checkpoint": (
+        (False,),
+        "give False: it would end the training at a SIGTERM, in each worker at another step; the "
+        "agent handles preemption notices",
+    ),
+    "save_on_each_node": (
+        (False,),
+        "give False, and an output_dir that all nodes share: after a change of the group each "
+        "node needs the checkpoint",
+    ),
+    "train_sampling_strategy": (
+        ("random", "sequential"),
+        "give 'random' or 'sequential': the groups of the others depend on the number of workers; "
+        "or sort the dataset by length, and give 'sequential'",
+    ),
+    "deepspeed": (
+        (None,),
+        "leave it out: its checkpoints fit only the number of workers that wrote them",
+    ),
+    "fsdp": (
+        (None, False, "", []),
+        "leave it out: its checkpoints through the Trainer are untested with another number of "
+        "workers; FSDP2 in a loop of your own, or in Lightning, is tested",
+    ),
+    "parallelism_config": (
+        (None,),
+        "leave it out: it divides the workers, and the batch is divided among all of them",
+    ),
+    "dataloader_in_order": (
+        (True,),
+        "leave it True: the weights of the micro-batches go with their order",
+    ),
+    "n_gpu": (
+        (0, 1),
+        "start one worker for each GPU (launcher.gpus_per_node), not one with several GPUs",
+    ),
+}  # fmt: skip
+"""Arguments that work with some values only: those values, and the remedy."""
+_RESTORED = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+)  # fmt: skip
+"""Arguments that a checkpoint's optimizer and schedule replace."""
+_LOADER = (
+    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn",
+    "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order",
+)  # fmt: skip
+"""Arguments of the Trainer's DataLoader that the elastic one takes over."""
+
+_ORDER = {"get_train_dataloader", "_get_train_sampler", "_get_dataloader"}
+"""The Trainer's methods that determine the order of the samples."""
+
+_trained = set[Path]()
+"""The folders of trainings that this process has finished."""
 
 
 def newest_checkpoint(output_dir: str | Path) -> str | None:
@@ -54,13 +141,19 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
 
     `transformers.trainer_utils.get_last_checkpoint` also returns incomplete ones.
     """
-    marks = Path(output_dir).glob(f"checkpoint-*/{MARK}")
-    found = sort_by_step(mark.parent for mark in marks)
+    found = _complete(Path(output_dir))
     return str(found[-1]) if found else None
+
+
+def _complete(folder: Path) -> list[Path]:
+    return sort_by_step(mark.parent for mark in folder.glob(f"checkpoint-*/{MARK}"))
 
 
 class ElasticTraining(_Base):
     """Mixin that makes a Trainer elastic; name it before the Trainer among the bases.
+
+    An own ``compute_loss`` or ``compute_loss_func`` returns the mean over the micro-batch, or the
+    sum divided by its ``num_items_in_batch``. The arguments are copied.
 
     Args:
         global_batch: Samples of one optimizer step, all workers together.
@@ -68,8 +161,11 @@ class ElasticTraining(_Base):
             ``save_strategy`` come in addition.
 
     Raises:
-        ConfigError: An argument contradicts another; the error names it and the remedy.
+        ConfigError: An argument contradicts another, or has a value that does not work on an
+            elastic run; the error names it and the remedy.
     """
+
+    compute_loss: Any
 
     def __init__(
         self,
@@ -80,25 +176,75 @@ class ElasticTraining(_Base):
         **theirs: Any,
     ) -> None:
         Period(**(period or {}))
+        args = copy.copy(args)
         batch = BatchDivision(
             global_batch, args.per_device_train_batch_size, args.process_index, args.world_size
         )
-        args.gradient_accumulation_steps = batch.num_micro_batches(global_batch)
-        _require_what_works(args)
+        num_parts = args.gradient_accumulation_steps = batch.num_micro_batches(global_batch)
+        self._require_what_works(args, theirs.get("train_dataset"))
+        args.ignore_data_skip = True  # the sampler has the position
+        args.average_tokens_across_devices = False  # the weights do it, for every loss
+        self._save_total_limit, args.save_total_limit = args.save_total_limit, None
         self._batch = batch
         self._loader: ElasticLoader | None = None
-        self._position: dict[str, Any] | None = None
+        self._shares = deque[tuple[float, int | None]]()
+        """Weight and number of labels of each micro-batch that is drawn and not trained."""
+        self._is_loss_checked = False
+        self._mark: dict[str, Any] = {}
+        """That of the checkpoint from which the training continues."""
         super().__init__(args=args, **theirs)
-        self.add_callback(_Saving(self, period or {}))
+        if args.gradient_accumulation_steps != num_parts:
+            raise ConfigError(
+                "accelerator_config", args.accelerator_config.gradient_accumulation_kwargs,
+                "leave num_steps out: it follows from global_batch",
+            )  # fmt: skip
+        for name in ("deepspeed", "fsdp"):  # of `accelerate launch`
+            if getattr(self, f"is_{name}_enabled"):
+                raise ConfigError(name, True, _LEGAL[name][1])
+        self.loss_is_scaled_for_ga = True  # by the weights
+        self._compute_unweighted_loss = self.compute_loss
+        self.compute_loss = self._compute_weighted_loss
+        self._saving = _Saving(self, period or {})
+        self.add_callback(self._saving)
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from the newest complete checkpoint unless another one is given."""
-        if resume_from_checkpoint in (None, True):
-            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
-        if resume_from_checkpoint:
-            mark = Path(resume_from_checkpoint, MARK)
-            self._position = json.loads(mark.read_text()) if mark.exists() else None
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+    def train(
+        self,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train, from the newest complete checkpoint of ``output_dir``, if there is one.
+
+        Args:
+            resume_from_checkpoint: A complete checkpoint. One of another folder is where the
+                training begins, unless ``output_dir`` has a checkpoint already. False: begin anew.
+            trial: None.
+            ignore_keys_for_eval: As of the Trainer.
+            kwargs: As of the Trainer.
+
+        Raises:
+            ConfigError: It is not known from which checkpoint to continue; or this process has
+                finished a training in that folder.
+        """
+        folder = Path(self.args.output_dir).resolve()
+        in_run = fencing.own_entry() is not None  # a restart would find the later one's checkpoints
+        if folder in _trained and (in_run or newest_checkpoint(folder)):
+            raise ConfigError(
+                "output_dir", self.args.output_dir,
+                "a training has ended there, and would be continued at its end: give each stage "
+                "an output_dir of its own",
+            )  # fmt: skip
+        if trial is not None:
+            raise ConfigError("trial", trial, "make each trial a run: see docs/howto/sweeps.md")
+        self.remove_callback(self._saving)
+        self.add_callback(self._saving)  # the last one: it sees what the others decide
+        self._ignore_keys_for_eval = ignore_keys_for_eval
+        found = _starting_point(folder, resume_from_checkpoint)
+        self._mark = json.loads((found / MARK).read_text()) if found else {}
+        result = super().train(str(found) if found else False, None, ignore_keys_for_eval, **kwargs)
+        _trained.add(folder)
+        return result
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of this worker's shares, in place of the Trainer's."""
@@ -108,31 +254,153 @@ class ElasticTraining(_Base):
             theirs.dataset,
             **vars(self._batch),
             seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy == "random",
             end="drop" if args.dataloader_drop_last else "keep",
+            name=f"train_{len(_trained)}" if _trained else "train",
         )
-        if self._position is not None:
-            sampler.load_state_dict(self._position)
-        loader = DataLoader(
-            theirs.dataset,
-            batch_sampler=sampler,
-            collate_fn=theirs.collate_fn,
-            num_workers=theirs.num_workers,
-            pin_memory=theirs.pin_memory,
-        )
-        self._loader = WeightedLoader(loader, by_labels=self.model_accepts_loss_kwargs)
+        if self._mark:
+            sampler.load_state_dict(self._mark)
+            _require_same_epochs(self._mark, sampler)
+        reporting.note_restored(sampler.step)
+        options = {name: getattr(theirs, name) for name in _LOADER}
+        self._shares.clear()  # of a training that was interrupted
+        self._loader = ElasticLoader(DataLoader(theirs.dataset, batch_sampler=sampler, **options))
         return self._loader
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss, weighted if the ranks have shares of different size.
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: Any
+    ) -> tuple[list[Any], None]:
+        """Draw the micro-batches of a step, and determine their weights (collective).
 
-        Losses that are divided by the number of labels in the whole batch need no weight.
+        Raises:
+            RuntimeError: The last step did not compute one loss for each of its micro-batches.
         """
-        weight = inputs.pop(_WEIGHT, 1.0)
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if weight == 1.0 or kwargs.get("num_items_in_batch") is not None:
-            return loss
-        parts: int = self.current_gradient_accumulation_steps
-        return loss * weight * parts  # the Trainer divides by them
+        assert self._loader is not None
+        if self._shares:
+            raise RuntimeError(
+                f"{len(self._shares)} micro-batches were drawn without their loss: compute it in "
+                "compute_loss, as training_step of the Trainer does, which weights it"
+            )
+        if self.control.should_training_stop:
+            return [], None  # nothing is left after a restart
+        drawn, weights, counts = [], [], []
+        for data in itertools.islice(epoch_iterator, num_batches):
+            drawn.append(data)
+            weights.append(self._loader.weight)
+            counts.append(self._count_labels(data))
+        if drawn:
+            self._shares.extend(self._weigh(weights, counts, device))
+        return drawn, None
+
+    def _count_labels(self, data: Any) -> int | None:
+        """Return the number of labels that a mean over a micro-batch counts; None if unknown."""
+        labels = data.get("labels") if isinstance(data, Mapping) else None
+        if not isinstance(labels, torch.Tensor):
+            return None
+        if labels.is_floating_point():
+            return labels.numel()  # none of them is ignored
+        _, found = super().get_batch_samples(iter([data]), 1, labels.device)
+        if found is None:  # the Trainer counts only where the loss may take the number
+            found = (labels[..., 1:] if self._loss_shifts_labels else labels).ne(_IGNORED).sum()
+        count = int(found)
+        if not count:  # the mean over no labels is no number, also with a weight of 0
+            data["labels"] = torch.zeros_like(labels)
+        return count
+
+    def _weigh(
+        self, weights: list[float], counts: list[int | None], device: Any
+    ) -> list[tuple[float, int | None]]:
+        """Return the weight of each micro-batch, and the number of labels that its loss is given.
+
+        Args:
+            weights: By samples; 0 for a sample that another rank trains.
+            counts: Numbers of labels.
+            device: Of the ranks' exchange.
+        """
+        own = [count or 0 if weight else 0 for weight, count in zip(weights, counts, strict=True)]
+        sums = torch.tensor([sum(own), counts.count(None)], device=device)
+        total, num_unknown = self.accelerator.reduce(sums, "sum").tolist()
+        if not num_unknown:
+            weights = [count * self.args.world_size / max(1, total) for count in own]
+        is_given = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        given = [max(1, count) if is_given and count is not None else None for count in counts]
+        return list(zip(weights, given, strict=True))
+
+    def _compute_weighted_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of `compute_loss`, also of one that a subclass defines."""
+        compute_loss = self._compute_unweighted_loss
+        if not torch.is_grad_enabled():  # an evaluation
+            return compute_loss(model, inputs, *args, **kwargs)
+        if not self._shares:
+            raise RuntimeError(
+                "compute_loss was called more than once for a micro-batch: compute its whole loss "
+                "in one call"
+            )
+        weight, num_items = self._shares.popleft()
+        if not self._is_loss_checked:
+            self._check_loss(inputs)
+        kwargs["num_items_in_batch"] = num_items
+        loss = compute_loss(model, inputs, *args, **kwargs)
+        return loss if weight == 1.0 else loss * weight
+
+    def _check_loss(self, inputs: Any) -> None:
+        """Compare a micro-batch's loss with those of its halves, once, where samples differ.
+
+        That shows what it is a mean over; no rank depends on another here.
+
+        Raises:
+            ConfigError: It is no mean over the labels, so its weights would be wrong.
+        """
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.is_floating_point():
+            return
+        size, cut = len(labels), len(labels) // 2
+        halves = [_cut(inputs, size, part) for part in (slice(cut), slice(cut, None))]
+        by_labels = [self._count_labels(half) or 0 for half in halves]
+        by_samples = [cut, size - cut]
+        shifted = [int(half["labels"][..., 1:].ne(_IGNORED).sum()) for half in halves]
+        if not all(by_labels) or by_labels[0] * by_samples[1] == by_labels[1] * by_samples[0]:
+            return
+        self._is_loss_checked = True
+        was_training, device = self.model.training, self.args.device
+        self.model.eval()
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            whole, *parts = (
+                float(self._compute_unweighted_loss(self.model, data, num_items_in_batch=count))
+                for data, count in zip(
+                    [_cut(inputs, size, slice(None)), *halves],
+                    [sum(by_labels), *by_labels],
+                    strict=True,
+                )
+            )
+        self.model.train(was_training)
+        off, off_samples, off_shifted = (
+            abs(whole - (a * parts[0] + b * parts[1]) / max(1, a + b)) / max(abs(whole), 1e-12)
+            for a, b in (by_labels, by_samples, shifted)
+        )
+        if off > _TOLERANCE and min(off_samples, off_shifted) < off / 10:
+            raise ConfigError(
+                "compute_loss", type(self.model).__name__,
+                "the loss is a mean over "
+                + ("samples" if off_samples < off_shifted else "labels without the first")
+                + ", which have different numbers of labels: ranks weight it by its labels; give a "
+                "compute_loss_func that returns the sum over the labels, divided by its "
+                "num_items_in_batch",
+            )  # fmt: skip
+        if off > 10 * _TOLERANCE:
+            _log.warning(
+                "%s: the loss of a batch is not the mean of its parts' by labels (%.1f %% off): "
+                "what is trained depends on how ranks divide the batch",
+                type(self.model).__name__, 100 * off,
+            )  # fmt: skip
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; a checkpoint's folder that is written again does not count meanwhile."""
+        if _internal_call and output_dir is not None:
+            if self.args.process_index == 0:
+                Path(output_dir, MARK).unlink(missing_ok=True)
+            _barrier()
+        super().save_model(output_dir, _internal_call)
 
     def position(self) -> dict[str, Any]:
         """Return the position in the data (every rank)."""
@@ -144,30 +412,107 @@ class ElasticTraining(_Base):
         assert self._loader is not None
         self._loader.on_optimizer_step()
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        assert self._loader is not None
+        return self._loader.sampler.num_batches
+
+    def is_epoch_over(self) -> bool:
+        """Return whether the epoch has no further step."""
+        assert self._loader is not None
+        return self._loader.sampler.step % self.steps_per_epoch == 0
+
+    def check_begin(self) -> dict[str, Any]:
+        """Check the point where a training begins, and return what its mark holds of the Trainer.
+
+        Raises:
+            RuntimeError: The ranks have different checkpoints.
+        """
+        step = self.state.global_step
+        steps = self.accelerator.gather(torch.tensor([step], device=self.args.device)).tolist()
+        if len(set(steps)) > 1:
+            raise RuntimeError(
+                f"output_dir={self.args.output_dir!r}: the ranks continue from checkpoints of "
+                f"steps {steps}: give a folder that all nodes share"
+            )
+        mark: dict[str, Any] = self._mark.get("trainer", {})
+        if self.args.process_index == 0:
+            for name, value in mark.get("arguments", {}).items():
+                if value != getattr(self.args, name):
+                    _log.warning(
+                        "%s=%s has no effect: the checkpoint of step %d continues with %s",
+                        name, getattr(self.args, name), step, value,
+                    )  # fmt: skip
+            if step >= self.state.max_steps:
+                _log.warning("%s: the training has ended at step %d", self.args.output_dir, step)
+        return mark
+
+    def evaluate_late(self) -> None:
+        """Make the evaluation of this step that was left for after the save, as the Trainer does.
+
+        The Trainer has no public function for it.
+        """
+        metrics = self._evaluate(None, self._ignore_keys_for_eval)
+        self._determine_best_metric(metrics=metrics, trial=None)
+
+    def remove_old_checkpoints(self) -> None:
+        """Remove all but the newest ``save_total_limit`` complete checkpoints and the best one."""
+        folder, best = Path(self.args.output_dir), self.state.best_model_checkpoint
+        if (self._save_total_limit or 0) < 1:
+            return
+        kept = _complete(folder)[-self._save_total_limit :]
+        for path in folder.glob("checkpoint-*"):
+            if path not in kept and (best is None or path.resolve() != Path(best).resolve()):
+                (path / MARK).unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _require_what_works(self, args: TrainingArguments, dataset: Any) -> None:
+        """Refuse arguments whose error would show only later.
+
+        Raises:
+            ConfigError: An argument does not work.
+        """
+        for key, (legal, remedy) in _LEGAL.items():
+            if (value := getattr(args, key)) not in legal:
+                raise ConfigError(key, value, remedy)
+        if args.optim in ("lomo", "adalomo"):
+            raise ConfigError(
+                "optim", str(args.optim), "give another one: it steps inside of backward(), before "
+                "the gradients of the micro-batches and ranks are together",
+            )  # fmt: skip
+        if args.gradient_accumulation_steps > 1 and not args.dataloader_drop_last:
+            raise ConfigError(
+                "dataloader_drop_last", False,
+                "a worker's share of a batch exceeds per_device_train_batch_size="
+                f"{args.per_device_train_batch_size}, so it accumulates; the Trainer miscounts "
+                "that in a resumed epoch's last, smaller batch: give True, or a larger "
+                "per_device_train_batch_size",
+            )  # fmt: skip
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                "train_dataset", type(dataset).__name__,
+                "give a dataset with __len__ and __getitem__: the Trainer skips a stream's samples "
+                "by the batches of one rank; see ElasticStream for a loop of your own",
+            )  # fmt: skip
+        for cls in set(type(self).__mro__) - {Trainer, ElasticTraining}:
+            for name in vars(cls).keys() & _ORDER:
+                raise ConfigError(
+                    name, cls.__name__,
+                    "leave it out: ElasticSampler determines the order, and the DataLoader's other "
+                    "arguments are kept; for an order of your own, sort the dataset, and give "
+                    "train_sampling_strategy='sequential'",
+                )  # fmt: skip
+        if self.loss_is_scaled_for_ga:
+            raise ConfigError(
+                "loss_is_scaled_for_ga", True,
+                "leave it out, and return the mean over the micro-batch, or a sum divided by "
+                "num_items_in_batch",
+            )  # fmt: skip
+
 
 class ElasticTrainer(ElasticTraining, Trainer):
     """transformers.Trainer, elastic; see `ElasticTraining`."""
-
-
-class WeightedLoader(ElasticLoader):
-    """Adds the weight of a micro-batch to its data: the Trainer draws several before it trains.
-
-    Args:
-        loader: The DataLoader; its items are dictionaries.
-        by_labels: Whether the loss is divided by the number of labels. Then a sample of weight 0,
-            with which a rank only takes part, loses its labels.
-    """
-
-    def __init__(self, loader: Any, *, by_labels: bool) -> None:
-        super().__init__(loader)
-        self._by_labels = by_labels
-
-    def __iter__(self) -> Any:
-        for data in super().__iter__():
-            if self.weight == 0 and self._by_labels and "labels" in data:
-                data["labels"] = data["labels"].clone().fill_(_IGNORED)
-            data[_WEIGHT] = self.weight
-            yield data
 
 
 class _Saving(TrainerCallback):
@@ -176,6 +521,19 @@ class _Saving(TrainerCallback):
     def __init__(self, trainer: ElasticTraining, period: dict[str, Any]) -> None:
         self._trainer = trainer
         self._period = period
+        self._first_step = self._saved_step = 0
+        self._is_due = False
+        """Whether a save waits for the end of the epoch, which comes next."""
+        self._is_evaluation_due = False
+
+    def on_train_begin(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
+        self._first_step = self._saved_step = state.global_step
+        self._is_due = self._is_evaluation_due = False
+        mark = self._trainer.check_begin()
+        if mark.get("is_evaluation_due"):
+            self._trainer.evaluate_late()
+        if mark.get("has_stopped") or state.global_step >= state.max_steps:
+            flow.should_training_stop = True
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._trainer.on_optimizer_step()
@@ -183,10 +541,29 @@ class _Saving(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         step, total = state.global_step, state.max_steps
         reporting.report(step=step, total_steps=total)
-        if should_checkpoint(step, **self._period) or step >= total:
+        if should_checkpoint(step, **self._period) or flow.should_training_stop:
             flow.should_save = True
-        if flow.should_save:
+        if flow.should_save and (flow.should_training_stop or self._trainer.is_epoch_over()):
+            self._is_due, flow.should_save = True, False
+        self._prepare(state, flow)
+
+    def on_epoch_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
+        flow.should_save = flow.should_save or self._is_due
+        self._is_due = False
+        if state.global_step == self._saved_step:
+            flow.should_save = False
+        if state.global_step == self._first_step:
+            flow.should_evaluate = False
+        self._prepare(state, flow)
+
+    def _prepare(self, state: Any, flow: Any) -> None:
+        """Check whether to save at all, and let an evaluation wait for a save that is urgent."""
+        is_saved = flow.should_save or self._is_due
+        if is_saved:
             fencing.check_fence()
+        if is_saved and flow.should_evaluate and reporting.save_is_urgent(state.global_step):
+            flow.should_evaluate, self._is_evaluation_due = False, True
+            _log.info("the evaluation of step %d waits for the group to change", state.global_step)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         reporting.report()  # a sign of life
@@ -199,19 +576,42 @@ class _Saving(TrainerCallback):
     def on_save(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         """Commit the checkpoint, and wait here if the group changes (every rank; collective)."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        position = self._trainer.position()
+        mark = self._trainer.position() | {
+            "trainer": {
+                "run": _run(),
+                "has_stopped": flow.should_training_stop,
+                "is_evaluation_due": self._is_evaluation_due,
+                "steps_per_epoch": self._trainer.steps_per_epoch,
+                "arguments": {name: getattr(args, name) for name in _RESTORED},
+            }
+        }
         with reporting.busy():
             _barrier()  # all ranks have written their part
             if args.process_index == 0:
                 sync_to_disk(folder)
                 fencing.check_fence()
                 staged = folder / f".{MARK}"
-                staged.write_text(json.dumps(position))
+                staged.write_text(json.dumps(mark))
                 sync_to_disk(staged)
                 staged.rename(folder / MARK)
                 sync_to_disk(folder)
+                self._trainer.remove_old_checkpoints()
             _barrier()
+        self._saved_step = state.global_step
         reporting.mark_checkpoint(step=state.global_step)
+        if self._is_evaluation_due:  # the group has not changed
+            self._is_evaluation_due = False
+            self._trainer.evaluate_late()
+
+
+def _cut(inputs: Any, size: int, part: slice) -> dict[str, Any]:
+    """Return a part of the samples of a micro-batch."""
+    return {
+        key: value[part]
+        if isinstance(value, torch.Tensor) and value.shape[:1] == (size,)
+        else value
+        for key, value in inputs.items()
+    }
 
 
 def _barrier() -> None:
@@ -219,34 +619,70 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _require_what_works(args: TrainingArguments) -> None:
-    """Refuse arguments whose error would show only later.
+def _run() -> str | None:
+    """Return what identifies this process's run; None outside of one."""
+    entry = fencing.own_entry()
+    return None if entry is None else str(entry.parent.parent)
+
+
+def _require_same_epochs(mark: dict[str, Any], sampler: ElasticSampler) -> None:
+    """Refuse another number of steps an epoch: the Trainer counts epochs by it.
 
     Raises:
-        ConfigError: An argument does not work.
+        ConfigError: It differs from that of the checkpoint.
     """
-    if args.gradient_accumulation_steps > 1 and not args.dataloader_drop_last:
+    before = mark.get("trainer", {}).get("steps_per_epoch", sampler.num_batches)
+    if before != sampler.num_batches:
         raise ConfigError(
-            "dataloader_drop_last", False,
-            "a worker's share of a batch exceeds per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}, so it accumulates; the Trainer miscounts that in "
-            "a resumed epoch's last, smaller batch: give True, or a larger "
-            "per_device_train_batch_size",
+            "global_batch", sampler.state_dict()["global_batch"],
+            f"the checkpoint is of a training with {before} steps an epoch, and not "
+            f"{sampler.num_batches}: give the global_batch and dataloader_drop_last of then; or "
+            "begin anew in another output_dir, with the model of from_pretrained(checkpoint)",
         )  # fmt: skip
-    if not args.average_tokens_across_devices:
+
+
+def _starting_point(folder: Path, given: Any) -> Path | None:
+    """Return the checkpoint from which to continue; None to begin anew.
+
+    Args:
+        folder: Where the training saves.
+        given: As of `ElasticTraining.train`.
+
+    Raises:
+        ConfigError: The next restart would continue from another one, or it is not complete.
+    """
+    key, complete, run = "resume_from_checkpoint", _complete(folder), _run()
+    newest = complete[-1] if complete else None
+    path = Path(given).resolve() if isinstance(given, (str, Path)) else None
+    is_restart = False
+    if newest is not None and run is not None:
+        of = json.loads((newest / MARK).read_text()).get("trainer", {}).get("run")
+        is_restart = of == run
+    if path is None and (given is not False or is_restart):
+        return newest
+    if path is None:
+        if newest is not None and run is not None:
+            raise ConfigError(
+                key, given, f"after a change of the group, the training would continue from "
+                f"{newest}: give another output_dir",
+            )  # fmt: skip
+        return None
+    is_own = path.parent == folder
+    if (path / MARK).exists() and is_own and path != newest and not is_restart and run is not None:
         raise ConfigError(
-            "average_tokens_across_devices", False,
-            "give True: a rank would divide its loss by the labels of its own share, and the "
-            "gradient would depend on how the batch is divided among the ranks",
+            key, given, f"{newest} is newer, and after a change of the group the training would "
+            "continue from it: remove it, or give another output_dir",
         )  # fmt: skip
-    if args.save_total_limit == 1:
-        raise ConfigError(
-            "save_total_limit", 1, "give 2: the only complete checkpoint would be removed first"
-        )
-    if getattr(args, "enable_jit_checkpoint", False):
-        raise ConfigError(
-            "enable_jit_checkpoint", True,
-            "give False: it would end the training at a SIGTERM, in each worker at another step; "
-            "the agent handles preemption notices",
-        )  # fmt: skip
-    args.ignore_data_skip = True  # the sampler has the position
+    if newest is not None and (is_restart or not is_own or not (path / MARK).exists()):
+        if newest != path:
+            _log.warning("%s: the training continues from %s, the newest", path, newest)
+        return newest
+    if (path / MARK).exists():
+        return path
+    if is_own and reporting.run_scalars().get("round", 1) > 1:
+        _log.warning("%s: it was not complete; the training begins anew", path)
+        return None
+    raise ConfigError(
+        key, given, f"it has no {MARK}: it is incomplete or of another Trainer, and its position "
+        "in the data is unknown: remove it; or begin anew with the model of from_pretrained",
+    )  # fmt: skip

@@ -7,9 +7,11 @@
     trainer.fit(module, loader, ckpt_path=elastic.newest())
 
 The checkpoints are Lightning's own, so `LightningModule.load_from_checkpoint` reads them. They hold
-the position in the data, as the state of a resumable loader, a concept of Lightning. One
-micro-batch per rank is a step: Lightning counts micro-batches, and their number would differ after
-a restart with another number of workers.
+the position in the data, as the state of the callback. One micro-batch per rank is a step:
+Lightning counts micro-batches, and their number would differ after a restart with another number of
+workers. An epoch of Lightning is a number of steps, at which the data does not end.
+
+Each argument of the Trainer works, or is in a table below with why not and what to do.
 
 Lightning's own support of clusters does not work here (docs/howto/lightning.md): its handler of
 SIGTERM broadcasts from inside of the handler, only in the rank that received the signal, and ends
@@ -18,28 +20,48 @@ the training. The agent handles preemption notices, so its worker's handler is r
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import logging
 import os
+import pkgutil
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.errors import ConfigError
+from torch import serialization
+
+from hpc_elastic.errors import ConfigError, UntrustedRunError
 from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
-from hpc_elastic.run import fencing
+from hpc_elastic.run import fencing, ownership
 from hpc_elastic.run.directory import default_checkpoints
 from hpc_elastic.shared_files import make_folder
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 
 try:
+    from lightning.fabric.plugins.environments import SLURMEnvironment
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
+        Checkpoint,
+        GradientAccumulationScheduler,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+    )
+    from lightning.pytorch.strategies import DeepSpeedStrategy
 except ImportError as e:
     raise ImportError(
         "hpc_elastic.integrations.lightning needs Lightning: pip install lightning"
     ) from e
+
+
+_log = logging.getLogger(__name__)
+
+_BATCH_END = "on_train_batch_end"
 
 
 def world() -> dict[str, int]:
@@ -61,7 +83,15 @@ class ElasticCheckpoint(Checkpoint):
         directory: On a file system that all nodes share; None: as of `Checkpointer`.
         keep_last: Number of newest checkpoints to keep, at least 1.
         period: ``every_steps``, ``every_s`` or ``overhead``, as of `should_checkpoint`.
+
+    Attributes:
+        best_model_path: Empty: ``ckpt_path="best"`` is that of a ModelCheckpoint.
+
+    Raises:
+        ConfigError: At the start of ``fit``: an argument of the Trainer, or its data, cannot work.
     """
+
+    best_model_path = ""
 
     def __init__(
         self,
@@ -77,52 +107,99 @@ class ElasticCheckpoint(Checkpoint):
         self._keep_last = keep_last
         self._period = period
         self._handler: Any = None
-        self._step = 0
+        self._loaders: list[ElasticLoader] = []
+        self._positions: list[dict[str, Any]] = []
+        """Of the checkpoint that was loaded, one for each loader."""
+        self._weight_hook: Any = None
+        self._is_weighted = False
+        self._asked_for_newest = False
+        self._global_step = 0
         self._saved: int | None = None
 
     def newest(self) -> str | None:
-        """Return the newest complete checkpoint, for ``ckpt_path``; None if there is none."""
+        """Return the newest complete checkpoint, for ``ckpt_path``; None if there is none.
+
+        Hyperparameters in it may be objects: torch.load is allowed to read their types.
+
+        Raises:
+            UntrustedRunError: It holds such objects, and another user may have written it.
+        """
+        self._asked_for_newest = True
         found = sort_by_step(self.directory.glob("step-*.ckpt"))
-        return str(found[-1]) if found else None
+        if not found:
+            return None
+        _allow_types_in(found[-1])
+        return str(found[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions in the data: Lightning loads its own only inside of an epoch."""
+        return {"positions": [loader.state_dict() for loader in self._loaders]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the positions until there are loaders."""
+        self._positions = state_dict["positions"]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse arguments before another callback trains, and let others save and count first."""
+        if stage == "fit":
+            self._refuse(trainer, _REFUSED)
+            trainer.callbacks = [*(c for c in trainer.callbacks if c is not self), self]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the handler of SIGTERM, which Lightning is about to replace."""
         self._handler = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the handler of SIGTERM, and refuse arguments that fail only later."""
+        """Restore the handler of SIGTERM and the position in the data; refuse what cannot work."""
         if reporting.own_page() is not None:
             signal.signal(signal.SIGTERM, self._handler)
-        self._step = trainer.global_step
-        self._saved = trainer.global_step if trainer.ckpt_path else None
-        if trainer.accumulate_grad_batches != 1:
-            raise ConfigError(
-                "accumulate_grad_batches", trainer.accumulate_grad_batches,
-                "leave it at 1: Lightning counts micro-batches, and their number changes with the "
-                "number of workers",
-            )  # fmt: skip
+        self._refuse(trainer, _REFUSED_DATA)
+        self._loaders = _train_data(trainer).flattened
+        for loader in self._loaders:
+            loader.is_endless = True
+        step = self._saved = _step(trainer)
+        self._global_step = trainer.global_step
+        has_position = bool(trainer.ckpt_path) and self._load_positions()
+        reporting.note_restored(step if has_position else 0)
+        if not trainer.ckpt_path:
+            self._saved = None
+        elif not has_position:
+            _log.warning(
+                "ckpt_path=%s holds no position in the data, which begins with its first epoch",
+                trainer.ckpt_path,
+            )
+        self._save_after_hook_of(pl_module, trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Weight the gradients of this rank, whose share may be smaller than another's."""
-        loader = trainer.train_dataloader
-        if isinstance(loader, ElasticLoader) and (weight := loader.weight) != 1.0:
-            loss.register_hook(lambda gradient: gradient * weight)
+        weight, *others = {loader.weight for loader in self._loaders}
+        if others:
+            raise ConfigError("train_dataloaders", [weight, *others], _ONE_WEIGHT)
+        self._is_weighted = True
+        if weight != 1.0:
+            self._weight_hook = loss.register_hook(lambda gradient: gradient * weight)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Weight this loss no more: it may become a part of another one."""
+        if self._weight_hook is not None:
+            self._weight_hook.remove()
+            self._weight_hook = None
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         """Count the batch as trained."""
-        if isinstance(loader := trainer.train_dataloader, ElasticLoader):
+        if not (self._is_weighted or pl_module.automatic_optimization):
+            remedy = "call self.manual_backward(loss), which weights the gradients of each rank"
+            raise ConfigError("training_step", "loss.backward()", remedy)
+        for loader in self._loaders:
             loader.on_optimizer_step()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
-    ) -> None:
+    def _step_done(self, trainer: Trainer, outputs: Any) -> None:
         """Report a step, and save if it is due."""
-        step = trainer.global_step
-        if step == self._step:  # a skipped step
+        if trainer.global_step == self._global_step:  # a skipped step
             return
-        self._step = step
+        self._global_step, step = trainer.global_step, _step(trainer)
         total = trainer.estimated_stepping_batches
         logs = step % trainer.log_every_n_steps == 0
         reporting.report(
@@ -132,21 +209,81 @@ class ElasticCheckpoint(Checkpoint):
         )
         if logs:
             reporting.report_logged(trainer.logged_metrics)
-        if should_checkpoint(step, **self._period):
+        if should_checkpoint(step, **self._period) and not trainer.fast_dev_run:
             self._save(trainer)
 
     def on_validation_batch_end(self, *_: Any) -> None:
         """Report a sign of life."""
         reporting.report()
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have ReduceLROnPlateau updated after the first epoch of a restart, too."""
+        monitors = {c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau}
+        if monitors <= trainer.callback_metrics.keys():
+            _end_restart(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if the last step has no checkpoint."""
-        if self._saved != trainer.global_step:
+        """Save if the last step has no checkpoint; let a test read one, as after a restart."""
+        self._release(pl_module)
+        if self._saved != _step(trainer) and not trainer.fast_dev_run:
             self._save(trainer)
+        with contextlib.suppress(UntrustedRunError):
+            self.newest()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, _: Any) -> None:
+        """Leave the module and the loaders as they were."""
+        self._release(pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Have a restart begin with the validation that is due now, which Lightning would skip."""
+        loops = checkpoint["loops"]["fit_loop"]
+        batches = loops["epoch_loop.batch_progress"]["total"]
+        if batches["completed"] < batches["processed"] and _validation_is_next(trainer):
+            for counts in ("total", "current"):
+                loops["epoch_loop.batch_progress"][counts]["completed"] += 1
+                begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+                loops["epoch_loop.val_loop.batch_progress"][counts].update(begun)
+
+    def _refuse(self, trainer: Trainer, rows: tuple[_Row, ...]) -> None:
+        for key, find, remedy in rows:
+            if (value := find(self, trainer)) is not None:
+                raise ConfigError(key, value, remedy)
+
+    def _load_positions(self) -> bool:
+        """Load the positions; return whether the checkpoint had them."""
+        if self._positions and len(self._positions) != len(self._loaders):
+            remedy = f"the checkpoint has the positions of {len(self._positions)}: give as many"
+            raise ConfigError("train_dataloaders", f"{len(self._loaders)} loaders", remedy)
+        for loader, position in zip(self._loaders, self._positions, strict=False):
+            if loader.sampler.step != position["step"]:  # Lightning has not
+                loader.load_state_dict(position)
+        return any(loader.sampler.step for loader in self._loaders)
+
+    def _save_after_hook_of(self, module: LightningModule, trainer: Trainer) -> None:
+        """Let each step end after the module's own hook, which may change the state (EMA).
+
+        Lightning calls that one last, and no other hook before a validation.
+        """
+        vars(module).pop(_BATCH_END, None)
+        hook = module.on_train_batch_end
+
+        @functools.wraps(hook)
+        def then_save(outputs: Any, *args: Any, **kwargs: Any) -> None:
+            hook(outputs, *args, **kwargs)
+            self._step_done(trainer, outputs)
+
+        vars(module)[_BATCH_END] = then_save
+
+    def _release(self, module: LightningModule) -> None:
+        vars(module).pop(_BATCH_END, None)
+        for loader in self._loaders:
+            loader.is_endless = False
 
     def _save(self, trainer: Trainer) -> None:
         """Save, commit, and wait here if the group changes (every rank; collective)."""
-        step = trainer.global_step
+        step = _step(trainer)
         staged = self.directory / f".step-{step}.{fencing.fencing_token() or 'alone'}"
         with reporting.busy():
             make_folder(self.directory, parents=True)
@@ -158,13 +295,209 @@ class ElasticCheckpoint(Checkpoint):
         reporting.mark_checkpoint(step=step)
 
     def _commit(self, staged: Path, step: int) -> None:
+        for path in (staged, *staged.rglob("*")):  # whatever the umask: a restart unpickles it
+            path.chmod(path.stat().st_mode & ~0o022)
         sync_to_disk(staged)
         fencing.check_fence()
         staged.rename(self.directory / f"step-{step}.ckpt")
         sync_to_disk(self.directory)
-        for old in sort_by_step(self.directory.glob("step-*.ckpt"))[: -self._keep_last]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        old = sort_by_step(self.directory.glob("step-*.ckpt"))[: -self._keep_last]
+        for path in [*old, *self.directory.glob(".step-*")]:  # with what groups that ended left
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _allow_types_in(checkpoint: Path) -> None:
+    """Let torch.load(weights_only=True) read the objects in a checkpoint of our own."""
+    files = [*checkpoint.glob("*.pt")] if checkpoint.is_dir() else [checkpoint]
+    names = set[str]()
+    for file in files:
+        with contextlib.suppress(ValueError, OSError):  # Lightning reports what is no checkpoint
+            names.update(serialization.get_unsafe_globals_in_checkpoint(file))
+    if names:
+        ownership.require_own(checkpoint.parent, checkpoint, *files)
+    for name in names:
+        with contextlib.suppress(ImportError, AttributeError):  # torch.load names it
+            serialization.add_safe_globals([(pkgutil.resolve_name(name), name)])
 
 
 def _loss(outputs: Any) -> Any:
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+
+
+def _step(trainer: Trainer) -> int:
+    """Return the number of steps; `Trainer.global_step` counts those of each optimizer."""
+    is_automatic = trainer.lightning_module.automatic_optimization
+    return int(trainer.global_step if is_automatic else trainer.fit_loop.total_batch_idx + 1)
+
+
+# ---- Lightning's private parts ------------------------------------------------------------
+
+
+def _train_data(trainer: Trainer) -> Any:
+    """Return the CombinedLoader of the training, once there is one."""
+    return trainer.fit_loop._combined_loader
+
+
+def _validation_is_next(trainer: Trainer) -> bool:
+    """Return whether Lightning validates after this step, and would after a restart."""
+    loop = trainer.fit_loop
+    by_steps = trainer._val_check_time_interval is None and not trainer.should_stop
+    return by_steps and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def _end_restart(trainer: Trainer) -> None:
+    """Have Lightning end this epoch like any other."""
+    trainer.fit_loop._restarting = False
+
+
+def _reloads_from_hook(trainer: Trainer) -> bool:
+    """Return whether a hook makes the train loader, and is called again and again."""
+    reloads = trainer.reload_dataloaders_every_n_epochs > 0
+    return reloads and bool(trainer.fit_loop._data_source.is_module())
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+
+_Row = tuple[str, Callable[[ElasticCheckpoint, Trainer], object], str]
+"""Key, function that returns the refused value, None if there is none, and remedy."""
+
+
+def _if(is_refused: object, value: object) -> object:
+    return value if is_refused else None
+
+
+def _callback(kind: type, is_refused: Callable[[Any], bool] = lambda _: True) -> Any:
+    def find(_: ElasticCheckpoint, trainer: Trainer) -> object:
+        found = any(isinstance(c, kind) and is_refused(c) for c in trainer.callbacks)
+        return _if(found, kind.__name__)
+
+    return find
+
+
+def _slurm_environment(_: ElasticCheckpoint, trainer: Trainer) -> object:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_slurm = isinstance(environment, SLURMEnvironment)
+    return _if(is_slurm and reporting.own_page() is not None, "SLURMEnvironment")
+
+
+def _devices(_: ElasticCheckpoint, trainer: Trainer) -> object:
+    num_workers = int(os.environ.get("WORLD_SIZE", trainer.world_size))
+    return _if(trainer.world_size != num_workers, trainer.world_size)
+
+
+def _draws_itself(_: ElasticCheckpoint, trainer: Trainer) -> object:
+    arguments = inspect.signature(trainer.lightning_module.training_step).parameters
+    return _if("dataloader_iter" in arguments, "dataloader_iter")
+
+
+def _other_loader(_: ElasticCheckpoint, trainer: Trainer) -> object:
+    others = [d for d in _train_data(trainer).flattened if not isinstance(d, ElasticLoader)]
+    return type(others[0]).__name__ if others else None
+
+
+def _batch_sizes(_: ElasticCheckpoint, trainer: Trainer) -> object:
+    sizes = [loader.batch_sizes for loader in _train_data(trainer).flattened]
+    return _if(len(set(sizes)) > 1, sizes)
+
+
+def _earlier_path(elastic: ElasticCheckpoint, trainer: Trainer) -> object:
+    newest = sort_by_step(elastic.directory.glob("step-*.ckpt"))[-1:]
+    is_earlier = any(int(path.stem.partition("-")[2]) > _step(trainer) for path in newest)
+    return _if(is_earlier and not trainer.fast_dev_run, str(trainer.ckpt_path))
+
+
+def _unasked_path(elastic: ElasticCheckpoint, trainer: Trainer) -> object:
+    is_unasked = reporting.own_page() is not None and not elastic._asked_for_newest
+    return _if(is_unasked, str(trainer.ckpt_path))
+
+
+_MICRO_BATCHES = (
+    "Lightning counts micro-batches, and their number changes with the number of workers"
+)
+_ONE_WEIGHT = (
+    "a loss has one weight, so batches that are trained together need one size: give all samplers "
+    'the same global_batch_size, and end="drop" if their numbers of samples differ'
+)
+_REFUSED: tuple[_Row, ...] = (
+    (
+        "accumulate_grad_batches",
+        lambda _, t: _if(t.accumulate_grad_batches != 1, t.accumulate_grad_batches),
+        f"leave it at 1: {_MICRO_BATCHES}",
+    ),
+    (
+        "callbacks",
+        _callback(GradientAccumulationScheduler, lambda c: max(c.scheduling.values()) > 1),
+        f"leave it out: {_MICRO_BATCHES}",
+    ),
+    (
+        "callbacks",
+        _callback(StochasticWeightAveraging),
+        "use WeightAveraging: this one draws the batches of one more epoch without training",
+    ),
+    (
+        "callbacks",
+        _callback(BatchSizeFinder),
+        "leave it out: the batch is that of the sampler, the same for any number of workers",
+    ),
+    (
+        "callbacks",
+        _callback(LearningRateFinder),
+        "find the rate in a script of its own: at each restart, it would train batches that the "
+        "training then misses",
+    ),
+    (
+        "overfit_batches",
+        lambda _, t: _if(t.overfit_batches > 0, t.overfit_batches),
+        "give the sampler a dataset of that many samples (torch.utils.data.Subset)",
+    ),
+    (
+        "reload_dataloaders_every_n_epochs",
+        lambda _, t: _if(_reloads_from_hook(t), t.reload_dataloaders_every_n_epochs),
+        "pass the ElasticLoader to fit(): train_dataloader() would make another one, which begins "
+        "with the first epoch",
+    ),
+    (
+        "strategy",
+        lambda _, t: _if(isinstance(t.strategy, DeepSpeedStrategy), "deepspeed"),
+        'use "ddp" or ModelParallelStrategy: its checkpoints fit one number of workers',
+    ),
+    (
+        "plugins",
+        _slurm_environment,
+        "leave it out: it describes the job of one node, and requeues it by itself",
+    ),
+    ("devices", _devices, "pass **world(): each worker would train by itself"),
+    (
+        "training_step",
+        _draws_itself,
+        "take batch instead: what a step draws by itself cannot be counted as trained",
+    ),
+)
+"""What is refused before anything is done."""
+_REFUSED_DATA: tuple[_Row, ...] = (
+    (
+        "train_dataloaders",
+        _other_loader,
+        "give ElasticLoader(DataLoader(data, batch_sampler=ElasticSampler(...))): after a restart "
+        "this one would begin its epoch anew, with other samples for each rank",
+    ),
+    ("train_dataloaders", _batch_sizes, _ONE_WEIGHT),
+    (
+        "mode",
+        lambda _, t: _if(_train_data(t)._mode == "max_size", "max_size"),
+        'give CombinedLoader(..., "max_size_cycle"), or "min_size"',
+    ),
+    (
+        "ckpt_path",
+        _earlier_path,
+        "the directory of ElasticCheckpoint has a later step: pass ckpt_path=elastic.newest(), "
+        "or elastic.newest() or the path of the first start; or give a directory of its own",
+    ),
+    (
+        "ckpt_path",
+        _unasked_path,
+        "pass ckpt_path=elastic.newest(): after a restart the training would begin anew",
+    ),
+)
+"""What is refused once the data is known."""

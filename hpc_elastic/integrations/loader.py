@@ -32,6 +32,8 @@ class ElasticLoader:
         dataset: The loader's dataset, for frameworks that need its length.
         weight: Factor for the mean loss of the last micro-batch (`hpc_elastic.data.batch`); not 1
             if the ranks have shares of different size.
+        is_endless: Whether an iteration goes on with the next epoch: the framework ends its epochs
+            by the number of batches, and they need not be those of the sampler.
 
     Raises:
         ConfigError: The loader has another batch sampler.
@@ -50,8 +52,15 @@ class ElasticLoader:
         self.sampler = sampler
         self.dataset = loader.dataset
         self.weight = 1.0
+        self.is_endless = False
         self._loader = loader
         self._parts: Iterator[tuple[Any, float]] = iter(())
+
+    @property
+    def batch_sizes(self) -> tuple[int, int | None]:
+        """The size of a global batch, and the number of samples if an epoch's last is smaller."""
+        plan, size = self.sampler._plan, self.sampler._plan.batch.global_batch_size
+        return size, plan.length if plan.end == "keep" and plan.length % size else None
 
     def __len__(self) -> int:
         """Return this rank's number of micro-batches of a whole epoch."""
@@ -60,7 +69,7 @@ class ElasticLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the epoch, or the next one if nothing is left."""
         num_batches = 0
-        while not num_batches:
+        while self.is_endless or not num_batches:
             for batch in self.sampler.batches(self._loader):
                 num_batches += 1
                 self._parts = batch.micro_batches()
@@ -79,6 +88,7 @@ class ElasticLoader:
                 "the optimizer stepped before this rank's last micro-batch of the global batch: "
                 "accumulate all of them, its share of the global batch in steps of micro_batch_size"
             )
+        self.sampler.on_optimizer_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state (every rank)."""

@@ -70,17 +70,22 @@ class ElasticTask(Checkpointable):
     _agent: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, submission: str | Path, array: int = 0) -> list[ElasticTask]:
+    def of(cls, submission: str | Path, array: int | None = None) -> list[ElasticTask]:
         """Return the tasks of a prepared array, in the order in which to submit them.
 
         Args:
             submission: The sweep's ``.hpc_elastic``.
-            array: The array's number k.
+            array: The array's number k; None if there is only one.
 
         Raises:
-            SubmissionError: Nothing was prepared there, or it is a co-allocated job.
+            SubmissionError: Nothing was prepared there, it is a co-allocated job, or there are
+                several arrays.
         """
-        file = Submission(Path(submission).absolute()).array(array).tasks
+        prepared = Submission(Path(submission).absolute())
+        if array is None and len(prepared.arrays()) > 1:
+            remedy = "submit the tasks of each: ElasticTask.of(submission, k)"
+            raise SubmissionError(f"{prepared.path} has several arrays: {remedy}")
+        file = prepared.array(array or 0).tasks
         try:
             content = parse_json(read_text(file), file)
         except (OSError, ValueError) as e:
@@ -103,7 +108,7 @@ class ElasticTask(Checkpointable):
             HpcElasticError: This node has failed, or was cancelled; the run may go on.
         """
         self._agent = subprocess.Popen(
-            [sys.executable, "-u", "-m", TASK_MODULE, self.array_file],
+            [sys.executable, "-uP", "-m", TASK_MODULE, self.array_file],
             env=self._environment(os.environ),
         )
         exit_code = _wait(self._agent)

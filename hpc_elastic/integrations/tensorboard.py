@@ -12,6 +12,7 @@ event files that are there, about a second for 200,000 values.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ except ImportError as e:
 class SummaryWriter(tensorboard.SummaryWriter):
     """A SummaryWriter that writes on rank 0 only, and no step twice. Every rank may use it.
 
-    Outside of a run it is torch's own on rank 0.
+    Outside of a run it is torch's own on rank 0. In a run the names of the files contain the run's
+    id, so that runs with one folder do not take each other's steps for their own.
 
     Args:
         log_dir: On a file system that all nodes share; None: ``<run>/tensorboard``, and outside
@@ -46,8 +48,10 @@ class SummaryWriter(tensorboard.SummaryWriter):
         self._steps: tracking.LastSteps | None = None
         if self._run is not None:
             log_dir = Path(log_dir or self._run.path / "tensorboard")
+            mark = f".{re.sub(r'[^A-Za-z0-9_-]', '-', self._run.run_id)}.run"
+            options["filename_suffix"] = mark + options.get("filename_suffix", "")
             if self._is_logger:
-                self._steps = tracking.LastSteps(read_last_steps(log_dir), self._annotate)
+                self._steps = tracking.LastSteps(read_last_steps(log_dir, mark), self._annotate)
         super().__init__(log_dir, **options)
         if not self._is_logger:
             adders = [name for name in dir(self) if name.startswith("add_")]
@@ -88,10 +92,10 @@ class _NewSteps:
             self._writer.flush()
 
 
-def read_last_steps(folder: Path) -> dict[str, int]:
-    """Return the last step of each tag in the event files of a folder."""
+def read_last_steps(folder: Path, mark: str = "") -> dict[str, int]:
+    """Return the last step of each tag in the event files of a folder whose names have the mark."""
     last = dict[str, int]()
-    for file in folder.glob("*tfevents*"):
+    for file in (file for file in folder.glob("*tfevents*") if mark in file.name):
         for event in _events(file.read_bytes()):
             for value in event.summary.value:
                 last[value.tag] = max(last.get(value.tag, -1), event.step)

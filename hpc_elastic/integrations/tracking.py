@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.progress_log import read_points
 from hpc_elastic.report.sentences import lines
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run import fencing
@@ -58,9 +59,10 @@ class OwnRun:
         """Return what has happened to the run so far, a line each; empty if unreadable."""
         try:
             events = valid_events(read_events(RunDir(self.path).event_logs))
+            points = read_points(RunDir(self.path).progress)
         except OSError:
             return ""
-        return "\n".join(lines(build_timeline(EventIndex(events))))
+        return "\n".join(lines(build_timeline(EventIndex(events, points))))
 
 
 def own_run() -> OwnRun | None:

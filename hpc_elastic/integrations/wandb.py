@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import struct
@@ -30,7 +31,7 @@ from typing import Any, Self
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations import tracking
-from hpc_elastic.shared_files import make_folder
+from hpc_elastic.shared_files import make_folder, read_bytes
 from hpc_elastic.worker import reporting
 
 try:
@@ -38,6 +39,8 @@ try:
     from wandb.proto.wandb_internal_pb2 import Record
 except ImportError as e:
     raise ImportError("hpc_elastic.integrations.wandb needs W&B: pip install wandb") from e
+
+_log = logging.getLogger(__name__)
 
 _FLUSH_S = 0.05
 _RECENT_S = 1.0
@@ -177,12 +180,23 @@ class _Rows:
                 self.complete()
                 self._step, self._row = step, row
         last = self._recent[-1][1] if self._recent else last
+        self._latest = 0
+        """The largest step that this worker has logged."""
+        self._has_warned = False
         self._steps = tracking.LastSteps({_ROW: last}, annotate)
         make_folder(file.parent)
         self._fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def add(self, values: Mapping[str, Any], step: int) -> None:
         """Add values to the row of a step; the row of an earlier step is complete then."""
+        if step < self._latest and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "W&B drops %s of step %d, as step %d was logged before: log it with the present "
+                'step, beside its own number ("epoch"), and call run.define_metric(name, '
+                'step_metric="epoch")', ", ".join(values), step, self._latest
+            )  # fmt: skip
+        self._latest = max(self._latest, step)
         if not self._steps.is_new(_ROW, step) or step < self._step:
             return
         if step > self._step:
@@ -208,7 +222,7 @@ def _read_kept(file: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows in the file of an earlier worker; only the last one may be incomplete."""
     try:
         return [
-            (int(step), dict(row)) for step, row in json.loads(file.read_bytes().splitlines()[0])
+            (int(step), dict(row)) for step, row in json.loads(read_bytes(file).splitlines()[0])
         ]
     except (OSError, ValueError, TypeError, IndexError):
         return []

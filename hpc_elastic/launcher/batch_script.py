@@ -13,6 +13,8 @@ Why the flags are what they are:
 - ``srun``: at a preemption Slurm signals the steps, not the batch script.
 - ``srun --cpus-per-task``: since Slurm 22.05 srun does not inherit it from sbatch, and would bind
   the agent and all its workers to a single CPU.
+- ``srun --gpus``: a step gets the GPUs that its job requested, but none of those that
+  ``--exclusive`` alone has given to it.
 - ``--requeue --open-mode=append``: a preempted task comes back and continues the same log.
 - A co-allocated job has several nodes, one agent each, and must outlive the loss of any of them:
   ``--no-kill`` (job and step), ``--kill-on-bad-exit=0 --wait=0`` (else srun ends the other agents
@@ -49,17 +51,25 @@ TASK_MODULE = "hpc_elastic.agent"
 
 SHARE_FLAGS = frozenset(
     [
-        *("mem-per-cpu", "mem-per-gpu", "cpus-per-gpu", "gres", "tres-per-task"),
+        *("mem-per-cpu", "mem-per-gpu", "cpus-per-gpu", "tres-per-task"),
         *("cores-per-socket", "oversubscribe"),
     ]
 )
-"""Flags in ``launcher.sbatch`` that name a share of a node."""
+"""Flags in ``launcher.sbatch`` that name a share of a node; ``gres`` does if it names GPUs, shards
+or MPS."""
 
 _CPUS = '"$SLURM_CPUS_ON_NODE"'
 _CPUS_OF_SMALLEST_NODE = (
     '"$(tr , "\\n" <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed "s/(.*//;q")"'
 )
 """Evaluated on the nodes, so outside of quotes. For several nodes the variable is ``72(x3),36``."""
+_GPUS = (
+    "$(scontrol show job -d \"$SLURM_JOB_ID\" | sed -n 's/.*JOB_GRES=//p' | tr , '\\n'"
+    " | sed -n 's/^gpu://p' | paste -sd, | sed 's/^./--gpus=&/')"
+)
+"""The GPUs of the job, by their types: some releases refuse a number where a node has several."""
+_NVIDIA = "${SLURM_GPUS_ON_NODE:+--nv}"
+_GPU_FLAGS = ("--gpus", "--gres", "--tres-per-task", "-G")
 
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
@@ -102,8 +112,16 @@ class Script:
 
     @property
     def logs(self) -> str:
-        """Folder of the tasks' logs, as a file name pattern of Slurm: each % is doubled."""
-        return str(Submission(self.submission).logs).replace("%", "%%")
+        """Folder of the tasks' logs, as a file name pattern of Slurm: each % is doubled.
+
+        A backslash makes Slurm leave all patterns of the name as they are, so that all tasks would
+        write to one file.
+        """
+        path = str(Submission(self.submission).logs)
+        if "\\" in path:
+            remedy = "Slurm takes no backslash in the names of logs: choose another folder"
+            raise ConfigError("hydra.sweep.dir", path, remedy)
+        return path.replace("%", "%%")
 
 
 def render(script: Script, template: str) -> str:
@@ -146,6 +164,41 @@ def render(script: Script, template: str) -> str:
         remedy = f"the template cannot be rendered: {e}"
         raise ConfigError("launcher.template", script.settings.template, remedy) from e
     return text if text.endswith("\n") else text + "\n"
+
+
+def render_result_job(script: Script) -> str:
+    """Return the text of the job whose exit code is the result of the submission's runs.
+
+    `hpc-elastic wait` decides, so requeued and replaced tasks, and runs without a result, count as
+    they do for a launcher. The job requeues itself before its time limit: what depends on it waits
+    on. ``num_tasks`` and ``array`` have no effect.
+    """
+    settings = script.settings
+    flags: dict[str, object] = {
+        "job-name": script.job_name,
+        "ntasks": 1,
+        "cpus-per-task": 1,
+        "requeue": True,
+        "open-mode": "append",
+        "output": f"{script.logs}/result-%j.log",
+        "chdir": script.cwd,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "time": settings.time,
+        "signal": "B:USR1@120",
+        "reservation": settings.sbatch.get("reservation"),
+    }
+    directives = [f"#SBATCH {directive(n, v)}" for n, v in flags.items() if v is not None]
+    exported = [f"export {name}={value}" for name, value in exports(script).items()]
+    argv = [script.python, "-uP", "-m", "hpc_elastic", "wait", str(script.submission.parent)]
+    lines = [
+        "trap 'scontrol requeue \"$SLURM_JOB_ID\"' USR1",
+        f"{shlex.join(argv)} &",
+        "while wait $!; code=$?; [ $code = 138 ]; do :; done  # 138: wait was left for the trap",
+        "exit $code",
+    ]
+    return "\n".join(["#!/bin/bash", *directives, *exported, *lines, ""])
 
 
 def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -222,9 +275,10 @@ def directive(name: str, value: object) -> str:
 
 def wants_whole_node(settings: SlurmSettings) -> bool:
     """Return whether the settings name no share of a node."""
-    shares = (settings.gpus_per_node, settings.cpus_per_node, settings.mem)
+    shares = (gpus_asked(settings), settings.cpus_per_node, settings.mem)
     flags = {name for name, value in settings.sbatch.items() if value not in (None, False)}
-    return all(share is None for share in shares) and SHARE_FLAGS.isdisjoint(flags)
+    has_part = re.search(r"\b(shard|mps)\b", str(settings.sbatch.get("gres")))
+    return not has_part and shares == (None,) * 3 and SHARE_FLAGS.isdisjoint(flags)
 
 
 def has_whole_nodes(settings: LauncherSettings) -> bool:
@@ -252,30 +306,36 @@ def command(script: Script) -> str:
     on_nodes = _CPUS_OF_SMALLEST_NODE if script.coallocated else _CPUS
     cpus = settings.cpus_per_node or on_nodes
     flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", f"--cpus-per-task={cpus}"]
+    is_given = any(arg.startswith(_GPU_FLAGS) for arg in settings.srun_args)
+    if has_whole_nodes(settings) and gpus_asked(settings) is None and not is_given:
+        flags.append(_GPUS)
     if script.coallocated:
         flags += ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         flags += ["--open-mode=append", shlex.quote(_one_line("hydra.sweep.dir", log))]
     own = [_one_line("launcher.srun_args", arg) for arg in settings.srun_args]
-    return " ".join(["srun", *flags, shlex.join([*own, *_in_container(script)])])
+    return " ".join(["srun", *flags, *map(shlex.quote, own), _in_container(script)])
 
 
 def task_argv(script: Script) -> list[str]:
-    """Return the command line of the task, without srun and container."""
+    """Return the command line of the task, without srun and container.
+
+    -P: a file of the user's in the working directory shadows no module of ours or of a library.
+    """
     inside = "python3" if script.settings.container.runtime else script.python
     python = _one_line("launcher.python", script.settings.python or inside)
     file = _one_line("hydra.sweep.dir", str(script.array_file))
     trust = ["--trust"] if script.trusting else []
-    return [python, "-u", "-m", script.module, *trust, file]
+    return [python, "-uP", "-m", script.module, *trust, file]
 
 
-def _in_container(script: Script) -> list[str]:
-    """Return the command line of the task, with the container that it runs in.
+def _in_container(script: Script) -> str:
+    """Return the command line of the task, with the container that it runs in, quoted for bash.
 
     The folders that every task needs are mounted beside the user's.
     """
     container, argv = script.settings.container, task_argv(script)
     if container.runtime is None:
-        return argv
+        return shlex.join(argv)
     if not container.image:
         remedy = f"launcher.container.runtime={container.runtime} needs an image"
         raise ConfigError("launcher.container.image", container.image, remedy)
@@ -289,9 +349,9 @@ def _in_container(script: Script) -> list[str]:
     own = [_one_line("launcher.container.mounts", mount) for mount in container.mounts]
     mounts = ",".join(dict.fromkeys([*own, *(f"{path}:{path}" for path in needed)]))
     if container.runtime == "pyxis":
-        return [f"--container-image={image}", f"--container-mounts={mounts}", *args, *argv]
-    gpus = ["--nv"] if gpus_asked(script.settings) else []
-    return ["apptainer", "exec", *gpus, "--bind", mounts, *args, image, *argv]
+        flags = [f"--container-image={image}", f"--container-mounts={mounts}"]
+        return shlex.join([*flags, *args, *argv])
+    return f"apptainer exec {_NVIDIA} {shlex.join(['--bind', mounts, *args, image, *argv])}"
 
 
 def _one_line(key: str, value: str) -> str:
@@ -300,37 +360,59 @@ def _one_line(key: str, value: str) -> str:
     return value
 
 
-# sbatch reports what is wrong, but not which flag it was. The tables map its messages (stable since
-# Slurm 20.02, `slurm_strerror`) to the setting behind them.
+# sbatch reports what is wrong, but not which flag it was. The tables map its sentences (stable
+# since Slurm 20.02, `slurm_strerror`) to the setting behind them. A site's own words, such as
+# "maintenance in progress", have parts of them: so whole sentences are compared.
 
 
-_RULES = (
-    ("invalid partition", "partition", "no such partition"),
-    ("no partition specified", "partition", "the cluster has no default partition: name one"),
-    ("invalid account", "account", "not an account of yours, or not in this partition"),
-    ("invalid qos", "qos", "not a QOS that you may use (`sacctmgr show qos`)"),
-    ("time limit", "time", "above the partition's limit (`sinfo -o '%P %l'`), or missing"),
-    ("invalid --time", "time", "not a time that Slurm understands"),
-    ("invalid feature", "constraint", "no node has such features (`sinfo -o '%N %f'`)"),
-    ("invalid generic resource", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
-    ("gres", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
-    ("memory specification", "mem", "no node has that much memory (`sinfo -o '%N %m'`)"),
-    ("invalid node name", "exclude", "no such node (`sinfo -N`)"),
-    ("cpu count", "cpus_per_node", "no node has that many CPUs (`sinfo -o '%N %c'`)"),
-    (
-        "reservation",
-        "sbatch.reservation",
-        "no such reservation, or not yours (`scontrol show res`)",
-    ),
-)
-"""Words of sbatch, the key behind them, and the remedy."""
 _GENERAL = (
-    ("job array", "array tasks are numbered up to MaxArraySize - 1 (`scontrol show config`)"),
-    ("qos policy", "your account's or QOS' limits allow no further jobs; fewer nodes, or later"),
-    ("qosmax", "a limit of the QOS; fewer nodes or another launcher.qos"),
+    ("job violates accounting/qos policy", "a limit of your account or QOS on jobs, sizes or times "
+     "(`sacctmgr show assoc user=$USER`, `sacctmgr show qos`): fewer nodes or less time, or later"),
+    ("maxjobcount limit reached", "the cluster takes no more jobs now; try again later"),
+    ("invalid job array specification", "array tasks are numbered up to MaxArraySize - 1 "
+     "(`scontrol show config`)"),
     ("unable to contact slurm controller", "slurmctld does not answer; is SLURM_CONF right?"),
     ("socket timed out", "slurmctld is overloaded; try again"),
-)
+    ("rate limit exceeded", "the site limits how often Slurm is called; try again"),
+    ("system submissions disabled", "an administrator has closed the queue; try again later"),
+    ("node count specification invalid", "the partition gives a job more nodes at least, or fewer "
+     "at most (MinNodes, MaxNodes in `scontrol show partition`): launcher.coallocate_min asks for "
+     "several at once; or choose another launcher.partition"),
+    ("partition in down state", "choose another launcher.partition, or try again later"),
+    ("required partition not available", "choose another launcher.partition, or try again later"),
+)  # fmt: skip
+"""Sentences of slurm_strerror, in small letters, that are about no single key; they come first."""
+_RULES = (
+    ("invalid partition ", "partition", "no such partition"),
+    ("no partition specified or system default", "partition",
+     "the cluster has no default partition: name one"),
+    ("group not permitted to use this partition", "partition", "your groups may not use it"),
+    ("requested nodes not in this partition", "partition", "the nodes are in another one"),
+    ("invalid account or account/partition combination", "account",
+     "not an account of yours, or not in this partition"),
+    ("invalid qos specification", "qos", "not a QOS that you may use (`sacctmgr show qos`)"),
+    ("requested time limit is invalid", "time",
+     "above the partition's limit (`sinfo -o '%P %l'`), or missing"),
+    ("invalid time-min specification", "time_min", "above launcher.time, or the partition's limit"),
+    ("invalid --time specification", "time", "not a time that Slurm understands"),
+    ("invalid feature specification", "constraint",
+     "no node has such features (`sinfo -o '%N %f'`)"),
+    ("generic resource (gres) specification", "gpus_per_node",
+     "no such GPUs (`sinfo -o '%N %G'`)"),
+    ("invalid gres specification", "gpus_per_node", "with and without a type: name a type for all"),
+    ("memory specification can", "mem",
+     "no node has that much memory (`sinfo -o '%N %m'`)"),
+    ("memory required by task is not available", "mem",
+     "no node has that much memory (`sinfo -o '%N %m'`)"),
+    ("invalid node name specified", "exclude", "no such node (`sinfo -N`)"),
+    ("cpu count per node can", "cpus_per_node",
+     "no node has that many CPUs (`sinfo -o '%N %c'`)"),
+    ("cpu count specification invalid", "cpus_per_node",
+     "no node has that many CPUs (`sinfo -o '%N %c'`)"),
+    ("requested reservation", "sbatch.reservation",
+     "no such reservation, not yours, or not now (`scontrol show res`)"),
+)  # fmt: skip
+"""Sentences of sbatch and slurm_strerror, in small letters, the key behind them, and the remedy."""
 
 
 _NO_SUCH_NODE = "node configuration is not available"
@@ -353,23 +435,26 @@ def explain(
         partitions: Names of the cluster's partitions, as far as known.
         nodes: The kinds of nodes of the partitions in question, as far as known.
     """
-    text = " ".join(line.removeprefix("sbatch: error: ") for line in stderr.strip().splitlines())
-    if _NO_SUCH_NODE in text.lower() or "gres" in text.lower() or "generic res" in text.lower():
+    lines = stderr.strip().splitlines()
+    own = [line for line in lines if "error:" in line] or lines  # a wrapper may print others
+    text = " ".join(line.removeprefix("sbatch: error: ") for line in own)
+    said = text.lower()
+    if _NO_SUCH_NODE in said or "generic resource" in said:
         error = _too_much(settings, nodes, text)
         if error is not None:
             return error
+    for words, remedy in _GENERAL:
+        if words in said:
+            return SubmissionError(f"sbatch refused the job: {text} ({remedy})")
     for words, key, remedy in _RULES:
-        if words in text.lower():
+        if words in said:
             group, _, flag = key.partition(".")
             value = settings.sbatch.get(flag) if flag else getattr(settings, group)
             known = sorted(partitions) if key == "partition" else []
             if known:
                 remedy += f"{near_miss(str(value), known)}; there are {', '.join(known)}"
             return ConfigError(f"launcher.{key}", value, f"{remedy} [{text}]")
-    for words, remedy in _GENERAL:
-        if words in text.lower():
-            return SubmissionError(f"sbatch refused the job: {text} ({remedy})")
-    if _NO_SUCH_NODE in text.lower():
+    if _NO_SUCH_NODE in said:
         asked = [
             f"launcher.{key}={value!r}" for key in _SHARES if (value := getattr(settings, key))
         ]

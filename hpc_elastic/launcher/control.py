@@ -53,6 +53,7 @@ from hpc_elastic.launcher.run_handle import (
     read_result_status,
     stop_s,
 )
+from hpc_elastic.launcher.run_view import end_limit_s, read_view
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import LogEntry, resume_entry
 from hpc_elastic.rendezvous.term import make_term_folder
@@ -62,7 +63,7 @@ from hpc_elastic.run.events import EventLog
 from hpc_elastic.shared_files import make_folder, parse_json, read_bytes, read_text, write_atomic
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
-from hpc_elastic.slurm.scheduler import Scheduler, moved
+from hpc_elastic.slurm.scheduler import QueueSnapshot, Scheduler, moved
 from hpc_elastic.slurm.sweep_queue import SweepQueue
 
 _log = logging.getLogger(__name__)
@@ -280,7 +281,7 @@ class Resumption:
         """Folder of the files of the earlier end."""
         return self.run.path / f"before-resume.{self.spec.generation}"
 
-    def to_json(self, job_ids: Sequence[str], *, log: Path | None) -> dict[str, Any]:
+    def to_json(self, jobs: SubmittedJobs, *, log: Path | None) -> dict[str, Any]:
         """Return what `hpc-elastic resume --json` prints."""
         return {
             "run_id": self.spec.run_id,
@@ -288,7 +289,8 @@ class Resumption:
             "launcher": self.spec.launcher,
             "generation": self.spec.generation,
             "nodes": as_config(self.settings)["nodes"],
-            "job_ids": list(job_ids),
+            "job_ids": list(jobs.job_ids),
+            "result_job": jobs.result_job,
             "log": None if log is None else str(log),
         }
 
@@ -348,6 +350,10 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
         remedy = "there is nothing to resume; to train on, submit a run that loads its checkpoint"
         raise RunDirectoryError(f"{run.path} has succeeded: {remedy}")
     left = Scheduler(run, spec).list_live_tasks()
+    if left:  # once the run has ended, an epilog or a stage-out may take hours
+        view = read_view(run.path, lambda specs: QueueSnapshot())  # by its files
+        if view.ended is not None and view.now - view.ended.time > end_limit_s(spec):
+            left = {n: task for n, task in left.items() if task.phase is not Phase.COMPLETING}
     if left:
         names = ", ".join(f"{task.task} ({task.state})" for task in list(left.values())[:4])
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""
@@ -449,7 +455,7 @@ def _prepare(
 def _begin_generation(resumption: Resumption) -> None:
     """Begin the new generation: once its log entry is created, the earlier one is over."""
     run = resumption.run
-    if not DecisionLog(run.rdzv, run.secret.read_bytes()).create(resumption.entry):
+    if not DecisionLog(run.rdzv, read_bytes(run.secret)).create(resumption.entry):
         raise _resumed_by_another(run)
     make_term_folder(run, resumption.entry.term)
     make_folder(resumption.folder_before)

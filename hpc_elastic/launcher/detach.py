@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.launcher.plan import Plan, Prepared
+from hpc_elastic.launcher.run_handle import SubmittedJobs
 from hpc_elastic.run.directory import Submission
 
 VARIABLE = "HPC_ELASTIC_REPORT"
@@ -34,7 +35,7 @@ def report_file() -> Path | None:
     return Path(path) if path else None
 
 
-def report_submission(file: Path, prepared: Prepared, job_ids: Sequence[str]) -> None:
+def report_submission(file: Path, prepared: Prepared, jobs: SubmittedJobs) -> None:
     """Report a submission; a launcher of local runs leaves its terminal first.
 
     It does so once: when a sweep's second batch is submitted the command has returned.
@@ -49,7 +50,8 @@ def report_submission(file: Path, prepared: Prepared, job_ids: Sequence[str]) ->
     entry = {
         "launcher": plan.backend,
         "sweep": str(plan.submission.parent),
-        "job_ids": list(job_ids),
+        "job_ids": list(jobs.job_ids),
+        "result_job": jobs.result_job,
         "log": None if log is None else str(log),
         "pid": os.getpid() if log is not None else None,
         "runs": [{"run_id": run_id, "run": str(run.dir)} for run_id, run in runs],

@@ -16,7 +16,8 @@ both ways. If the two differ, or the overrides are unusual, Hydra composes every
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
@@ -24,6 +25,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
+
+from hpc_elastic.config.resolve import TOP_LEVEL
 
 _REMEMBERED = 1000
 """Most configs that are kept from the sweeper's validation for the launcher."""
@@ -44,6 +47,7 @@ class SweepComposer:
         self._parser = OverridesParser.create()
         self._parsed: dict[str, Override] = {}
         self._groups: dict[str, bool] = {}
+        self._hidden = settings_in(master)
         self._first: dict[tuple[str, ...], tuple[tuple[str, ...], object]] = {}
         """Groups -> overrides of the first job with them, and its config."""
         self._given: dict[tuple[str, ...], DictConfig] = {}
@@ -103,6 +107,8 @@ class SweepComposer:
 
     def _in_full(self, overrides: Sequence[str]) -> DictConfig:
         config: DictConfig = self._loader.load_sweep_config(self._master, list(overrides))
+        if self._hidden:
+            name_overrides(config, self._parser.parse_overrides(list(overrides)), self._hidden)
         return config
 
     def _share(self, groups: tuple[str, ...]) -> DictConfig | None:
@@ -128,16 +134,8 @@ class SweepComposer:
     def _name(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
         """Set what Hydra sets of a job beside its values: its overrides."""
         hydra: Any = config._get_node("hydra")
-        naming = hydra.job.config.override_dirname
-        dirname = get_overrides_dirname(
-            overrides=[self._parsed[line] for line in overrides],
-            kv_sep=naming.kv_sep,
-            item_sep=naming.item_sep,
-            exclude_keys=naming.exclude_keys,
-        )
         _replace(hydra.overrides, "task", list(overrides))
-        with open_dict(hydra):
-            hydra.job.override_dirname = dirname
+        name_overrides(config, [self._parsed[line] for line in overrides], self._hidden)
         return config
 
     def _split(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]] | None:
@@ -172,6 +170,35 @@ class SweepComposer:
             )
             self._groups[key] = bool(options)
         return self._groups[key]
+
+
+def settings_in(config: DictConfig) -> frozenset[str]:
+    """Return the keys of the launcher's settings that were typed, and have one value in all jobs.
+
+    They are no part of what distinguishes the jobs, and ``launcher.env`` may hold tokens: they are
+    left out of ``hydra.job.override_dirname``, which names folders.
+    """
+    typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    parsed = OverridesParser.create().parse_overrides([str(line) for line in typed or ()])
+    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    keys = {override.key_or_group for override in parsed} - swept
+    return frozenset(key for key in keys if re.match(r"launcher\b", key) or key in TOP_LEVEL)
+
+
+def name_overrides(
+    config: DictConfig, overrides: Sequence[Override], hidden: Collection[str]
+) -> None:
+    """Set ``hydra.job.override_dirname`` as Hydra does, without the hidden keys."""
+    hydra: Any = config._get_node("hydra")
+    naming = hydra.job.config.override_dirname
+    dirname = get_overrides_dirname(
+        overrides=list(overrides),
+        kv_sep=naming.kv_sep,
+        item_sep=naming.item_sep,
+        exclude_keys=[*naming.exclude_keys, *hidden],
+    )
+    with open_dict(hydra):
+        hydra.job.override_dirname = dirname
 
 
 def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:

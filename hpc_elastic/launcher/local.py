@@ -37,6 +37,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import shlex
 import socket
 import subprocess
@@ -53,14 +54,21 @@ import psutil
 from hpc_elastic import _util
 from hpc_elastic._util import counted
 from hpc_elastic.config.schema import LocalSettings, Nproc
-from hpc_elastic.errors import ConfigError, SubmissionError
+from hpc_elastic.errors import ConfigError, RunDirectoryError, SubmissionError
 from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.batch_script import TASK_MODULE, python_path
 from hpc_elastic.launcher.plan import Plan, RunRequest
+from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import RunDir, Submission, task_name
 from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm import requeue as requeue_module
-from hpc_elastic.slurm.environment import GPUS, as_array_task, listed_gpus, outside
+from hpc_elastic.slurm.environment import (
+    GPUS,
+    NVIDIA_GPUS,
+    as_array_task,
+    listed_gpus,
+    outside,
+)
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalEntry, node_name, start_ticks
 from hpc_elastic.slurm.requeue import RETURN_DELAY_S
@@ -75,7 +83,6 @@ _MARGIN_S = 5.0
 """Seconds that an agent has to finish by itself, and, beyond its workers' stop time-out, to end."""
 _SHORT_LIFE_S = 20.0
 _MOST_SHORT_LIVES = 3
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def submit(plan: Plan) -> LocalJobs:
@@ -86,12 +93,13 @@ def submit(plan: Plan) -> LocalJobs:
         SubmissionError: A process could not be started; none is left.
     """
     require_possible(plan)
-    stop_after_s = max(run.settings.launcher.agent.stop_timeout_s for run in plan.runs)
+    agents = [run.settings.launcher.agent for run in plan.runs]
     jobs = LocalJobs(
         queue_of(plan),
         plan.submission,
         max_agents=agent_limit(plan, os.cpu_count() or 1),
-        stop_after_s=stop_after_s + _MARGIN_S,
+        stop_after_s=max(agent.stop_timeout_s for agent in agents) + _MARGIN_S,
+        exit_after_s=max(agent.exit_timeout_s for agent in agents) + _MARGIN_S,
         command=task_command,
     )
     for array, job_id in zip(plan.arrays, jobs.job_ids, strict=True):
@@ -112,8 +120,9 @@ def require_possible(plan: Plan) -> None:
             more nodes than the machine has GPUs.
     """
     if not plan.launcher.wait and detach.report_file() is None:
-        remedy = "launcher=local runs as long as the launcher waits: leave the setting off, or use "
-        remedy += "`hpc-elastic submit`, whose launcher continues in the background"
+        remedy = "launcher=local runs as long as the launcher waits: leave the setting off. In the "
+        remedy += "background: `nohup hpc-elastic run ... &`, or `hpc-elastic submit` of a script "
+        remedy += "with @hydra.main"
         raise ConfigError("launcher.wait", False, remedy)
     require_gpus(plan.runs, machine_gpus(os.environ))
 
@@ -127,8 +136,12 @@ def agent_limit(plan: Plan, num_cpus: int) -> int:
 
 
 def queue_of(plan: Plan) -> list[LocalTask]:
-    """Return the tasks of all arrays in order, with job ids that no other launch has."""
-    first_id = time.time_ns() // 1_000_000
+    """Return the tasks of all arrays in order, with job ids that no other launch has.
+
+    Leftovers of a task are killed by its ids, so they are drawn at random: two launches may begin
+    at the same time, also in containers that do not see each other. Each task has a further one.
+    """
+    job_id = 10**12 + secrets.randbelow(9 * 10**12)
     gpus = machine_gpus(os.environ)
     tasks = []
     for array in plan.arrays:
@@ -137,7 +150,7 @@ def queue_of(plan: Plan) -> list[LocalTask]:
             nodes, nproc = request.settings.nodes.max, request.settings.nproc_per_node
             tasks.append(
                 LocalTask(
-                    job_id=first_id + array.number,
+                    job_id=job_id,
                     index=index,
                     array_file=Submission(plan.submission).array(array.number).tasks,
                     run=RunDir(request.dir),
@@ -147,12 +160,13 @@ def queue_of(plan: Plan) -> list[LocalTask]:
                     gpus=gpu_variables(gpus, nproc, slot=task.slot, num_nodes=nodes),
                 )
             )
+        job_id += 1 + len(array.tasks)
     return tasks
 
 
 def task_command(array_file: Path) -> list[str]:
     """Return the command line of a task; the same as in a batch script."""
-    return [sys.executable, "-u", "-m", TASK_MODULE, str(array_file)]
+    return [sys.executable, "-uP", "-m", TASK_MODULE, str(array_file)]
 
 
 # ---- the queue
@@ -297,6 +311,7 @@ class LocalJobs:
         submission: The sweep's ``.hpc_elastic``.
         max_agents: Most processes at a time.
         stop_after_s: Seconds between SIGTERM and SIGKILL when processes are ended.
+        exit_after_s: Seconds that agents have to end once their runs have ended.
         command: Makes the command line of a task.
     """
 
@@ -307,18 +322,22 @@ class LocalJobs:
         *,
         max_agents: int,
         stop_after_s: float,
+        exit_after_s: float = _MARGIN_S,
         command: Callable[[Path], Sequence[str]],
     ) -> None:
         self._tasks = list(tasks)
         self._submission = Submission(submission)
         self._max_agents = max_agents
         self._stop_after_s = stop_after_s
+        self._exit_after_s = exit_after_s
         self._command = command
         self._written: dict[str, LocalEntry] = {}
         self._check_runs_at = 0.0
         self._warned_unwritten = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run_queue, name="local-queue", daemon=True)
+
+    result_job = None
 
     @property
     def job_ids(self) -> Sequence[str]:
@@ -356,7 +375,14 @@ class LocalJobs:
         self.write_table()
 
     def release(self) -> str:
-        """End all processes: without the launcher nothing would start pending tasks."""
+        """End all processes: without the launcher nothing would start pending tasks.
+
+        A run that has not ended is cancelled.
+        """
+        for run in {task.run for task in self._tasks}:
+            with contextlib.suppress(OSError, RunDirectoryError):  # the processes end in any case
+                if not run.is_over:
+                    mark_cancelled(run, _log.warning)
         self.cancel()
         dirs = list(dict.fromkeys(str(task.run.path) for task in self._tasks))
         which = shlex.quote(dirs[0]) if len(dirs) == 1 else "RUN"
@@ -366,8 +392,13 @@ class LocalJobs:
     def close(self) -> None:
         """Wait for the agents of runs that have ended; end those that do not finish."""
         self._stop_queue()
-        _wait_all(self._processes(), _MARGIN_S)
-        self.cancel()
+        try:
+            _wait_all(self._processes(), _MARGIN_S)
+            if any(process.poll() is None for process in self._processes()):
+                _log.warning("the runs have ended; processes of their workers are still ending")
+            _wait_all(self._processes(), self._exit_after_s - _MARGIN_S)
+        finally:
+            self.cancel()
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
         return [task.process for task in self._tasks if task.process and task.is_running]
@@ -514,7 +545,7 @@ def _num_gpus() -> int:
     try:
         done = _util.run(["nvidia-smi", "-L"], timeout_s=20.0)
     except (OSError, subprocess.TimeoutExpired):
-        return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
+        return len(list(NVIDIA_GPUS.iterdir())) if NVIDIA_GPUS.is_dir() else 0
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
@@ -536,13 +567,16 @@ def gpu_variables(
 
 
 def require_gpus(runs: Iterable[RunRequest], gpus: Sequence[str]) -> None:
-    """Refuse a run that uses GPUs and has more nodes than there are (pure).
+    """Refuse a run that uses GPUs and has more nodes than there are, or no GPU (pure).
 
     Raises:
-        ConfigError: A run has; names both numbers.
+        ConfigError: A run does; names both numbers.
     """
     for run in runs:
         nodes = run.settings.nodes
+        if not gpus and run.settings.nproc_per_node == "gpu":
+            remedy = "this machine has no GPU: give a number or cpu, or leave it at auto"
+            raise ConfigError("nproc_per_node", "gpu", remedy)
         if gpus and nodes.max > len(gpus) and run.settings.nproc_per_node != "cpu":
             value = nodes.max if nodes.min == nodes.max else f"{nodes.min}:{nodes.max}"
             most = counted(len(gpus), "node")

@@ -80,7 +80,7 @@ from hpc_elastic.launcher.sweep import (
     freeze_job,
     on_job_end,
 )
-from hpc_elastic.launcher.user_code import entry_of
+from hpc_elastic.launcher.user_code import command_line, entry_of
 from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location, read_handles
 from hpc_elastic.report.progress_log import Point, read_points
 from hpc_elastic.run import events, ownership
@@ -427,6 +427,8 @@ class _OpenJobs:
         self._parts: tuple[tuple[SubmittedJobs, frozenset[Path]], ...] = ()
         """Each submission that has runs left, and their directories."""
 
+    result_job = None
+
     @property
     def job_ids(self) -> Sequence[str]:
         return list(dict.fromkeys(id_ for jobs, _ in self._parts for id_ in jobs.job_ids))
@@ -464,9 +466,10 @@ class _OpenJobs:
         slurm = [jobs for jobs, _ in self._parts if isinstance(jobs, SlurmJobs)]
         if slurm:
             lines = [replace(slurm[0], job_ids=self.job_ids).release()]
-        else:  # each waits until its processes have ended
+        else:  # not `release`, which cancels the runs: the study resumes them
             with ThreadPoolExecutor(max(1, len(self._parts))) as pool:
-                lines = list(dict.fromkeys(pool.map(lambda part: part[0].release(), self._parts)))
+                list(pool.map(lambda part: part[0].cancel(), self._parts))
+            lines = ["launcher=local: the trials were ended"]
         again = f"hydra.sweep.dir={self._sweep}"
         return "\n".join([*lines, f"To go on with the study: the same command with {again}"])
 
@@ -480,7 +483,7 @@ class _StudyRunner:
 
     def __init__(self, sweep: Sweep, settings: OptunaSettings, space: SearchSpace) -> None:
         self._sweep, self._settings, self._space = sweep, settings, space
-        self._entry = entry_of(sweep.task_function, "hydra")
+        self._entry = entry_of(sweep.task_function, "hydra", command_line())
         self._shared = SharedSections()
         launcher = self._check().launcher
         self._poll_interval_s = launcher.poll_interval_s
@@ -512,6 +515,9 @@ class _StudyRunner:
         if settings.launcher.dry_run:
             remedy = "the parameters of later trials depend on results; leave it out, or use a "
             raise ConfigError("launcher.dry_run", True, remedy + "plain sweep for a dry run")
+        if getattr(settings.launcher, "result_job", False):
+            remedy = "each batch of trials would have its own; leave it out, this command's exit "
+            raise ConfigError("launcher.result_job", True, remedy + "code is the sweep's result")
         return settings
 
     def _freeze(self, number: int, params: Mapping[str, Any]) -> FrozenJob:

@@ -33,7 +33,7 @@ from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettin
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run.directory import Entry, task_name
 
-SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s")
+SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s", "result_job")
 """Settings of the submission itself: one value for all runs of a sweep."""
 
 _IN_NO_DIRECTIVE = {f.name for f in fields(LauncherSettings)} - {"preempt_signal", "signal_delay_s"}
@@ -190,7 +190,7 @@ def make_plan(
         if type(other) is not type(first_launcher):
             raise ConfigError("launcher", "slurm,local", "a sweep has one launcher for all runs")
         for name in SWEEP_WIDE:
-            values = [getattr(first_launcher, name), getattr(other, name)]
+            values = [getattr(each, name, None) for each in (first_launcher, other)]
             if values[0] != values[1]:
                 remedy = "all runs of a sweep are submitted together and need the same value"
                 raise ConfigError(f"launcher.{name}", values, remedy)

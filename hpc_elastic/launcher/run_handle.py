@@ -8,7 +8,6 @@ comes back.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +23,9 @@ from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import (
     VALUE_BYTES,
     is_there,
-    open_file,
     parse_json,
     read_json,
+    read_tail,
     read_text,
     write_atomic,
 )
@@ -45,6 +44,10 @@ class SubmittedJobs(Protocol):
     @property
     def job_ids(self) -> Sequence[str]:
         """The job id of each array, in the plan's order."""
+
+    @property
+    def result_job(self) -> str | None:
+        """The job that stands for the result of the runs; None if there is none."""
 
     def list_tasks(self) -> Mapping[str, TaskState]:
         """Return all tasks that the scheduler still lists, by queue name; one call for all.
@@ -239,17 +242,6 @@ def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
     if not is_inside or len(str(name)) > _LONGEST_NAME:
         raise DamagedFileError(f"{run.result} is damaged: its results are in {str(name)!r:.80}")
     return run.path / folder
-
-
-def read_tail(path: Path, *, at_most_bytes: int = 32_768) -> str:
-    """Return the last 20 lines of a file; empty if it cannot be read."""
-    try:
-        with open_file(path) as f:
-            f.seek(max(0, os.fstat(f.fileno()).st_size - at_most_bytes))
-            text = f.read(at_most_bytes).decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-20:]).strip()
 
 
 def _in_full(first: Mapping[str, Any]) -> str:

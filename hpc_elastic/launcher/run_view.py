@@ -40,6 +40,9 @@ LOST, CANCELLED, SUCCEEDED = "lost", "cancelled", "succeeded"
 GONE_S = 6.0
 """Time after the end of the last task within which a network file system shows the result, and the
 scheduler a task that is being requeued."""
+_PURGED_S = 300.0
+"""Slurm lists ended tasks for this time (MinJobAge). Those of a younger run, if none is listed, may
+be newer than the answer of a squeue that is a cache."""
 _QUERY_INTERVAL_S = 5.0
 _TOO_LARGE = 1e11
 """No time, step or count of a run is as large: the file is damaged."""
@@ -89,6 +92,7 @@ class RunView:
         members: Task and number of workers of each member of that group, by group rank.
         restarts: Restarts that failures of workers have spent, and how many are allowed.
         stragglers: Ranks that are persistently slower than the others, as in status.json.
+        warnings: What is wrong with the training though it goes on, as in status.json.
         cancellation: Who cancelled it; None if it was not.
         ended: How it ended; None if it goes on.
         notes: What cannot be found out, and why.
@@ -106,6 +110,7 @@ class RunView:
     members: Sequence[tuple[str, int]]
     restarts: tuple[int, int]
     stragglers: Sequence[Mapping[str, Any]]
+    warnings: Sequence[str]
     cancellation: Cancellation | None
     ended: RunEnd | None
     notes: tuple[str, ...]
@@ -232,9 +237,15 @@ class _Files:
             self.run, spec, now, phase, tasks, why_unknown, is_submitted,
             Point.of(status, updated or 0.0) if status else None, updated, members,
             (int(number(spent) or 0), int(number(allowed) or 0)),
-            [each for each in stragglers if isinstance(each, Mapping)],
+            [each for each in stragglers if isinstance(each, Mapping)], warnings_of(status),
             self.cancellation, ended, notes,
         )  # fmt: skip
+
+
+def warnings_of(status: Mapping[str, Any]) -> list[str]:
+    """Return the warnings in status.json."""
+    listed = status.get("warnings")
+    return [str(text) for text in listed] if isinstance(listed, list) else []
 
 
 def _read(
@@ -264,8 +275,8 @@ def label_of(run: Path) -> str:
 
 def overrides_label(overrides: Sequence[str]) -> str:
     r"""Return the overrides by which people distinguish the runs of a sweep (pure)."""
-    ours = ("launcher=", "launcher.", "hydra.", "hydra/")
-    return " ".join(unescaped(line) for line in overrides if not line.lstrip("+").startswith(ours))
+    ours = r"\+*(?!launcher\.partition=)(launcher[=.]|hydra[./])"
+    return " ".join(unescaped(line) for line in overrides if not re.match(ours, line))
 
 
 def unescaped(override: str) -> str:
@@ -313,7 +324,7 @@ def phase_of(
         return "queued"
     if cancelled:
         return CANCELLED
-    return LOST if phases or age_s > STALE_S else reported or "unknown"
+    return LOST if phases or age_s > _PURGED_S else reported or "unknown"
 
 
 def count_states(states: Iterable[TaskState]) -> str:

@@ -8,13 +8,13 @@ the script.
 
 from __future__ import annotations
 
-import getpass
 import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from submitit.core.utils import DelayedSubmission
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.resolve import resolve
-from hpc_elastic.config.schema import RunSettings, SlurmSettings
+from hpc_elastic.config.schema import Nproc, RunSettings, SlurmSettings
 from hpc_elastic.errors import (
     ConfigError,
     HpcElasticError,
@@ -35,16 +35,32 @@ from hpc_elastic.errors import (
     SlurmError,
     SubmissionError,
 )
-from hpc_elastic.launcher.batch_script import TASK_MODULE, explain, has_whole_nodes
+from hpc_elastic.launcher import batch_script
+from hpc_elastic.launcher.batch_script import (
+    TASK_MODULE,
+    explain,
+    gpus_asked,
+    has_whole_nodes,
+)
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, RunSpec, Submission
-from hpc_elastic.shared_files import read_json
+from hpc_elastic.run.registry import user
+from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm import forecast, parsing, requeue
 from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.nodelist import expand
-from hpc_elastic.slurm.parsing import Partition, Preemption, Qos, preemptible_qos, selected
+from hpc_elastic.slurm.parsing import (
+    NodeKind,
+    Partition,
+    Preemption,
+    Qos,
+    could_not_start,
+    has_submitted_nothing,
+    preemptible_qos,
+    selected,
+)
 from hpc_elastic.slurm.time_slots import TimeSlots
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
@@ -62,22 +78,22 @@ class SlurmJobs:
         job_ids: Job ids of the arrays and co-allocated jobs.
         sweep: The sweep directory.
         client: Runs Slurm's commands.
-        is_own: Whether this user has submitted them.
         time_slots: Fits the limits of the tasks of runs that have no node, and so no leader.
+        result_job: The job that stands for the result of the runs (``launcher.result_job``).
     """
 
     job_ids: Sequence[str]
     sweep: Path
     client: SlurmClient
-    is_own: bool = True
     time_slots: Sequence[TimeSlots] = ()
+    result_job: str | None = None
 
     def list_tasks(self) -> Mapping[str, TaskState]:
         """Return all tasks of all runs from one call of squeue; replacements count as the task."""
         if not self.job_ids:
             return {}
         own = [Submission(self.sweep / SUBMISSION)]
-        listed = requeue.list_followed(self.client, own, self.job_ids, is_own=self.is_own)
+        listed = requeue.list_followed(self.client, own, self.job_ids)
         for slots in self.time_slots:
             slots.fit_if_due()
         return listed
@@ -105,34 +121,40 @@ class SlurmJobs:
 def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = None) -> SlurmJobs:
     """Submit the batch script of every array of a plan.
 
+    Where the answer of sbatch was lost, its job is looked for by the script, and adopted.
+
     Raises:
         ConfigError: sbatch refused a setting; names the key.
         SubmissionError: sbatch failed for another reason. In both cases the arrays that were
-            submitted before are cancelled.
+            submitted before are cancelled; where one may be in the queue all the same, the runs are
+            marked as cancelled.
         KeyboardInterrupt: The same; its text states what has become of the runs.
     """
     client = client or SlurmClient(env=dict(os.environ))
     sweep = plan.submission.parent
     ids: dict[int, str] = {}
+    result_job: str | None = None
     for array, script in zip(plan.arrays, scripts, strict=True):
         assert isinstance(array.launcher, SlurmSettings)
         flags = [] if array.after is None else [f"--dependency=after:{ids[array.after]}"]
         try:
             ids[array.number] = submit_script(script, len(array.tasks), client, flags)
+            if array is plan.arrays[-1] and array.launcher.result_job:
+                script, after = _write_result_job(plan), ":".join(ids.values())
+                result_job = client.sbatch(script, [f"--dependency=afterany:{after}"])
+                told = f"their result is job {result_job}: sbatch --dependency=afterok:{result_job}"
+                print(told, file=sys.stderr)
         except BaseException as e:
+            left = _take_back(plan, ids, script, client, is_certain=has_submitted_nothing(e))
             if isinstance(e, KeyboardInterrupt):
-                # The interrupted sbatch may have submitted its job, whose id is unknown. A task
-                # records its job id when it starts, and then exits because its run is marked.
-                for run in plan.runs:
-                    mark_cancelled(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
-                started = Submission(plan.submission).job_ids()
-                ids |= {a.number: started[a.number] for a in plan.arrays if a.number in started}
-            SlurmJobs(list(ids.values()), sweep, client).cancel()
-            if isinstance(e, KeyboardInterrupt):
-                what = f"no run was started, and {sweep} can be removed"
+                what = left or f"no run was started, and {sweep} can be removed"
                 raise KeyboardInterrupt(f"interrupted during the submission: {what}") from e
+            if left:
+                raise SubmissionError(f"{e}; {left}") from e
             if isinstance(e, SlurmCommandError):
                 raise refusal(e, array.launcher, client) from e
+            if isinstance(e, OSError):
+                raise SubmissionError(f"{e}: its job was cancelled, and no run was started") from e
             raise
     fitted = [run for run in plan.runs if _has_fitted_limits(run.settings)]
     time_slots = time_slots_of([RunDir(run.dir).load() for run in fitted], client)
@@ -141,7 +163,58 @@ def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = Non
             slots.fit()  # also for a command that does not wait
     except SlurmError as e:
         print(f"the tasks may start late: {e}", file=sys.stderr)
-    return SlurmJobs(list(ids.values()), sweep, client, time_slots=time_slots)
+    return SlurmJobs(
+        list(ids.values()), sweep, client, time_slots=time_slots, result_job=result_job
+    )
+
+
+def _write_result_job(plan: Plan) -> Path:
+    settings, number = plan.arrays[0].launcher, plan.arrays[0].number
+    assert isinstance(settings, SlurmSettings)
+    script = plan.submission / f"result-{number}.sbatch"
+    content = batch_script.Script(
+        settings=settings, job_name=f"{settings.job_name or 'hpc-elastic'}-result", num_tasks=1,
+        submission=plan.submission, array=number, python=sys.executable, cwd=Path.cwd(),
+        python_path=batch_script.python_path(os.environ),
+    )  # fmt: skip
+    write_atomic(script, batch_script.render_result_job(content))
+    return script
+
+
+def _take_back(
+    plan: Plan, ids: Mapping[int, str], script: Path, client: SlurmClient, *, is_certain: bool
+) -> str:
+    """Cancel what was submitted of a plan; return what may be left, empty if nothing.
+
+    Args:
+        plan: The plan.
+        ids: Job ids of the submitted arrays, by number.
+        script: The batch script whose submission failed.
+        client: Runs Slurm's commands.
+        is_certain: Whether that has certainly submitted nothing. Else a task that starts exits,
+            because its run is marked.
+    """
+
+    def mark_runs() -> None:
+        for run in plan.runs:
+            mark_cancelled(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
+
+    if not is_certain:
+        mark_runs()
+    ends = "the runs are marked as cancelled, so that a task of theirs that starts ends at once"
+    try:
+        lost = None if is_certain else client.find_job(script)
+        started = {} if is_certain else Submission(plan.submission).job_ids()
+        jobs = dict.fromkeys([*ids.values(), *started.values(), *([lost] if lost else [])])
+        SlurmJobs(list(jobs), plan.submission.parent, client).cancel()
+    except (SlurmCommandError, KeyboardInterrupt) as e:  # also a second Ctrl-C
+        mark_runs()
+        own = [] if is_certain else [f"a job of {script}"]
+        what = f"{' and '.join([*ids.values(), *own])} could not be cancelled"
+        return f"{what} ({str(e) or 'interrupted'}): {ends}; end one that runs with scancel"
+    if is_certain or lost is not None:
+        return ""
+    return f"Slurm lists no job of {script} now; {ends}. Submit again in another directory"
 
 
 def _has_fitted_limits(settings: RunSettings) -> bool:
@@ -172,14 +245,38 @@ def submit_script(
         flags: Flags of sbatch beside those in the script.
 
     Raises:
-        SlurmCommandError: sbatch refused the script, or is not installed.
+        SlurmCommandError: sbatch refused the script, is not installed, or did not answer and Slurm
+            lists no job of the script.
+        OSError: The job id could not be written.
     """
     files = ArrayFiles.of(script)
-    task = submitit.helpers.CommandFunction([sys.executable, "-m", TASK_MODULE, str(files.tasks)])
-    jobs = ArrayExecutor(script, client, flags).submit_array([task] * num_tasks)
-    job_id = jobs[0].job_id.partition("_")[0]
+    task = submitit.helpers.CommandFunction(
+        [sys.executable, "-P", "-m", TASK_MODULE, str(files.tasks)]
+    )
+    try:
+        jobs = ArrayExecutor(script, client, flags).submit_array([task] * num_tasks)
+        job_id = jobs[0].job_id.partition("_")[0]
+    except SlurmCommandError as e:
+        if has_submitted_nothing(e) or (found := _look_for(files, client)) is None:
+            raise
+        print(f"the answer of sbatch was lost ({e}): its job is {found}", file=sys.stderr)
+        job_id = found
     files.submitted_as(job_id)
     return job_id
+
+
+_LOOKS_S = (1.0, 4.0, 15.0)
+"""Pauses before Slurm is queried for a job; a busy controller takes a while to list it."""
+
+
+def _look_for(files: ArrayFiles, client: SlurmClient) -> str | None:
+    """Return the job of an array whose submission was not answered, if it is in the queue."""
+    for pause_s in _LOOKS_S:
+        time.sleep(pause_s)
+        with suppress(SlurmCommandError):
+            if job := files.job_id or client.find_job(files.script):  # a task has written its id
+                return job
+    return None
 
 
 class ArrayExecutor(Executor):
@@ -209,11 +306,52 @@ def refusal(
     if error.exit_code is None:
         remedy = "submit from a login node, or use launcher=local on this machine"
         return SubmissionError(f"{error} ({remedy})")
-    try:
-        partitions, nodes = client.partitions(), client.node_kinds(settings.partition)
-    except HpcElasticError:
-        partitions, nodes = [], []
+    partitions: list[str] = []
+    nodes: list[NodeKind] = []
+    with suppress(HpcElasticError):
+        partitions = client.partitions()
+    with suppress(HpcElasticError):  # sinfo may fail for a partition that does not exist
+        nodes = client.node_kinds(settings.partition)
     return explain(error.stderr, settings, partitions, nodes)
+
+
+# ---- the shell's options of sbatch
+
+_OF_SHELL = {
+    **{f"SBATCH_{name.upper()}": name for name in ("partition", "account", "qos", "constraint")},
+    "SBATCH_TIMELIMIT": "time",
+}
+_FLAGS_OF_SHELL = {"SBATCH_RESERVATION": "reservation", "SBATCH_WCKEY": "wckey"}
+_HARMLESS = frozenset(["SBATCH_DEBUG", "SBATCH_IGNORE_PBS", "SBATCH_WAIT", "SBATCH_JOB_NAME"])
+
+
+def with_shell_defaults(launcher: SlurmSettings, environ: Mapping[str, str]) -> SlurmSettings:
+    """Return settings with what the shell's options of sbatch give where none is typed (pure).
+
+    These are the options that name an account or a place; sites and users set them once for all
+    jobs. As settings they are in run.json, and hold for each later submission of the run's tasks.
+    """
+    given = {key: environ.get(name) for name, key in _OF_SHELL.items()}
+    own: dict[str, Any] = {k: v for k, v in given.items() if v and getattr(launcher, k) is None}
+    flags = {flag: environ[name] for name, flag in _FLAGS_OF_SHELL.items() if environ.get(name)}
+    return replace(launcher, sbatch={**flags, **launcher.sbatch}, **own)
+
+
+def adopt_shell(requests: Sequence[RunRequest], environ: Mapping[str, str]) -> list[RunRequest]:
+    """Return runs with the shell's defaults (`with_shell_defaults`); name its other options once.
+
+    The others have no effect (`slurm.environment.for_sbatch`).
+    """
+    known = _HARMLESS.union(_OF_SHELL, _FLAGS_OF_SHELL)
+    if others := sorted(k for k in environ if k.startswith("SBATCH_") and k not in known):
+        remedy = "settings take their place (launcher.*, launcher.sbatch)"
+        print(f"{', '.join(others)} of this shell: no effect; {remedy}", file=sys.stderr)
+    found: list[RunRequest] = []
+    for request in requests:
+        assert isinstance(request.settings.launcher, SlurmSettings)
+        launcher = with_shell_defaults(request.settings.launcher, environ)
+        found.append(replace(request, settings=replace(request.settings, launcher=launcher)))
+    return found
 
 
 # ---- query the cluster before a submission
@@ -230,13 +368,18 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
         SubmissionError: Slurm does not answer, so nothing can be submitted.
     """
     try:
-        return (client or SlurmClient()).max_array_size()
+        if size := (client or SlurmClient()).max_array_size():
+            return size
+        why = "the site permits no job arrays, and each node of a run is an element of one"
+        raise SubmissionError(f"MaxArraySize=0 (`scontrol show config`): {why}; ask for them")
     except SlurmCommandError as e:
         if dry_run:
             note = f"Slurm does not answer here: MaxArraySize={DEFAULT_MAX_ARRAY_SIZE} is assumed"
             print(note, file=sys.stderr)
             return DEFAULT_MAX_ARRAY_SIZE
         remedy = "launcher=slurm needs Slurm; launcher=local runs on this machine"
+        if not could_not_start(e):
+            remedy = "Slurm is here and does not answer: `scontrol ping` shows the controller"
         raise SubmissionError(f"{e} ({remedy})") from e
 
 
@@ -250,16 +393,22 @@ def query_partitions(
     answer, its defaults are assumed. A time limit above the partitions' is printed as a note.
 
     Raises:
-        ConfigError: A partition has fewer nodes than a run's minimum.
+        ConfigError: A partition has fewer nodes than a run's minimum; or none of its nodes has a
+            GPU, and each worker needs one.
     """
 
     @cache
     def query(partition: str | None, qos: str | None) -> Preemption:
         return (client or SiteClient()).preemption(partition, qos)
 
+    @cache
+    def has_gpus(partition: str | None) -> bool:
+        return any(kind.gpus for kind in (client or SiteClient()).node_kinds(partition))
+
     found: list[list[Preemption]] = []
     notes: dict[str, None] = {}
     for run in runs:
+        notes |= dict.fromkeys(without_effect(run.settings))
         known: list[Preemption] = []
         partitions: dict[str, Partition] = {}
         for _, launcher in run.settings.shares:
@@ -267,6 +416,8 @@ def query_partitions(
             known.append(query(launcher.partition, launcher.qos))
             partitions |= {partition.name: partition for partition in known[-1].partitions}
             if note := _time_note(launcher, known[-1].partitions):
+                notes[note] = None
+            if note := _gpu_note(launcher, run.settings.nproc_per_node, has_gpus):
                 notes[note] = None
         _require_nodes(run.settings, list(partitions.values()))
         found.append(known)
@@ -297,14 +448,18 @@ class HarvestSite:
     qos: Sequence[Qos] = ()
 
     @classmethod
-    def query(cls, client: SiteClient) -> HarvestSite:
-        """Query Slurm. What it does not answer is missing: then gaps are filled without it."""
+    def query(cls, client: SiteClient, account: str | None) -> HarvestSite:
+        """Query Slurm for runs of an account.
+
+        What it does not answer is missing: then gaps are filled without it.
+        """
         config: Mapping[str, str] = {}
         try:
             config = client.config()
             partitions = client.all_partitions()
             preemptible = preemptible_qos(client.all_qos(), config)
-            offered = client.offered_qos(getpass.getuser()) if preemptible else frozenset()
+            names = user(), config.get("ClusterName"), account
+            offered = client.offered_qos(*names) if preemptible else frozenset()
         except SlurmCommandError:  # no accounting, or it is private
             return cls(config)
         if not parsing.enforces_qos(config):
@@ -355,15 +510,15 @@ def choose_harvest(
     """
 
     @cache
-    def site() -> HarvestSite:
-        return HarvestSite.query(client or SiteClient())
+    def site(account: str | None) -> HarvestSite:
+        return HarvestSite.query(client or SiteClient(), account)
 
     notes: dict[str, None] = {}
 
     def chosen(launcher: SlurmSettings) -> SlurmSettings:
         if launcher.harvest == "off":
             return launcher
-        needed = site() if launcher.harvest == "auto" else HarvestSite({})
+        needed = site(launcher.account) if launcher.harvest == "auto" else HarvestSite({})
         found, why = harvest_terms(launcher, needed)
         notes[f"launcher.harvest={launcher.harvest}: {why}"] = None
         return found
@@ -390,6 +545,24 @@ def choose_harvest(
     for note in notes:
         print(note, file=sys.stderr)
     return found
+
+
+def without_effect(settings: RunSettings) -> list[str]:
+    """Return a note if settings concern the nodes of one job, and each node is one (pure)."""
+    found: list[str] = []
+    for _, launcher in settings.shares:
+        assert isinstance(launcher, SlurmSettings)
+        flags = {f"launcher.sbatch.{name}": value for name, value in launcher.sbatch.items()}
+        given = {"launcher.constraint": launcher.constraint, **flags}
+        for key, value in given.items():
+            is_one_of = key.endswith(".constraint") and "[" in str(value)
+            is_near = key.endswith((".contiguous", ".switches")) and value not in (None, False)
+            found += [f"{key}={value}"] if is_one_of or is_near else []
+    is_one_job = getattr(settings.launcher, "coallocate_min", False)
+    if not found or settings.nodes.max == 1 or is_one_job:
+        return []
+    what = "has no effect between nodes, each is a job of its own"
+    return [f"{', '.join(dict.fromkeys(found))} {what}: launcher.coallocate_min=true makes one job"]
 
 
 # ---- gaps
@@ -463,6 +636,33 @@ def _require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> No
     what = f"the minimum is {least}, and partition {names} has {counted(total, 'node')} in all"
     remedy = f"give a minimum of {total} or less, or name another one (launcher.partition)"
     raise ConfigError("nodes", least, f"{what}: {remedy}")
+
+
+def _gpu_note(
+    settings: SlurmSettings, nproc: Nproc, has_gpus: Callable[[str | None], bool]
+) -> str | None:
+    """Return a note if it is unknown whether workers get the GPUs that they may need; else None.
+
+    Raises:
+        ConfigError: Each worker needs a GPU, no node of the partition has one, and others have.
+            Each of its nodes would be tried.
+    """
+    without = not has_whole_nodes(settings) and gpus_asked(settings) is None
+    try:
+        if nproc == "auto" and without and has_gpus(settings.partition):
+            remedy = "set launcher.gpus_per_node, or nproc_per_node=1 to train on CPUs"
+            return f"nodes of the partition have GPUs, and the run requests none: {remedy}"
+        if nproc != "gpu":
+            return None
+        if has_gpus(settings.partition):
+            return None
+        if not has_gpus(None):
+            return "nproc_per_node=gpu: Slurm lists no GPU on any node; one without a GPU is left"
+    except SlurmCommandError:  # as for other queries: Slurm's defaults are assumed
+        return None
+    where = f"partition {settings.partition}" if settings.partition else "the default partition"
+    remedy = "name another one (launcher.partition), or give a number or cpu"
+    raise ConfigError("nproc_per_node", "gpu", f"the nodes of {where} have no GPU: {remedy}")
 
 
 def _time_note(settings: SlurmSettings, partitions: Sequence[Partition]) -> str | None:

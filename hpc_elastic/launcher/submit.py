@@ -89,7 +89,7 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
         registry.add(dict(zip(prepared.run_ids, folders, strict=True)))
         handles = handles_of(plan, jobs)
         if (report := detach.report_file()) is not None:
-            detach.report_submission(report, prepared, jobs.job_ids)
+            detach.report_submission(report, prepared, jobs)
         elif not is_awaited(plan.launcher):
             print(plan, where, jobs.release(), sep="\n")
     return handles
@@ -182,6 +182,8 @@ def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepar
     """
     found = provenance(requests[0].entry)
     _note_secrets([override for request in requests for override in request.overrides])
+    if flags := lost_flags(sys.flags.optimize, sys.warnoptions, os.environ):
+        print(f"{flags}: workers have no flags of this Python, but its variables", file=sys.stderr)
     remove_rendered([request.dir for request in requests], sweep / SUBMISSION)
 
     def prepare_again() -> Prepared:
@@ -189,6 +191,15 @@ def prepare(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> Prepar
         return write(plan, name, provenance=found, preemptions=query_backend(plan))
 
     return with_free_numbers(prepare_again)
+
+
+def lost_flags(optimize: int, warnings: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the flags of a Python that its workers lack, each with the variable for it (pure)."""
+    own = [w for w in warnings if w not in environ.get("PYTHONWARNINGS", "").split(",")]
+    flags = [f"-W {w} (PYTHONWARNINGS={w})" for w in own]
+    if optimize and "PYTHONOPTIMIZE" not in environ:
+        flags.append(f"-{'O' * optimize} (PYTHONOPTIMIZE={optimize})")
+    return ", ".join(flags)
 
 
 def _note_secrets(overrides: Sequence[str]) -> None:
@@ -226,10 +237,10 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
                 raise ConfigError("launcher.global_batch", batch, wrong)
     launcher, size = requests[0].settings.launcher, 1 << 30
     if isinstance(launcher, SlurmSettings):
-        from hpc_elastic.launcher.slurm import choose_harvest, max_array_size
+        from hpc_elastic.launcher.slurm import adopt_shell, choose_harvest, max_array_size
 
         size = max_array_size(dry_run=launcher.dry_run)
-        requests = choose_harvest(requests)
+        requests = choose_harvest(adopt_shell(requests, os.environ))
     return make_plan(requests, submission, max_array_size=size, first_array=next_array(submission))
 
 
@@ -352,6 +363,7 @@ def make_spec(
         min_nodes=settings.nodes.min,
         max_nodes=settings.nodes.max,
         unit_nodes=settings.nodes.unit,
+        node_counts=settings.node_counts,
         nproc_per_node=settings.nproc_per_node,
         max_restarts=launcher.max_restarts,
         entry=entry,
@@ -365,6 +377,8 @@ def make_spec(
         below_min_timeout_s=launcher.below_min_timeout_s,
         interface=launcher.interface,
         max_failed_rounds=launcher.max_failed_rounds,
+        require_group=launcher.require_group,
+        on_bad_loss=launcher.on_bad_loss,
         max_requeues=launcher.max_requeues,
         signal_delay_s=launcher.signal_delay_s,
         preempt_grace_s=min(pool.preempt_grace_s for pool in pools),

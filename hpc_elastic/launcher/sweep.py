@@ -8,48 +8,59 @@ both because a job runs elsewhere, in several processes:
 - With ``launcher.wait=false`` and ``launcher.dry_run=true`` the JobReturns are complete and have
   neither value nor config, since nothing has run yet.
 
-Every rank and every requeued task must see the same config, so a job is frozen: interpolations that
-depend on the moment, such as ``${now:...}``, are resolved once. An interpolation that only a node
-can resolve (``${oc.env:SLURM_JOB_ID}``) fails here in its resolver, and is kept. A reference to a
-key that does not exist can never work, and is an error at once. Workers load the frozen files
-instead of composing the config again.
+A job is frozen as Hydra has composed it (`config.frozen`), and workers load the frozen files
+instead of composing the config again. Interpolations stay what they are, and are read once here:
+what depends on the moment, such as ``${now:...}``, is recorded, since every rank and every requeued
+task must see the same; and a reference to a key that does not exist is reported, since it may be a
+mistake that shows only hours later. The settings of the launcher are resolved here.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
+import json
+import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus
 from hydra.errors import CompactHydraException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, base, open_dict, read_write
 from omegaconf._utils import OmegaConfDumper  # its rule for texts that need quotes
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationValidationError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from hpc_elastic.config.resolve import as_config, resolve
+from hpc_elastic.config.frozen import (
+    FROZEN_FILE,
+    Encoder,
+    Frozen,
+    Interpolation,
+    Recorder,
+    decode,
+    whole_config,
+)
+from hpc_elastic.config.resolve import resolve
 from hpc_elastic.errors import ConfigError, HpcElasticError
-from hpc_elastic.launcher.hydra_compose import SharingLoader
+from hpc_elastic.launcher.hydra_compose import SharingLoader, name_overrides, settings_in
 from hpc_elastic.launcher.plan import RunRequest
 from hpc_elastic.launcher.run_handle import Outcome
 from hpc_elastic.launcher.run_view import unescaped
 from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
-from hpc_elastic.launcher.user_code import entry_of
+from hpc_elastic.launcher.user_code import command_line, entry_of
 from hpc_elastic.launcher.wait import wait
 from hpc_elastic.run.directory import Entry
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ def launch_sweep(
         SystemExit: It was interrupted; what has become of the runs was printed.
     """
     with ended_by_interrupt():
-        entry = entry_of(sweep.task_function, "hydra")
+        entry = entry_of(sweep.task_function, "hydra", command_line())
         load, shared = sweep.context.config_loader.load_sweep_config, SharedSections()
         with cached_grammar():
             jobs = [
@@ -125,8 +136,11 @@ def hide_traceback(error: HpcElasticError) -> LauncherError:
     return hidden
 
 
-def share_composition(context: HydraContext) -> None:
-    """Make Hydra's sweeper compose its jobs as cheaply as the launcher (see `hydra_compose`)."""
+def share_composition(context: HydraContext, config: DictConfig) -> None:
+    """Make Hydra's sweeper compose its jobs as the launcher does (see `hydra_compose`)."""
+    if hidden := settings_in(config):
+        lines: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        name_overrides(config, OverridesParser.create().parse_overrides(lines), hidden)
     if not isinstance(context.config_loader, SharingLoader):
         context.config_loader = cast(Any, SharingLoader(context.config_loader))
 
@@ -149,12 +163,48 @@ def require_sweep_dir(config: DictConfig) -> None:
             raise ConfigError("hydra.run.dir", value, remedy)
 
 
+_LISTS_OF_SLURM = re.compile(r"launcher\.(exclude|constraint|gpus_per_node)")
+
+
+def check_choices(config: DictConfig) -> None:
+    """Refuse lists of Slurm's that Hydra reads as a choice, and what is no text of the locale.
+
+    A sweep over partitions is named.
+
+    Args:
+        config: The config of the whole sweep.
+
+    Raises:
+        ConfigError: ``launcher.exclude=node1,node2`` would be two runs, each without one node; or
+            a value cannot be written.
+    """
+    typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    for line in map(str, itertools.chain(*typed.values())):
+        key, _, value = line.partition("=")
+        if any("\ud800" <= letter <= "\udfff" for letter in line):
+            where = sys.getfilesystemencoding()
+            remedy = f"these bytes are no text in {where}: type UTF-8, and set LC_ALL=C.UTF-8 and "
+            raise ConfigError(key, value, f"{remedy}PYTHONUTF8=1")
+    lines = [str(line) for line in typed["task"] or () if "launcher." in str(line)]
+    for override in OverridesParser.create().parse_overrides(lines):
+        key, value = override.key_or_group, str(override.input_line).partition("=")[2]
+        if not override.is_sweep_override():
+            continue
+        quoted = f"""'{key}="{value}"'"""
+        if _LISTS_OF_SLURM.fullmatch(key):
+            remedy = f"Hydra reads a run for each value; for one run with all of them type {quoted}"
+            raise ConfigError(key, value, remedy)
+        if key == "launcher.partition":
+            note = f"{key}={value}: a run for each partition; for one run on nodes of any: {quoted}"
+            print(note, file=sys.stderr)
+
+
 def on_job_end(sweep: Sweep, job: FrozenJob, outcome: Outcome) -> JobReturn:
     """Return the JobReturn of a run that has ended, after Hydra's callbacks of that name."""
     returned = _job_return(job)
     returned.return_value = outcome.value
-    returned.cfg = OmegaConf.create(job.task)
-    returned.hydra_cfg = OmegaConf.create({"hydra": job.hydra})
+    returned.cfg = decode(job.task)
+    returned.hydra_cfg = whole_config(Frozen({}, {}), job.hydra)
     if outcome.error is not None:
         returned.status = JobStatus.FAILED
         returned.return_value = hide_traceback(outcome.error)
@@ -175,15 +225,11 @@ def _job_return(job: FrozenJob) -> JobReturn:
 
 # ---- freeze a job
 
+_SETTINGS = ("nodes", "nproc_per_node", "ft", "launcher")
 _OF_THE_JOB = ("job", "runtime", "overrides")
-_RESOLVED = (*_OF_THE_JOB, "job_logging")
-"""Sections of the ``hydra`` node that a running job may read, and that are resolved. Resolving the
-others would cost more than all other work of freezing a job."""
-_HELP = ("help", "hydra_help")
-"""Texts of ``--help``, which Hydra also leaves out when it prints a config."""
-_WITHIN_HYDRA = re.compile(r"([^$\\]|\$\{hydra\.(runtime\.output_dir|job\.name)\})*")
-"""Texts of Hydra's defaults whose references are in the same frozen file, with a value: they are
-kept, since parsing one interpolation costs as much as all other work for a job."""
+"""Sections of ``hydra`` that are other ones in each job."""
+_CALL = re.compile(r"\$\{\s*(?!hydra:)[\w.]+:")
+"""A call of a resolver. Sections of ``hydra`` have few, and parsing one costs a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +243,12 @@ class FrozenJob:
     """
 
     request: RunRequest
-    task: dict[str, Any]
-    hydra: dict[str, Any]
+    task: Frozen
+    hydra: Frozen
 
     def config(self) -> DictConfig:
         """Return both in one, for callbacks."""
-        return OmegaConf.create({**self.task, "hydra": self.hydra})
+        return whole_config(self.task, self.hydra)
 
 
 @contextmanager
@@ -236,40 +282,40 @@ def freeze_job(
         shared: Sections of the jobs before.
 
     Raises:
-        ConfigError: A setting cannot work, or an interpolation names a missing key.
+        ConfigError: A setting cannot work, or a value cannot be written.
     """
     shared = shared or SharedSections()
     before = HydraConfig.instance().cfg
     HydraConfig.instance().cfg = config  # type: ignore[assignment]  # for the ${hydra:} resolver
+    encoder = Encoder()
     try:
-        node = config.hydra
-        _set(node.job, "num", number)
-        _set(node.job, "id", str(number))
-        sweep = {"dir": str(node.sweep.dir), "subdir": str(node.sweep.subdir)}
-        _set(node.runtime, "output_dir", str(Path(sweep["dir"], sweep["subdir"]).absolute()))
-        overrides = tuple(node.overrides.task)
-        task = {str(key): freeze(config, key) for key in config if key != "hydra"}
-        hydra = {
-            name: freeze(node, name, f"hydra.{name}")
-            if name in _OF_THE_JOB
-            else shared.plain(node, name)
-            for name in map(str, node)
-            if name not in _HELP
-        }
-        hydra["sweep"] = sweep
+        with shared.recorder.recording() as calls:
+            node = config.hydra
+            _set(node.job, "num", number)
+            _set(node.job, "id", str(number))
+            folder = Path(str(node.sweep.dir), str(node.sweep.subdir)).absolute()
+            _set(node.runtime, "output_dir", str(folder))
+            overrides = tuple(map(str, OmegaConf.to_container(node.overrides.task) or ()))
+            task = encoder.encode(config, skip=("hydra",))
+            hydra = shared.hydra(node)
+            for interpolation in encoder.interpolations:
+                shared.read(interpolation)
+            given = {key: _resolved(config, key) for key in _SETTINGS if key in task.values}
     finally:
         HydraConfig.instance().cfg = before
+    shared.report_lost(encoder.lost)
     params = OmegaConf.select(config, "hydra.sweeper.params")
     sweep_params = dict(params) if isinstance(params, DictConfig) else {}
-    settings = resolve(task, overrides=overrides, sweep_params=cast(Any, sweep_params))
-    task = {**task, **as_config(settings)}
+    settings = resolve(given, overrides=overrides, sweep_params=cast(Any, sweep_params))
     files = {
-        "config.yaml": shared.yaml(task),
-        "hydra.yaml": shared.yaml(hydra, top="hydra"),
+        "config.yaml": shared.yaml(task.values),
+        "hydra.yaml": shared.yaml(hydra.values, top="hydra"),
         "overrides.yaml": to_yaml(list(overrides)),
+        FROZEN_FILE: json.dumps(
+            {"config": task.types, "hydra": hydra.types, "calls": [asdict(call) for call in calls]}
+        ),
     }
-    path = Path(hydra["runtime"]["output_dir"])
-    return FrozenJob(RunRequest(path, settings, entry, overrides, files), task, hydra)
+    return FrozenJob(RunRequest(folder, settings, entry, overrides, files), task, hydra)
 
 
 def _set(parent: DictConfig, name: str, value: object) -> None:
@@ -283,38 +329,71 @@ def _set(parent: DictConfig, name: str, value: object) -> None:
 
 
 class SharedSections:
-    """Sections of the config that the jobs of a sweep share, made plain and written once.
+    """What the jobs of a sweep share: sections of the config, made plain and written once.
 
     They are most of a job's files: most of ``hydra``, and ``launcher``. A section of ``hydra`` is
-    identified by its node: jobs that are alike have the same one (see `hydra_compose`).
+    identified by its node: jobs that are alike have the same one (see `hydra_compose`). What is
+    wrong in all jobs is reported once.
     """
 
     def __init__(self) -> None:
-        self._plain: dict[str, tuple[Any, Any]] = {}
+        self.recorder = Recorder()
+        self._sections: dict[str, tuple[Any, Frozen, list[Interpolation]]] = {}
         self._text: dict[tuple[str, str], tuple[Any, str, str]] = {}
+        self._reported: set[str] = set()
 
-    def plain(self, hydra: DictConfig, name: str) -> Any:
-        """Return a section as plain values; it is shared if no job changes it."""
+    def hydra(self, node: DictConfig) -> Frozen:
+        """Return the ``hydra`` node; a section that no job changes is made plain once."""
+        sections = {name: self._section(node, name) for name in map(str, node)}
+        _, types = Encoder().encode(node, "hydra", skip=tuple(sections))
+        below = {str(at): of.types for at, of in enumerate(sections.values()) if of.types}
+        return Frozen({name: of.values for name, of in sections.items()}, {**types, "in": below})
+
+    def _section(self, hydra: DictConfig, name: str) -> Frozen:
         node = hydra._get_node(name)
-        if name in self._plain and self._plain[name][0] is node:
-            return self._plain[name][1]
-        container = isinstance(node, DictConfig | ListConfig)
-        plain = OmegaConf.to_container(node, enum_to_str=True) if container else None
-        if name in _RESOLVED or not container:
-            resolved = freeze(hydra, name, f"hydra.{name}")
-            if resolved != plain:  # it may differ from job to job
-                return resolved
-        self._plain[name] = (node, plain)
-        return plain
+        if name in _OF_THE_JOB or self._sections.get(name, (None,))[0] is not node:
+            encoder = Encoder()
+            section = encoder.encode(node, f"hydra.{name}")
+            calling = [each for each in encoder.interpolations if _CALL.search(each.text)]
+            self._sections[name] = (node, section, calling)
+        _, section, calling = self._sections[name]
+        for interpolation in calling:
+            self.read(interpolation)
+        return section
+
+    def read(self, interpolation: Interpolation) -> None:
+        """Read an interpolation, so that its calls are recorded.
+
+        A worker may succeed where this fails: a resolver needs the node, or the function sets the
+        key that is missing.
+        """
+        try:
+            interpolation.value()
+        except InterpolationKeyError as e:
+            problem = f"{interpolation.name}: {interpolation.text}: {str(e).splitlines()[0]}"
+            self._report(problem, "it fails in workers unless the function sets the key")
+        except OmegaConfBaseException:
+            return
+
+    def report_lost(self, lost: Mapping[str, str]) -> None:
+        """Report the types that workers cannot import."""
+        for hint, name in lost.items():
+            remedy = "define it at module level, in a module that workers import"
+            self._report(f"{name}: its type {hint} is lost in workers", remedy)
+
+    def _report(self, problem: str, remedy: str) -> None:
+        if problem not in self._reported:
+            self._reported.add(problem)
+            _log.warning("%s; %s", problem, remedy)
 
     def yaml(self, config: Mapping[str, Any], top: str = "") -> str:
         """Return ``to_yaml(config)``; with a ``top``, ``to_yaml({top: config})``."""
         if not config:
             return to_yaml({top: {}} if top else {})
         head = f"{top}:\n" if top else ""
-        return head + "".join(self._section(top, name, plain) for name, plain in config.items())
+        return head + "".join(self._text_of(top, name, plain) for name, plain in config.items())
 
-    def _section(self, top: str, name: str, plain: Any) -> str:
+    def _text_of(self, top: str, name: str, plain: Any) -> str:
         before, before_repr, text = self._text.get((top, name), (None, "", ""))
         if plain is before and text:
             return text
@@ -326,56 +405,25 @@ class SharedSections:
         return text
 
 
-def freeze(parent: DictConfig | ListConfig, name: Any, key: str = "") -> Any:
-    """Return one entry of a config as plain values, its interpolations resolved.
-
-    Args:
-        parent: The config that holds it, attached to the whole.
-        name: Its key, or its index.
-        key: Its dotted name in the whole, for errors.
+def _resolved(config: DictConfig, key: str) -> Any:
+    """Return a setting of ours as plain values.
 
     Raises:
-        ConfigError: An interpolation names a key that does not exist.
+        ConfigError: An interpolation in it cannot be resolved here.
     """
-    node = parent._get_node(name)  # unlike parent[name], cheap, and without resolution
-    assert not isinstance(node, list) and node is not None
-    raw = node._value()
-    if isinstance(node, DictConfig | ListConfig) and not isinstance(raw, str | None):
-        return _resolve(node, key or str(name))
-    return _freeze_leaf(parent, name, raw, key or str(name))
-
-
-def _resolve(config: Any, key: str, plain: Any = None) -> Any:
-    """Return a container as plain values, each interpolation in it replaced by its value."""
-    if plain is None:
-        plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
-    for name, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
-        if isinstance(value, dict | list):
-            _resolve(config._get_node(name), f"{key}.{name}", value)
-        elif isinstance(value, str) and "${" in value:
-            plain[name] = _freeze_leaf(config, name, value, f"{key}.{name}")
-    return plain
-
-
-def _freeze_leaf(parent: DictConfig | ListConfig, name: Any, raw: Any, key: str) -> Any:
-    """Return the value of a leaf; an interpolation that only a node can resolve stays as it is."""
-    if key.startswith("hydra.") and isinstance(raw, str) and _WITHIN_HYDRA.fullmatch(raw):
-        return raw
-    if not OmegaConf.is_interpolation(parent, name):
-        return raw.name if isinstance(raw, Enum) else raw
-    try:
-        value = parent[name]
-    except (InterpolationKeyError, InterpolationValidationError) as e:
-        reason = str(e).splitlines()[0]
-        raise ConfigError(key, raw, f"the interpolation cannot be resolved: {reason}") from e
-    except OmegaConfBaseException:
-        return raw
-    if isinstance(value, DictConfig | ListConfig):
-        return _resolve(value, key)
-    if isinstance(value, Enum):
-        return value.name
-    # a reader of the frozen file must not take a resolved text for an interpolation
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    encoder = Encoder()
+    plain, _ = encoder.encode(config._get_node(key), key)
+    if not encoder.interpolations:
+        return plain
+    for each in encoder.interpolations:
+        try:
+            each.value()
+        except OmegaConfBaseException as e:
+            remedy = f"the interpolation cannot be resolved: {str(e).splitlines()[0]}"
+            raise ConfigError(each.name, each.text, remedy) from e
+    value = config[key]
+    is_config = isinstance(value, DictConfig | ListConfig)
+    return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if is_config else value
 
 
 _FastDumper: Any = getattr(yaml, "CDumper", yaml.Dumper)

@@ -14,8 +14,11 @@ it starts.
 from __future__ import annotations
 
 import ast
+import copyreg
 import importlib.util
 import inspect
+import json
+import logging
 import os
 import platform
 import shutil
@@ -25,22 +28,28 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from hpc_elastic import _util
+from hpc_elastic.agent import main_block
 from hpc_elastic.errors import ConfigError, SubmissionError
+from hpc_elastic.run import arguments
 from hpc_elastic.run.directory import SUBMISSION, Entry, Submission
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import make_folder
+
+_log = logging.getLogger(__name__)
 
 ENVIRONMENT = (
     *("CONDA_DEFAULT_ENV", "CONDA_PREFIX", "CUDA_HOME", "LD_LIBRARY_PATH", "LOADEDMODULES"),
     *("OMP_NUM_THREADS", "PATH", "PYTHONPATH", "SLURM_CONF", "VIRTUAL_ENV"),
 )
+_ROOT = Path(_util.__file__).resolve().parent
 PACKAGES = ("hpc_elastic", "hydra-core", "numpy", "omegaconf", "submitit", "torch")
 
 
@@ -49,36 +58,122 @@ def entry_of(
     kind: Literal["hydra", "function"],
     args: Sequence[Any] = (),
 ) -> Entry:
-    """Return the entry of a function at module level.
+    """Return the entry of a function at module level, or of an object whose class is there.
 
     Args:
         function: The function decorated with `@hydra.main`, or the argument of
             `hpc_elastic.launch`.
         kind: How a worker calls it: with the frozen config, or with ``args``.
-        args: Arguments of a ``function`` entry, JSON values.
+        args: Arguments of a ``function`` entry (`run.arguments`); those of the command line of a
+            ``hydra`` entry.
 
     Raises:
-        ConfigError: Workers could not import the function; names the remedy.
+        ConfigError: Workers could not import the function, or an attribute of the object cannot be
+            written; names the remedy.
     """
-    qualname = getattr(function, "__qualname__", None)
-    if qualname is None or "<" in qualname:
-        remedy = "workers import the function by name: define it with `def` at module level"
-        raise ConfigError("task function", qualname or repr(function), remedy)
-    script, module = _source(function)
+    attributes: dict[str, Any] | None = None
+    named: Any = function
+    if not hasattr(function, "__qualname__"):
+        named = type(function)
+        attributes = _attributes(function)
+    qualname = named.__qualname__
+    if "<" in qualname:
+        remedy = "workers import the function by name: define it with `def` at module level; a "
+        remedy += "decorator that returns another function needs functools.wraps"
+        raise ConfigError("task function", qualname, remedy)
+    if inspect.ismethod(function) and not inspect.isclass(function.__self__):
+        remedy = "give the object itself, with a method __call__, or a function"
+        raise ConfigError("task function", qualname, remedy)
+    script, module = _source(named)
+    is_main = False
+    if kind == "hydra":
+        script = script or _guarded_script()
+        is_main = script is not None or function.__module__ == "__main__"
+    if is_main:
+        _report_left_out(function)
     return Entry(
         kind=kind,
         qualname=qualname,
         script=script,
         module=module,
         args=list(args),
+        attributes=attributes,
         cwd=str(Path.cwd()),
         sys_path=search_path(),
+        main_block=is_main,
     )
+
+
+def _attributes(called: object) -> dict[str, Any]:
+    """Return the attributes of an object, encoded, if they are all that it is made of."""
+    kind: Any = type(called)
+    try:
+        made: tuple[Any, ...] = called.__reduce_ex__(2)  # type: ignore[assignment]
+        is_plain = made[:2] == (copyreg.__newobj__, (kind,)) and isinstance(made[2], dict | None)  # type: ignore[attr-defined]
+    except TypeError:
+        is_plain = False
+    if not is_plain or kind.__getstate__ is not object.__getstate__:
+        remedy = "it has a state beside its attributes: give a function that makes the object"
+        raise ConfigError("task function", kind.__qualname__, remedy)
+    values = (made[2] or {}).items()
+    return {name: arguments.encode(value, f"{kind.__name__}.{name}") for name, value in values}
+
+
+def _guarded_script() -> str | None:
+    """Return the script that called a function of a module, if workers can import it as well.
+
+    It may have registered what the config needs. A program that an installer made is none.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or not str(file).endswith(".py"):
+        return None
+    try:
+        _require_guard()
+    except ConfigError:
+        return None
+    return str(Path(str(file)).absolute())
+
+
+def _report_left_out(function: Callable[..., Any]) -> None:
+    """Report statements that run before the function here, and do not run in workers."""
+    main = sys.modules["__main__"]
+    file = str(getattr(main, "__file__", ""))
+    try:
+        names = main_block.names_of(function, vars(main))
+        _, left_out = main_block.split_block(Path(file).read_bytes(), names)
+    except (OSError, SyntaxError, ValueError):  # changed meanwhile
+        return
+    if left_out:
+        lines = f"{left_out[0].lineno}-{left_out[-1].end_lineno}"
+        remedy = 'move them under `if __name__ == "__main__":`, or into the function'
+        _log.warning("%s: lines %s do not run in workers; %s", file, lines, remedy)
+
+
+def command_line() -> list[str]:
+    """Return the arguments of this process, as they were before the script changed sys.argv."""
+    main, words = sys.modules["__main__"], sys.orig_argv
+    spec, file = getattr(main, "__spec__", None), str(getattr(main, "__file__", ""))
+    for at, word in enumerate(words):
+        is_module = word == "-m" and spec is not None and _is_module(words[at + 1], spec.name)
+        if is_module or (spec is None and _is_file(word, file)):
+            return words[at + 1 + (spec is not None) :]
+    return sys.argv[1:]
+
+
+def _is_module(word: str, name: str) -> bool:
+    return name in (word, f"{word}.__main__")
+
+
+def _is_file(word: str, file: str) -> bool:
+    return word.endswith(".py") and Path(word).resolve() == Path(file).resolve()
 
 
 def _source(function: Callable[..., Any]) -> tuple[str | None, str | None]:
     """Return (script, module) of the function; one of the two is None."""
     name = function.__module__
+    if name == main_block.AS_IMPORTED and name in sys.modules:  # a child of multiprocessing submits
+        return str(Path(str(sys.modules[name].__file__)).absolute()), None
     if name != "__main__":
         try:
             is_importable = importlib.util.find_spec(name) is not None
@@ -90,14 +185,17 @@ def _source(function: Callable[..., Any]) -> tuple[str | None, str | None]:
         return None, name
     _require_guard()
     main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return None, spec.name
-    file = getattr(main, "__file__", None)
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if file is None:
         remedy = "it was typed into an interpreter or a notebook: put it into a .py file"
         raise ConfigError("task function", function.__qualname__, remedy)
-    return str(Path(file).resolve()), None
+    is_missing = False
+    with suppress(OSError, SyntaxError, ValueError):  # changed meanwhile
+        is_missing = main_block.is_in_block(Path(file).read_bytes(), function.__qualname__)
+    if is_missing:
+        remedy = 'workers do not run `if __name__ == "__main__":`: define it above that'
+        raise ConfigError("task function", function.__qualname__, remedy)
+    return (str(Path(file).absolute()), None) if spec is None else (None, spec.name)
 
 
 def _require_guard() -> None:
@@ -123,20 +221,37 @@ def _require_guard() -> None:
                 raise ConfigError("script", script, f"{why}: {remedy}")
 
 
-def search_path() -> list[str]:
-    """Return the entries of sys.path that a worker's interpreter does not have by default."""
+def search_path(*, of_main: bool = True) -> list[str]:
+    """Return the entries of sys.path that a worker's interpreter does not have by default.
+
+    An empty one stands where those are that it has.
+
+    Args:
+        of_main: Whether the folder of this program's own main module is one of them.
+    """
     paths = sysconfig.get_paths()
     own = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]}
     own |= {*site.getsitepackages(), site.getusersitepackages()}
     own |= {str(Path(p) / "lib-dynload") for p in (paths["stdlib"], paths["platstdlib"])}
-    entries = [os.path.abspath(p) for p in sys.path]  # noqa: PTH100 - '' is the working directory
-    kept = [p for p in entries if p not in own and not p.endswith(".zip") and Path(p).is_dir()]
-    return list(dict.fromkeys(kept))
+    given = sys.path if of_main or sys.flags.safe_path else sys.path[1:]
+    entries = [os.path.abspath(p) for p in given]  # noqa: PTH100 - '' is the working directory
+    marked = ["" if p in own else p for p in entries if not p.endswith(".zip")]
+    return list(dict.fromkeys(p for p in marked if not p or Path(p).is_dir()))
 
 
 def source_folder(entry: Entry) -> Path:
-    """Return a folder of the user's code."""
-    return Path(entry.script).parent if entry.script else Path(entry.cwd)
+    """Return a folder of the user's code.
+
+    It is that of the script, or of the module: a console script may be called from anywhere. The
+    code of an installed module, and of a command, is the working directory.
+    """
+    if entry.script:
+        return Path(entry.script).resolve().parent
+    spec = importlib.util.find_spec(entry.module) if entry.module else None
+    file = Path((spec and spec.origin) or "")
+    is_own = _ROOT in file.parents or not file.is_absolute()
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+    return Path(entry.cwd) if is_own or is_installed else file.parent
 
 
 def provenance(entry: Entry) -> dict[str, Any]:
@@ -198,6 +313,7 @@ def take_snapshot(entries: Sequence[Entry], submission: Path) -> list[Entry]:
         SubmissionError: The code is in no git checkout, or could not be copied.
     """
     top = Path(_git(source_folder(entries[0]), "rev-parse", "--show-toplevel").removesuffix("\n"))
+    editable = [path for path in _editable_folders(top) if path not in entries[0].sys_path]
     code = submission / "code"
     is_used = code.is_dir() and bool(Submission(submission).job_ids())
     try:
@@ -206,7 +322,36 @@ def take_snapshot(entries: Sequence[Entry], submission: Path) -> list[Entry]:
             shutil.copy2(top / name, code / name, follow_symlinks=False)
     except OSError as e:
         raise SubmissionError(f"launcher.code_snapshot: cannot copy {top} to {code}: {e}") from e
-    return [remap(entry, top, code) for entry in entries]
+    found = (replace(entry, sys_path=[*entry.sys_path, *editable]) for entry in entries)
+    return [remap(entry, top, code) for entry in found]
+
+
+def _editable_folders(top: Path) -> list[str]:
+    """Return the folders of the packages in a checkout that editable installs import.
+
+    setuptools does so by a finder, and their folders are not in sys.path.
+
+    Raises:
+        SubmissionError: A package's folder has another name than the package, so no path has it.
+    """
+    found: dict[str, None] = {}
+    for distribution in distributions():
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if not origin.get("dir_info", {}).get("editable"):
+            continue
+        for name in (distribution.read_text("top_level.txt") or "").split():
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:
+                continue
+            for place in map(Path, spec.submodule_search_locations or [spec.origin]):
+                place = place.resolve()
+                if place.is_relative_to(top) and place.stem != name:
+                    why = f"the editable install imports {name} from {place}"
+                    remedy = f"give the folder the name {name}, or leave the setting off"
+                    raise SubmissionError(f"launcher.code_snapshot: {why}: {remedy}")
+                if place.is_relative_to(top):
+                    found[str(place.parent)] = None
+    return list(found)
 
 
 def link_snapshot(run: Path, submission: Path) -> None:
@@ -228,17 +373,26 @@ def own_files(listed: Iterable[str]) -> list[str]:
 
 
 def remap(entry: Entry, top: Path, code: Path) -> Entry:
-    """Return the entry with every path below ``top`` moved to ``code`` (pure)."""
+    """Return the entry with every path below ``top`` moved to ``code``.
+
+    git names ``top`` without links.
+    """
 
     def moved(path: str) -> str:
-        inside = Path(path).is_relative_to(top)
-        return str(code / Path(path).relative_to(top)) if inside else path
+        resolved = Path(path).resolve()
+        return str(code / resolved.relative_to(top)) if resolved.is_relative_to(top) else path
 
+    paths = [path and moved(path) for path in entry.sys_path]
+    copied = [path for path in paths if Path(path).is_relative_to(code)]
+    script = entry.script
+    if script is not None:  # a link in the checkout is one in the copy
+        beside = Path(moved(str(Path(script).parent)), Path(script).name)
+        script = str(beside) if code in beside.parents else moved(script)
     return replace(
         entry,
-        script=moved(entry.script) if entry.script else None,
+        script=script,
         cwd=moved(entry.cwd),
-        sys_path=[moved(path) for path in entry.sys_path],
+        sys_path=list(dict.fromkeys([*copied, *paths])),  # the copy before what site.py adds
     )
 
 

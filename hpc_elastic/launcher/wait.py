@@ -37,6 +37,7 @@ from hpc_elastic.launcher.run_view import (
     members_of,
     number,
     phase_of,
+    warnings_of,
 )
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import STATUS_SELDOM_S, SUBMISSION, RunDir, Submission
@@ -247,6 +248,7 @@ class Waiter:
         if poll.status is not None:
             run.note_status(poll.status, now)
             self._report_restarts(run, poll.status)
+            self._report_warnings(run, poll.status)
         run.row = row_of(run.handle, run.status, run.states, run.outcome)
 
     def _check_tasks(
@@ -279,6 +281,14 @@ class Waiter:
             count = f"restart {nth} of {status.get('max_restarts')}"
             self._display.print_message(f"{head}: {count}: {shown}")
 
+    def _report_warnings(self, run: _WatchedRun, status: Mapping[str, Any]) -> None:
+        """Print what is wrong with a training that goes on, once."""
+        head = f"[{run.handle.name}] {run.handle.label}".rstrip()
+        for text in warnings_of(status):
+            if text not in run.warnings:
+                self._display.print_message(f"{head}: {text}")
+        run.warnings |= set(warnings_of(status))
+
     def _report_unreadable(self) -> None:
         """Report once that runs are unreadable for long, and once that all are readable again."""
         found = [r for r in self._runs if r.outcome is None and r.unreadable_since is not None]
@@ -306,6 +316,7 @@ class _WatchedRun:
     last_seen: dict[str, str] = field(default_factory=dict)
     warned_failed: bool = False
     warned_reasons: frozenset[str] = frozenset()
+    warnings: frozenset[str] = frozenset()
     unreadable_since: float | None = None
     read_error: OSError | None = None
     num_restarts_reported: int = 0
@@ -624,6 +635,7 @@ class LocalView:
 
     submission: Path
     job_ids: Sequence[str]
+    result_job: None = None
 
     def list_tasks(self) -> Mapping[str, TaskState]:
         """Return the states of the launcher's tasks."""
@@ -695,7 +707,7 @@ def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
         me, client, ids = user(), SlurmClient(), list(job_ids.values())
         is_own = all(spec.provenance.get("user", me) == me for spec in specs.values())
         slots = time_slots_of(specs.values(), client) if is_own else ()
-        jobs = SlurmJobs(ids, submission.parent, client, is_own, slots)
+        jobs = SlurmJobs(ids, submission.parent, client, slots)
     return [
         RunHandle(path, label_of(path), tuple(spec.task_names(job_ids)), submission, jobs)
         for path, spec in specs.items()

@@ -11,13 +11,21 @@ import errno
 import os
 import secrets
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.errors import DamagedFileError, RunDirectoryError
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, decode_signed
 from hpc_elastic.run.fencing import entries_in, entry_path
-from hpc_elastic.shared_files import carried_out, owner_writes, refresh, remove_behind
+from hpc_elastic.shared_files import (
+    RemovalWatch,
+    carried_out,
+    owner_writes,
+    read_text,
+    refresh,
+    remove_behind,
+)
 from hpc_elastic.transport.auth import is_signed, sign
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -30,6 +38,14 @@ class DecisionLog:
 
     path: Path
     secret: bytes
+    _removal: RemovalWatch = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_removal", RemovalWatch(self.path))
+
+    def is_removed(self) -> bool:
+        """Return whether the log's folder was removed for good; call it if that is unreadable."""
+        return self._removal.is_removed(time.monotonic())
 
     def last_index(self) -> int:
         """See `LogSteps.last_index`."""
@@ -77,8 +93,8 @@ class DecisionLog:
     def read(self, index: int) -> LogEntry | None:
         """Open an entry anew and return it."""
         try:
-            text = entry_path(self.path, index).read_text()
-        except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+            text = read_text(entry_path(self.path, index))
+        except (FileNotFoundError, IsADirectoryError, DamagedFileError):
             return None  # a damaged entry still takes its index
         entry = decode_signed(text, self.secret)
         return entry if entry is not None and entry.index == index else None
@@ -100,8 +116,8 @@ class DecisionLog:
         file = self.path / f"lease.{term}"
         try:
             refresh(file)
-            text, _, mac = file.read_text().rpartition("|")
-        except (FileNotFoundError, UnicodeDecodeError):
+            text, _, mac = read_text(file).rpartition("|")
+        except (FileNotFoundError, DamagedFileError):
             return None
         if not is_signed(self.secret, f"lease|{text}", mac):
             return None

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpc_elastic.data.batch import encode_throughputs
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.slurm import nodelist
 
 Message = dict[str, Any]
 
@@ -62,6 +63,19 @@ class Deliver:
     message: Message
 
 
+@dataclass(frozen=True)
+class ProbePeers:
+    """Connect to ports of other agents; send the leader ``probed`` with those out of reach.
+
+    Attributes:
+        number: Number of the leader's query.
+        peers: The ports by task: all of them must be reached.
+    """
+
+    number: int
+    peers: Mapping[str, Sequence[tuple[str, int]]]
+
+
 # ---- the log, and the files of the run
 
 
@@ -108,10 +122,12 @@ class JoinRequest:
         number: Its number: an agent may join again before it is answered.
         store: Address and port of a fresh store, for the case that the agent is the first of a
             replica.
+        waited_s: How long it has waited already, under earlier leaders or without one.
     """
 
     number: int
     store: tuple[str, int] = ("", 0)
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -211,10 +227,11 @@ class Postpone:
 
 @dataclass(frozen=True)
 class Exclude:
-    """Let no queued task of the run start on these hosts, nor on those excluded before."""
+    """Let no queued task of the run start on these hosts until a time (Unix seconds)."""
 
     hosts: tuple[str, ...]
     why: str
+    until: float
 
 
 @dataclass(frozen=True)
@@ -262,6 +279,7 @@ Effect = (
     | Connect
     | Disconnect
     | Deliver
+    | ProbePeers
     | Append
     | ReadLog
     | Claim
@@ -314,6 +332,10 @@ class RoundInfo:
     """Number of the replica that the group is, below the most that the run may have."""
     throughputs: str = ""
     """Of the workers, if they differ (`data.batch.encode_throughputs`): one part for each pool."""
+    hosts: str = ""
+    """The nodes by group rank, as Slurm's node list."""
+    workers: str = ""
+    """The number of workers on each, as in SLURM_TASKS_PER_NODE."""
 
 
 def places(
@@ -327,10 +349,12 @@ def places(
             store = requests[members[0]].store
         *first_ranks, world_size = accumulate((m.nproc for m in members), initial=0)
         throughputs = encode_throughputs(m.throughput for m in members for _ in range(m.nproc))
+        hosts = nodelist.compress_in_order(m.host for m in members)
+        workers = nodelist.repeat_counts(m.nproc for m in members)
         for rank, (agent, first_rank) in enumerate(zip(members, first_ranks, strict=True)):
             yield agent, RoundInfo(
                 entry.round, entry.index, entry.restarts, rank, len(members), first_rank,
-                world_size, store, replica, throughputs,
+                world_size, store, replica, throughputs, hosts, workers,
             )  # fmt: skip
 
 

@@ -5,26 +5,42 @@ A round is judged once all of its members have settled.
 Restarts     If a round broke for another reason than a worker's failure, or if a member was lost or
              left meanwhile, the failures of workers in it are consequences and cost nothing.
              Otherwise they cost one of the run's ``max_restarts``. Without one left, the run fails
-             with that failure. It fails at once if the user's script cannot be imported in the
-             first round: another try would not change that. A worker whose port of gloo strangers
-             have flooded has failed because of them, which costs nothing either.
+             with that failure. It fails at once if another try would not change it: the user's
+             script cannot be imported, or the like, in the first round; or a training was refused,
+             or a setting wants no other try. A worker whose port of gloo strangers have flooded has
+             failed because of them, which costs nothing either.
 
 Crash loops  ``max_failed_rounds`` such rounds in a row without a checkpoint beyond the last known
              one end the run with the first failure among them, even if restarts are left. Rounds
              that broke for another reason neither count nor reset the count.
 
+Lost nodes   A loss that the node or Slurm has announced costs nothing. Another one is judged once
+             a later attempt of its task joins: if the same attempt joins, it was not lost. After
+             ``max_failed_rounds`` rounds in a row that such losses broke, without a new checkpoint
+             or a step beyond all before, each further one costs a restart. Without one left, the
+             run fails. If more than one in `_TOGETHER` members are lost in a round, but not all,
+             the script is not to blame, unless Slurm reports OUT_OF_MEMORY. Nor is it for nodes
+             that the run itself has requeued.
+
 Bad nodes    Failures that follow a node are *strikes* against its host: an error of a worker that
-             hardware causes, or an agent whose heartbeats stop. The latter does not count if many
-             agents stop at the same time, since the network is to blame then. Nor does it count if
-             all but the leader's stop: the leader's own node may be cut off. Two strikes, or one
-             failure that leaves no doubt, exclude the host: the run's queued tasks do not start
-             there, and the node, if it is alive, is requeued. At least min nodes of the run's
-             present hosts are never excluded. A failure whose host was excluded for it costs
-             nothing.
+             hardware causes, or an agent whose heartbeats stop and that does not come back. The
+             latter does not count if many agents stop at the same time, since the network is to
+             blame then. Nor does it count if all but the leader's stop: the leader's own node may
+             be cut off. Two strikes, or one failure that leaves no doubt, exclude the host: the
+             run's queued tasks do not start there, and the node, if it is alive, is requeued. At
+             least min nodes of the run's present hosts are never excluded. A failure whose host was
+             excluded for it costs nothing.
 
 Bad starts   A task that fails before its agent joins is one strike against its node, and two if
              Slurm reports that the node could not start it. The run avoids at most ``max_nodes``
-             nodes because of these: more at once are not bad nodes.
+             nodes because of these. In a run that has trained, the task is tried for about an hour
+             more (`task_recovery`).
+
+Limits       Strikes fade after `STRIKE_S`. If several hosts have strikes within `_TOGETHER_S`, the
+             cause is common to them, such as an outage of the file system, and strikes that leave
+             doubt are dropped. An exclusion ends after 12 minutes, and after up to 48 if the host
+             has more strikes by then. Times are Unix seconds of the leader, so that the next leader
+             continues from those in the log.
 """
 
 from __future__ import annotations
@@ -32,7 +48,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.rendezvous import task_recovery
@@ -42,17 +58,24 @@ from hpc_elastic.rendezvous.log_entry import (
     Failure,
     FailureCounters,
     LogEntry,
+    LostNode,
     RoundRules,
     RunEnding,
     first_failure,
     is_secondary,
 )
 from hpc_elastic.rendezvous.task_recovery import FailedStart
+from hpc_elastic.slurm.job_state import Phase, TaskState
 
 STRIKES = 2
 """This number of strikes excludes a host."""
+STRIKE_S = 6 * 3600.0
+"""A strike fades after this time."""
+_EXCLUDED_S, LONGEST_EXCLUDED_S = 720.0, 2880.0
+"""Duration of an exclusion after two strikes; it doubles with each further one, up to a limit."""
 _TOGETHER = 8
 """If more than one in this many members stop at the same time, the network is to blame."""
+_TOGETHER_S = 600.0
 _DOUBTLESS = re.compile(
     r"uncorrectable (\S+ )?(ECC|memory|NVLink) error|ECC error|cudaErrorECCUncorrectable"
     r"|\bXid\b|fallen off the bus|cudaErrorNvlinkUncorrectable|NVLink error"
@@ -103,8 +126,22 @@ class FailurePolicy:
     failures_without_progress: int = 0
     """Rounds in a row that broke by a failure of their own and made no checkpoint."""
     first_of_series: Failure | None = None
-    strikes: dict[str, int] = field(default_factory=dict)
-    excluded: tuple[str, ...] = ()
+    losses: int = 0
+    """Rounds in a row that lost nodes broke, without progress."""
+    reached: int | None = None
+    """The furthest step of any round."""
+    gone: dict[str, LostNode] = field(default_factory=dict)
+    """Task -> its last loss that nothing has announced, until its next attempt joins."""
+    strikes: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Host -> times of its strikes."""
+    exclusions: dict[str, float] = field(default_factory=dict)
+    """Host -> the end of its exclusion."""
+    now: float = 0.0
+    """Unix time of the last event."""
+    _loss_round: int = 0
+    """The last round that lost a node."""
+    _num_lost: int = 0
+    """How many nodes that round has lost."""
     _has_progressed: bool = False
     """Whether the round has announced a checkpoint beyond the last one known."""
     _silent: set[str] = field(default_factory=set)
@@ -118,15 +155,29 @@ class FailurePolicy:
             rules, restarts=entry.restarts, not_counted=True, progress=counters.progress,
             failures_without_progress=counters.failures_without_progress,
             first_of_series=counters.first_of_series,
-            strikes=dict(counters.strikes), excluded=counters.excluded,
+            losses=counters.losses, reached=counters.reached, gone=dict(counters.gone),
+            strikes=dict(counters.strikes), exclusions=dict(counters.exclusions),
+            now=entry.claimed,
         )  # fmt: skip
 
     def counters(self) -> FailureCounters:
         """Return the counters for the next log entry."""
         return FailureCounters(
             self.progress, self.failures_without_progress, self.first_of_series,
-            dict(self.strikes), self.excluded,
+            self.losses, self.reached, dict(self.gone), dict(self.strikes), dict(self.exclusions),
         )  # fmt: skip
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The hosts on which no task of the run may start."""
+        return tuple(self.exclusions)
+
+    def advance(self, now: float) -> None:
+        """Take in the Unix time: strikes fade, and exclusions end."""
+        self.now = now
+        recent = {h: tuple(t for t in at if now - t < STRIKE_S) for h, at in self.strikes.items()}
+        self.strikes = {host: at for host, at in recent.items() if at}
+        self.exclusions = {host: until for host, until in self.exclusions.items() if until > now}
 
     def new_round(self) -> None:
         """A round has closed; it has made no checkpoint yet."""
@@ -136,7 +187,12 @@ class FailurePolicy:
         """Record a complete checkpoint of this step."""
         if self.progress is None or step > self.progress:
             self.progress, self.failures_without_progress, self.first_of_series = step, 0, None
-            self._has_progressed = True
+            self._has_progressed, self.losses = True, 0
+
+    def record_step(self, step: int) -> None:
+        """Record a step of the training."""
+        if self.reached is None or step > self.reached:
+            self.reached, self.losses = step, 0
 
     def record_silence(self, host: str) -> None:
         """Record that the heartbeats of a member stopped, though its connection did not end."""
@@ -162,12 +218,70 @@ class FailurePolicy:
         effects: list[Effect] = []
         num_alive = len(set(hosts) - silent)  # the leader's own host among them
         if num_alive > 1 and 0 < len(silent) <= max(1, len(hosts) // _TOGETHER):
-            effects += self._strike(dict.fromkeys(sorted(silent), (1, "fell silent")), hosts)
+            for task, lost in self.gone.items():
+                if lost.host in silent:
+                    self.gone[task] = replace(lost, is_suspect=True)
         struck = self._strike(_hardware_failures(failures, self.not_counted), hosts)
         if any(isinstance(effect, Exclude) for effect in struck):
             self.not_counted = True
         spent, ending = self._spend(number, failures) if failures else ([], None)
         return [*effects, *struck, *spent], ending
+
+    def record_loss(self, agent: Agent, why: str, round_: int, num_members: int) -> None:
+        """Record the loss of an agent at work, which nothing has announced."""
+        self._num_lost = 1 if round_ != self._loss_round else self._num_lost + 1
+        self._loss_round = round_
+        is_first = self._num_lost in (1, num_members) and not self._is_blamed(round_)
+        self.gone[agent.task] = LostNode(agent.host, why, round_, is_first)
+        if max(1, num_members // _TOGETHER) < self._num_lost < num_members:
+            for task, lost in self.gone.items():
+                self.gone[task] = replace(lost, is_first=lost.is_first and lost.round != round_)
+
+    def _is_blamed(self, round_: int) -> bool:
+        """Return whether a loss stands for those of a round."""
+        return any(lost.is_first and lost.round == round_ for lost in self.gone.values())
+
+    def explain_loss(self, state: TaskState) -> None:
+        """Take in Slurm's state of an attempt that was lost."""
+        lost = self.gone.get(state.task)
+        if lost is None or state.phase is not Phase.ENDED:
+            return
+        if state.state in ("PREEMPTED", "TIMEOUT"):
+            del self.gone[state.task]
+            return
+        why = f"Slurm: {task_recovery.describe(state)}"
+        is_killed = state.state == "OUT_OF_MEMORY" and not self._is_blamed(lost.round)
+        self.gone[state.task] = replace(lost, why=why, is_first=lost.is_first or is_killed)
+
+    def judge_loss(
+        self, agent: Agent, last: int, hosts: Collection[str]
+    ) -> tuple[list[Effect], RunEnding | None]:
+        """Judge the last loss of a task whose next agent joins.
+
+        Args:
+            agent: The agent.
+            last: The attempt that was lost.
+            hosts: Those of the run.
+        """
+        lost = self.gone.pop(agent.task, None)
+        if lost is None or agent.attempt <= last:
+            return [], None
+        effects: list[Effect] = []
+        if lost.is_suspect:
+            effects = self._strike({lost.host: (1, "fell silent")}, hosts)
+        if lost.is_first:
+            self.losses += 1
+        if not lost.is_first or self.losses <= self.rules.max_failed_rounds:
+            return effects, None
+        step = "no step" if self.reached is None else f"step {self.reached} as the last one"
+        message = (
+            f"its node or agent was lost ({lost.why}), as in each of the last {self.losses} broken "
+            f"rounds, without a new checkpoint or step in between; the run has reached {step}"
+        )
+        failure = Failure(agent.task, lost.host, 0, 0, 0.0, message, phase="start")
+        if self.restarts >= self.rules.max_restarts:
+            return effects, RunEnding("failed", failure)
+        return [*effects, self._restart(lost.round, failure)], None
 
     def start_failed(self, start: FailedStart, num_hosts: int) -> list[Effect]:
         """Judge an attempt of a task that ended before its agent joined.
@@ -185,9 +299,8 @@ class FailurePolicy:
         host, strikes = state.node, STRIKES if task_recovery.was_not_launched(state) else 1
         if not host:
             return effects
-        self.strikes[host] = min(STRIKES, self.strikes.get(host, 0) + strikes)
-        is_known = host in self.excluded or self.strikes[host] < STRIKES
-        if not is_known and len(self.excluded) < self.rules.max_nodes:
+        is_bad = self._add_strikes(host, strikes, self.rules.max_nodes, in_doubt=True)
+        if is_bad and host not in self.excluded and len(self.excluded) < self.rules.max_nodes:
             why = f"a task failed there before it joined (Slurm: {task_recovery.describe(state)})"
             effects += self._exclude(host, why, num_hosts)
         return effects
@@ -200,8 +313,8 @@ class FailurePolicy:
         first, secondary = first_failure(failures)
         if first.signal == "SIGABRT" and _FLOODED.search(first.traceback or ""):
             return [Note("secondary_failures", {"workers": len(failures)})], None
-        is_unimportable = first.phase == "import" and number == 1
-        if is_unimportable or self.restarts >= self.rules.max_restarts:
+        is_hopeless = first.phase == "final" or (first.phase == "import" and number == 1)
+        if is_hopeless or self.restarts >= self.rules.max_restarts:
             return [], RunEnding("failed", first, tuple(secondary))
         if not self._has_progressed:
             self.failures_without_progress += 1
@@ -210,12 +323,15 @@ class FailurePolicy:
             counted = {"attempts": self.failures_without_progress, "checkpoint": self.progress}
             others = tuple(f for f in (first, *secondary) if f is not self.first_of_series)
             return [Note("crash_loop", counted)], RunEnding("failed", self.first_of_series, others)
+        return [self._restart(number, first)], None
+
+    def _restart(self, number: int, first: Failure) -> Note:
         self.restarts += 1
         restart = {
             "restarts": self.restarts, "host": first.host, "failure": first.summary(),
             "rank": first.rank, "round": number, "traceback": first.traceback, "log": first.log,
         }  # fmt: skip
-        return [Note("restart", restart)], None
+        return Note("restart", restart)
 
     def _strike(
         self, blamed: Mapping[str, tuple[int, str]], hosts: Collection[str]
@@ -223,23 +339,38 @@ class FailurePolicy:
         """Count strikes against hosts, each with its reason; exclude hosts that reach the limit."""
         effects: list[Effect] = []
         for host, (strikes, why) in blamed.items():
-            self.strikes[host] = min(STRIKES, self.strikes.get(host, 0) + strikes)
-            note = {"host": host, "strikes": self.strikes[host], "why": why}
+            self._add_strikes(host, strikes, len(hosts), in_doubt=strikes < STRIKES)
+            note = {"host": host, "strikes": len(self.strikes.get(host, ())), "why": why}
             effects.append(Note("host_failure", note))
             left = set(hosts) - set(self.excluded) - {host}
             if self._is_excludable(host, len(left)):
                 effects += self._exclude(host, why, len(left))
         return effects
 
+    def _add_strikes(self, host: str, strikes: int, num_hosts: int, *, in_doubt: bool) -> bool:
+        """Add strikes, unless many hosts have some at the same time; return whether they exclude.
+
+        A host keeps as many as the longest exclusion depends on.
+        """
+        self.strikes[host] = (*self.strikes.get(host, ()), *[self.now] * strikes)[-2 * STRIKES :]
+        since = self.now - _TOGETHER_S
+        recent = {host for host, at in self.strikes.items() if at[-1] > since}
+        if in_doubt and len(recent) > max(2, num_hosts // _TOGETHER):
+            older = {h: tuple(t for t in at if t <= since) for h, at in self.strikes.items()}
+            self.strikes = {h: at for h, at in older.items() if at}
+            return False
+        return len(self.strikes[host]) >= STRIKES
+
     def _exclude(self, host: str, why: str, num_left: int) -> list[Effect]:
-        self.excluded = (*self.excluded, host)
+        for_s = _EXCLUDED_S * 2.0 ** (len(self.strikes[host]) - STRIKES)
+        self.exclusions[host] = until = self.now + min(LONGEST_EXCLUDED_S, for_s)
         note = {"host": host, "why": why, "hosts_left": num_left}
-        return [Note("excluded", note), Exclude((host,), why)]
+        return [Note("excluded", note), Exclude((host,), why, until)]
 
     def _is_excludable(self, host: str, num_left: int) -> bool:
         """Return whether to exclude a host; ``num_left`` hosts remain without it."""
-        enough = host not in self.excluded and self.strikes[host] >= STRIKES
-        return enough and num_left >= self.rules.min_nodes
+        enough = len(self.strikes.get(host, ())) >= STRIKES
+        return enough and host not in self.excluded and num_left >= self.rules.min_nodes
 
 
 def _hardware_failures(

@@ -36,23 +36,27 @@ from hpc_elastic.rendezvous.effects import (
     Effect,
     Lead,
     Message,
+    ProbePeers,
     PublishResult,
     QuerySlurm,
     ReadLog,
     SendToLeader,
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, has_no_leader
+from hpc_elastic.rendezvous.log_entry import OLDER_ATTEMPT, Agent, LogEntry, has_no_leader
 
 CONFIRM_REFUSAL_S = 0.2
 """A port must refuse connections for this time before its leader is taken for dead."""
 _CLAIM_STAGGER_S, _READ_STAGGER_S, _MAX_STAGGER_S = 0.02, 0.0001, 1.0
 _PUNCTUAL_S = 0.1
 _MIN_READ_PAUSE_S, _MAX_READ_PAUSE_S = 0.1, 2.0
+_STALLED_S = 30.0
+"""A longer time without any answer does not count as a wait for a place."""
 _NUM_WATCHERS = 16
 """The first members in rank order read the lease at every heartbeat; the others more rarely."""
 _NUM_SLURM_CLIENTS = 3
 """The first members query Slurm about an unreachable leader; the others wait for the lease."""
+REMOVED = {"type": "end", "status": "removed", "failure": "its directory was removed"}
 _SUPERSEDED = {"type": "end", "status": "superseded", "failure": "resumed with other tasks"}
 
 
@@ -103,6 +107,12 @@ class FollowerState:
         self._num_requests = 0
         """Number of the last ``join`` request; a round must answer that one."""
         self._store = ("", 0)
+        self._waits_since = self._answered = now
+        """Since when it waits for a place, and when the leader or the log has answered last."""
+        self.probe_ports: list[tuple[str, int]] = []
+        """Addresses and ports at which this agent accepts the probes of others (`reachability`)."""
+        self.versions = ""
+        """Of Python and packages on this node; the leader compares them."""
         self._round: Message = {"index": 0}
         """The last ``round`` message with a place for this agent."""
         self._final_report: Message | None = None
@@ -127,8 +137,13 @@ class FollowerState:
         Args:
             store: Address and port of a fresh store, for a replica whose first node this is.
         """
-        self.joining, self._store = True, store
-        return self._request_place()
+        self.joining, self._store, self._waits_since = True, store, self._ticked
+        return self._request_place(0.0)
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has waited for a place, without the time in which nothing has answered."""
+        return max(0.0, self._answered - self._waits_since)
 
     def report(self, type_: str, **fields: Any) -> list[Effect]:
         """Report to the leader of the present round; without a leader the report is dropped.
@@ -200,10 +215,13 @@ class FollowerState:
             now: The time.
         """
         self._reading = False
+        self._record_answer(now)
         if self._over or self._claiming:
             return []
         if entry is not None and entry.generation > self._generation:
             return [Disconnect(), *self._end_session(_SUPERSEDED)]
+        if entry is not None and entry.attempts.get(self.me.task, 0) > self.me.attempt:
+            return [Disconnect(), *self._end_session(OLDER_ATTEMPT)]
         if entry is not None and entry.ending is not None:
             return [PublishResult(entry), *self._end_session(entry.ending.message)]
         whole = entry if entry is not None and entry.index == number else None
@@ -230,6 +248,10 @@ class FollowerState:
         self._link, self._entry = _Link.CONNECTING, whole
         return [*([Disconnect()] if connecting else []), Connect(whole)]
 
+    def run_removed(self) -> list[Effect]:
+        """The directory of the run was removed for good, and no leader can be found by it."""
+        return [] if self._over or self._link is _Link.UP else self._end_session(REMOVED)
+
     def log_unreadable(self, why: str, now: float) -> list[Effect]:
         """The shared file system did not answer."""
         self._reading = False
@@ -241,17 +263,18 @@ class FollowerState:
     def connected(self, now: float) -> list[Effect]:
         """The leader has authenticated itself."""
         self._link = _Link.UP
+        self._record_answer(now)
         self._last_message = self._beaten = now
         self._read_pause_s = _MIN_READ_PAUSE_S
         self._dead_since = None
         self._watch.followed = True
         self._watch.refused_since, self._watch.slurm_says_dead = None, False
         if self.joining:
-            return self._request_place()
+            return self._request_place(self.waited_s)
         if not (self._stays and self._in_round):
             return []
         place = {name: self._round[name] for name in ("index", "number", "replica")}
-        reports: list[Message] = [{"type": "reattach", **place}]
+        reports: list[Message] = [{"type": "reattach", **place, **self._offered}]
         if self._final_report is not None:
             reports.append(self._final_report)
         if self._notice is not None:
@@ -282,6 +305,7 @@ class FollowerState:
         if self._over or self._link is not _Link.UP:
             return []
         self._last_message = now
+        self._record_answer(now)
         match message["type"]:
             case "round" if self.joining and message["request"] == self._num_requests:
                 self.joining, self._in_round = False, True
@@ -293,6 +317,10 @@ class FollowerState:
                 return [Deliver(message)]
             case "waiting" | "ft":
                 return [Deliver(message)]
+            case "probe":
+                ports = message["peers"].items()
+                peers = {task: [(str(a), int(p)) for a, p in found] for task, found in ports}
+                return [ProbePeers(int(message["number"]), peers)]
             case "notice":
                 confirmed = self._send_to_leader({"type": "noticed"})
                 return [*confirmed, *self.add_notice("asked", float(message["left_s"]), now)]
@@ -323,6 +351,12 @@ class FollowerState:
 
     # ---- steps --------------------------------------------------------------------------
 
+    def _record_answer(self, now: float) -> None:
+        gap_s = now - max(self._answered, self._waits_since)
+        self._answered = now
+        if gap_s > _STALLED_S:  # the file system did not answer, or this agent was suspended
+            self._waits_since += gap_s
+
     def _on_leader_lost(self, why: str, now: float) -> list[Effect]:
         """Stop the workers, unless they stay, and search for a leader."""
         self._link = _Link.DOWN
@@ -340,11 +374,15 @@ class FollowerState:
         self._in_round = False
         return self.leave_now() if self._notice is not None else []
 
-    def _request_place(self) -> list[Effect]:
+    def _request_place(self, waited_s: float) -> list[Effect]:
         self._num_requests += 1
-        return self._send_to_leader(
-            {"type": "join", "request": self._num_requests, "store": self._store}
-        )
+        request = {"request": self._num_requests, "store": self._store, "waited_s": waited_s}
+        return self._send_to_leader({"type": "join", **request, **self._offered})
+
+    @property
+    def _offered(self) -> Message:
+        offered = {"probes": self.probe_ports, "versions": self.versions}
+        return {name: value for name, value in offered.items() if value}
 
     def _send_to_leader(self, message: Message) -> list[Effect]:
         return [SendToLeader(message)] if self._link is _Link.UP else []

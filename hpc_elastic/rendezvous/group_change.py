@@ -256,7 +256,7 @@ class GroupChange:
         if not waiting.joined:
             self._logged = None
             return [], False
-        stay, unit = len(self.members) - len(self.preempted), self.rules.unit_nodes
+        stay = len(self.members) - len(self.preempted)
         most, room = waiting.growth.max_nodes, self.rules.max_nodes - stay
         wanted = self.rules.usable_nodes(min(most, stay + len(waiting.joined))) - stay
         if wanted > 0:
@@ -267,11 +267,12 @@ class GroupChange:
                 0 < decision.admit < wanted
                 and self.rules.usable_nodes(stay + decision.admit) <= stay
             ):
-                decision = ScaleUpDecision(0, f"fewer than {unit} of them stay for long enough")
+                decision = ScaleUpDecision(0, "too few of them stay for long enough")
         elif most <= stay < self.rules.max_nodes:
             decision = ScaleUpDecision(0, waiting.growth.why)
         elif room > 0:
-            decision = ScaleUpDecision(0, f"the group grows by {unit} nodes at a time")
+            more = next((size for size in self.rules.sizes if size > stay), stay) - stay
+            decision = ScaleUpDecision(0, f"the group grows by {more} nodes at a time")
         else:
             decision = ScaleUpDecision(0, "the group has its max nodes")
         effects: list[Effect] = []
@@ -577,14 +578,13 @@ class GrowthLimit:
         model = None if rules.min_efficiency is None else StepTimeModel.fit(step_times)
         if rules.min_efficiency is not None and model is not None:
             least = rules.min_efficiency * (_CERTAINTY if self.holds else 1.0)
-            sizes = range(rules.min_nodes, rules.max_nodes + 1, rules.unit_nodes)
-            most = most_useful_nodes(model, least, sizes)
+            most = most_useful_nodes(model, least, rules.sizes)
             added = model.gain(min(most, rules.max_nodes - 1))
             why = (
                 f"beyond {most} nodes a further node adds {max(0.0, added):.0%} of a node's share, "
                 f"and launcher.min_efficiency is {rules.min_efficiency:.0%}"
             )
         if self.share is not None and self.share < most:
-            most = max(rules.min_nodes, self.share)
+            most = rules.usable_nodes(max(rules.min_nodes, self.share))
             why = f"beyond {most} nodes, the next nodes are worth more to other runs of the user"
         return most, why

@@ -12,6 +12,9 @@ Not hung    while a rank is busy with something long that is no step (a checkpoi
             A group that moves without a step for `MOVING_FACTOR` times the limit is hung. A process
             that is stopped by a signal, or that cannot be inspected, never counts as working.
 
+            Before the first step, an *assumed* limit proves nothing unless a rank waits in a
+            collective: the script may make no steps that can be counted.
+
 Blame       goes to ranks that are stopped or silent. Otherwise it goes to the ranks outside the
             place of the majority; if some of these are in a collective and others in none, to those
             in none. Without a majority, ranks in a collective wait for those in none. If all ranks
@@ -74,6 +77,21 @@ _RankOfAgent = tuple[Agent, RankState]
 
 
 @dataclass(frozen=True)
+class Stall:
+    """A report that workers make no step.
+
+    Attributes:
+        stalled_s: Seconds without a step.
+        limit_s: The limit that this exceeds.
+        assumed: Whether the limit is neither set nor measured (`agent.hang_watch`).
+    """
+
+    stalled_s: float
+    limit_s: float
+    assumed: bool = False
+
+
+@dataclass(frozen=True)
 class HangFinding:
     """The ranks that hold up the others."""
 
@@ -84,17 +102,20 @@ class HangFinding:
     """Whether no single rank is to blame."""
 
 
-def diagnose_hang(found: Sequence[_RankOfAgent], *, moving_is_work: bool) -> HangFinding | None:
+def diagnose_hang(found: Sequence[_RankOfAgent], stall: Stall) -> HangFinding | None:
     """Return the ranks to blame; None if the group is not hung.
 
     Args:
         found: Every rank of the group.
-        moving_is_work: Whether a rank whose stack moves rules a hang out.
+        stall: The report that led to this.
     """
+    if stall.assumed and not any(state.waits_in for _, state in found):
+        return None
     lost = tuple(f for f in found if f[1].state in _OUT_OF_REACH)
     if lost:
         return HangFinding(lost, _describe_places(f for f in found if f not in lost))
     states = {state.state for _, state in found}
+    moving_is_work = stall.stalled_s < MOVING_FACTOR * stall.limit_s
     if not found or states & {"busy", "done"} or (moving_is_work and "moves" in states):
         return None
     blamed = _outliers(found)
@@ -170,8 +191,7 @@ class HangDiagnosis:
     _round: int = 0
     _queried_at: float | None = None
     """None if no query is open."""
-    _stalled_s: float = 0.0
-    _moving_is_work: bool = True
+    _stall: Stall = field(default_factory=lambda: Stall(0.0, 0.0))
     _answers: dict[Agent, list[RankState]] = field(default_factory=dict)
 
     def received(self, rounds: Rounds, agent: Agent, message: Message, now: float) -> list[Effect]:
@@ -182,9 +202,10 @@ class HangDiagnosis:
         if message["type"] == "stalled":
             if self._queried_at is not None:
                 return []
-            self._stalled_s = float(message["stalled_s"])
-            self._moving_is_work = self._stalled_s < MOVING_FACTOR * float(message["limit_s"])
+            assumed = bool(message.get("assumed"))
+            self._stall = Stall(float(message["stalled_s"]), float(message["limit_s"]), assumed)
             self.number += 1
+            run.reach.suspect(now)
             self._queried_at, self._round, self._answers = now, run.entry.round, {}
             return [Send(run.ranks.members, {"type": "stacks", "number": self.number})]
         if self._queried_at is None or message["number"] != self.number:
@@ -203,13 +224,15 @@ class HangDiagnosis:
         are_all = all(agent in self._answers for agent in run.ranks.members)
         if not are_all and now - self._queried_at < ANSWER_S:
             return []
+        if not run.reach.is_settled(now):
+            return []  # nodes that do not reach each other explain it, and are no worker's failure
         self._queried_at = None
         found = self._ranks_of(run.ranks.members)
-        finding = diagnose_hang(found, moving_is_work=self._moving_is_work)
+        finding = diagnose_hang(found, self._stall)
         if finding is None:
             return []
-        failures = hang_failures(finding, self._stalled_s, self._round)
-        note, (first, _) = hang_note(finding, self._stalled_s), finding.blamed[0]
+        failures = hang_failures(finding, self._stall.stalled_s, self._round)
+        note, (first, _) = hang_note(finding, self._stall.stalled_s), finding.blamed[0]
         return [note, *rounds.worker_failed(failures, first, now)]
 
     def _ranks_of(self, members: Sequence[Agent]) -> list[_RankOfAgent]:

@@ -3,10 +3,10 @@
 Everything runs in one event loop; calls that may block (files, Slurm) run in threads. All effects
 pass through the leader's `term`; when that is over, the leader stops. Messages to an agent:
 ``welcome``, ``round``, ``stop``, ``checkpoint_request``, ``stacks``, ``notice``, ``end``,
-``requeue``, ``waiting``, ``ft`` and ``heartbeat``; from an agent: ``hello``, ``join``,
+``requeue``, ``waiting``, ``probe``, ``ft`` and ``heartbeat``; from an agent: ``hello``, ``join``,
 ``reattach``, ``failed``, ``finished``, ``checkpoint``, ``request_checkpoint``, ``step_vote``,
-``stalled``, ``stacks``, ``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``heartbeat``. An
-``ft`` message has one of the lighthouse in it (`hpc_elastic.ft.messages`).
+``stalled``, ``stacks``, ``notice``, ``noticed``, ``leave``, ``close``, ``probed``, ``ft`` and
+``heartbeat``. An ``ft`` message has one of the lighthouse in it (`hpc_elastic.ft.messages`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +45,9 @@ from hpc_elastic.rendezvous.effects import (
     place_message,
     places,
 )
+from hpc_elastic.rendezvous.follower_state import REMOVED
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, of_known
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -213,7 +214,7 @@ class Leader:
 
     def on_connect(self, connection: ServerConnection, hello: dict[str, Any]) -> None:
         """See `ConnectionOwner`."""
-        agent = Agent(**hello)
+        agent = of_known(Agent, hello)
         with self._fail_on_error():
             self._term.handle(self._state.connected, agent, time.monotonic())
         self._agents[agent] = connection
@@ -291,8 +292,8 @@ class Leader:
                 self._is_notice_confirmed.set()
             case Postpone(delay_s):
                 self._start_slurm_call(scheduler.postpone_pending, delay_s)
-            case Exclude(hosts, why):
-                self._start_slurm_call(scheduler.exclude, hosts, why)
+            case Exclude(hosts, why, until):
+                self._start_slurm_call(scheduler.exclude, hosts, why, until)
             case Readmit(tasks):
                 if self._readmitting is None or self._readmitting.done():
                     self._readmitting = self._start_slurm_call(scheduler.readmit, tasks)
@@ -318,8 +319,10 @@ class Leader:
 
     def _try_if_leading(self, work: Callable[[], None]) -> bool:
         """Return whether the leader is known; a thread waits for nothing else."""
+        last: LogEntry | None = None
         try:
-            _, last = self._context.log.last()
+            if not self._context.log.is_removed():
+                _, last = self._context.log.last()
         except OSError as e:
             _log.info("whether term %d is over cannot be read: %s", self._claim.term, e)
             return False
@@ -357,13 +360,18 @@ class Leader:
 
     async def _let_others_start(self, lost: Sequence[str], grows: bool) -> None:
         answers: list[int | None] = []
+        drained: dict[str, str] = {}
+        scheduler, hosts = self._context.scheduler, sorted({agent.host for agent in self._agents})
 
         def call() -> None:
-            answers.extend(self._context.scheduler.let_others_start(lost, grows=grows))
+            answers.extend(scheduler.let_others_start(lost, grows=grows))
+            if answers:  # Slurm was queried now
+                drained.update(scheduler.drained(hosts))
 
         await self._call_if_leading(call)
         for max_nodes in answers:
             self._term.handle(self._state.share_answered, max_nodes)
+        self._term.handle(self._state.drained, drained)
 
     async def _renew_lease(self) -> None:
         try:
@@ -391,11 +399,17 @@ class Leader:
             act()
 
     async def _watch_log(self) -> None:
-        """Step down once the log shows another leader."""
+        """Step down once the log shows another leader; end the run once the log was removed."""
+        log = self._context.log
         while True:
-            with contextlib.suppress(OSError):
-                index = await self._in_thread(self._context.log.last_index)
+            try:
+                index = await self._in_thread(log.last_index)
                 self._term.handle(self._state.log_advanced, index)
+            except OSError:
+                if await self._in_thread(log.is_removed):
+                    self._term.do([Send(None, REMOVED)])
+                    self._start_slurm_call(self._context.scheduler.cancel_pending)
+                    return
             await asyncio.sleep(self._context.timing.poll_interval_s)
 
     async def _watch_notices(self, folder: TermFolder) -> None:
@@ -504,6 +518,9 @@ class LeaderScheduler(Protocol):
             that was not weighed now.
         """
 
+    def drained(self, hosts: Collection[str]) -> Mapping[str, str]:
+        """Return those of some hosts that are drained, each with its state; none if unknown."""
+
     def fit_time_limits(self) -> None:
         """Let the waiting tasks of the run fit between other jobs, if a check is due."""
 
@@ -522,10 +539,13 @@ class LeaderScheduler(Protocol):
         """
 
     def readmit(self, tasks: Iterable[str]) -> None:
-        """Let these lost tasks start again on nodes where their processes have ended."""
+        """Let these lost tasks start again on nodes where their processes have ended.
 
-    def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Start none of the run's queued tasks on these hosts."""
+        Queued tasks may start again on hosts whose exclusion has ended.
+        """
+
+    def exclude(self, hosts: Iterable[str], why: str, until: float) -> None:
+        """Start none of the run's queued tasks on these hosts until this time (Unix seconds)."""
 
     def log_of(self, task: str, attempt: int) -> str | None:
         """Return the path of an attempt's log."""
@@ -558,3 +578,5 @@ class LeaderCandidate:
     context: LeaderContext
     is_running: Callable[[str], bool | None]
     """Returns whether a task is RUNNING in Slurm, None if unknown; blocking."""
+    group_addresses: tuple[str, ...] = ()
+    """Where the process groups of the workers listen, if not there."""

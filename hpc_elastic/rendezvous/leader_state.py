@@ -65,7 +65,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.failure_policy import Stragglers
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
+from hpc_elastic.rendezvous.log_entry import OLDER_ATTEMPT, Agent, LogEntry, RoundRules
 from hpc_elastic.rendezvous.replica_state import (
     QuorumBridge,
     ReplicaState,
@@ -74,8 +74,10 @@ from hpc_elastic.rendezvous.replica_state import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
-from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.job_state import TaskState, queue_name
 
+DRAIN_LEFT_S = 7 * 24 * 3600.0
+"""A drained node may be used to the end of its job; it is left at the next checkpoint."""
 OVERDUE = "has not found the new leader"
 _SWEEP_EVERY_S, _SWEEP_LONGEST_S = 5.0, 15.0
 """Interval of the queries of the other runs; it grows until one has a result."""
@@ -91,6 +93,7 @@ class LeaderState:
         at: The last entry of this term that is appended; the next decision is the one after it.
         fenced: Whether another agent leads.
         progress: The last report of each member's workers.
+        last_step: The step in the newest report; None before one.
     """
 
     round_rules: type[RoundState] = RoundState
@@ -119,7 +122,12 @@ class LeaderState:
         self.run = self.rounds.run
         self.at = claim
         self.fenced = False
+        self._attempts = claim.attempts
+        """Task -> its newest attempt: an older one has no part in the run."""
         self.progress: dict[Agent, Message] = {}
+        self.versions: dict[str, str] = {}
+        """Of Python and packages on the node of each task."""
+        self.last_step: int | None = None
         self.liveness = liveness
         self.stragglers = Stragglers()
         self._hangs = HangDiagnosis()
@@ -139,6 +147,8 @@ class LeaderState:
         self._sweep_due, self._sweep_pause_s = now, _SWEEP_EVERY_S
         self._fit_due = now
         self._leave_requests = LeaveRequests()
+        self._drained: dict[int, Agent] = {}
+        """Of each slot the agent that was sent a notice last, as its node is drained."""
 
     # ---- events -------------------------------------------------------------------------
 
@@ -150,7 +160,17 @@ class LeaderState:
         """An agent is authenticated on a new connection."""
         if self.fenced:
             return []
+        newest = self._attempts.setdefault(agent.task, agent.attempt)
+        if agent.attempt < newest:
+            return [Send((agent,), OLDER_ATTEMPT)]
         effects: list[Effect] = []
+        if agent.attempt > newest:
+            self._attempts[agent.task] = agent.attempt
+            for other in [a for a in self._tracker.last_heartbeat if a.task == agent.task]:
+                effects.append(Send((other,), OLDER_ATTEMPT))
+                effects += self.disconnected(
+                    other, "its task has started again", now, announced=True
+                )
         if agent in self._tracker.last_heartbeat:
             effects.append(Disconnect(agent))
             effects += self.disconnected(agent, "connected anew", now)
@@ -174,7 +194,8 @@ class LeaderState:
         match message["type"]:
             case "leave":
                 knows = self.notice_confirmed(agent.task)
-                return [*knows, *self.disconnected(agent, str(message["why"]), now)]
+                left = self.disconnected(agent, str(message["why"]), now, announced=True)
+                return [*knows, *left]
             case "noticed":
                 return self.notice_confirmed(agent.task)
             case "ft":
@@ -190,12 +211,14 @@ class LeaderState:
         effects = self._events(agent, message, now)
         return [*self._do(effects), *self._query_tasks(now)]
 
-    def disconnected(self, agent: Agent, why: str, now: float) -> list[Effect]:
-        """The connection to an agent has ended."""
+    def disconnected(
+        self, agent: Agent, why: str, now: float, *, announced: bool = False
+    ) -> list[Effect]:
+        """The connection to an agent has ended; ``announced``: it leaves by itself."""
         if not self._forget(agent, why):
             return []
         self.run.recovery.clear_possibly_alive(agent.task)
-        effects = self._do(self.rounds.agent_lost(agent, why, now))
+        effects = self._do(self.rounds.agent_lost(agent, why, now, announced=announced))
         return [*effects, *self._answer_replicas(now)]
 
     def notices_claimed(self, claimed: Mapping[str, float]) -> list[Effect]:
@@ -238,6 +261,31 @@ class LeaderState:
         """The size up to which the run grows beside its siblings; None: without limit."""
         self.run.growth.share = max_nodes
         return []
+
+    def drained(self, states: Mapping[str, str]) -> list[Effect]:
+        """Let agents leave, without a deadline, whose nodes are drained: they get no new jobs.
+
+        At least min nodes of the members stay: a drained node goes on with the job that it has.
+
+        Args:
+            states: The drained hosts, with Slurm's states of them.
+        """
+        effects: list[Effect] = []
+        members, rules = self.run.ranks.members, self.run.rules
+        num_left = sum(self._drained.get(agent.slot) != agent for agent in members)
+        for agent in sorted(self._tracker.last_heartbeat, key=lambda a: a.slot):
+            is_due = agent.host in states and self._drained.get(agent.slot) != agent
+            if not is_due or queue_name(agent.task) != agent.task:
+                continue
+            if agent in self.run.ranks:
+                if rules.usable_nodes(num_left - 1) < rules.min_nodes:
+                    continue
+                num_left -= 1
+            self._drained[agent.slot] = agent
+            fields = {"task": agent.task, "host": agent.host, "state": states[agent.host]}
+            effects.append(Note("node_drained", fields))
+            effects.append(Send((agent,), {"type": "notice", "left_s": DRAIN_LEFT_S}))
+        return [] if self.fenced else self._do(effects)
 
     def appended(self) -> list[Effect]:
         """The entry exists: carry out what stands behind it."""
@@ -299,10 +347,18 @@ class LeaderState:
     # ---- messages -----------------------------------------------------------------------
 
     def _events(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+        if message["type"] in ("join", "reattach"):
+            ports = [(str(address), int(port)) for address, port in message.get("probes", ())]
+            self.run.reach.add(agent, ports)
+            self.versions[agent.task] = str(message.get("versions", ""))
         match message["type"]:
+            case "probed":
+                self.run.reach.answered(agent, message)
+                return self.rounds.tick(now)
             case "join":
                 address, port = message.get("store", ("", 0))
-                request = JoinRequest(int(message["request"]), (str(address), int(port)))
+                waited_s, store = float(message.get("waited_s", 0.0)), (str(address), int(port))
+                request = JoinRequest(int(message["request"]), store, waited_s)
                 return self.rounds.join(agent, now, request)
             case "close":
                 return self.run.close()
@@ -314,6 +370,7 @@ class LeaderState:
 
     def _learn(self, agent: Agent, progress: Message, now: float) -> list[Effect]:
         self.progress[agent] = progress
+        self.last_step = progress.get("step", self.last_step)
         self.rounds.progressed(agent, progress, now)
         if "loads" not in progress or agent not in self.run.ranks:
             return []

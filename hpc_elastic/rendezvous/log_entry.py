@@ -28,14 +28,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.shared_files import Steps
 from hpc_elastic.transport.auth import is_signed, sign
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Endpoint:
     attempt: int
 
 
+OLDER_ATTEMPT = {"type": "end", "status": "superseded", "failure": "its task has started again"}
+"""The message to an agent of a task whose next attempt has joined."""
+
 NOBODY = Endpoint("", 0, "", 0)
 """No leader: the next agent that starts claims a term at once."""
 
@@ -93,6 +98,20 @@ class RunEnding:
 
 
 @dataclass(frozen=True)
+class LostNode:
+    """A loss of an agent at work that nothing has announced."""
+
+    host: str
+    why: str
+    """Slurm's state and reason once they are known."""
+    round: int
+    is_first: bool
+    """Whether it stands for the losses of its round that may be the script's fault."""
+    is_suspect: bool = False
+    """Whether its heartbeats stopped, and not those of many others."""
+
+
+@dataclass(frozen=True)
 class FailureCounters:
     """The failures of the run so far; see `failure_policy`."""
 
@@ -100,9 +119,11 @@ class FailureCounters:
     """The last step whose checkpoint was announced before this entry."""
     failures_without_progress: int = 0
     first_of_series: Failure | None = None
-    strikes: Mapping[str, int] = field(default_factory=dict)
-    excluded: tuple[str, ...] = ()
-    """Hosts on which no task of the run may start."""
+    losses: int = 0
+    reached: int | None = None
+    gone: Mapping[str, LostNode] = field(default_factory=dict)
+    strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    exclusions: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,6 +147,8 @@ class LogEntry:
     """How often the run has requeued all its nodes because they were fewer than min nodes."""
     started: float = 0.0
     """Unix time at which the run was first led."""
+    claimed: float = 0.0
+    """Unix time at which the leader has claimed its term, on its clock."""
     ending: RunEnding | None = None
     counters: FailureCounters = field(default_factory=FailureCounters)
     requeued: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +162,15 @@ class LogEntry:
     def is_vacant(self) -> bool:
         """Whether there is no leader: the run was resumed, and waits for its first agent."""
         return self.leader == NOBODY
+
+    @property
+    def attempts(self) -> dict[str, int]:
+        """Task -> the newest attempt of it that this entry names."""
+        newest = dict(self.lost)
+        named: tuple[Endpoint | Agent, ...] = (self.leader, *self.members)
+        for one in named:
+            newest[one.task] = max(one.attempt, newest.get(one.task, 0))
+        return newest
 
     def encode_signed(self, secret: bytes) -> str:
         """Return the text of the entry's file."""
@@ -167,7 +199,7 @@ def claim(
         possibly_alive: Whether the end of the leader before was not observed.
     """
     if before is None:
-        return LogEntry(index=index, term=index, leader=leader, started=now)
+        return LogEntry(index=index, term=index, leader=leader, started=now, claimed=now)
     gone, lost = before.leader, dict(before.lost)
     if not before.is_vacant:
         lost[gone.task] = max(gone.attempt, before.lost.get(gone.task, -1))
@@ -180,7 +212,7 @@ def claim(
         may_run |= {m.task: m.host for m in before.members if m.task == gone.task != leader.task}
     return replace(
         before, index=index, term=before.term + index - before.index, leader=leader,
-        lost=lost, possibly_alive=may_run, started=before.started or now,
+        lost=lost, possibly_alive=may_run, started=before.started or now, claimed=now,
     )  # fmt: skip
 
 
@@ -219,32 +251,49 @@ def resume_entry(index: int, before: LogEntry | None, generation: int) -> LogEnt
 
 
 def decode_signed(text: str, secret: bytes) -> LogEntry | None:
-    """Return the entry in a file's text; None if it is truncated, or not signed by this run."""
+    """Return the entry in a file's text; None if it is truncated, or not signed by this run.
+
+    Fields that a newer version has added are left out: a signed entry is never damage. A leader of
+    this version goes on without them, so a new field may only add to a decision.
+    """
     try:
         sealed = json.loads(text)
         body, mac = str(sealed["entry"]), str(sealed["mac"])
         if not is_signed(secret, f"entry|{body}", mac):
             return None
         raw = json.loads(body)
-        raw["leader"] = Endpoint(**raw["leader"])
-        raw["members"] = tuple(Agent(**m) for m in raw["members"])
+        raw["leader"] = of_known(Endpoint, raw["leader"])
+        raw["members"] = tuple(of_known(Agent, m) for m in raw["members"])
         raw["ending"] = _ending(raw["ending"]) if raw["ending"] else None
         raw["counters"] = _counters(raw["counters"])
         raw["step_times"] = {int(n): float(s) for n, s in raw.get("step_times", {}).items()}
-        return LogEntry(**raw)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return of_known(LogEntry, raw)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
+def of_known(kind: type[T], raw: Mapping[str, Any]) -> T:
+    """Return a dataclass of the fields that this version knows.
+
+    Raises:
+        TypeError: A field without a default is missing.
+    """
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: value for name, value in raw.items() if name in names})
+
+
 def _ending(raw: dict[str, Any]) -> RunEnding:
-    failure = Failure(**raw["failure"]) if raw["failure"] else None
-    secondary_failures = tuple(Failure(**f) for f in raw["secondary_failures"])
+    failure = of_known(Failure, raw["failure"]) if raw["failure"] else None
+    secondary_failures = tuple(of_known(Failure, f) for f in raw["secondary_failures"])
     return RunEnding(raw["status"], failure, secondary_failures, raw.get("results"))
 
 
 def _counters(raw: dict[str, Any]) -> FailureCounters:
-    first = Failure(**raw["first_of_series"]) if raw["first_of_series"] else None
-    return FailureCounters(**{**raw, "first_of_series": first, "excluded": tuple(raw["excluded"])})
+    first = of_known(Failure, raw["first_of_series"]) if raw["first_of_series"] else None
+    strikes = {host: tuple(times) for host, times in raw["strikes"].items()}
+    gone = {task: of_known(LostNode, lost) for task, lost in raw.get("gone", {}).items()}
+    changed = {"first_of_series": first, "strikes": strikes, "gone": gone}
+    return of_known(FailureCounters, {**raw, **changed})
 
 
 # ---- Reading and creating entries on a file system with caches (pure)
@@ -354,10 +403,12 @@ class Failure:
     """One failed worker, as result.json shows it.
 
     ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's
-    function has been entered, then ``run``; ``start`` if a task ended before it had any worker;
-    ``hang`` if the worker was ended because it made no step (`hang_diagnosis`). ``exit_code`` is
-    None if a signal ended the worker, and ``signal`` its name. ``remedy`` is what to do, if that is
-    known; ``round`` is the number of the worker's round.
+    function has been entered, and for what is certain to fail again before the first step;
+    ``final`` for a training that is refused before its first step, and for what a setting makes the
+    end of the run; else ``run``; ``start`` if a task ended before it had any worker; ``hang`` if
+    the worker was ended because it made no step (`hang_diagnosis`). ``exit_code`` is None if a
+    signal ended the worker, and ``signal`` its name. ``remedy`` is what to do, if that is known;
+    ``round`` is the number of the worker's round.
     """
 
     task: str
@@ -445,8 +496,18 @@ class RoundRules:
     """The run grows while a further node adds this part of a node's share; None: up to its max."""
     unit_nodes: int = 1
     """Nodes that only work together: a round has a multiple of it."""
+    node_counts: tuple[int, ...] = ()
+    """The numbers of nodes that a round may have, min and max among them; empty: each multiple of
+    ``unit_nodes`` from min to max."""
 
     def usable_nodes(self, num_nodes: int) -> int:
         """Return how many of these nodes can have a place in one round."""
         most = min(num_nodes, self.max_nodes)
+        if self.node_counts:
+            return max((count for count in self.node_counts if count <= most), default=0)
         return most - most % self.unit_nodes
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The numbers of nodes that a round may have."""
+        return self.node_counts or range(self.min_nodes, self.max_nodes + 1, self.unit_nodes)

@@ -116,9 +116,9 @@ class ReplicaState:
         """First agents of units placed (None) or dissolved (why), for the `QuorumBridge`."""
         self._failures: dict[Agent, list[Failure]] = {}
         """Failures of the workers of members since they were placed."""
-        self._judged: dict[Agent, int] = {}
-        """Agents whose failures have been judged, and the entry that had placed each: an agent may
-        report them again on another connection, after it was taken for lost."""
+        self._judged: dict[int, tuple[Agent, int]] = {}
+        """Of each slot the agent whose failures were judged last, and the entry that had placed it:
+        it may report them again on another connection, after it was taken for lost."""
         self._returned: set[Agent] = set()
         """Members whose workers have returned."""
         self._results: str | None = None
@@ -188,10 +188,12 @@ class ReplicaState:
     ) -> list[Effect]:
         """Take in an agent that is ready for a place."""
         run = self.run
+        effects, ending = run.judge_loss(agent)
+        if ending is not None:
+            return [*effects, *self._save_first(partial(run.end_run, ending), now)]
         refused = run.refuse(agent)
         if refused is not None:
-            return refused
-        effects: list[Effect] = []
+            return [*effects, *refused]
         older = run.ranks.attempt_of(agent.task)
         if older is not None and older != agent and run.is_member(older):
             effects += self._dissolve_unit(older, "another attempt of its task has joined", now)
@@ -208,6 +210,7 @@ class ReplicaState:
             why = "the run has been formed anew" if is_over else "its replica has lost a node"
             return stop((agent,), why, "agent_restarted", run.entry.round)
         run.participants.pending_rejoin.discard(agent)
+        run.policy.gone.pop(agent.task, None)
         effects: list[Effect] = []
         if agent not in run.ranks:
             if not self._has_room:
@@ -241,6 +244,7 @@ class ReplicaState:
         """Workers of a member failed; its other workers have been stopped."""
         if agent in self.run.done or not self.run.is_member(agent):
             return []
+        self.run.reach.suspect(now)
         self.taking_part.difference_update(self._unit_of(agent))
         self._unheard.difference_update(self._unit_of(agent))
         self._failures.setdefault(agent, list(failures))
@@ -267,12 +271,14 @@ class ReplicaState:
         """A member has a preemption notice; its agent arranges its leave with the lighthouse."""
         return [preemption_note(agent, reason, left_s)] if agent in self.run.ranks else []
 
-    def agent_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
+    def agent_lost(
+        self, agent: Agent, why: str, now: float, *, announced: bool = False
+    ) -> list[Effect]:
         """An agent was lost (its connection broke, or it timed out), or has left by itself."""
         run = self.run
         if run.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
             return []
-        effects = run.lose(agent, why)
+        effects = run.lose(agent, why, announced=announced)
         run.participants.pending_rejoin.discard(agent)
         if run.is_member(agent):
             effects += self._dissolve_unit(agent, why, now)
@@ -308,6 +314,7 @@ class ReplicaState:
 
     def tick(self, now: float) -> list[Effect]:
         """Apply the rules that depend on time; all members that timed out together are known."""
+        self.run.pass_time(now)
         judges = self.run.phase is RoundPhase.RUNNING and self.run.policy.is_due
         judged = self._judge_alone(self.run.entry.round, now) if judges else []
         return [*judged, *self._advance(now)]
@@ -336,7 +343,7 @@ class ReplicaState:
             return self._stop_if_saved(now)
         if run.done:
             return self._finish(now)
-        effects = self._judge_units(now) if self._failures else []
+        effects = [*self._leave_out(now), *(self._judge_units(now) if self._failures else [])]
         if run.phase is not RoundPhase.RUNNING or self.save_by is not None:
             return effects
         if run.participants.joined and now >= run.not_before:
@@ -345,6 +352,17 @@ class ReplicaState:
             effects += run.requeue_late(now)
         if run.is_short_for_too_long(now):
             effects += self._save_first(run.disband, now)
+        return effects
+
+    def _leave_out(self, now: float) -> list[Effect]:
+        """Release units with a member that is known not to reach others."""
+        run = self.run
+        effects = run.probe(now)
+        for agent in run.left_out:
+            if run.is_member(agent):
+                why = "it does not reach all other members"
+                effects += self._dissolve_unit(agent, why, now)
+                effects += stop((agent,), why, "cut_off", run.entry.round)
         return effects
 
     def _close_first_round(self, now: float) -> list[Effect]:
@@ -364,7 +382,7 @@ class ReplicaState:
         if size > 1 and run.participants.pending_rejoin:
             return []
         again = [unit for unit in units_of(members, size) if all(a in joined for a in unit)]
-        new = [a for a in joined if a not in run.ranks]
+        new = [a for a in run.admissible if a not in run.ranks]
         num_new = run.rules.usable_nodes(len(members) + len(new)) - len(members)
         units = nearest_units(new, size)[: num_new // size]
         replicas = self._numbered((*again, *units))
@@ -467,6 +485,7 @@ class ReplicaState:
             run.short_since = None
         elif run.short_since is None:
             run.short_since = now
+            run.reach.has_changed = True  # members have no precedence over those that wait
 
     # ---- the end ------------------------------------------------------------------------
 
@@ -528,9 +547,9 @@ class ReplicaState:
         """Return the failures of a unit that have not been judged; they are from now on."""
         failures: list[Failure] = []
         for agent in unit:
-            placed_by = self._place_of(agent).index
-            if agent in self._failures and self._judged.get(agent) != placed_by:
-                self._judged[agent] = placed_by
+            judged = agent, self._place_of(agent).index
+            if agent in self._failures and self._judged.get(agent.slot) != judged:
+                self._judged[agent.slot] = judged
                 failures += self._failures[agent]
         return failures
 
@@ -538,8 +557,7 @@ class ReplicaState:
         """Judge what has failed since the last time."""
         run = self.run
         run.policy.not_counted = not_counted or bool(run.done)
-        hosts = {a.host for a in (*run.ranks.members, *run.participants.joined)}
-        effects, ending = run.policy.judge(round_, hosts)
+        effects, ending = run.policy.judge(round_, run.hosts)
         run.policy.new_round()
         if ending is not None:
             effects += self._save_first(partial(run.end_run, ending), now)
@@ -615,6 +633,8 @@ class QuorumBridge:
         if not replicas.is_first(agent):  # of a replica that has lost a node
             return
         self._update_units()
+        if isinstance(message, QuorumRequest) and message.commit_failures:
+            replicas.run.reach.suspect(now)
         match message:
             case ReplicaStatus():
                 replicas.reported(agent, message)

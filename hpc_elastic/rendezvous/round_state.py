@@ -82,6 +82,7 @@ from hpc_elastic.rendezvous.group_change import (
     ProgressEstimator,
 )
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
+from hpc_elastic.rendezvous.reachability import Reachability, left_out_note
 from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackoff, last_here
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.step_agreement import StepVote
@@ -111,7 +112,7 @@ class Participants:
     joined: dict[Agent, float] = field(default_factory=dict)
     """Agents that wait for a round, in the order in which they joined."""
     requests: dict[Agent, JoinRequest] = field(default_factory=dict)
-    """Each agent's last request for a place."""
+    """The last request for a place of the last agent of each task."""
     pending_rejoin: set[Agent] = field(default_factory=set)
     """Members of the broken round that have not joined again and are not lost."""
     lost: dict[str, int] = field(default_factory=dict)
@@ -121,6 +122,7 @@ class Participants:
     expected_tasks: set[str] = field(default_factory=set)
     """Tasks that Slurm calls RUNNING, that have not joined and were not lost."""
     _last_join: dict[Agent, float] = field(default_factory=dict)
+    """Of the last agent of each task."""
     _by_task: dict[str, Agent] = field(default_factory=dict)
 
     # ---- agents -------------------------------------------------------------------------
@@ -129,8 +131,9 @@ class Participants:
         """Add an agent that has joined: a member, perhaps, or another attempt of its task."""
         for other in (self._by_task.get(agent.task), ranks.attempt_of(agent.task)):
             if other is not None and other != agent:
-                self.joined.pop(other, None)
                 self.pending_rejoin.discard(other)
+                for by_agent in (self.joined, self.requests, self._last_join):
+                    by_agent.pop(other, None)
         self._by_task[agent.task] = agent
         self.joined.pop(agent, None)  # to come last in order
         self.joined[agent] = self._last_join[agent] = now
@@ -289,6 +292,8 @@ class RunState:
         rules: What the run was submitted with.
         entry: The entry of the last decision, which may not be appended yet.
         ranks: Of the last round.
+        reach: Which agents reach each other.
+        left_out: Agents that get no place, since they do not reach all others (`reachability`).
         done: Members whose workers have all returned.
         forming_since: When the round was broken that is formed anew.
         not_before: No round may close before this time (`leader_state`).
@@ -304,13 +309,20 @@ class RunState:
         self.participants.expect(entry.members)
         self.policy = FailurePolicy.resume(entry, rules)
         self.backoff = RequeueBackoff(rules, rng, entry.times_requeued, dict(entry.requeued))
-        self.recovery = LostTaskRecovery(dict(entry.possibly_alive), rules.max_requeues)
+        self.recovery = LostTaskRecovery(
+            dict(entry.possibly_alive), rules.max_requeues, has_trained=entry.round > 0
+        )
         self.estimator = ProgressEstimator(entry.step_times)
         self.growth = GrowthLimit(rules)
+        self.reach = Reachability()
+        self.left_out: tuple[Agent, ...] = ()
         self.done: set[Agent] = set()
         self.not_before = 0.0
         self.short_since: float | None = None
+        self._booting_at = 0.0
+        """When nodes enough for min nodes were last booting; Slurm ends that by ResumeTimeout."""
         self.forming_since = now
+        self._unix_offset = entry.claimed - now
 
     # ---- decisions ----------------------------------------------------------------------
 
@@ -365,21 +377,38 @@ class RunState:
         if self.phase is RoundPhase.DISBANDED:
             return self.backoff.requeue((agent,), self.backoff.last_delay_s)
         if agent.host in self.policy.excluded:
-            excluded = Exclude(self.policy.excluded, "excluded before")
+            until = self.policy.exclusions[agent.host]
+            excluded = Exclude((agent.host,), "excluded before", until)
             return [excluded, *self.backoff.requeue_faulty((agent,))]
         return None
 
     def add(self, agent: Agent, now: float, request: JoinRequest) -> list[Effect]:
         """Add an agent that requests a place."""
+        went_on = agent in self.participants.pending_rejoin and not self.participants.is_lost(agent)
         self.participants.add(agent, self.ranks, now)
         self.participants.requests[agent] = request
-        self.recovery.on_join(agent.task)
+        self.recovery.on_join(agent)
         self.backoff.requeued.pop(agent.task, None)
+        if went_on:  # the event of the round is that of all its members
+            return []
         return [Note("joined", {"task": agent.task, "host": agent.host})]
 
-    def lose(self, agent: Agent, why: str) -> list[Effect]:
+    def judge_loss(self, agent: Agent) -> tuple[list[Effect], RunEnding | None]:
+        """Judge the last loss of the task of an agent that requests a place."""
+        if self.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
+            return [], None
+        last = self.participants.lost.get(agent.task, agent.attempt)
+        effects, ending = self.policy.judge_loss(agent, last, self.hosts)
+        return effects, ending
+
+    def lose(self, agent: Agent, why: str, *, announced: bool = False) -> list[Effect]:
         """Note that an agent was lost, or has left on its own."""
+        is_requeued = self.backoff.requeued.get(agent.task, -1) >= agent.attempt
+        if not (announced or is_requeued) and self.is_at_work(agent):
+            members = len(self.ranks.members)
+            self.policy.record_loss(agent, why, self.entry.round, members)
         self.participants.mark_lost(agent)
+        self.reach.remove(agent)
         return [Note("node_lost", {"task": agent.task, "host": agent.host, "why": why})]
 
     def note_silence(self, agent: Agent) -> None:
@@ -400,6 +429,8 @@ class RunState:
 
     def progressed(self, agent: Agent, progress: Message, now: float) -> None:
         """Take in the progress in a member's heartbeat."""
+        if agent in self.ranks and progress.get("step") is not None:
+            self.policy.record_step(int(progress["step"]))
         if self.ranks.members and agent == self.ranks.members[0]:
             self.estimator.record_step(progress.get("step"), progress.get("total"), now)
 
@@ -407,6 +438,10 @@ class RunState:
         """Move all deadlines by the time that the leader was not running."""
         self.forming_since = min(now, self.forming_since + for_s)
         self.participants.add_grace(for_s, now)
+
+    def pass_time(self, now: float) -> None:
+        """Let strikes fade and exclusions end."""
+        self.policy.advance(now + self._unix_offset)
 
     # ---- Slurm --------------------------------------------------------------------------
 
@@ -419,7 +454,12 @@ class RunState:
             The effects, and the agents whose tasks have ended: the caller marks them lost.
         """
         self.participants.update_task_states(states)
+        if self._is_booting:
+            self._booting_at = now
         known, recovery = states or {}, self.recovery
+        for task, attempt in self.participants.lost.items():
+            if task in known and task_recovery.is_lost(known[task], attempt):
+                self.policy.explain_loss(known[task])
         effects = self._judge_starts(known)
         is_full = self.phase is RoundPhase.RUNNING and self.growth.holds
         lost = {} if is_full else self.participants.lost
@@ -448,7 +488,8 @@ class RunState:
 
     def waits_in_vain(self, why: str | None, now: float) -> bool:
         """Take in why the run cannot get min nodes at present; return whether to wait no longer."""
-        return self.backoff.is_pointless(why if self.is_short else None, now)
+        counts = self.is_short and not self._is_booting
+        return self.backoff.is_pointless(why if counts else None, now)
 
     def _judge_starts(self, states: Mapping[str, TaskState]) -> list[Effect]:
         """Judge the attempts that ended before they joined, according to Slurm."""
@@ -456,7 +497,7 @@ class RunState:
         here = {a.task: a.attempt for a in agents if not self.participants.is_lost(a)}
         starts = self.recovery.failed_starts(states, self._last_here, here)
         num_hosts = len({a.host for a in agents} - set(self.policy.excluded))
-        return [effect for s in starts for effect in self.policy.start_failed(s, num_hosts)]
+        return [e for s in starts for e in self.policy.start_failed(s, num_hosts)]
 
     @property
     def _last_here(self) -> dict[str, int]:
@@ -483,6 +524,7 @@ class RunState:
         """The round is over: its members are to join again."""
         self.phase, self.forming_since, self.short_since = RoundPhase.FORMING, now, None
         self.participants.expect(self.ranks.members)
+        self.reach.has_changed = True  # members have no precedence any more
         self.done.clear()
 
     def form(self, now: float) -> tuple[list[Effect], bool]:
@@ -492,7 +534,13 @@ class RunState:
         effects = self._give_up_on_pending(now)
         if self.participants.pending_rejoin:
             return effects, False
+        if self.policy.is_due or self.left_out or self._may_close(now):
+            effects += self.probe(now)
+            if not self.reach.pending.isdisjoint(self.participants.joined):
+                return effects, False
         if self.policy.is_due:
+            if any(agent in self.ranks for agent in self.left_out):
+                self.policy.not_counted = True
             effects += self._judge_round()
         if self.phase is RoundPhase.FORMING and self._may_close(now):
             return effects, True
@@ -500,7 +548,7 @@ class RunState:
 
     def close_round(self, now: float) -> None:
         """Assign ranks to the agents that have joined."""
-        candidates = list(self.participants.joined)
+        candidates = list(self.usable)
         if self.growth.max_nodes < self.rules.max_nodes:
             candidates.sort(key=lambda agent: agent not in self.ranks)
             num_former = sum(agent in self.ranks for agent in candidates)
@@ -511,8 +559,52 @@ class RunState:
         self.short_since = None
         self.backoff.times_requeued = 0
         self.policy.new_round()
+        self.recovery.has_trained = True
         self.recovery.update_awaited(self.participants.lost)
         self.estimator.on_close(now, len(self.ranks.members))
+
+    # ---- agents that do not reach each other ------------------------------------------------
+
+    @property
+    def usable(self) -> Mapping[Agent, float]:
+        """The agents that wait, except those that are left out; see `Participants.joined`."""
+        joined = self.participants.joined
+        if not self.left_out:
+            return joined
+        return {agent: since for agent, since in joined.items() if agent not in self.left_out}
+
+    @property
+    def admissible(self) -> Mapping[Agent, float]:
+        """The usable agents that are known to reach the members of the round that runs."""
+        pending = self.reach.pending
+        if not pending:
+            return self.usable
+        return {agent: since for agent, since in self.usable.items() if agent not in pending}
+
+    def probe(self, now: float) -> list[Effect]:
+        """Have agents probe their connections; once all are known, decide which are left out."""
+        if self.reach.is_settled(now):
+            return []
+        running = self.phase is RoundPhase.RUNNING
+        members = self.ranks.members if running else ()
+        group = tuple(dict.fromkeys((*members, *self.participants.joined)))
+        effects = self.reach.probe(group, now)
+        if not self.reach.pending.isdisjoint(group):
+            return effects
+        graph = self.reach.cuts(group)
+        stay = members if self.short_since is None else ()  # others may make a group of min nodes
+        away = self.reach.left_out(stay, self._rather_left_out)
+        apart = [a for a in group if a not in stay and not graph.get(a, set()).isdisjoint(stay)]
+        others = [a for a in group if a not in stay and a not in apart]
+        left = (*away, *apart, *self.reach.left_out(others, self._rather_left_out))
+        if set(left) != set(self.left_out):
+            effects.append(left_out_note(left, graph))
+        self.left_out = left
+        return effects
+
+    def _rather_left_out(self, agent: Agent) -> tuple[object, ...]:
+        leads = agent.task == self.entry.leader.task
+        return agent not in self.left_out, leads, agent in self.ranks, -agent.slot, agent.task
 
     def _give_up_on_pending(self, now: float) -> list[Effect]:
         if not self.participants.pending_rejoin or not self._timed_out(now):
@@ -523,9 +615,13 @@ class RunState:
         why = "did not join again in time"
         return [Note("node_lost", {"task": a.task, "host": a.host, "why": why}) for a in late]
 
+    @property
+    def hosts(self) -> set[str]:
+        """Those of members and of nodes that wait."""
+        return {a.host for a in (*self.ranks.members, *self.participants.joined)}
+
     def _judge_round(self) -> list[Effect]:
-        hosts = {a.host for a in (*self.ranks.members, *self.participants.joined)}
-        effects, ending = self.policy.judge(self.entry.round, hosts)
+        effects, ending = self.policy.judge(self.entry.round, self.hosts)
         if ending is not None:
             return [*effects, *self.end_run(ending)]
         faulty = tuple(a for a in self.participants.joined if a.host in self.policy.excluded)
@@ -535,7 +631,7 @@ class RunState:
 
     def _may_close(self, now: float) -> bool:
         participants, rules = self.participants, self.rules
-        if len(participants.joined) < rules.min_nodes or now < self.not_before:
+        if len(self.usable) < rules.min_nodes or now < self.not_before:
             return False
         if len(participants.joined) >= rules.max_nodes or self._timed_out(now):
             return True
@@ -546,20 +642,28 @@ class RunState:
     def _timed_out(self, now: float) -> bool:
         return now - self._waiting_since(now) >= self.rules.straggler_timeout_s
 
+    def _waits_since(self, agent: Agent) -> float:
+        request = self.participants.requests.get(agent, JoinRequest(0))
+        return self.participants.joined[agent] - request.waited_s
+
     def _waiting_since(self, now: float) -> float:
         return max(self.forming_since, next(iter(self.participants.joined.values()), now))
 
     # ---- nodes that wait, and are requeued -------------------------------------------------
 
-    def requeue_late(self, now: float) -> list[Effect]:
-        """Requeue nodes that have waited for too long; at once if the run grows no further."""
+    def requeue_late(self, now: float, *, admits: bool = False) -> list[Effect]:
+        """Requeue nodes that have waited for too long; at once if the run grows no further.
+
+        Nodes that the group admits (``admits``) wait for a checkpoint, but until their agents would
+        give up.
+        """
         joined = list(self.participants.joined.items())
         spares = len(joined) % self.rules.unit_nodes  # the first place of a lost node is theirs
-        unused = dict(joined[spares:])
-        if self.growth.holds and self.rules.below_min_timeout_s is not None:
+        unused = {agent: self._waits_since(agent) for agent, _ in joined[spares:]}
+        if self.growth.holds and not admits and self.rules.below_min_timeout_s is not None:
             late = tuple(agent for agent in unused if self.backoff.may_requeue([agent]))
         else:
-            late = self.backoff.late_agents(unused, now)
+            late = self.backoff.late_agents(unused, now, admits=admits)
         self.participants.remove(late)
         delay_s = HELD_S if self.growth.holds else None
         return self.backoff.requeue(late, delay_s) if late else []
@@ -584,13 +688,24 @@ class RunState:
             nodes = (*self.ranks.members, *joined)
             return self.short_since is not None and self.backoff.may_requeue(nodes)
         waits = self.phase is RoundPhase.FORMING and not self.participants.pending_rejoin
-        too_few = 0 < len(joined) < self.rules.min_nodes
+        too_few = len(joined) > 0 and len(self.usable) < self.rules.min_nodes
         return waits and too_few and self.backoff.may_requeue(joined)
 
     def is_short_for_too_long(self, now: float) -> bool:
         """Whether the nodes have been fewer than min nodes for too long."""
         since = self._waiting_since(now) if self.short_since is None else self.short_since
-        return self.is_short and self.backoff.is_over(now - since)
+        since = max(since, self._booting_at)
+        oldest = min(map(self._waits_since, self.participants.joined), default=now)
+        is_over = self.backoff.is_over
+        return self.is_short and (is_over(now - since) or is_over(now - oldest, longest=True))
+
+    @property
+    def _is_booting(self) -> bool:
+        """Whether min nodes will be here once the nodes are up that Slurm boots for the run."""
+        states = (self.participants.task_states or {}).values()
+        num_booting = sum(state.is_booting for state in states)
+        members = self.ranks.members if self.phase is RoundPhase.RUNNING else ()
+        return 0 < self.rules.min_nodes - len(members) - len(self.usable) <= num_booting
 
     def disband(self, why: str = "") -> list[Effect]:
         """Decide to requeue all nodes."""
@@ -604,7 +719,7 @@ class RunState:
         return [self.decide(times_requeued=self.backoff.times_requeued, **changes), *effects]
 
 
-StopCause = Literal["regroup", "node_lost", "failed", "agent_restarted", "at_max_nodes"]
+StopCause = Literal["regroup", "node_lost", "failed", "agent_restarted", "at_max_nodes", "cut_off"]
 """Why a round was stopped, for the event log."""
 
 
@@ -675,10 +790,12 @@ class RoundState:
         request: JoinRequest = JoinRequest(1),  # noqa: B008 - immutable
     ) -> list[Effect]:
         """Take in an agent that is ready for the next round."""
+        effects, ending = self.run.judge_loss(agent)
+        if ending is not None:
+            return [*effects, *self.run.end_run(ending)]
         refused = self.run.refuse(agent)
         if refused is not None:
-            return refused
-        effects: list[Effect] = []
+            return [*effects, *refused]
         if self.run.is_member(agent):
             effects += self._break(now, f"{agent.host} joins anew", "agent_restarted")
         return [*effects, *self.run.add(agent, now, request), *self.tick(now)]
@@ -729,12 +846,15 @@ class RoundState:
             return []
         return [*self.change.voted(agent, vote, now), *self.tick(now)]
 
-    def agent_lost(self, agent: Agent, why: str, now: float) -> list[Effect]:
+    def agent_lost(
+        self, agent: Agent, why: str, now: float, *, announced: bool = False
+    ) -> list[Effect]:
         """An agent was lost (its connection broke, or it timed out), or has left by itself."""
         run = self.run
         if run.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
             return []
-        effects = run.lose(agent, why)
+        announced = announced or agent in self.change.preempted
+        effects = run.lose(agent, why, announced=announced)
         if run.is_at_work(agent):
             effects += self._break(now, f"{agent.host} is gone: {why}", "node_lost")
             run.policy.not_counted = True
@@ -766,9 +886,10 @@ class RoundState:
 
     def tick(self, now: float) -> list[Effect]:
         """Apply the rules that depend on time."""
+        self.run.pass_time(now)
         growth = self.run.weigh_growth(now)
         if self.run.phase is RoundPhase.RUNNING:
-            return [*growth, *self._consider_change(now)]
+            return [*growth, *self._leave_out(now), *self._consider_change(now)]
         effects, closes = self.run.form(now)
         return [*growth, *effects, *(self._close_round(now) if closes else [])]
 
@@ -782,18 +903,31 @@ class RoundState:
         self._index = self.run.entry.index
         return effects
 
+    def _leave_out(self, now: float) -> list[Effect]:
+        """Break the round if members are known not to reach each other."""
+        run = self.run
+        effects = run.probe(now)
+        away = [agent for agent in run.left_out if agent in run.ranks]
+        if not away:
+            return effects
+        others = sorted(run.reach.cuts(run.ranks.members)[away[0]], key=lambda a: a.slot)
+        why = f"{away[0].host} and {others[0].host} do not reach each other"
+        return [*effects, *self._break(now, why, "cut_off")]
+
     def _consider_change(self, now: float) -> list[Effect]:
         run = self.run
-        joined = run.participants.joined
-        if not joined and self.change.is_quiet:
+        if run.phase is not RoundPhase.RUNNING:
             return []
+        joined = run.admissible
+        if not joined and self.change.is_quiet:
+            return [] if not run.participants.joined else run.requeue_late(now)
         states = run.participants.task_states or {}
         waiting = JoinCandidates(joined, states, run.estimator.outlook, run.growth)
         finishing = bool(run.done)
         effects, admits, why, step = self.change.consider(waiting, now, finishing=finishing)
         if why is not None:
             return [*effects, *self._break(now, why, "regroup", step)]
-        return effects if admits else [*effects, *run.requeue_late(now)]
+        return [*effects, *run.requeue_late(now, admits=admits)]
 
     def _break(
         self, now: float, reason: str, cause: StopCause, step: int | None = None
@@ -805,6 +939,8 @@ class RoundState:
         stopped = tuple(a for a in run.ranks.members if not lost(a))
         released = self._release()
         run.policy.not_counted = cause != "failed" or bool(released)
+        if cause in ("failed", "node_lost"):
+            run.reach.suspect(now)
         run.begin_forming(now)
         run.estimator.on_break(now, departs=cause != "regroup" or bool(self.change.preempted))
         self.change.end_round()

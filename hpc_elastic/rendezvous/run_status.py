@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +31,9 @@ def status_of(leadership: LeaderState) -> Message:
     ending = run.entry.ending
     reports = [leadership.progress[m] for m in members if m in leadership.progress]
 
+    known = leadership.last_step if leadership.last_step is not None else run.policy.progress
+    last_step = known if ending is not None else None
+
     def reported(name: str) -> list[Any]:
         return [r[name] for r in reports if r.get(name) is not None]
 
@@ -44,7 +47,7 @@ def status_of(leadership: LeaderState) -> Message:
         ],
         "joined": len(run.participants.joined), "restarts": run.policy.restarts,
         "max_restarts": run.rules.max_restarts, "checkpoint": run.policy.progress,
-        "step": max(reported("step"), default=None), "total_steps": run.estimator.total,
+        "step": max(reported("step"), default=last_step), "total_steps": run.estimator.total,
         "loss": next(iter(reported("loss")), None),
         "metrics": next(iter(reported("metrics")), {}),
         "gpu_use": round(fmean(reported("gpu_use")), 3) if reported("gpu_use") else None,
@@ -53,7 +56,48 @@ def status_of(leadership: LeaderState) -> Message:
         "blocked_s": max(reported("blocked_s"), default=0.0),
         "step_times": run.estimator.step_times,
         "stragglers": leadership.stragglers.current if members else [],
+        "warnings": [
+            *_version_warnings({m.host: leadership.versions.get(m.task, "") for m in members}),
+            *_apart_warnings([rank for ranks in reported("apart") for rank in ranks]),
+            *(f"the loss is {loss} at step {step} (rank {rank})"
+              for rank, step, loss in sorted(reported("bad_loss"))[:1]),
+        ],
     }  # fmt: skip
+
+
+def _version_warnings(by_host: Mapping[str, str]) -> Iterator[str]:
+    """Yield that nodes have different versions; ``by_host``: those of each, empty if unknown."""
+    found: dict[str, list[str]] = {}
+    for host, versions in by_host.items():
+        if versions:
+            found.setdefault(versions, []).append(host)
+    if len(found) > 1:
+        each = (f"{versions} on {_named(hosts)}" for versions, hosts in found.items())
+        yield f"nodes have different versions: {'; '.join(each)}: use one environment on all nodes"
+
+
+def _named(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _MAX_NAMED} more" if len(items) > _MAX_NAMED else ""
+    return ", ".join(map(str, items[:_MAX_NAMED])) + more
+
+
+def _apart_warnings(apart: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Yield what is wrong with workers that do not train together.
+
+    Args:
+        apart: Rank and size of the process group of each, 0: it has none.
+    """
+    if not apart:
+        return
+    ranks = sorted(rank for rank, _ in apart)
+    named = f"{'rank' if len(ranks) == 1 else 'ranks'} {_named(ranks)}"
+    sizes = sorted({size for _, size in apart})
+    groups = " or ".join(f"a process group of {size}" if size else "no process group"
+                         for size in sizes)  # fmt: skip
+    yield (
+        f"the workers do not train together: {named} with {groups} at an optimizer step; is "
+        "torch.distributed.init_process_group() missing?"
+    )
 
 
 # ---- The lines of progress.jsonl, and the throughput of the group
@@ -138,6 +182,9 @@ def waiting_for(run: RunState, log_of: Callable[[str, int], str | None]) -> str:
     least = run.rules.min_nodes
     have = "has" if least == 1 else "have"
     here = f"{len(run.participants.joined)} of at least {counted(least, 'node')} {have} joined"
+    if run.left_out:
+        apart = ", ".join(agent.host for agent in run.left_out[:_MAX_NAMED])
+        here += f"; left out, since not all of these nodes reach each other: {apart}"
     missing = run.participants.missing(least)
     if not missing:
         return f"{here}; no other task of the run is known to run or to be queued"

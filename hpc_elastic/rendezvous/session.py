@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import platform
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +34,7 @@ from hpc_elastic.rendezvous.effects import (
     Effect,
     Lead,
     Message,
+    ProbePeers,
     PublishResult,
     QuerySlurm,
     ReadLog,
@@ -40,9 +43,16 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate
-from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim, of_known
+from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.replica_state import replica_name
-from hpc_elastic.transport.connection import ClientConnection, Listener, connect
+from hpc_elastic.transport.connection import (
+    ClientConnection,
+    Listener,
+    ProbePorts,
+    connect,
+    reaches,
+)
 from hpc_elastic.worker.shared_page import CheckpointRequest
 
 _log = logging.getLogger(__name__)
@@ -89,6 +99,9 @@ class Session:
             me, context.liveness, time.monotonic(),
             stays=self.replica is not None, generation=context.generation,
         )  # fmt: skip
+        self._probe_ports = ProbePorts(candidate.group_addresses or (candidate.address,))
+        self._following.probe_ports = self._probe_ports.where
+        self._following.versions = _versions()
         self._stream: ClientConnection | None = None
         self._attempt: asyncio.Task[None] | None = None
         """The task that connects to a leader and receives its messages."""
@@ -112,7 +125,7 @@ class Session:
         """Request a place in the next round and wait for it.
 
         Args:
-            timeout_s: The longest wait, in seconds.
+            timeout_s: The longest wait, in seconds, in which the leader or the log answers.
             store: Address and port of a fresh store, for a replica whose first node this is.
 
         Returns:
@@ -126,6 +139,7 @@ class Session:
         outcome = self._state.wait_for_outcome(
             timeout_s,
             lambda: self.run_in_loop(lambda: self._carry_out(self._following.join(store))),
+            lambda: self._following.waited_s,
         )
         if outcome is not None:
             return outcome
@@ -164,6 +178,7 @@ class Session:
                 Relay, *server, secret, place.index, self._me.host,
                 replica.on_relayed, replica.on_relay_end,
             )  # fmt: skip
+        self.run_in_loop(replica.restore_socket)
         self.run_in_loop(replica.expect_workers, place.world_size, place.index, relay)
 
     def close_run(self) -> None:
@@ -248,9 +263,9 @@ class Session:
         """Request that all ranks save at one step soon."""
         self._report("request_checkpoint")
 
-    def report_stall(self, stalled_s: float, limit_s: float) -> None:
-        """Report that workers have made no step for ``stalled_s``, longer than ``limit_s``."""
-        self._report("stalled", stalled_s=stalled_s, limit_s=limit_s)
+    def report_stall(self, stall: Message) -> None:
+        """Report that workers make no step: fields of `hang_diagnosis.Stall`."""
+        self._report("stalled", **stall)
 
     def answer_stacks(self, number: int, ranks: list[Message]) -> None:
         """Answer a request for the stacks of this node's workers.
@@ -293,6 +308,7 @@ class Session:
         self._main = asyncio.current_task()
         following_tick_s = self._context.liveness.heartbeat_interval_s / 2
         try:
+            self._probe_ports.serve(self._context.secret)
             if self.replica is not None:
                 await self.replica.start()
             while self._state.ending is None and not self._ending:
@@ -306,6 +322,7 @@ class Session:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._probe_ports.close()
             if self._listener is not None and self._leader is None:
                 self._listener.close()
             await self._stop_leading()
@@ -376,11 +393,15 @@ class Session:
                     return
                 case Deliver(message):
                     self._deliver(message)
+                case ProbePeers():
+                    self._start_task(self._probe(effect, self._stream))
 
     async def _read_log(self) -> None:
         try:
             number, entry, lease = await self._in_thread(self._context.log.read_last)
         except OSError as e:
+            if await self._in_thread(self._context.log.is_removed):
+                self._carry_out(self._following.run_removed())
             self._carry_out(self._following.log_unreadable(str(e), time.monotonic()))
         else:
             self._carry_out(self._following.log_read(number, entry, lease, time.monotonic()))
@@ -395,6 +416,21 @@ class Session:
     async def _query_slurm(self, task: str) -> None:
         runs = await self._in_thread(self._candidate.is_running, task)
         self._carry_out(self._following.slurm_answered(task, runs, time.monotonic()))
+
+    async def _probe(self, query: ProbePeers, stream: ClientConnection | None) -> None:
+        """Probe all ports at once; send the leader that asked the tasks that are out of reach."""
+        secret, wanted = self._context.secret, [
+            (task, *where) for task, ports in query.peers.items() for where in ports
+        ]  # fmt: skip
+        probes = (reaches(address, port, secret, PROBE_S) for _, address, port in wanted)
+        found = await asyncio.gather(*probes)
+        failed = [
+            task for (task, *_), is_reached in zip(wanted, found, strict=True) if not is_reached
+        ]
+        if failed:
+            _log.warning("this node does not reach %s", ", ".join(failed))
+        if self._stream is stream:
+            self._send_to_leader({"type": "probed", "number": query.number, "failed": failed})
 
     def _send_to_leader(self, message: Message) -> None:
         if self._stream is not None:
@@ -546,7 +582,9 @@ class SessionState:
         self.error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def wait_for_outcome(self, timeout_s: float, request: Callable[[], None]) -> Outcome | None:
+    def wait_for_outcome(
+        self, timeout_s: float, request: Callable[[], None], waited_s: Callable[[], float]
+    ) -> Outcome | None:
         """Reset the round, request another, and wait for the outcome (agent's thread).
 
         Returns:
@@ -559,7 +597,13 @@ class SessionState:
             self.round, self.checkpoint_request = None, None
             self.stop_requested, self.stacks = False, 0
             request()
-            self._changed.wait_for(lambda: self.round or self.ending or self.error, timeout_s)
+            left_s = timeout_s
+            while not self._changed.wait_for(
+                lambda: self.round or self.ending or self.error, max(left_s, _SEARCH_TICK_S)
+            ):
+                left_s = timeout_s - waited_s()
+                if left_s <= 0:
+                    break
             if self.error is not None:
                 raise self.error
             return self.ending or self.round
@@ -577,8 +621,8 @@ class SessionState:
         with self._changed:
             match message["type"]:
                 case "round":
-                    fields = {k: v for k, v in message.items() if k not in ("type", "request")}
-                    self.round = RoundInfo(**{**fields, "store": tuple(message["store"])})
+                    store = tuple(message["store"])
+                    self.round = of_known(RoundInfo, {**message, "store": store})
                 case "stop":
                     _log.info("workers are to stop: %s", message["reason"])
                     self.stop_requested = True
@@ -606,3 +650,12 @@ class SessionState:
                         _log.info("%s", message["text"])
                     self.news = message["text"]
             self._changed.notify_all()
+
+
+def _versions() -> str:
+    """Return the versions that all nodes of a run should have, without importing anything."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("torch", "hpc_elastic"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)

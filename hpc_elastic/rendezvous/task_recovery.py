@@ -2,10 +2,10 @@
 
 Nodes that are too few, or that the group does not admit, wait for ``below_min_timeout_s`` times a
 random factor of 1 to 2. Then they stay in the queue for a random time. The range of the factor
-grows each time the run requeues all its nodes. Of two runs that hold half of the nodes each, one
-gives way: the tasks of the other run are in the queue meanwhile, and get its nodes. A short time
-in the queue is enough for that. It doubles nevertheless, up to ten minutes, so that the tasks of a
-run that finds no nodes for days rarely start.
+grows each time the run requeues all its nodes, up to `LONGEST_WAIT`. Of two runs that hold half of
+the nodes each, one gives way: the tasks of the other run are in the queue meanwhile, and get its
+nodes. A short time in the queue is enough for that. It doubles nevertheless, up to ten minutes, so
+that the tasks of a run that finds no nodes for days rarely start.
 
 Nodes go back after about `SURE_S` if other runs of the user hold what they lack. They stay longer
 in the queue, because those runs let them start as soon as there are nodes (`slurm.sweep_queue`).
@@ -31,7 +31,10 @@ reports tasks of a run as running that has ended."""
 AWAY_S = 15.0
 """Mean time that requeued nodes stay away for the first time."""
 _AWAY_IN_SWEEP_S = 60.0
-_LONGEST_AWAY_S = 600.0
+_LONGEST_AWAY_S, _DOUBLINGS = 600.0, 10
+LONGEST_WAIT = 5.0
+"""Nodes below min nodes wait at most this many times ``below_min_timeout_s``."""
+_UNLIMITED_S = 1e9
 _SHORTEST_AWAY_S = 10.0
 """Lower limit for the task of a faulty node."""
 
@@ -52,26 +55,30 @@ class RequeueBackoff:
     _pointless_since: float | None = None
 
     def __post_init__(self) -> None:
-        self._wait_factor = self.rng.uniform(1.0, 2.0 + self.times_requeued)
+        self._wait_factor = self.rng.uniform(1.0, min(2.0 + self.times_requeued, LONGEST_WAIT))
 
     def may_requeue(self, agents: Iterable[Agent]) -> bool:
         """Return whether the tasks of all these agents may go back to the queue."""
         most = self.rules.max_requeues
         return most is None or all(agent.attempt < most for agent in agents)
 
-    def is_over(self, waited_s: float) -> bool:
-        """Return whether nodes have waited long enough."""
+    def is_over(self, waited_s: float, *, longest: bool = False) -> bool:
+        """Return whether nodes have waited long enough; ``longest``: as long as any may wait."""
         wait = self.rules.below_min_timeout_s
-        return wait is not None and waited_s >= wait * self._wait_factor
+        factor = LONGEST_WAIT if longest else self._wait_factor
+        return wait is not None and waited_s >= wait * factor
 
-    def late_agents(self, joined: Mapping[Agent, float], now: float) -> tuple[Agent, ...]:
+    def late_agents(
+        self, joined: Mapping[Agent, float], now: float, *, admits: bool = False
+    ) -> tuple[Agent, ...]:
         """Return the agents that have waited too long.
 
         Args:
-            joined: Each waiting agent, with the time at which it joined.
+            joined: Each waiting agent, with the time since which it waits.
             now: The time.
+            admits: Whether the group admits them at its next checkpoint.
         """
-        late = (a for a, since in joined.items() if self.is_over(now - since))
+        late = (a for a, since in joined.items() if self.is_over(now - since, longest=admits))
         return tuple(agent for agent in late if self.may_requeue([agent]))
 
     def is_pointless(self, why: str | None, now: float) -> bool:
@@ -84,7 +91,7 @@ class RequeueBackoff:
 
     def time_away(self, base_s: float = AWAY_S) -> float:
         """Return a random time for which nodes stay away that are requeued now."""
-        longest = min(_LONGEST_AWAY_S, base_s * 2.0**self.times_requeued)
+        longest = min(_LONGEST_AWAY_S, base_s * 2.0 ** min(self.times_requeued, _DOUBLINGS))
         return longest * self.rng.uniform(0.5, 1.5)
 
     def requeue(self, agents: tuple[Agent, ...], delay_s: float | None = None) -> list[Effect]:
@@ -115,6 +122,13 @@ class RequeueBackoff:
         return [note, Send(agents, {"type": "requeue", "delay_s": delay_s})]
 
 
+def longest_join_s(join_timeout_s: float, below_min_timeout_s: float | None) -> float:
+    """Return how long an agent waits for a round: longer than the leader, which requeues it."""
+    if below_min_timeout_s is None:
+        return _UNLIMITED_S
+    return max(join_timeout_s, (LONGEST_WAIT + 1.0) * below_min_timeout_s)
+
+
 # ---- Recovery of lost tasks (pure)
 # Slurm holds a task that it requeues for two minutes, even on an idle cluster. It may not requeue a
 # task at all that it ended because of a preemption, the time limit or a dead node, nor a task whose
@@ -129,6 +143,8 @@ class RequeueBackoff:
 # environment, or has no memory left. Slurm then reports it as FAILED, or holds it for good. The
 # leader restarts it too, on another node (`failure_policy`), until it has failed ``START_TRIES``
 # times in a row: a failure on every node is not the fault of a node. A new leader counts from zero.
+# A run that has trained shows that its tasks can start: the file system may be away, for instance.
+# So its tasks are tried ``OUTAGE_TRIES`` times more on any node, with growing pauses, in an hour.
 #
 # The end of an attempt is unknown if its heartbeats stopped, or if Slurm reported its end while its
 # agent still sent messages. It may still run on its node, and the task must not start there yet
@@ -140,7 +156,8 @@ CONFIRM_LOST_S = 2.0
 AGAIN_S = 15.0
 GIVE_UP_S = 60.0
 
-START_TRIES = 3
+START_TRIES, OUTAGE_TRIES = 3, 8
+_OUTAGE_PAUSE_S, _LONGEST_OUTAGE_PAUSE_S = 60.0, 600.0
 
 _Attempt = tuple[str, str, int | None]
 """A task, its state in Slurm, and how often it was requeued."""
@@ -169,13 +186,17 @@ class LostTaskRecovery:
     """Task -> the node where it may still run, since its end is unknown."""
     max_requeues: int | None = None
     """How often a task may go back to the queue; None: without limit."""
+    has_trained: bool = False
+    """Whether the run has had a round."""
     are_awaited: bool = False
     """Whether to query Slurm about some of them."""
     _over: frozenset[str] = frozenset()
     """Tasks that have ended for good."""
     _failed: dict[str, _Attempt] = field(default_factory=dict)
     """Task -> its last attempt that failed before its agent joined."""
-    _tries: dict[str, list[str]] = field(default_factory=dict)
+    _places: dict[str, int | str] = field(default_factory=dict)
+    """Task -> its place, of those that failed so."""
+    _tries: dict[int | str, list[str]] = field(default_factory=dict)
     """Place of a task -> the hosts of its failed starts in a row; "" if unknown."""
     _seen: dict[_Attempt, float] = field(default_factory=dict)
     """Since when Slurm reports an attempt that the leader has to restart."""
@@ -202,10 +223,11 @@ class LostTaskRecovery:
         """Record that an agent of this task is connected, or has ended."""
         self.possibly_alive.pop(task, None)
 
-    def on_join(self, task: str) -> None:
-        """Record that an agent of this task has joined: its start has not failed."""
-        self._failed.pop(task, None)
-        self._tries.pop(_place(task), None)
+    def on_join(self, agent: Agent) -> None:
+        """Record that an agent has joined: the start of its task has not failed."""
+        self._failed.pop(agent.task, None)
+        self._tries.pop(agent.slot, None)
+        self._tries.pop(agent.task, None)
 
     def failed_starts(
         self, view: Mapping[str, TaskState], lost: Mapping[str, int], here: Mapping[str, int]
@@ -223,18 +245,27 @@ class LostTaskRecovery:
             if not failed or self._failed.get(task) == _attempt(state):
                 continue
             self._failed[task] = _attempt(state)
-            self._tries.setdefault(_place(task), []).append(state.node)
+            self._places[task] = _place(state)
+            self._tries.setdefault(_place(state), []).append(state.node)
             is_last = self._is_spent(state) or not self._is_retried(state)
             found.append(FailedStart(state, self.tried_hosts(task), is_last))
         return found
 
     def tried_hosts(self, task: str) -> tuple[str, ...]:
         """Return the hosts on which a task has failed in a row before it joined."""
-        return tuple(dict.fromkeys(filter(None, self._tries.get(_place(task), ()))))
+        tries = self._tries.get(self._places.get(task, task), ())
+        return tuple(dict.fromkeys(filter(None, tries)))
 
     def failed_on(self, tasks: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Return those of the tasks that failed before they joined, each with the hosts."""
-        return {task: self.tried_hosts(task) for task in tasks if task in self._failed}
+        return {
+            task: self.tried_hosts(task) if self._num_tries(task) < START_TRIES else ()
+            for task in tasks
+            if task in self._failed
+        }
+
+    def _num_tries(self, task: str) -> int:
+        return len(self._tries.get(self._places.get(task, task), ()))
 
     def update_awaited(self, lost: Collection[str]) -> None:
         """Update ``are_awaited`` after a round has closed or Slurm has answered."""
@@ -263,6 +294,12 @@ class LostTaskRecovery:
             return ()
         last = last_here(lost, requeued)
         stuck = set(self._stuck_attempts(view, lost, requeued, last))
+        self._restarted = {key: at for key, at in self._restarted.items() if key in stuck}
+        self._last_tried = {key: at for key, at in self._last_tried.items() if key in stuck}
+        for key in stuck:
+            if (num_more := self._num_tries(key[0]) - START_TRIES) >= 0:
+                pause_s = min(_OUTAGE_PAUSE_S * 2.0**num_more, _LONGEST_OUTAGE_PAUSE_S)
+                self._last_tried.setdefault(key, now + pause_s - AGAIN_S)
         given_up = {k for k in stuck if now - self._restarted.get(k, now) >= GIVE_UP_S}
         tried = {k for k in stuck if now - self._last_tried.get(k, -math.inf) < AGAIN_S}
         self._seen = {key: self._seen.get(key, now) for key in stuck - given_up - tried}
@@ -296,7 +333,8 @@ class LostTaskRecovery:
     def _is_retried(self, state: TaskState) -> bool:
         """Return whether this attempt failed before it joined, and the task is tried elsewhere."""
         failed = self._failed.get(state.task) == _attempt(state)
-        return failed and len(self._tries.get(_place(state.task), ())) < START_TRIES
+        most = START_TRIES + (OUTAGE_TRIES if self.has_trained else 0)
+        return failed and len(self._tries.get(_place(state), ())) < most
 
     def _is_spent(self, state: TaskState) -> bool:
         """Return whether a task has ended, and may not be requeued any more."""
@@ -343,9 +381,9 @@ def _attempt(state: TaskState) -> _Attempt:
     return state.task, state.state, state.restarts
 
 
-def _place(task: str) -> str:
+def _place(state: TaskState) -> int | str:
     """Return what a task and another that was submitted in its place have in common."""
-    return task.rpartition("_")[2]
+    return state.task if state.slot is None else state.slot
 
 
 # ---- When a leader queries Slurm for the states of the run's tasks (pure)

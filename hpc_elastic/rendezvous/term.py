@@ -139,10 +139,9 @@ class Term(Gate):
         self.do([Show({**status, **self._series.rates}, lines)])
 
     def readmit(self) -> None:
-        """Let lost tasks start again on their former nodes, if those are back."""
+        """Let tasks start again on nodes that are back, or not excluded any more."""
         run = self._leadership.run
-        if lost := run.recovery.awaited_tasks(run.participants.lost):
-            self.do([Readmit(tuple(lost))])
+        self.do([Readmit(run.recovery.awaited_tasks(run.participants.lost))])
 
 
 # ---- Shared files, written by leaders that may not know yet that their term is over (pure)

@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -316,6 +316,10 @@ class _Step:
     def let_others_start(self, lost: Iterable[str], *, grows: bool) -> Sequence[int | None]:
         """Start no other run: the step is alone."""
         return ()
+
+    def drained(self, hosts: Collection[str]) -> Mapping[str, str]:
+        """Return no host: torchrun cannot leave one of its nodes."""
+        return {}
 
     cancel_pending = postpone_pending = why_blocked = _do_nothing
     fit_time_limits = clear_holds = readmit = exclude = log_of = _do_nothing

@@ -3,6 +3,9 @@
 `EventIndex` is what the timeline and the account of node time are made of. It assigns each event to
 the attempt of a task that it concerns. Events of unknown kinds are ignored, and events may be
 missing: the file of a node can be lost, and a leader can fail before it writes.
+
+A run of weeks has a million events: each query is a search in a list by time, and no reader goes
+over all rounds for each round, attempt or event.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
+from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.events import Event
 
 _EXITS = ("task_exited", "agent_failed", "nodes_requeued")
@@ -35,8 +40,8 @@ class TaskAttempt:
         joined: When it first asked to join a round; None if it never did.
         last: Time of its last event.
         notice: The preemption notice; that of its agent, if there is one.
-        ends: Events of its end, its own and those of leaders, in order of time. A leader that lost
-            its own connections reports members of later rounds as lost.
+        ends: Events of its end, its own and those of leaders, by kind, in order of time. A leader
+            that lost its own connections reports members of later rounds as lost.
         lost_at: When it was reported lost, if nothing shows that it came back; else None.
         stopped: Round -> event that its workers were stopped.
         first_steps: Round -> event of its workers' first step.
@@ -50,7 +55,7 @@ class TaskAttempt:
     joined: float | None = None
     last: float = -math.inf
     notice: Event | None = None
-    ends: list[Event] = field(default_factory=list)
+    ends: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
     lost_at: float | None = None
     stopped: dict[int, Event] = field(default_factory=dict)
     first_steps: dict[int, Event] = field(default_factory=dict)
@@ -73,7 +78,7 @@ class TaskAttempt:
         elif kind == "first_step":
             self.first_steps[int(event["round"])] = event
         elif kind in _ENDS and not _is_of_many(event):
-            self.ends.append(event)
+            self.ends[kind].append(event)
         if kind == "node_lost":
             self.lost_at = time
         elif kind in ("joined", "first_step", "leader"):
@@ -82,11 +87,22 @@ class TaskAttempt:
     @property
     def exits(self) -> list[Event]:
         """The events by which it reported its own end, in order of time."""
-        return [event for event in self.ends if event["kind"] in _EXITS]
+        return sorted((e for kind in _EXITS for e in self.ends.get(kind, ())), key=_time)
 
     def ends_after(self, time: float, until: float = math.inf) -> dict[str, Event]:
         """Return the first of its ends in ``(time, until]``, by kind."""
-        return {e["kind"]: e for e in reversed(self.ends) if time < float(e["time"]) <= until}
+        found = ((kind, _first(events, time)) for kind, events in self.ends.items())
+        return {kind: e for kind, e in found if e is not None and _time(e) <= until}
+
+
+def _time(event: Event) -> float:
+    return float(event["time"])
+
+
+def _first(events: Sequence[Event], after: float) -> Event | None:
+    """Return the first of some events, in order of time, after a time."""
+    at = bisect_right(events, after, key=_time)
+    return events[at] if at < len(events) else None
 
 
 def _rank(notice: Event) -> tuple[bool, bool]:
@@ -128,18 +144,20 @@ class EventIndex:
 
     Args:
         events: Of all tasks, in any order; see `run.event_schema.valid_events`.
+        points: The run's progress: how far workers had come that were killed with their agents.
     """
 
-    def __init__(self, events: Iterable[Event]) -> None:
+    def __init__(self, events: Iterable[Event], points: Iterable[Point] = ()) -> None:
+        self._points = points
         self.events: Sequence[Event] = sorted(events, key=lambda e: float(e["time"]))
-        self._attempts: dict[str, list[TaskAttempt]] = defaultdict(list)
+        self._attempts: dict[str, dict[int, TaskAttempt]] = defaultdict(dict)
         self._by_kind: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
             self._by_kind[event["kind"]].append(event)
             if "attempt" in event:
                 self.attempt(event["task"], int(event["attempt"])).add(event)
-            elif self._attempts[event["task"]]:
-                self._attempts[event["task"]][-1].add(event)
+            elif of_task := self._attempts[event["task"]]:
+                of_task[next(reversed(of_task))].add(event)
         self.has_replicas = any("placed" in event for event in self.of("round"))
         """Whether each node is a replica (``ft=true``)."""
         self.rounds = self._parse_rounds()
@@ -155,6 +173,8 @@ class EventIndex:
                 for member in event["members"]:
                     attempt = self.attempt(member["task"], int(member["attempt"]))
                     attempt.host = attempt.host or str(member.get("host") or "")
+                    if attempt.lost_at is not None and attempt.lost_at < time:
+                        attempt.lost_at = None
                     members.append(attempt)
                 placed = frozenset(event.get("placed") or ()) if self.has_replicas else None
                 found[number] = Round(
@@ -168,34 +188,57 @@ class EventIndex:
 
     # ---- queries ------------------------------------------------------------------------
 
+    @cached_property
+    def last_points(self) -> dict[int, Point]:
+        """The furthest point of each round, by number."""
+        found: dict[int, Point] = {}
+        for point in self._points:
+            step = found[point.round].step if point.round in found else None
+            if point.step is not None and point.step >= (step or 0):
+                found[point.round] = point
+        return found
+
     def attempt(self, task: str, number: int) -> TaskAttempt:
         """Return an attempt of a task; it is empty if no event mentions it."""
-        found = next((a for a in self._attempts[task] if a.attempt == number), None)
-        if found is None:
-            found = TaskAttempt(task, number)
-            self._attempts[task].append(found)
-        return found
+        return self._attempts[task].setdefault(number, TaskAttempt(task, number))
 
     @property
     def attempts(self) -> Iterator[TaskAttempt]:
         """All attempts of all tasks."""
-        return (attempt for of_task in self._attempts.values() for attempt in of_task)
+        return (a for of_task in self._attempts.values() for a in of_task.values())
 
     def by_task(self) -> Iterator[list[TaskAttempt]]:
         """Yield the attempts of each task whose start is known, in order of time."""
         for of_task in self._attempts.values():
-            started = [attempt for attempt in of_task if attempt.started is not None]
+            started = [a for a in of_task.values() if a.started is not None]
             yield sorted(started, key=lambda attempt: attempt.started or 0.0)
 
     def of(self, *kinds: str, after: float = 0.0, until: float = math.inf) -> list[Event]:
         """Return the events of some kinds in ``(after, until]``, in order of time."""
-        found = [e for k in kinds for e in self._by_kind[k] if after < float(e["time"]) <= until]
-        return found if len(kinds) == 1 else sorted(found, key=lambda e: float(e["time"]))
+        found: list[Event] = []
+        for events in (self._by_kind.get(kind, []) for kind in kinds):
+            end = bisect_right(events, until, key=_time)
+            found += events[bisect_right(events, after, hi=end, key=_time) : end]
+        return found if len(kinds) == 1 else sorted(found, key=_time)
 
     @cached_property
     def leaders(self) -> list[Event]:
         """The events of elected leaders, by term."""
         return sorted(self.of("leader"), key=lambda e: int(e["term"]))
+
+    @cached_property
+    def leader_of(self) -> dict[int, Event]:
+        """The event of the leader of each term."""
+        return {int(e["term"]): e for e in reversed(self.leaders)}
+
+    @cached_property
+    def successions(self) -> dict[str, list[tuple[Event, Event]]]:
+        """Task -> the events of its leaderships that another task ended, each with that one's."""
+        found: dict[str, list[tuple[Event, Event]]] = defaultdict(list)
+        for before, after in pairwise(self.leaders):
+            if before["task"] != after["task"]:
+                found[before["task"]].append((before, after))
+        return found
 
     @cached_property
     def excluded(self) -> dict[str, Event]:
@@ -215,13 +258,35 @@ class EventIndex:
 
     def generation_at(self, time: float) -> int:
         """Return the number of resumptions until then."""
-        return sum(float(e["time"]) <= time for e in self.of("resume"))
+        return len(self.of("resume", until=time))
 
     def host_at(self, task: str, time: float) -> str:
         """Return the host of a task at a time; the name of the task if that is unknown."""
-        of_task = self._attempts[task]
-        hosts = [a.host for a in of_task if a.host and (a.started or 0.0) <= time]
-        return hosts[-1] if hosts else task
+        return str(_last(self._hosts.get(task, ((), ())), time) or task)
+
+    @cached_property
+    def _hosts(self) -> dict[str, _Course]:
+        """The hosts of each task."""
+        known = {
+            task: [(a.started or 0.0, a.host) for a in of_task.values() if a.host]
+            for task, of_task in self._attempts.items()
+        }
+        return {task: _course(of_task) for task, of_task in known.items()}
+
+    def member_until(self, task: str, time: float) -> TaskAttempt:
+        """Return the last attempt of a task that was a member until a time; else its first."""
+        return self.attempt(task, _last(self._memberships.get(task, ((), ())), time) or 0)
+
+    @cached_property
+    def _memberships(self) -> dict[str, _Course]:
+        """The attempts by which each task was a member."""
+        found: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for round_ in self.rounds:
+            for member in round_.members:
+                of_task = found[member.task]
+                if not of_task or member.attempt > of_task[-1][1]:
+                    of_task.append((round_.time, member.attempt))
+        return {task: _course(of_task) for task, of_task in found.items()}
 
     def last_left(self, host: str, until: float) -> float | None:
         """Return when a node last left the group; None if it was no member before."""
@@ -239,11 +304,31 @@ class EventIndex:
         for before, after in pairwise(self.rounds):
             number = before.number
             stopped = [m.stopped[number] for m in before.members if number in m.stopped]
-            of_all = [*stops.get(number, ()), *self.ends.values(), *stopped]
+            of_all = map(_time, [*stops.get(number, ()), *self.ends.values(), *stopped])
+            over = min((t for t in of_all if before.time < t <= after.time), default=math.inf)
+            still = set(after.members)
             for member in before.members:
                 ends = member.ends_after(before.time, after.time)
-                times = [float(event["time"]) for event in (*ends.values(), *of_all)]
-                over = [time for time in times if before.time < time <= after.time]
-                if over and (member not in after.members or "replica_left" in ends):
-                    found[member.host].append(min(over))
+                left = min([over, *map(_time, ends.values())])
+                if left < math.inf and (member not in still or "replica_left" in ends):
+                    found[member.host].append(left)
         return {host: sorted(times) for host, times in found.items()}
+
+
+# ---- values that change over time
+
+
+_Course = tuple[Sequence[float], Sequence[Any]]
+"""Times in order, and the value from each of them on."""
+
+
+def _course(changes: Iterable[tuple[float, Any]]) -> _Course:
+    """Return values by the time from which on each holds; a later one is never earlier."""
+    times, values = zip(*changes, strict=True) if changes else ((), ())
+    return list(accumulate(times, max)), values
+
+
+def _last(course: _Course, time: float) -> Any:
+    """Return the value at a time; None before the first."""
+    at = bisect_right(course[0], time)
+    return course[1][at - 1] if at else None

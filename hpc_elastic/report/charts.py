@@ -22,7 +22,8 @@ Spec = dict[str, Any]
 Values = Mapping[str, Any]
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
-_COLUMNS = 800
+_COLUMNS, _MARKS = 800, 200
+"""Points of a line, and marks beside each other, that are distinct to the eye."""
 """Pixels of a wide chart: finer details are not drawn."""
 MOST_LANES = 150
 """Largest number of tasks that are drawn."""
@@ -177,14 +178,20 @@ def _rows(
 
 
 def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    for node in report["nodes"]:
-        why = node["ended_by"]
-        if why in (None, "end") or node["task"] not in labels:
+    """Yield the marks of all lanes; of alike ones that would cover each other the first."""
+    shown = [n for n in report["nodes"] if n["ended_by"] not in (None, "end")]
+    by_place = {
+        (n["task"], n["ended_by"] in LOST, column): n
+        for column, nodes in _by_column(report, shown, "end") for n in reversed(nodes)
+    }  # fmt: skip
+    for (task, is_lost, _), node in by_place.items():
+        if task not in labels:
             continue
         yield {
-            "task": labels[node["task"]], "time": clock_ms(node["end"]), "node": node["host"],
+            "task": labels[task], "time": clock_ms(node["end"]), "node": node["host"],
             "attempt": node["attempt"], "joined": moment(node["begin"]),
-            "left": moment(node["end"]), "why": why, "lost": "lost" if why in LOST else "announced",
+            "left": moment(node["end"]), "why": node["ended_by"],
+            "lost": "lost" if is_lost else "announced",
         }  # fmt: skip
 
 
@@ -300,10 +307,13 @@ def _line(
 
 
 def _faults(report: Values) -> Spec:
-    values = [
-        {"time": clock_ms(c["time"]), "what": c["sentence"], "cost": node_time(c["node_s"])}
-        for c in report["changes"] if c["fault"]
-    ]  # fmt: skip
+    values = []
+    faults = [change for change in report["changes"] if change["fault"]]
+    for _, near in _by_column(report, faults, "time"):
+        worst = max(near, key=lambda change: change["node_s"])
+        more = f"; and {len(near) - 1} more" if len(near) > 1 else ""
+        values.append({"time": clock_ms(worst["time"]), "what": worst["sentence"] + more,
+                       "cost": node_time(sum(change["node_s"] for change in near))})  # fmt: skip
     return {
         "data": {"values": values},
         "mark": {"type": "rule", "opacity": max(0.12, min(0.5, 15 / (len(values) or 1)))},
@@ -311,9 +321,20 @@ def _faults(report: Values) -> Spec:
     }
 
 
+def _by_column(
+    report: Values, items: Iterable[Values], key: str
+) -> Iterable[tuple[int, list[Values]]]:
+    """Return the items of each of `_MARKS` columns of a chart, by their time."""
+    begin, found = begin_of(report) or 0.0, dict[int, list[Values]]()
+    width_s = max(0.001, (report["about"]["until"] - begin) / _MARKS)
+    for item in items:
+        found.setdefault(min(_MARKS - 1, int((item[key] - begin) / width_s)), []).append(item)
+    return found.items()
+
+
 def _checkpoints(report: Values) -> Spec:
     announced = report["checkpoints"]["announced"]
-    drawn = announced[:: -(-len(announced) // 200) or 1]
+    drawn = announced[:: -(-len(announced) // _MARKS) or 1]
     values = [{"time": clock_ms(c["time"]), "step": c["step"],
                "checkpoint": f"of step {number(c['step'])}"} for c in drawn]  # fmt: skip
     return {

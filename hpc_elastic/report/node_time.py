@@ -27,7 +27,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
 from hpc_elastic.report.progress_log import Point
@@ -164,7 +164,13 @@ def account(
     rounds = _rounds(history, now)
     courses = _courses(rounds, points)
     trained = [Interval(r.trains_from, r.end, "idle") for r in rounds if r.trains_from is not None]
-    nodes = tuple(_node_time(attempt, rounds, courses, trained) for attempt in attempts)
+    of_member: dict[TaskAttempt, list[_Trained]] = {}
+    for one in rounds:
+        for member in one.members:
+            of_member.setdefault(member, []).append(one)
+    nodes = tuple(
+        _node_time(held, of_member.get(held.attempt, ()), courses, trained) for held in attempts
+    )
     resumed = [float(e["time"]) for e in history.of("resume")]
     queued = _queued(attempts, waiting, now=now, submitted=submitted, resumed=resumed)
     sizes = tuple(_sizes(rounds, attempts, has_replicas=history.has_replicas))
@@ -251,6 +257,7 @@ class _Trained:
 
 def _rounds(history: EventIndex, now: float) -> list[_Trained]:
     found: list[_Trained] = []
+    made_by = {a: list(a.first_steps.values()) for a in history.attempts}  # in order of time
     for round_ in history.rounds:
         members, end = frozenset(round_.members), max(round_.time, min(round_.over, now))
         first_steps, going_on = {}, frozenset[TaskAttempt]()
@@ -258,7 +265,8 @@ def _rounds(history: EventIndex, now: float) -> list[_Trained]:
             events = member.first_steps
             made = [events[round_.number]] if round_.number in events else []
             if history.has_replicas:
-                made = [e for e in events.values() if round_.time <= float(e["time"]) <= end]
+                at = bisect_right(made_by[member], end, key=lambda e: float(e["time"]))
+                made = [e for e in made_by[member][:at][-1:] if float(e["time"]) >= round_.time]
             if made:
                 first_steps[member] = made[-1]
         before = found[-1] if history.has_replicas and found else None
@@ -364,11 +372,12 @@ def _node_time(
     courses: Mapping[int, list[Interval]],
     trained: Sequence[Interval],
 ) -> NodeTime:
+    """Return the time of an attempt that was a member of some rounds."""
     attempt = held.attempt
     at = held.end if held.joined is None else max(held.begin, held.joined)
     found = [Interval(held.begin, at, "start")]
     for one in rounds:
-        if attempt not in one.members or one.end <= at or one.round.time >= held.end:
+        if one.end <= at or one.round.time >= held.end:
             continue
         begin, end = max(at, one.round.time), min(one.end, held.end)
         found += _waited(at, begin, trained)
@@ -394,7 +403,7 @@ def _node_time(
 def _cut(intervals: Sequence[Interval], begin: float, end: float) -> Iterator[Interval]:
     """Yield the parts of intervals, in order, that lie in a stretch of time."""
     first = bisect_right(intervals, begin, key=lambda interval: interval.end)
-    for i in islice(intervals, first, None):
+    for i in map(intervals.__getitem__, range(first, len(intervals))):
         if i.begin >= end:
             return
         yield Interval(max(begin, i.begin), min(end, i.end), i.kind)

@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ from markupsafe import Markup
 from hpc_elastic._util import counted, duration, node_time
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import charts
+from hpc_elastic.report.timeline import lost_steps
 
 SHOWN_AT_ONCE = 12
 """Length of lists that are shown unfolded."""
@@ -192,7 +193,6 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     about, spent, begin = report["about"], report["spent"], charts.begin_of(report)
     number, share = charts.number, charts.share
     faults = [change for change in report["changes"] if change["fault"]]
-    lost = sum(change["lost_steps"] or 0 for change in faults)
     announced = report["checkpoints"]["announced"]
     of_total = f"of {number(about['total_steps'])}" if about["total_steps"] else ""
     left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
@@ -205,7 +205,7 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
          f"and {node_time(spent['queue_s'])} in the queue"),
         ("Step", number(about["step"]), of_total + left),
         ("Loss", number(about["loss"]), "the last that was reported"),
-        ("Faults", number(len(faults)), f"{counted(lost, 'step')} lost"),
+        ("Faults", number(len(faults)), lost_steps(_losses(faults))),
         ("Checkpoints", number(len(announced)),
          f"saved; {number(len(report['checkpoints']['kept']))} on disk now"),
         ("Restarts", number(about["restarts"]), f"of {about['max_restarts']} allowed"),
@@ -218,10 +218,15 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
 Values = Mapping[str, Any]
 
 
-def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
+def _losses(changes: Iterable[Values]) -> Iterator[tuple[int | None, bool]]:
+    """Yield the lost steps of changes, and whether that is the least number."""
+    return ((change["lost_steps"], change["is_least"]) for change in changes)
+
+
+def by_cause(changes: Sequence[Values]) -> list[dict[str, Any]]:
     """Return the sum of the costs of faults by their cause, the costliest first.
 
-    Unknown costs count as 0.
+    Unknown times count as 0; ``lost`` is in words.
     """
     found: dict[str, dict[str, Any]] = {}
     for change in changes:
@@ -229,11 +234,14 @@ def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
             continue
         row = found.setdefault(
             change["cause"],
-            {"cause": change["cause"], "count": 0, "lost_steps": 0, "pause_s": 0.0, "node_s": 0.0},
+            {"cause": change["cause"], "count": 0, "pause_s": 0.0, "node_s": 0.0},
         )
         row["count"] += 1
-        for name in ("lost_steps", "pause_s", "node_s"):
+        for name in ("pause_s", "node_s"):
             row[name] += change[name] or 0
+    for cause, row in found.items():
+        same = [change for change in changes if change["fault"] and change["cause"] == cause]
+        row["lost"] = lost_steps(_losses(same)).removesuffix(" lost")
     return sorted(found.values(), key=lambda row: -row["node_s"])
 
 

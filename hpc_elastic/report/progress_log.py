@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ _RECENT_S = 300.0
 """The pace is that of the last five minutes, or of `_FEWEST` points if these are further apart."""
 _FEWEST, _MOST = 5, 60
 _MOST_POINTS = 1_000_000
-"""Number of points of a run that are read: they are all in memory."""
+"""Number of points of a run that are kept, the newest: they are all in memory."""
 _LARGEST = 1e300
 """No value is as large; an integer beyond it is no float."""
 
@@ -90,9 +91,9 @@ def read_points(file: Path) -> list[Point]:
     Lines that were cut off, because a leader died while it wrote, are left out. So are lines after
     one of a later term: their leader was stopped while it wrote, and another led meanwhile.
     """
-    found, newest = list[Point](), 0
+    found, newest = deque[Point](maxlen=_MOST_POINTS), 0
     with contextlib.suppress(OSError):  # no points if it cannot be read
-        for _, line in lines_in(file, unfinished=True):
+        for _, line in lines_in(file, unfinished=True, newest=True):
             try:
                 raw = parse_json(line, file)
                 term = int(raw.get("term") or 0)
@@ -102,8 +103,6 @@ def read_points(file: Path) -> list[Point]:
             newest = max(newest, term)
             if (term == newest or not term) and abs(point.time) < LATEST_TIME:
                 found.append(point)
-            if len(found) == _MOST_POINTS:
-                break
     return sorted(found, key=lambda point: point.time)
 
 

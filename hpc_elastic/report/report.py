@@ -117,6 +117,7 @@ class Change:
         nodes_before: Size of the group before; None if there was none.
         nodes_after: Size of the group after; None if there is none yet.
         lost_steps: Steps that are made again because of it; None if unknown.
+        is_least: Whether that is the least number (see ``events --json``).
         pause_s: Seconds without a step; None if nothing paused, or it is not over.
         node_s: Its cost in node-seconds so far: all until the next change that were neither useful
             nor for checkpoints.
@@ -132,6 +133,7 @@ class Change:
     nodes_before: int | None
     nodes_after: int | None
     lost_steps: int | None
+    is_least: bool
     pause_s: float | None
     node_s: float
     open: bool
@@ -317,8 +319,8 @@ def changes(
         change = Change(
             entry.time, entry.kind, bool(causes), named[0].what if named else "other",
             sorted({host for cause in named for host in cause.hosts}), sentence(entry),
-            entry.nodes_before, entry.nodes_after, entry.cost.lost_steps, entry.cost.pause_s,
-            node_s, entry.is_open,
+            entry.nodes_before, entry.nodes_after, entry.cost.lost_steps, entry.cost.is_least,
+            entry.cost.pause_s, node_s, entry.is_open,
         )  # fmt: skip
         if change.kind == "resumed" and found and found[-1].kind == "stopped":
             stopped = found.pop()  # the loss of a whole group, together with its return

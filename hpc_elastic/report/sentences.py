@@ -69,7 +69,9 @@ def _outcome(entry: TimelineEntry) -> Iterator[str]:
         if cost.lost_steps is not None:
             back_to = f" (from {cost.reached_step} back to {cost.resumed_step})"
             is_known = cost.lost_steps and cost.resumed_step is not None
-            price.append(f"lost {counted(cost.lost_steps, 'step')}{back_to if is_known else ''}")
+            least = "at least " if cost.is_least else ""
+            steps = counted(cost.lost_steps, "step")
+            price.append(f"lost {least}{steps}{back_to if is_known else ''}")
         elif cost.resumed_step is not None:
             price.append(f"on from step {cost.resumed_step}")
         if cost.pause_s is not None:
@@ -144,7 +146,16 @@ def _aside(entry: TimelineEntry) -> str | None:
             return f"run{'' if len(runs) == 1 else 's'} {names(runs)} {entry.text}"
         case "excluded":
             left = counted(int(facts.get("hosts_left") or 0), "other host")
-            return f"{host} is not used any more: {entry.text}; {left} left"
+            return f"{host} is not used for up to an hour: {entry.text}; {left} left"
+        case "node_drained":
+            return f"{host} is {facts.get('state')}: it is left at the next checkpoint"
+        case "left_out":
+            if not facts.get("hosts"):
+                return "the nodes that were left out reach all others again"
+            pairs = int(facts.get("pairs") or 0)
+            more = f" and {pairs - len(facts['cut'])} more" if pairs > len(facts["cut"]) else ""
+            cut = f"no connection {', '.join(facts['cut'])}{more}"
+            return f"{names(facts['hosts'])} left out of the group ({cut}); tried again later"
         case "host_failure":
             strikes = facts.get("strikes")
             return f"a failure was counted against {host} ({strikes} of 2): {entry.text}"
@@ -189,9 +200,24 @@ def _aside(entry: TimelineEntry) -> str | None:
                 return f"{what}: it is tried on another node"
             hosts = names(facts.get("hosts") or ())
             return f"{what}: no further try{f', after {hosts}' if hosts else ''}"
+        case "gpus_not_measured":
+            return f"the GPUs of {host} cannot be measured: {facts.get('why')}"
         case "warm_worker_died":
             what = f"the warm worker of {host} ended by itself ({facts.get('why')})"
             return f"{what}: the next restart takes longer there"
+        case "group_mismatch":
+            sizes = {rank.get("group_size") for rank in facts.get("ranks") or ()}
+            groups = " or ".join(f"a group of {n}" if n else "no process group" for n in sizes)
+            of = counted(len(facts.get("ranks") or ()), "worker")
+            all_ = facts.get("world_size")
+            return f"{of} of {all_}, on {host}, did not train with the others: {groups}"
+        case "bad_loss":
+            first, *_ = facts.get("ranks") or [{}]
+            return f"the loss was {first.get('loss')} at step {first.get('step')} on {host}"
+        case "slow_exit":
+            of = counted(len(facts.get("ranks") or ()), "worker")
+            waited = duration(float(facts.get("waited_s") or 0.0))
+            return f"a process of {of} on {host}, {waited} after the success: {facts.get('how')}"
         case "checkpoint_failed":
             what = entry.text or f"the checkpoint of step {facts.get('step')} was not written"
             return f"{what}; the training goes on"
@@ -202,6 +228,9 @@ def _aside(entry: TimelineEntry) -> str | None:
             what += f"that of its peers in {facts.get('tensors')}"
             then = "it heals" if facts.get("heals") else "it is left as it is"
             return f"{what}; {then}. Check this node's hardware"
+        case "heal_failed":
+            what = f"{facts.get('worker')} cannot take over the state, and is kept out for a time"
+            return f"{what}: {facts.get('reason')}"
         case "state_unsaved":
             late = names(facts.get("hosts") or ())
             return f"{late} did not save in time: the steps since the last checkpoint are lost"

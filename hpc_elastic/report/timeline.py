@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from hpc_elastic._util import counted
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
 from hpc_elastic.run.events import Event
 
@@ -21,6 +23,8 @@ class Cost:
         reached_step: The last step before; None if unknown.
         resumed_step: The step from which training went on; None if unknown.
         lost_steps: Steps that are made again because of it; None if unknown.
+        is_least: Whether ``lost_steps`` is the least number, since all workers were killed before
+            they could report how far they had come.
         pause_s: Seconds from the last step before it to the first step after it, or, if ``trains``
             is false, to the forming of the group. None if it is not over, or nothing paused.
         trains: Whether the first step after it is known.
@@ -30,6 +34,7 @@ class Cost:
     reached_step: int | None = None
     resumed_step: int | None = None
     lost_steps: int | None = None
+    is_least: bool = False
     pause_s: float | None = None
     trains: bool = False
 
@@ -75,9 +80,10 @@ class TimelineEntry:
             ``resumed`` (after that), ``ended``; and without a change of the group: ``task_exited``,
             ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
             ``crash_loop``, ``tasks_restarted``, ``leader``, ``hang``, ``straggler``,
-            ``preflight``, ``start_failed``, ``warm_worker_died``, ``checkpoint_failed``,
-            ``checkpoint_recovered``, ``state_mismatch``, ``state_unsaved``, ``growth_decision``,
-            ``sweep_decision``, ``cancel``, ``preempt``, ``kill``, ``resume``.
+            ``preflight``, ``start_failed``, ``gpus_not_measured``, ``warm_worker_died``,
+            ``slow_exit``, ``group_mismatch``, ``bad_loss``, ``checkpoint_failed``,
+            ``checkpoint_recovered``, ``state_mismatch``, ``heal_failed``, ``state_unsaved``,
+            ``growth_decision``, ``sweep_decision``, ``cancel``, ``preempt``, ``kill``, ``resume``.
         time: When it began, in Unix seconds.
         causes: Its causes.
         nodes_before: Size of the group before; None if there was none, or it does not matter.
@@ -93,7 +99,8 @@ class TimelineEntry:
             hosts_left; host_failure: host, strikes; crash_loop: attempts, checkpoint;
             tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
             again; checkpoint_failed: step; growth_decision: nodes, grows; sweep_decision: runs;
-            hang, straggler, preflight, warm_worker_died, checkpoint_recovered, state_mismatch,
+            hang, straggler, preflight, gpus_not_measured, warm_worker_died, slow_exit,
+            group_mismatch, bad_loss, checkpoint_recovered, state_mismatch, heal_failed,
             state_unsaved, cancel, preempt, kill, resume: as in the event.
         is_open: Whether it goes on.
         has_replicas: Whether the nodes are replicas, and none of them was stopped (``ft=true``).
@@ -133,7 +140,7 @@ def build_timeline(run: EventIndex) -> list[TimelineEntry]:
         hosts = [member.host for member in first.members]
         found.append(TimelineEntry(
             "formed", first.time, nodes_after=len(hosts), workers=first.world_size,
-            round=first.number, leader=_host_of(run, _leader_of(run, first)),
+            round=first.number, leader=_host_of(run, run.leader_of.get(first.term)),
             facts={"hosts": hosts, "ready_s": _ready_s(first)},
         ))  # fmt: skip
         found += _of_replicas(run) if run.has_replicas else _of_group(run)
@@ -152,14 +159,17 @@ def _ends(run: EventIndex) -> Iterator[TimelineEntry]:
 _FACTS: dict[str, tuple[str, ...]] = {
     "nodes_requeued": ("nodes", "hosts", "all", "delay_s", "why"),
     "excluded": ("host", "hosts_left"),
+    "node_drained": ("host", "state"),
+    "left_out": ("hosts", "cut", "pairs"),
     "host_failure": ("host", "strikes"),
     "crash_loop": ("attempts", "checkpoint"),
     "start_failed": ("task", "host", "state", "reason", "hosts", "again"),
     "checkpoint_failed": ("step",),
     "growth_decision": ("nodes", "grows"),
     "sweep_decision": ("runs",),
-    **dict.fromkeys(("hang", "straggler", "preflight", "warm_worker_died"), ()),
-    **dict.fromkeys(("checkpoint_recovered", "state_mismatch", "state_unsaved"), ()),
+    **dict.fromkeys(("hang", "straggler", "preflight", "gpus_not_measured"), ()),
+    **dict.fromkeys(("warm_worker_died", "slow_exit", "group_mismatch", "bad_loss"), ()),
+    **dict.fromkeys(("checkpoint_recovered", "state_mismatch", "heal_failed", "state_unsaved"), ()),
     **dict.fromkeys(("cancel", "preempt", "kill", "resume"), ()),
 }
 """Kind of event that changes no group -> the fields that its entry has as facts; none: all."""
@@ -241,10 +251,6 @@ def _stop_of(run: EventIndex, round_: Round, until: float = math.inf) -> Event |
     return next((e for e in stops if e.get("round", round_.number) == round_.number), None)
 
 
-def _leader_of(run: EventIndex, round_: Round) -> Event | None:
-    return next((e for e in run.leaders if int(e["term"]) == round_.term), None)
-
-
 def _host_of(run: EventIndex, leader: Event | None) -> str | None:
     return None if leader is None else run.host_at(leader["task"], _time(leader))
 
@@ -258,7 +264,7 @@ class _Change:
         was, is_ = set(self._was), set(self._is)
         self._departed = [member for member in self._was if member not in is_]
         self._arrived = [member for member in self._is if member not in was]
-        self._old_leader, self._leader = _leader_of(run, before), _leader_of(run, after)
+        self._old_leader, self._leader = (run.leader_of.get(r.term) for r in (before, after))
         self._new_leader: str | None = None
         """The host that leads now, if another task led before."""
         if self._old_leader and self._leader and self._old_leader["task"] != self._leader["task"]:
@@ -270,8 +276,9 @@ class _Change:
             self._broke_at = _time(self._stop)
         self._saved: int | None = (self._stop or {}).get("step")
         self._cost = _cost(
-            stopped, _first_steps(after), saved=self._saved, since=self._broke_at, until=after.time
-        )
+            stopped or _signs_of(run, before), _first_steps(after),
+            saved=self._saved, since=self._broke_at, until=after.time, is_least=not stopped,
+        )  # fmt: skip
 
     def entries(self) -> Iterator[TimelineEntry]:
         """Yield one entry, or two if no member was left in between."""
@@ -369,21 +376,28 @@ class _Departed:
 def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
     """Yield the departures and arrivals of replicas, and changes of the leader."""
     groups: list[list[_Departed]] = []
+    recent: dict[tuple[str, int], list[_Departed]] = {}
     for event in run.of("replica_left"):
-        attempt, time = _attempt_of(run, event), _time(event)
+        time = _time(event)
+        attempt = run.member_until(event["task"], time)
         successor = _successor(run, attempt, time)
-        cause = _why_left(attempt, run.excluded, led=successor is not None)
+        cause = _why_left(
+            attempt, run.excluded, since=_last_joined(run, attempt, time),
+            led=successor is not None, without_it=time + _AT_ONCE_S,
+        )  # fmt: skip
         cause = cause if cause.time else replace(cause, time=time)
         one = _Departed(int(event["nodes"]), cause, successor)
-        for group in reversed(groups):
-            last = group[-1].cause
-            if cause.what == last.what and abs(cause.time - last.time) <= _TOGETHER_S:
-                group.append(one)
+        at = int(cause.time // _TOGETHER_S)
+        near = [recent.get((cause.what, when), []) for when in (at - 1, at, at + 1)]
+        for group in near:
+            if group and abs(cause.time - group[-1].cause.time) <= _TOGETHER_S:
                 break
         else:
-            groups.append([one])
+            groups.append(group := [])
+        group.append(one)
+        recent[cause.what, at] = group
     yield from (_departure(run, group) for group in groups)
-    yield from (_placement(run, round_) for round_ in run.rounds[1:])
+    yield from (_placement(run, *two) for two in pairwise(run.rounds))
     for before, after in pairwise(run.leaders):  # whose predecessor is still a replica
         time = _time(after)
         around = run.of("replica_left", after=time - _LEFT_S, until=time + _TOGETHER_S)
@@ -391,6 +405,13 @@ def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
             cause = Cause("leader_changed", time, (run.host_at(before["task"], time),))
             host = run.host_at(after["task"], time)
             yield TimelineEntry("leader", time, (cause,), leader=host, has_replicas=True)
+
+
+def _last_joined(run: EventIndex, attempt: TaskAttempt, time: float) -> float:
+    """Return when the last round until a time closed that has an attempt as member; 0 if none."""
+    at = bisect_right(run.rounds, time, key=lambda round_: round_.time)
+    before = (run.rounds[i] for i in range(at - 1, -1, -1))
+    return next((round_.time for round_ in before if attempt in round_.members), 0.0)
 
 
 def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
@@ -408,43 +429,31 @@ def _departure(run: EventIndex, group: Sequence[_Departed]) -> TimelineEntry:
 
 def _successor(run: EventIndex, attempt: TaskAttempt, time: float) -> Event | None:
     """Return the event of the leader that replaced a replica; None if that did not lead."""
-    for before, after in pairwise(run.leaders):
-        led_last = before["task"] == attempt.task != after["task"]
-        by_attempt = (attempt.started or 0.0) <= _time(before)
-        if led_last and by_attempt and _time(after) <= time + _TOGETHER_S:
-            return after
-    return None
+    of_task = run.successions.get(attempt.task, [])
+    first = bisect_left(of_task, attempt.started or 0.0, key=lambda two: _time(two[0]))
+    found = (after for _, after in of_task[first : first + 1])
+    return next((after for after in found if _time(after) <= time + _TOGETHER_S), None)
 
 
-def _attempt_of(run: EventIndex, departed: Event) -> TaskAttempt:
-    """Return the attempt that left: the last one of the task that was a member."""
-    task, time = departed["task"], _time(departed)
-    rounds = [round_ for round_ in run.rounds if round_.time <= time]
-    attempts = [m.attempt for round_ in rounds for m in round_.members if m.task == task]
-    return run.attempt(task, max(attempts, default=0))
-
-
-def _placement(run: EventIndex, round_: Round) -> TimelineEntry:
+def _placement(run: EventIndex, earlier: Round, round_: Round) -> TimelineEntry:
     """Return the entry of a round: replicas that join, or start again."""
     time, members = round_.time, round_.members
-    earlier = [other for other in run.rounds if other.number < round_.number][-1]
-    left = [
-        _attempt_of(run, e) for e in run.of("replica_left", after=earlier.time, until=round_.time)
-    ]
-    before = [member for member in earlier.members if member not in left]
+    departed = run.of("replica_left", "nodes_requeued", after=earlier.time, until=time)
+    left = {run.member_until(e["task"], _time(e)) for e in departed if "hosts" not in e}
+    before = set(earlier.members) - left
     placed = [member for member in members if member.task in (round_.placed or ())]
     arrived = [member for member in placed if member not in before]
     causes = []
     for member in placed:
         if member in before:
-            restarts = [e for e in run.of("restart", until=time) if e.get("host") == member.host]
-            detail = str(restarts[-1]["failure"]) if restarts else ""
-            causes.append(Cause("worker_failed", time, (member.host,), detail))
+            restarts = reversed(run.of("restart", until=time))
+            failed = (str(e["failure"]) for e in restarts if e.get("host") == member.host)
+            causes.append(Cause("worker_failed", time, (member.host,), next(failed, "")))
     causes += [_why_came(run, member, time) for member in arrived]
     cost = Cost()
     if not before:  # that of the time without any replica
-        stopped = [e for a in run.attempts for e in a.stopped.values() if _time(e) <= time]
-        since = max(map(_time, run.of("replica_left", until=time)), default=time)
+        stopped = run.of("workers_stopped", after=earlier.time, until=time)
+        since = max(map(_time, departed), default=time)
         cost = _cost(stopped, _first_steps(round_), saved=None, since=since, until=time)
     return TimelineEntry(
         _kind_of((), arrived) if before else "resumed", time, _joined(causes),
@@ -469,15 +478,17 @@ def _cost(
     saved: int | None,
     since: float,
     until: float,
+    is_least: bool = False,
 ) -> Cost:
     """Return the cost of stopping workers and starting them again.
 
     Args:
-        before: The ``workers_stopped`` events of the workers before.
+        before: The ``workers_stopped`` events of the workers before, or what is known instead.
         after: The ``first_step`` events of the workers after it.
         saved: The step that all ranks saved before.
         since: When training stopped, if no step before is known.
         until: When the group formed, if no step after it is known.
+        is_least: Whether ``before`` are such signs, after which there may have been further steps.
     """
     reached = max((int(e["step"]) for e in before if e.get("step") is not None), default=None)
     stood = max((float(e["step_time"]) for e in before if e.get("step_time")), default=since)
@@ -494,7 +505,33 @@ def _cost(
     lost = None if reached is None or resumed is None else max(0, reached - resumed)
     if lost is None and saved is not None and not after:
         lost = 0
-    return Cost(saved, reached, resumed, lost, round(max(0.0, on - stood), 1), trains=bool(after))
+    if lost == 0 and is_least and saved is None:
+        lost = None  # nothing is known to be lost, and something may be
+    is_least = is_least and lost is not None and saved is None
+    pause_s = round(max(0.0, on - stood), 1)
+    return Cost(saved, reached, resumed, lost, is_least, pause_s, trains=bool(after))
+
+
+def _signs_of(run: EventIndex, round_: Round) -> list[Event]:
+    """Return how far the workers of a round came at least, which reported no end."""
+    signs = [dict(event) for event in _first_steps(round_) if not event.get("counted")]
+    point = run.last_points.get(round_.number)
+    if point is not None:
+        signs.append({"step": point.step, "step_time": point.time})
+    return signs
+
+
+def lost_steps(costs: Iterable[tuple[int | None, bool]]) -> str:
+    """Return the steps that were lost by several changes, in words.
+
+    Args:
+        costs: `Cost.lost_steps` and `Cost.is_least` of each.
+    """
+    known = [(lost or 0, lost is None or is_least) for lost, is_least in costs]
+    total, is_open = sum(lost for lost, _ in known), any(is_least for _, is_least in known)
+    if is_open and not total:
+        return "an unknown number of steps lost"
+    return f"{'at least ' if is_open else ''}{counted(total, 'step')} lost"
 
 
 def _first_steps(round_: Round) -> list[Event]:

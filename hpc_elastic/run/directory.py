@@ -15,7 +15,8 @@ k of the sweep: a job array, one task a node; or one *co-allocated job* of sever
     <sweep>/.hpc_elastic/local-requests/  launcher=local: requests of agents and commands
     <sweep>/.hpc_elastic/logs/            output of each task that Slurm captures
     <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
-    <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
+    <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, and frozen.json
+                                          (`config.frozen`); 0600
     <run>/settings.json                   the settings: nodes and launcher.*; 0600
     <run>/secret                          0600: authenticates every message between agents
     <run>/rdzv/entry.<n>.json             decisions of leaders: leader, round, end
@@ -86,13 +87,19 @@ STATUS_SELDOM_S = 8.0
 """Interval of statuses that differ in numbers only, if the run directory is on a file server."""
 
 
+COMMAND_MODULE = "hpc_elastic.agent.command"
+"""Of the function that ``hpc-elastic run`` calls."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """The user's function, as a new process imports it.
 
-    ``script`` (a file) or ``module`` (a dotted name, for ``python -m``) is loaded, then
-    ``qualname`` is looked up in it. A ``hydra`` entry is called with the frozen config, a
-    ``function`` entry with ``args``.
+    ``script`` (a file), ``module`` (a dotted name, for ``python -m``) or both are loaded, then
+    ``qualname`` is looked up in what was loaded last. A ``hydra`` entry is called with the frozen
+    config, and ``args`` are those of the command line; a ``function`` entry is called with
+    ``args``. With ``attributes``, the name is that of a class, and an object of it with these is
+    called.
     """
 
     kind: Literal["hydra", "function"]
@@ -100,8 +107,19 @@ class Entry:
     script: str | None = None
     module: str | None = None
     args: list[Any] = field(default_factory=list)
+    """As `run.arguments` writes them; so are ``attributes``."""
+    attributes: dict[str, Any] | None = None
     cwd: str = "."
     sys_path: list[str] = field(default_factory=list)
+    """As `launcher.user_code.search_path` returns it."""
+    main_block: bool = False
+    """Whether the script, or the module if there is none, was run and not imported: then what
+    stands under ``if __name__ == "__main__":`` before the call runs in workers, too."""
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it runs a command: then an exit code of 0 is its success, as for torchrun."""
+        return self.module == COMMAND_MODULE
 
 
 @dataclass(frozen=True)
@@ -142,6 +160,8 @@ class RunSpec:
     interface: str | None = None
     max_failed_rounds: int = 3
     max_requeues: int | None = None
+    require_group: bool = False
+    on_bad_loss: Literal["warn", "stop"] = "warn"
     signal_delay_s: float = 120.0
     preempt_grace_s: float = 30.0
     """Seconds between SIGTERM and SIGKILL when a task is preempted."""
@@ -154,6 +174,8 @@ class RunSpec:
     """Each unit of nodes is a replica group of its own (`hpc_elastic.ft`)."""
     unit_nodes: int = 1
     """Nodes that only work together: the run has a multiple of it."""
+    node_counts: list[int] = field(default_factory=list)
+    """The numbers of nodes that a round may have; empty: any from min to max."""
     partition: str | None = None
     """As given to sbatch: a name, or several with commas; None: the default partition."""
     time_s: float | None = None

@@ -21,8 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.shared_files import LATEST_TIME, lines_in, owner_writes, parse_json
+from hpc_elastic.shared_files import (
+    LATEST_TIME,
+    lines_in,
+    owner_writes,
+    parse_json,
+    status_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +38,9 @@ _LOGGED_CHARS = 500
 _KEPT = 1000
 """Lines kept for a file system that does not accept them now."""
 _MOST_EVENTS = 1_000_000
-"""Largest number of events of a run that are read: they are all in memory."""
+"""Largest number of events of a run that are kept by a reader: they are all in memory."""
+_OF_EACH_NODE = ("first_step", "workers_stopped", "joined")
+"""Events of each node in each round: of too many events the oldest of these are left out first."""
 _LARGEST = 1 << 63
 """No number of an event is as large."""
 
@@ -114,33 +121,60 @@ class EventReader:
     """
 
     folder: Path
+    num_left_out: int = 0
+    """Number of older events that were left out, because there were too many at once."""
     _read: dict[Path, int] = field(default_factory=dict)
     """Number of bytes read of each file, up to the end of a line."""
 
     def new(self) -> list[Event]:
-        """Return the events since the last call, in order of time.
+        """Return the events since the last call, in order of time; of too many the newest.
 
         A line that is being written is returned by a later call. A line that was cut off, because
         the process or its node ended, is left out.
 
         Raises:
-            DamagedFileError: A log is no file or too large a one, or the run has too many events.
+            DamagedFileError: A log is no file.
             OSError: The file system does not answer.
         """
+        events: list[Event] = []
+        for path in self._logs():
+            for end, line in lines_in(path, self._read.get(path, 0), newest=True):
+                self._read[path] = end
+                if event := _parsed(line):
+                    events.append(event)
+                if len(events) >= 2 * _MOST_EVENTS:
+                    events = self._newest(events)
+        return sorted(self._newest(events), key=_time)
+
+    def skip(self) -> None:
+        """Leave out the events so far."""
+        self._read = {path: status_of(path).st_size for path in self._logs()}
+
+    def _logs(self) -> list[Path]:
         try:
             names = os.listdir(self.folder)  # noqa: PTH208 - glob is silent where it may not look
         except FileNotFoundError:
             return []
-        events: list[Event] = []
-        for path in (self.folder / name for name in sorted(names) if name.endswith(".jsonl")):
-            for end, line in lines_in(path, self._read.get(path, 0)):
-                self._read[path] = end
-                if event := _parsed(line):
-                    events.append(event)
-                if len(events) > _MOST_EVENTS:
-                    what = f"{self.folder} has more than {_MOST_EVENTS:,} events"
-                    raise DamagedFileError(f"{what}: no run writes as many")
-        return sorted(events, key=lambda e: float(e["time"]))
+        return [self.folder / name for name in sorted(names) if name.endswith(".jsonl")]
+
+    def _newest(self, events: list[Event]) -> list[Event]:
+        surplus = len(events) - _MOST_EVENTS
+        if surplus <= 0:
+            return events
+        self.num_left_out += surplus
+        return sorted(events, key=lambda e: (e["kind"] not in _OF_EACH_NODE, _time(e)))[surplus:]
+
+    @property
+    def doubt(self) -> str | None:
+        """What is incomplete because events were left out; None if none were."""
+        if not self.num_left_out:
+            return None
+        what = f"{self.num_left_out:,} of the oldest events are left out"
+        return f"{what}: what is known of the time before is incomplete"
+
+
+def _time(event: Event) -> float:
+    return float(event["time"])
 
 
 def read_events(folder: Path) -> list[Event]:

@@ -23,7 +23,7 @@ import re
 from pathlib import Path
 
 from hpc_elastic.errors import CheckpointFencedError
-from hpc_elastic.shared_files import names_listed
+from hpc_elastic.shared_files import names_listed, read_text
 
 VARIABLE = "HPC_ELASTIC_FENCE"
 """Path of the entry that formed the worker's group."""
@@ -57,7 +57,7 @@ def check_fence() -> None:
             "another group or another leader has taken over"
         )
     task, attempt, _ = replica_.rsplit(":", 2)
-    entry = json.loads(json.loads(entry_path(mine.parent, newest).read_text())["entry"])
+    entry = json.loads(json.loads(read_text(entry_path(mine.parent, newest)))["entry"])
     names = [(member["task"], member["attempt"]) for member in entry["members"]]
     is_lost = int(entry["lost"].get(task, -1)) >= int(attempt)
     if (task, int(attempt)) not in names or entry["ending"] or is_lost:

@@ -32,11 +32,13 @@ class KnownRun:
         run_id: Its id.
         path: Its run directory.
         submitted: Unix seconds.
+        cwd: Where it was submitted; None if unknown, as in lists of earlier versions.
     """
 
     run_id: str
     path: Path
     submitted: float
+    cwd: Path | None = None
 
 
 def user() -> str:
@@ -57,8 +59,9 @@ def folder() -> Path:
 def add(runs: Mapping[str, Path]) -> None:
     """Add the runs of one submission, by run id."""
     now = time.time()
-    entry = {"submitted": now, "runs": {run_id: str(path) for run_id, path in runs.items()}}
+    paths = {run_id: str(path) for run_id, path in runs.items()}
     try:
+        entry = {"submitted": now, "cwd": str(Path.cwd()), "runs": paths}
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         name = f"{int(now * 1000):015d}-{secrets.token_hex(4)}.json"
         write_atomic(folder() / name, json.dumps(entry) + "\n")
@@ -76,7 +79,8 @@ def newest_first() -> Iterator[KnownRun]:
         try:
             entry = read_json(file) or {}
             at, runs = float(entry["submitted"]), entry["runs"].items()
-            found = [KnownRun(run_id, Path(path), at) for run_id, path in runs]
+            cwd = Path(entry["cwd"]) if "cwd" in entry else None
+            found = [KnownRun(run_id, Path(path), at, cwd) for run_id, path in runs]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             _log.warning("%s is ignored: %s", file, e)
             continue

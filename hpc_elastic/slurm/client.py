@@ -17,8 +17,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +35,10 @@ _log = logging.getLogger(__name__)
 
 RELEASE_DELAY_S = 2
 _IDS_A_CALL = 100
+_SLOW_S = 10.0
+"""After this time a command counts as slow; it is the default of Slurm's MessageTimeout."""
+_REPLY_S = 5.0
+"""A command that gives up after MessageTimeout prints that itself."""
 
 
 class SlurmClient:
@@ -41,36 +48,57 @@ class SlurmClient:
     answer in time; it holds the command line and Slurm's message.
 
     Args:
-        timeout_s: Seconds that a command may take.
+        timeout_s: Seconds that a command may take; None: 10, or more than the site's MessageTimeout
+            if that is longer.
         env: Environment of the commands; None: that of this process.
     """
 
-    def __init__(self, timeout_s: float = 10, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, timeout_s: float | None = None, *, env: Mapping[str, str] | None = None
+    ) -> None:
+        given = os.environ if env is None else env
+        if timeout_s is None:
+            message_s = environment.message_timeout_s(given) or 0.0
+            timeout_s = _SLOW_S if message_s <= _SLOW_S else message_s + _REPLY_S
         self.timeout_s = timeout_s
-        self._env = environment.for_commands(os.environ if env is None else env)
+        self._env = environment.for_commands(given)
         self._given = env
+        self._purged: set[str] = set()
 
     def tasks(self, job_ids: Iterable[str], *, once: bool = False) -> dict[str, TaskState]:
         """Return all tasks of these jobs by name, in one call of squeue.
 
+        A site's squeue may be a cache that is older than a job, so the controller is queried for
+        what it does not list, once for each job that Slurm has purged.
+
         Args:
             job_ids: Jobs and job arrays of the user.
-            once: If Slurm knows none of several jobs, do not query each alone.
+            once: Of several jobs, do not query any alone.
 
         Returns:
             Every array element by ``<array job id>_<index>``, including pending ones. A task that
             has ended is listed until Slurm purges it; purged jobs have none.
         """
-        ids = list(dict.fromkeys(job_ids))
+        ids = [job for job in dict.fromkeys(job_ids) if job not in self._purged]
         if not ids:
             return {}
+        has_others = len(ids) > 1
+        found: dict[str, TaskState] = {}
         try:
-            return self._squeue(ids)
+            found = self._squeue(ids)
         except SlurmCommandError as e:
-            if not parsing.is_forgotten(e):
+            has_no_row = e.exit_code == 0 and has_others and not once
+            if not has_no_row and not parsing.is_forgotten(e):
                 raise
-        alone = ids if len(ids) > 1 and not once else []
-        return {name: task for job_id in alone for name, task in self.tasks([job_id]).items()}
+            for job in ids if has_others and not once else ():
+                found |= self.tasks([job])
+        unlisted = sorted(set(ids).difference(map(job_of, found), self._purged))
+        for job in () if has_others and once else unlisted:
+            records = self._records(job)
+            if not records:
+                self._purged.add(job)
+            found |= {state.task: state for record in records for state in record.states}
+        return found
 
     def _squeue(self, ids: Sequence[str]) -> dict[str, TaskState]:
         """List each element by itself; without -r too, if squeue may have lost one by it."""
@@ -91,8 +119,8 @@ class SlurmClient:
     def batch_scripts(self) -> list[Path]:
         """Return the batch scripts of the user's jobs that wait or run, each of them once."""
         output = self._run(["squeue", "-h", "--me", "-o", parsing.SCRIPTS_FORMAT])
-        lines = dict.fromkeys(line.strip() for line in output.splitlines())
-        return [Path(line) for line in lines if line.startswith("/")]
+        scripts = dict.fromkeys(script for _, _, script in parsing.parse_scripts(output))
+        return [Path(script) for script in scripts]
 
     def identities(self, job_ids: Iterable[str]) -> dict[str, parsing.JobIdentity]:
         """Return what identifies jobs that wait or run, of any user, by one call of squeue."""
@@ -105,6 +133,36 @@ class SlurmClient:
             if not parsing.is_forgotten(e):
                 raise
             return {}
+
+    def find_job(
+        self, script: Path, index: int | None = None, *, besides: Collection[str] = ()
+    ) -> str | None:
+        """Return the newest job of the user with a batch script; None: Slurm lists none.
+
+        One that has ended, or is being ended, does not count, also where a site's squeue is a cache
+        that still lists it: the controller is queried for what is found.
+
+        Args:
+            script: The batch script.
+            index: Only jobs with this array element; None: any.
+            besides: Job ids that are known.
+        """
+        states = ["-t", "PENDING,RUNNING,SUSPENDED"]
+        output = self._run(["squeue", "-h", "--me", *states, "-o", parsing.SCRIPTS_FORMAT])
+        found = {
+            job
+            for job, element, path in parsing.parse_scripts(output)
+            if path == str(script) and (index is None or element == str(index))
+        }
+        newest_first = sorted(found.difference(besides), key=int, reverse=True)
+        return next((job for job in newest_first if self._is_alive(job, index)), None)
+
+    def _is_alive(self, job: str, index: int | None) -> bool:
+        return any(
+            TaskState(job, record.state).phase in (Phase.PENDING, Phase.RUNNING)
+            for record in self._records(job)
+            if index is None or f"{job}_{index}" in record.tasks
+        )
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks; those that have ended are no error.
@@ -131,8 +189,10 @@ class SlurmClient:
 
         The task is FAILED then. A signal to the whole task would cancel it (22.05).
         """
-        listed = self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"]).split()
-        steps = [step for step in listed if step.rpartition(".")[2].isdecimal()]
+        listed = map(
+            str.strip, self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"]).splitlines()
+        )
+        steps = [step for step in listed if re.fullmatch(r"\d[\d_+]*\.\d+", step)]
         if steps:
             self._run(["scancel", "--signal=KILL", *steps])
 
@@ -150,7 +210,23 @@ class SlurmClient:
 
     def partitions(self) -> list[str]:
         """Return the names of the cluster's partitions, those hidden from the user included."""
-        return list(dict.fromkeys(self._run(["sinfo", "-h", "-a", "-o", "%R"]).split()))
+        output = self._run(["sinfo", "-h", "-a", "-o", "%R"])
+        return list(dict.fromkeys(re.findall(r"^\s*(\w\S*)\s*$", output, re.MULTILINE)))
+
+    def pending_partitions(self, job_ids: Iterable[str]) -> str | None:
+        """Return where jobs wait now, with commas; None if none of them waits.
+
+        `scontrol update` or a plugin of the site may have moved a job since its submission.
+        """
+        jobs = ",".join(dict.fromkeys(job_ids))
+        argv = ["squeue", "-h", "-t", "PENDING", "-o", "%F|%P", "-j", jobs]
+        try:
+            rows = re.findall(r"^\s*\d+\|(\S+)", self._run(argv) if jobs else "", re.MULTILINE)
+        except SlurmCommandError as e:
+            if not parsing.is_forgotten(e):
+                raise
+            return None
+        return ",".join(sorted({name for row in rows for name in row.split(",")})) or None
 
     def each_node(self, partition: str | None) -> dict[str, str]:
         """Return the state of each node of some partitions, in sinfo's words.
@@ -161,6 +237,12 @@ class SlurmClient:
         where = [] if partition is None else ["-p", partition]
         argv = ["sinfo", "-h", "-N", *where, "-o", parsing.EACH_NODE_FORMAT]
         return parsing.parse_each_node(self._run(argv))
+
+    def drained_nodes(self, nodes: Iterable[str]) -> dict[str, str]:
+        """Return those of some nodes that an administrator, or Slurm, drains, with their states."""
+        argv = ["sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-o", parsing.EACH_NODE_FORMAT]
+        found = parsing.parse_each_node(self._run(argv))
+        return {node: state for node, state in found.items() if parsing.is_drained(state)}
 
     def queue(self, *, only_waiting: bool = False) -> list[parsing.QueuedJob]:
         """Return the jobs of all users and partitions, and the reservations.
@@ -201,6 +283,10 @@ class SlurmClient:
         output = self._node(node)
         return bool(output) and parsing.parse_is_up(output)
 
+    def is_off(self, node: str) -> bool:
+        """Return whether Slurm has powered a node down: nothing runs there any more."""
+        return parsing.parse_is_off(self._node(node))
+
     def out_of_service(self, node: str) -> str:
         """Return Slurm's reason for which a node gets no new jobs; empty if it does, or unknown."""
         return parsing.parse_out_of_service(self._node(node))
@@ -228,7 +314,12 @@ class SlurmClient:
         except SlurmCommandError as e:
             if not parsing.is_refused(e):
                 raise
-            self._run(["scontrol", "update", f"jobid={name}", "requeue=1"])
+            try:
+                self._run(["scontrol", "update", f"jobid={name}", "requeue=1"])
+            except SlurmCommandError as denied:
+                if not parsing.is_denied(denied):
+                    raise
+                raise e from denied  # a refused requeue: another task can take its place
             self._run_unless(parsing.REQUEUED, "scontrol", "requeue", name)
 
     def requeue_all(self, tasks: Sequence[str]) -> None:
@@ -298,7 +389,9 @@ class SlurmClient:
         for task in _compact(tasks):
             self._update_waiting(task, start, *limit)
 
-    def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
+    def exclude(
+        self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
+    ) -> None:
         """Let pending tasks avoid nodes, beside those that they avoid already.
 
         Tasks that do not wait are left alone; one that is being requeued counts as waiting.
@@ -306,18 +399,21 @@ class SlurmClient:
         Args:
             tasks: Names as in `scheduler`.
             hosts: The nodes.
+            but: Nodes on which they may start again; see `readmit`.
         """
-        added, named = set(hosts), set(map(queue_name, tasks))
+        added, ended = set(hosts), set(but)
+        if not added | ended:
+            return
+        named = set(map(queue_name, tasks))
         waiting: dict[tuple[str, ...], list[str]] = {}
-        for job in dict.fromkeys(map(job_of, tasks)) if added else ():
+        for job in dict.fromkeys(map(job_of, tasks)):
             for record in self._records(job):
                 names = [name for name in record.tasks if name in named and record.may_wait]
                 waiting.setdefault(record.excluded, []).extend(names)
         for avoided, names in waiting.items():
-            if not added.issubset(avoided):
-                nodes = compress(sorted(added.union(avoided)))
-                for task in _compact(names):
-                    self._update_waiting(task, f"ExcNodeList={nodes}")
+            nodes = set(avoided) - ended | added
+            for task in _compact(names) if nodes != set(avoided) else ():
+                self._update_waiting(task, f"ExcNodeList={compress(sorted(nodes))}")
 
     def excluded(self, task: str) -> tuple[str, ...] | None:
         """Return the nodes that a pending task avoids; None if it does not wait."""
@@ -365,31 +461,52 @@ class SlurmClient:
             script: The batch script.
             flags: Flags of sbatch beside those in the script.
             env: Environment that the job inherits; None: that of this process, without the
-                variables of a job around it.
+                variables of a job around it and without options (`environment.for_sbatch`).
             timeout_s: Seconds until sbatch is killed; None waits for it. A killed sbatch may have
                 submitted its job.
+
+        Raises:
+            SlurmCommandError: Also if no job id is in what it printed; the job may be in the queue.
         """
         if env is None:
-            env = environment.outside(os.environ if self._given is None else self._given)
+            env = environment.for_sbatch(os.environ if self._given is None else self._given)
         argv = ["sbatch", "--parsable", *flags, str(script)]
-        output = call(argv, env=env, timeout_s=timeout_s)
-        return output.strip().partition(";")[0]  # then the name of the cluster
+        done = _call(argv, env, timeout_s)
+        if words := done.stderr.strip():
+            print(words, file=sys.stderr)  # of the site's job_submit plugin
+        if (job_id := parsing.parse_job_id(done.stdout)) is None:
+            what = "not one job id is in what sbatch printed; is its job in the queue? "
+            what += repr(done.stdout)
+            raise SlurmCommandError(argv, None, what)
+        return job_id
 
-    def resubmit(self, script: Path, index: int | None, *, exclude: Iterable[str] = ()) -> str:
+    def resubmit(
+        self,
+        script: Path,
+        index: int | None,
+        *,
+        exclude: Iterable[str] = (),
+        known: Collection[str] = (),
+    ) -> str:
         """Submit a script once more, for one element of its array; return the new job id.
 
-        The job does not start before `release`; without one it starts after ten minutes.
+        The job does not start before `release`; without one it starts after ten minutes. An earlier
+        submission may have done it whose answer was lost: then its job is returned.
 
         Args:
             script: The batch script.
             index: Index of the element; None for a co-allocated job.
-            exclude: Nodes to avoid, beside those that the script names.
+            exclude: Nodes to avoid, instead of those that the script names.
+            known: The jobs that the element has had.
         """
+        if (lost := self.find_job(script, index, besides=known)) is not None:
+            return lost
         flags = ["--begin=now+600"]
         flags += [] if index is None else [f"--array={index}"]
         avoided = sorted(exclude)
         flags += [f"--exclude={compress(avoided)}"] if avoided else []
-        return self.sbatch(script, flags, env=self._outside(), timeout_s=self.timeout_s)
+        env = {**self._outside(), environment.REPLACEMENT: "1"}
+        return self.sbatch(script, flags, env=env, timeout_s=self.timeout_s)
 
     def _update_waiting(self, task: str, *what: str) -> None:
         """Update waiting tasks; elements that no longer wait are no error."""
@@ -401,8 +518,12 @@ class SlurmClient:
         return environment.for_submission(given)
 
     def _run(self, argv: Sequence[str]) -> str:
-        """Return the standard output of a command."""
-        return call(argv, env=self._env, timeout_s=self.timeout_s)
+        """Return the standard output of a command; squeue prints times in Unix seconds.
+
+        A local time is ambiguous in the hour in which daylight saving ends.
+        """
+        unix = {"SLURM_TIME_FORMAT": "%s"} if argv[0] == "squeue" else {}
+        return call(argv, env={**self._env, **unix}, timeout_s=self.timeout_s)
 
     def _run_unless(self, phrases: Sequence[str], *argv: str) -> None:
         """Run a command whose failure is none if it prints only lines with these phrases."""
@@ -457,7 +578,8 @@ def _call(
         if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
             raise FileNotFoundError(errno.ENOENT, "not found")
         for _ in range(_TRIES):
-            done = _util.run([*_IGNORING, *argv], env=env, timeout_s=timeout_s)
+            with _said_if_slow(argv, timeout_s):
+                done = _util.run([*_IGNORING, *argv], env=env, timeout_s=timeout_s)
             if -done.returncode not in _IGNORED:
                 break  # else the shell got the signal before its trap: the command did not start
     except subprocess.TimeoutExpired as e:
@@ -470,6 +592,21 @@ def _call(
     return done
 
 
+@contextmanager
+def _said_if_slow(argv: Sequence[str], timeout_s: float | None) -> Iterator[None]:
+    """Log it once if a command takes long, and is waited for longer."""
+    rest = "" if timeout_s is None else f", and is waited for up to {timeout_s:g} s"
+    what = f"`{argv[0]}` has not answered for {_SLOW_S:g} s{rest}: the controller is slow"
+    timer = threading.Timer(_SLOW_S, _log.warning, [what])
+    timer.daemon = True
+    if timeout_s is None or timeout_s > _SLOW_S:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 # ---- the cluster as a whole, for the doctor
 
 
@@ -478,7 +615,9 @@ class SiteClient(SlurmClient):
 
     def version(self, command: str) -> str:
         """Return the version of one of Slurm's commands, such as ``22.05.8``."""
-        return self._run([command, "--version"]).strip().rpartition(" ")[2]
+        output = self._run([command, "--version"])
+        found = re.search(r"^slurm\S* (\S+)\s*$", output, re.MULTILINE)
+        return found[1] if found else output.strip().rpartition(" ")[2]
 
     def ping(self) -> str:
         """Return which controllers answer, in the words of scontrol, on one line."""
@@ -535,9 +674,19 @@ class SiteClient(SlurmClient):
         argv = ["sacctmgr", "-n", "-P", "show", "qos", f"format={parsing.QOS_FORMAT}"]
         return parsing.parse_qos(self._run(argv))
 
-    def offered_qos(self, user: str) -> frozenset[str]:
-        """Return the names of the QOS that the associations of a user name."""
-        argv = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=qos"]
+    def offered_qos(
+        self, user: str, cluster: str | None = None, account: str | None = None
+    ) -> frozenset[str]:
+        """Return the names of the QOS that the associations of a user name.
+
+        Args:
+            user: The user.
+            cluster: Only those on this cluster: the accounting may be of several.
+            account: Only those in this account; None: in any.
+        """
+        names = {"user": user, "cluster": cluster, "account": account}
+        which = [f"{key}={value}" for key, value in names.items() if value]
+        argv = ["sacctmgr", "-n", "-P", "show", "assoc", *which, "format=qos"]
         return parsing.parse_offered_qos(self._run(argv))
 
     def test_only(self, script: str, flags: Sequence[str] = ()) -> str:

@@ -114,7 +114,8 @@ class CombinedRequests:
                 self._create(f"limits.{number}", {"time": asked_at, "left_s": left})
                 self._remove_before("limits", number)
         self._knows_limit = True
-        return listed[name].time_left_s if name in listed else None
+        state = listed.get(name)
+        return None if state is None or state.has_replaced(self._attempt) else state.time_left_s
 
     def requeue(self, task: str) -> None:
         """Send this task back to the queue, with all others that wish it just then."""
@@ -131,25 +132,36 @@ class CombinedRequests:
     def postpone(
         self, tasks: Sequence[str], delay_s: float, *, time_limit_s: float | None = None
     ) -> None:
-        """Let this task, and those that were requeued with it, not start before `delay_s`."""
+        """Let this task, and those that were requeued with it, not start before `delay_s`.
+
+        The time limit is of this task's array only: those of another pool have their own.
+        """
         batch, self._batch = self._batch, None
         if batch is None:
             self._client.postpone(tasks, delay_s, time_limit_s=time_limit_s)
             return
         name, carried = batch
+        array = job_of(queue_name(self._task))
         with contextlib.suppress(OSError):
             done = None if carried else self._await(f"{name}.postponed")
-            if done is not None and done.get("delay_s") == delay_s:
+            has_limit = time_limit_s is None or (done is not None and done.get("array") == array)
+            if done is not None and done.get("delay_s") == delay_s and has_limit:
                 return
-        self._client.postpone(carried or tasks, delay_s, time_limit_s=time_limit_s)
+        others = [task for task in carried if time_limit_s is not None and job_of(task) != array]
+        own = [task for task in carried if task not in others]
+        self._client.postpone(own or tasks, delay_s, time_limit_s=time_limit_s)
+        if others:
+            self._client.postpone(others, delay_s)
         if carried:
             with contextlib.suppress(OSError):  # then the others do it themselves
-                content = json.dumps({"delay_s": delay_s})
+                content = json.dumps({"delay_s": delay_s, "array": array})
                 write_atomic(self._folder / f"{name}.postponed", content)
 
-    def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
-        """Keep tasks that wait away from some nodes."""
-        self._client.exclude(tasks, hosts)
+    def exclude(
+        self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
+    ) -> None:
+        """Keep tasks that wait away from some nodes, and let them start on others again."""
+        self._client.exclude(tasks, hosts, but=but)
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks."""

@@ -7,16 +7,21 @@ Source: https://slurm.schedmd.com/sbatch.html (output environment)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmEnvironmentError
+from hpc_elastic.shared_files import read_text
 from hpc_elastic.slurm import nodelist
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 """Names the GPUs that are a task's own; Slurm sets it where GPUs are a gres of nodes."""
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder for each GPU of this machine, by the driver."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class SlurmEnvironment:
         Raises:
             SlurmEnvironmentError: the process does not run under Slurm.
         """
-        found = cls({k: v for k, v in env.items() if k.startswith(("SLURM_", "SLURMD_"))})
+        ours = ("SLURM_", "SLURMD_", _SCRIPT_STARTED, REPLACEMENT)
+        found = cls({k: v for k, v in env.items() if k.startswith(ours)})
         _ = found.job_id
         return found
 
@@ -136,6 +142,11 @@ class SlurmEnvironment:
         """When the wall time ends, in seconds since the epoch; None before Slurm 23 or so."""
         return self._optional("SLURM_JOB_END_TIME")
 
+    @property
+    def script_started_s(self) -> int | None:
+        """When the batch script began, before launcher.setup; None with a template without it."""
+        return self._optional(_SCRIPT_STARTED)
+
     def _of_step_or_job(self, what: str) -> str:
         """Return the name of the variable of the step, or the job's where no step is.
 
@@ -216,6 +227,42 @@ def as_array_task(
     }
 
 
+OF_TASK = "HPC_ELASTIC_TASK_"
+"""Begins the names under which a worker finds the variables of Slurm's own task."""
+
+
+def as_worker(env: Mapping[str, str], hosts: str, workers: str) -> dict[str, str]:
+    """Return the environment of a worker, in which Slurm's variables describe its group.
+
+    Many scripts read them before RANK. They are those of one srun with a task for each worker; for
+    Slurm each node is a task of its own, whose variables keep their values under `OF_TASK`.
+
+    Args:
+        env: With torch's variables: RANK, LOCAL_RANK, GROUP_RANK and so on.
+        hosts: The nodes by group rank, as Slurm's node list.
+        workers: The number of workers on each, as in SLURM_TASKS_PER_NODE.
+    """
+    rank, local_rank, nodes = env["RANK"], env["LOCAL_RANK"], env["GROUP_WORLD_SIZE"]
+    first_rank, here = int(rank) - int(local_rank), int(env["LOCAL_WORLD_SIZE"])
+    world = {
+        **{f"SLURM_{name}": env["WORLD_SIZE"] for name in ("NTASKS", "NPROCS", "STEP_NUM_TASKS")},
+        **{f"SLURM_{name}": nodes for name in ("JOB_NUM_NODES", "NNODES", "STEP_NUM_NODES")},
+        **{f"SLURM_{name}": hosts for name in ("JOB_NODELIST", "NODELIST", "STEP_NODELIST")},
+        **{f"SLURM_{name}": workers for name in ("TASKS_PER_NODE", "STEP_TASKS_PER_NODE")},
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": local_rank,
+        "SLURM_NODEID": env["GROUP_RANK"],
+        "SLURM_GTIDS": ",".join(str(first_rank + i) for i in range(here)),
+        "SLURM_LAUNCH_NODE_IPADDR": nodelist.expand(hosts)[0],
+        "SLURM_NTASKS_PER_NODE": workers.partition("(")[0],
+    }
+    own = {f"{OF_TASK}{name}": env[name] for name in world if name in env}
+    found = {**env, **own, **world}
+    if "," in workers:
+        del found["SLURM_NTASKS_PER_NODE"]
+    return found
+
+
 def outside(env: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the traces of a Slurm job around it (login node).
 
@@ -241,6 +288,17 @@ def for_commands(env: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **output}
 
 
+def for_sbatch(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of sbatch, which the job inherits: `outside`, without options.
+
+    sbatch takes SBATCH_TIMELIMIT before the line of the script, and the srun of the job takes
+    SRUN_OUTPUT. What a user's shell sets for other jobs would replace settings.
+    Source: https://slurm.schedmd.com/sbatch.html (input environment)
+    """
+    options = ("SBATCH_", "SALLOC_", "SRUN_")
+    return {k: v for k, v in outside(env).items() if not k.startswith(options)}
+
+
 def for_submission(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which a task submits another one in its place.
 
@@ -250,7 +308,7 @@ def for_submission(env: Mapping[str, str]) -> dict[str, str]:
         *(GPUS, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
         *("ZE_AFFINITY_MASK", "PMI_", "PMIX_", "PMI2_"),
     )
-    return {k: v for k, v in outside(env).items() if not k.startswith(of_step)}
+    return {k: v for k, v in for_sbatch(env).items() if not k.startswith(of_step)}
 
 
 def of_this_process() -> dict[str, str]:
@@ -260,3 +318,32 @@ def of_this_process() -> dict[str, str]:
     """
     raw = Path("/proc/self/environ").read_bytes().decode("utf-8", "surrogateescape")
     return dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)
+
+
+REPLACEMENT = "HPC_ELASTIC_REPLACEMENT"
+"""Set for a job that was submitted in place of a task."""
+_SCRIPT_STARTED = "HPC_ELASTIC_SCRIPT_STARTED"
+"""Set by the batch script."""
+_CONFIG_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
+"""Of a machine with files, and of one without (configless)."""
+
+
+def message_timeout_s(env: Mapping[str, str]) -> float | None:
+    """Return the seconds for which Slurm's commands wait for the controller; None if unknown.
+
+    It is read from this machine's copy of slurm.conf: a controller that is slow need not be asked.
+    Source: https://slurm.schedmd.com/slurm.conf.html#OPT_MessageTimeout
+    """
+    return _message_timeout_in((env.get("SLURM_CONF"), *_CONFIG_FILES))
+
+
+@cache  # a client is made for each query, and the file is the same for the life of a process
+def _message_timeout_in(paths: tuple[str | None, ...]) -> float | None:
+    for path in filter(None, paths):
+        try:
+            text = read_text(Path(path), errors="replace")
+        except OSError:
+            continue
+        found = re.findall(r"^\s*MessageTimeout\s*=\s*(\d+)", text, re.MULTILINE | re.IGNORECASE)
+        return float(found[-1]) if found else None
+    return None

@@ -5,6 +5,9 @@ measured on Slurm 22.05):
 
 - While a preemption's grace lasts, the task is RUNNING, with PreemptMode=REQUEUE as with CANCEL. It
   can requeue itself then; one that just *ends* within the grace is FAILED, and never comes back.
+- One restart more than the attempt has, in any phase: another attempt takes the task's place, on
+  another node if Slurm had given this one up while it lived (its slurmd was dead). What Slurm
+  reports is about that attempt, which must not be requeued.
 - Once its processes are being ended, it is COMPLETING. If Slurm requeues it, it counts one
   restart more than the attempt has. If not, a preempted one has a PreemptTime, one whose time was
   up has the reason TimeLimit, and one that was cancelled has neither: it must not be requeued, for
@@ -98,9 +101,7 @@ class ExitRule:
 
 
 def _was_requeued(facts: ExitFacts, state: TaskState) -> bool:
-    if facts.attempt is None:
-        return False
-    return state.phase is not Phase.RUNNING and (state.restarts or 0) > facts.attempt
+    return state.has_replaced(facts.attempt)
 
 
 def _was_preempted(facts: ExitFacts, state: TaskState) -> bool:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
-from hpc_elastic.slurm.parsing import QueuedJob
+from hpc_elastic.slurm.parsing import QueuedJob, usable_state
 
 SAME_S = 60.0
 """Starts less far apart are one: backfill makes a pass each half minute."""
@@ -46,8 +46,6 @@ minute. They start with their whole time limit."""
 
 IDLE, BUSY = ("idle", "planned"), ("allocated", "mixed", "completing")
 """States of nodes that run nothing, those that are planned included, and of those that do."""
-_MARKS = "~#%!+-"
-"""Marks of sinfo behind a state that keep no task away: power saving, and a plan (-)."""
 _AHEAD = ("", "Priority", "Resources")
 """Reasons of jobs that wait for nodes."""
 
@@ -179,7 +177,7 @@ def outlook(
     nodes: dict[str, NodeOutlook] = {}
     num_out = 0
     for name, state in states.items():
-        word = state.rstrip(_MARKS)
+        word = usable_state(state)
         planned, occupied = sorted(plans.get(name, ())), ends.get(name, [])
         if word in IDLE:
             is_planned = bool(planned) or word == "planned" or "-" in state
@@ -248,14 +246,16 @@ class Shape:
             return at
         return max(at, self.together)
 
-    def growth(self, nodes: NodeRange, *, coallocated: bool = False) -> list[tuple[int, float]]:
+    def growth(
+        self, nodes: NodeRange, *, sizes: Sequence[int] = (), coallocated: bool = False
+    ) -> list[tuple[int, float]]:
         """Return the sizes of the run and when it has them; starts within `SAME_S` are one step.
 
-        It ends where further starts are unknown.
+        It ends where further starts are unknown. Without ``sizes`` each of ``nodes`` is one.
         """
         first = self.start_of_run(nodes, coallocated=coallocated)
         steps: list[tuple[int, float]] = []
-        for number in range(nodes.min, nodes.max + 1, nodes.unit):
+        for number in sizes or range(nodes.min, nodes.max + 1, nodes.unit):
             at = self.start_of(number)
             if at is None or first is None:
                 break

@@ -14,8 +14,10 @@ Source: https://slurm.schedmd.com/job_state_codes.html
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 
 class Phase(Enum):
@@ -38,6 +40,7 @@ _PHASE_OF = {state: phase for phase, states in _PHASES.items() for state in stat
 
 SOON_S = 3.0
 """A start no further ahead need not be hastened; more than the command ``now+2`` takes."""
+_LAUNCH_HELD = ("launch failed requeued held", "launch failure limit exceeded requeued held")
 LAUNCHER_ENDED = "its launcher has ended"
 """The reason of a task of ``launcher=local`` that nothing would start again."""
 
@@ -52,6 +55,8 @@ class TaskState:
         reason: Why it is in it, such as Resources; empty for Slurm's None.
         node: Its node, a host list if it has several; empty if it has none. While `is_launch_held`
             the node that could not start it, if that is known.
+        slot: The place of the task in its run, which another in its place has as well; None if the
+            run was not looked at.
         restarts: Number of its requeues; None if unknown.
         time_left_s: Seconds that it may still run, the whole time limit while it waits; None if
             there is no limit, or none known. It depends on no clock but the controller's.
@@ -65,10 +70,15 @@ class TaskState:
     state: str
     reason: str = ""
     node: str = ""
+    slot: int | None = field(default=None, compare=False, kw_only=True)
     restarts: int | None = None
     time_left_s: float | None = None
     preempted: bool = False
     starts_in_s: float | None = None
+
+    def has_replaced(self, attempt: int | None) -> bool:
+        """Whether this is a later attempt of the task, which may run on another node."""
+        return attempt is not None and (self.restarts or 0) > attempt
 
     @property
     def is_held(self) -> bool:
@@ -83,10 +93,12 @@ class TaskState:
     @property
     def is_launch_held(self) -> bool:
         """Whether Slurm holds it for good because a node could not start it."""
-        return (
-            self.state == "PENDING"
-            and self.reason.replace("_", " ") == "launch failed requeued held"
-        )
+        return self.state == "PENDING" and self.reason.replace("_", " ") in _LAUNCH_HELD
+
+    @property
+    def is_booting(self) -> bool:
+        """Whether it has a node that is not up yet."""
+        return self.state in ("CONFIGURING", "POWER_UP_NODE")
 
     @property
     def phase(self) -> Phase:
@@ -104,35 +116,76 @@ def job_of(task: str) -> str:
     return queue_name(task).partition("_")[0]
 
 
-# ---- Reasons for which a task waits for ever, or has ended, and what to do about it
-# Slurm takes such a task and keeps it pending for ever, unless the site has set
-# EnforcePartLimits. Reasons that pass by themselves (Resources, Priority, a limit that other jobs
-# of the user use up) are not among them. Source: https://slurm.schedmd.com/job_reason_codes.html
+# ---- Reasons for which a task waits, or has ended, and what to do about it
+# Slurm takes tasks that can never start and keeps them pending, unless the site has set
+# EnforcePartLimits. The rows cover the reasons of 22.05 to 26.05 (slurm_job_reason in
+# job_state_reason.c). Source: https://slurm.schedmd.com/job_reason_codes.html
+
+
+class Wait(Enum):
+    """What ends the wait of a task."""
+
+    PASSES = "passes"  # free nodes, a date, a repair
+    OWN_LIMIT = "own limit"  # the end of another job of the user, the account or the array
+    NEVER = "never"  # another request only, or another budget
+    HELD = "held"  # a release
+
 
 _TIME = "ask for less by launcher.time, or choose another launcher.partition"
 _NODES = "ask for fewer nodes, or choose another launcher.partition"
-_REMEDIES = {
-    "PartitionTimeLimit": f"the partition's time limit is shorter (`sinfo -o '%P %l'`): {_TIME}",
-    "PartitionNodeLimit": f"the partition does not give that many nodes to one job: {_NODES}",
-    "PartitionConfig": "the partition's nodes are fewer, or smaller, than what is asked for "
-    "(`sinfo -o '%P %D %c %m %G'`): ask for less, or choose another launcher.partition",
-    "PartitionDown": "the partition is down: choose another launcher.partition, or ask the site",
-    "PartitionInactive": "the partition is off: choose another launcher.partition, or ask the site",
-    "AssocMaxWallDurationPerJobLimit": f"your account's time limit is shorter: {_TIME}",
-    "QOSMaxWallDurationPerJobLimit": f"the time limit of the QOS is shorter: {_TIME}",
-    "AssocMaxNodePerJobLimit": f"your account gets fewer nodes for one job: {_NODES}",
-    "QOSMaxNodePerJobLimit": f"the QOS gives fewer nodes to one job: {_NODES}",
-    "InvalidAccount": "the account is not yours any more: set launcher.account",
-    "InvalidQOS": "the QOS is not one that you may use: set launcher.qos",
-    "BadConstraints": "no node has what launcher.constraint asks for (`sinfo -o '%N %f'`), or the "
-    "task avoids those that have (ExcNodeList in `scontrol show job`)",
-    "launch failed requeued held": "its node could not start it and takes no more jobs: "
-    "`sinfo -R` has the reason; if that is not the prolog, which is the admin's, `scontrol "
-    "release` lets it go",
-    "JobHeldUser": "it is held: `scontrol release` lets it go",
-    "job requeued in held state": "it was requeued to be held: `scontrol release` lets it go",
-    "JobHeldAdmin": "an administrator holds it: ask the site",
-}
+_LESS = "a limit for each job: ask for less on a node, or choose another launcher.qos"
+_BUDGET = "the budget is used up: choose another launcher.account or launcher.qos, or wait until "
+_BUDGET += "it is renewed"
+_REASONS: tuple[tuple[str, Wait, str], ...] = (
+    ("PartitionTimeLimit", Wait.NEVER, f"the partition's limit (`sinfo -o '%P %l'`): {_TIME}"),
+    ("PartitionNodeLimit", Wait.NEVER, "the partition gives a job more nodes at least, or fewer at "
+     "most (MinNodes, MaxNodes in `scontrol show partition`): launcher.coallocate_min asks for "
+     "several at once; or choose another launcher.partition"),
+    ("PartitionConfig", Wait.NEVER, "the partition's nodes are fewer, or smaller, than what is "
+     "asked for (`sinfo -o '%P %D %c %m %G'`): ask for less, or choose another launcher.partition"),
+    ("PartitionDown", Wait.NEVER, "the partition is down: choose another one, or ask the site"),
+    ("PartitionInactive", Wait.NEVER, "the partition is off: choose another one, or ask the site"),
+    ("AssocMaxWallDurationPerJobLimit", Wait.NEVER, f"your account's time limit: {_TIME}"),
+    ("QOSMaxWallDurationPerJobLimit", Wait.NEVER, f"the time limit of the QOS: {_TIME}"),
+    ("AssocMaxNodePerJobLimit", Wait.NEVER, f"your account gets fewer nodes for one job: {_NODES}"),
+    ("QOSMaxNodePerJobLimit", Wait.NEVER, f"the QOS gives fewer nodes to one job: {_NODES}"),
+    (r"(QOS|Assoc)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit", Wait.NEVER, _LESS),
+    (r"QOSMin\w+", Wait.NEVER, "the QOS is for larger jobs: choose another launcher.qos"),
+    (r"(QOS|Assoc)Grp\w+RunMinutes(Limit)?", Wait.OWN_LIMIT, ""),
+    (r"(QOS|Assoc)Grp\w*(Minutes|Wall)(Limit)?|(QOS|Association)TimeLimit|QOSUsageThreshold",
+     Wait.NEVER, _BUDGET),
+    (r"(QOS|Assoc)(Grp|Max)\w+|(QOS|Association)(Job|Resource)Limit", Wait.OWN_LIMIT, ""),
+    (r"Max\w+PerAccount|JobArrayTaskLimit|AccountingPolicy", Wait.OWN_LIMIT, ""),
+    ("InvalidAccount|AccountNotAllowed", Wait.NEVER, "the account is not yours, or not in this "
+     "partition: set launcher.account"),
+    ("InvalidQOS|QOSNotAllowed", Wait.NEVER, "the QOS is not one that you may use here: set "
+     "launcher.qos"),
+    ("BadConstraints|Constraints", Wait.NEVER, "no node has what launcher.constraint asks for "
+     "(`sinfo -o '%N %f'`), or the task avoids those that have (ExcNodeList in `scontrol show "
+     "job`)"),
+    ("DependencyNeverSatisfied", Wait.NEVER, "the job that it depends on has ended otherwise"),
+    ("Reservation(Deleted|Invalid)", Wait.NEVER, "the reservation is gone: choose another "
+     "launcher.sbatch.reservation"),
+    ("BurstBufferOperation", Wait.NEVER, "the burst buffer failed: ask the site"),
+    ("DeadLine", Wait.NEVER, "it cannot end before its deadline"),
+    ("launch fail(ed|ure limit exceeded) requeued held", Wait.HELD, "its node could not start it "
+     "and takes no more jobs: `sinfo -R` has the reason; if that is not the prolog, which is the "
+     "admin's, `scontrol release` lets it go"),
+    ("JobHoldMaxRequeue", Wait.HELD, "Slurm has requeued it too often (MaxBatchRequeue): "
+     "`scontrol release` lets it go"),
+    ("JobHeldUser", Wait.HELD, "it is held: `scontrol release` lets it go"),
+    ("job requeued in (special exit|held) state", Wait.HELD, "it was requeued to be held: "
+     "`scontrol release` lets it go"),
+    ("JobHeldAdmin", Wait.HELD, "an administrator holds it: ask the site"),
+    ("|None|Priority|Resources|Dependency|BeginTime|Licenses|Reservation|Prolog|Cleaning",
+     Wait.PASSES, ""),
+    ("ReqNodeNotAvail|NodeDown|FrontEndDown|SchedDefer|PowerNotAvail|PowerReserved|FedJobLock",
+     Wait.PASSES, ""),
+    ("BurstBufferResources|BurstBufferStageIn", Wait.PASSES, ""),
+    ("SystemFailure|JobLaunchFailure|NonZeroExitCode|RaisedSignal|TimeLimit|InactiveLimit|"
+     "OutOfMemory", Wait.PASSES, ""),  # of an earlier attempt
+)  # fmt: skip
+"""Pattern of a whole reason, kind, and what to do; the first row that fits decides."""
 
 
 _MEMORY = "it took more memory than it has: ask for more, by launcher.mem"
@@ -156,4 +209,25 @@ def remedy_of_end(reason: str, state: str) -> str | None:
 
 def remedy(reason: str) -> str | None:
     """Return what to do about a task that waits for this reason; None if it may yet start."""
-    return _REMEDIES.get(reason.replace("_", " "))  # as some releases write blanks
+    return _row(reason)[2] or None
+
+
+def wait_of(reason: str) -> Wait:
+    """Return what ends the wait of a task; one that a later Slurm may add passes."""
+    return _row(reason)[1]
+
+
+def has_row(reason: str) -> bool:
+    """Return whether a reason is known."""
+    return _row(reason) is not _UNKNOWN
+
+
+_UNKNOWN = ("", Wait.PASSES, "")
+
+
+@lru_cache(1024)
+def _row(reason: str) -> tuple[str, Wait, str]:
+    word = reason.partition(",")[0]  # as in "ReqNodeNotAvail, UnavailableNodes:n1"
+    forms = (word, word.replace("_", " "))  # as some releases write blanks
+    found = (row for row in _REASONS if any(re.fullmatch(row[0], form) for form in forms))
+    return next(found, _UNKNOWN)

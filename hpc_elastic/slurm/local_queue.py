@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _request_numbers = itertools.count()
 _POLL_S, _NUM_TRIES = 0.02, 50
+_CANCELLED = (None, 128 + signal.SIGTERM, -signal.SIGTERM)
+"""Exit codes of a task that never started, or that SIGTERM has ended."""
 
 
 def node_name(slot: int) -> str:
@@ -99,8 +101,8 @@ class LocalEntry:
         code, orphaned = self.exit_code, self.is_orphaned
         match self.state:
             case "ENDED":
-                if not code:
-                    word = "CANCELLED" if code is None else "COMPLETED"
+                if code == 0 or code in _CANCELLED:
+                    word = "CANCELLED" if code in _CANCELLED else "COMPLETED"
                     return TaskState(name, word, restarts=self.restarts)
                 why = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                 return TaskState(name, "FAILED", why, restarts=self.restarts)
@@ -174,7 +176,9 @@ class LocalQueue:
         begin = time.monotonic() + delay_s
         self._request([{"do": "postpone", "task": task, "begin": begin} for task in tasks])
 
-    def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
+    def exclude(
+        self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
+    ) -> None:
         """Do nothing: the launcher reads the excluded nodes of a run itself."""
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:

@@ -89,6 +89,27 @@ def compress(hosts: Iterable[str]) -> str:
     return ",".join(parts)
 
 
+def compress_in_order(hosts: Iterable[str]) -> str:
+    """Return a list that expands to these hosts in their order, each as often as it is given."""
+    numbered = [(m[1], m[2]) if (m := _NUMBERED.fullmatch(h)) else (h, "") for h in hosts]
+    parts: list[str] = []
+    for prefix, same in itertools.groupby(numbered, key=lambda host: (host[0], host[1] == "")):
+        name, is_whole = prefix
+        if is_whole:
+            parts += [name for _ in same]
+            continue
+        runs = _runs(digits for _, digits in same)
+        ranges = ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
+        parts.append(name + ranges if ranges.isdecimal() else f"{name}[{ranges}]")
+    return ",".join(parts)
+
+
+def repeat_counts(numbers: Iterable[int]) -> str:
+    """Return numbers as Slurm does: ``2(x3),1``."""
+    groups = [(number, len(list(same))) for number, same in itertools.groupby(numbers)]
+    return ",".join(f"{n}(x{count})" if count > 1 else str(n) for n, count in groups)
+
+
 def _runs(numbers: Iterable[str]) -> list[tuple[str, str]]:
     """Join numbers that follow each other as the padding of the first counts on."""
     runs: list[tuple[str, str]] = []

@@ -1,5 +1,9 @@
 """Parsers of what Slurm's commands print: the only place where that is done. Pure.
 
+Sites wrap these commands, and a wrapper may print more, before and after the answer. So each parser
+takes the lines that have the form of its rows, and ignores the others. Text without any row is an
+error where an empty answer would mean that a job has ended.
+
 squeue is asked for fields by name (``-O``), sinfo by ``-o``, sacctmgr by ``format=``, and of
 scontrol only fields are read whose names have been the same from Slurm 20 to 26; ``--json`` changes
 its schema from release to release and is not used. Outputs that were recorded from three releases
@@ -36,8 +40,8 @@ NODE_KINDS_FORMAT = "%G|%c|%m"
 """For sinfo -e -o: what the nodes of each kind have."""
 EACH_NODE_FORMAT = "%N|%T"
 """For sinfo -N -o: each node and its state."""
-SCRIPTS_FORMAT = "%o"
-"""For squeue -o: the batch script of each job, with its arguments."""
+SCRIPTS_FORMAT = "%F|%K|%o"
+"""For squeue -o: job or array, element, and the batch script with its arguments."""
 JOBS_FORMAT = "ArrayJobID:0|,Command:0|,WorkDir:0|,Name:0|"
 """For squeue -O: what identifies a job; the name comes last, for it is free text."""
 
@@ -53,7 +57,8 @@ QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt,maxwall"
 """For sacctmgr -n -P show qos."""
 
 _NO_ARRAY = "N/A"
-_POWER_MARKS = "~#%+@!^-"
+_MARKS = "~#%!+-"
+"""Marks of sinfo behind a state that keep no task away: power saving, and a plan (-)."""
 _NOT_UP = {
     *("DOWN", "NOT_RESPONDING", "UNKNOWN", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"),
     *("POWERING_UP", "REBOOT_ISSUED"),
@@ -140,6 +145,7 @@ class JobRecord:
         excluded: The nodes that they avoid.
         partition: Where they run, or wait: a name, or several with commas.
         submitted: When they were submitted, or requeued last, as Slurm prints it.
+        states: They as squeue would list them, without their times.
     """
 
     tasks: tuple[str, ...]
@@ -147,6 +153,7 @@ class JobRecord:
     excluded: tuple[str, ...] = ()
     partition: str = ""
     submitted: str = ""
+    states: tuple[TaskState, ...] = field(default=(), compare=False)
 
     @property
     def may_wait(self) -> bool:
@@ -366,13 +373,26 @@ def parse_records(output: str) -> list[JobRecord]:
         else:
             found = [] if is_nothing(indices) else nodelist.expand_indices(indices)[0]
             names = [f"{array}_{index}" for index in found]
+        state, reason, node = (row.get(k, "") for k in ("JobState", "Reason", "NodeList"))
+        states = (
+            TaskState(
+                name,
+                state,
+                reason="" if reason == "None" else reason,
+                node="" if is_nothing(node) else node,
+                restarts=parse_number(row.get("Restarts", "")),
+                preempted=_date(row.get("PreemptTime", "")) is not None,
+            )
+            for name in names
+        )
         records.append(
             JobRecord(
                 tuple(names),
-                row.get("JobState", ""),
+                state,
                 () if is_nothing(excluded) else tuple(nodelist.expand(excluded)),
                 row.get("Partition", ""),
                 row.get("SubmitTime", ""),
+                tuple(states),
             )
         )
     return records
@@ -441,6 +461,11 @@ def parse_is_up(output: str) -> bool:
     return _node_state(output)[1].isdisjoint(_NOT_UP)
 
 
+def parse_is_off(output: str) -> bool:
+    """Return whether a node has no power, by what ``scontrol show node`` printed."""
+    return "POWERED_DOWN" in _node_state(output)[1]
+
+
 def parse_out_of_service(output: str) -> str:
     """Return why a node gets no new jobs, by what ``scontrol show node`` printed; empty: it does.
 
@@ -456,18 +481,33 @@ def parse_out_of_service(output: str) -> str:
 
 # ---- sinfo
 
+_DRAINED = ("draining", "drained", "drng", "drain", "failing", "fail")
+
+
+def is_drained(state: str) -> bool:
+    """Return whether a state in sinfo's words is that of a node that gets no new jobs."""
+    return state.strip().rstrip(f"{_MARKS}@^*").lower() in _DRAINED
+
+
+def usable_state(state: str) -> str:
+    """Return a node's state without the marks that keep no task away.
+
+    Slurm starts a node that saves power (``idle~``) for a task. One that does not answer
+    (``idle*``), or is about to boot (``idle@``), keeps its mark: no task starts there.
+    """
+    return state.strip().rstrip(_MARKS)
+
 
 def parse_node_states(output: str) -> dict[str, int]:
     """Return the number of nodes by state in what ``sinfo -h -o NODES_FORMAT`` printed.
 
-    A mark behind the state, such as ``*`` for a node that does not answer, makes it another one,
-    except a mark of how power is saved.
+    A mark that keeps tasks away makes it another state (`usable_state`).
     """
     counts: dict[str, int] = {}
     for line in output.splitlines():
         number, _, state = line.strip().partition("|")
         if number.isdecimal():
-            name = state.strip().rstrip(_POWER_MARKS)
+            name = usable_state(state)
             counts[name] = counts.get(name, 0) + int(number)
     return counts
 
@@ -477,8 +517,7 @@ def parse_each_node(output: str) -> dict[str, str]:
 
     A node has a line for each of its partitions. A mark behind a state is kept.
     """
-    lines = (line.strip().partition("|") for line in output.splitlines() if line.strip())
-    return {name: state.strip() for name, _, state in lines}
+    return dict(re.findall(r"^\s*(\S+)\|(\S+)\s*$", output, re.MULTILINE))
 
 
 def parse_node_kinds(output: str) -> list[NodeKind]:
@@ -488,6 +527,11 @@ def parse_node_kinds(output: str) -> list[NodeKind]:
         NodeKind(_gpus(gres), parse_number(cpus) or 0, parse_number(memory) or 0)
         for gres, cpus, memory in (row for row in rows if len(row) == 3)
     ]
+
+
+def gpus_of_each(kinds: Iterable[NodeKind]) -> int:
+    """Return the GPUs that every node of these kinds has."""
+    return min((sum(kind.gpus.values()) for kind in kinds), default=0)
 
 
 def _gpus(gres: str) -> dict[str, int]:
@@ -521,7 +565,9 @@ def parse_time_left(text: str) -> float | None:
 
 
 def _date(text: str) -> float | None:
-    """Return a date of squeue's, which is local time, in seconds since the epoch; else None."""
+    """Return a date in seconds since the epoch, as squeue has it, or in local time; else None."""
+    if text.isdecimal():
+        return float(text)
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
@@ -573,7 +619,7 @@ def parse_queue(output: str) -> list[QueuedJob]:
         ValueError: A line is not of that format.
     """
     jobs: list[QueuedJob] = []
-    for line in filter(str.strip, output.splitlines()):
+    for line in _rows(r"\s*[A-Z_]+\s*\|", output):
         fields = [part.strip() for part in line.split("|", len(QUEUE_FIELDS) - 1)]
         if len(fields) != len(QUEUE_FIELDS):
             raise ValueError(f"not a line of squeue in the format {QUEUE_FORMAT}: {line!r}")
@@ -601,6 +647,17 @@ def parse_queue(output: str) -> list[QueuedJob]:
     return jobs
 
 
+def parse_job_id(output: str) -> str | None:
+    """Return the only job id in what ``sbatch --parsable`` printed; None if it is not one.
+
+    The name of a cluster may follow. A wrapper may print the sentence of an sbatch without the
+    option.
+    """
+    line = r"^\s*(?:Submitted batch job )?(\d+)(?:;\S*| on cluster \S+)?\s*$"
+    found = set(re.findall(line, output, re.MULTILINE))
+    return found.pop() if len(found) == 1 else None
+
+
 def parse_expected_start(words: str) -> float | None:
     """Return the Unix seconds in what ``sbatch --test-only`` printed; None if it has no time."""
     m = re.search(r"to start at (\S+)", words)
@@ -624,17 +681,35 @@ def lists_all(output: str) -> bool:
 def parse_jobs(output: str) -> dict[str, JobIdentity]:
     """Return the jobs in what ``squeue -h -O JOBS_FORMAT`` printed, by job id."""
     found: dict[str, JobIdentity] = {}
-    for line in output.splitlines():
+    for line in _rows(r"\s*\d+\s*\|", output):
         job, script, cwd, name = (*line.rstrip().removesuffix("|").split("|", 3), "", "", "")[:4]
         found[job.strip()] = JobIdentity(name.strip(), script.strip(), cwd.strip())
     return found
 
 
+def parse_scripts(output: str) -> list[tuple[str, str, str]]:
+    """Return job, element and path of each batch script in what ``-o SCRIPTS_FORMAT`` printed."""
+    rows = (row.strip().split("|", 2) for row in _rows(r"\s*\d+\|[^|]*\|/", output))
+    return [(job, element, script) for job, element, script in rows]
+
+
+def excluded_in(script: str) -> set[str]:
+    """Return the nodes that the lines of a batch script exclude; the last line counts."""
+    lines = re.findall(r"^#SBATCH --exclude='?([^'\n]+)", script, re.MULTILINE)
+    return set(nodelist.expand(lines[-1])) if lines else set()
+
+
+def _rows(begin: str, output: str) -> list[str]:
+    """Return the lines that begin like a row."""
+    return [line for line in output.splitlines() if re.match(begin, line)]
+
+
 def _lines(output: str) -> Iterator[list[str]]:
     """Yield the fields of each line of squeue."""
-    for line in filter(str.strip, output.splitlines()):
+    rows = _rows(r"\s*\d+\s*\|", output)
+    for line in rows or filter(str.strip, output.splitlines()):
         fields = line.split("|", len(FIELDS) - 1)
-        if len(fields) != len(FIELDS) or not fields[0].strip().isdecimal():
+        if len(fields) != len(FIELDS) or not rows:
             raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
         yield [part.strip() for part in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
 
@@ -667,7 +742,7 @@ def parse_qos(output: str) -> list[Qos]:
 
 def parse_offered_qos(output: str) -> frozenset[str]:
     """Return the names in what ``sacctmgr -n -P show assoc format=qos`` printed."""
-    return frozenset[str]().union(*map(_names, output.splitlines()))
+    return frozenset[str]().union(*map(_names, _rows(r"\s*\S+\s*$", output)))
 
 
 def _names(text: str) -> frozenset[str]:
@@ -676,6 +751,8 @@ def _names(text: str) -> frozenset[str]:
 
 # ---- errors, by Slurm's words
 
+_OF_SLURM = re.compile(r"error|^[\d_]+(\[\S*\])?: | for job \d|Access|denied|fatal", re.IGNORECASE)
+"""A line of Slurm's own beside a wrapper's text."""
 _FORGOTTEN = "Invalid job id specified"
 ENDED = (_FORGOTTEN, "already completing or completed")
 """Lines of scancel about a task that has ended."""
@@ -685,11 +762,22 @@ REQUEUED = ("Job is pending execution", "No error")
 """Lines of ``scontrol requeue`` about a task that goes to the queue already."""
 
 
+_LOST_ANSWER = (
+    *("timed out", "Zero Bytes were transmitted", "Transport endpoint", "Insane message length"),
+    *("send failure", "receive failure", "shutdown failure", "Unexpected message received"),
+    *("Connection reset", "Broken pipe"),
+)
+"""Words of sbatch where the controller may have taken the job (slurm_errno.c, 22.05 to 26.05)."""
+_BY_SIGNAL = 128
+"""Exit codes from here on are those of a shell whose command was ended by a signal."""
+
+
 def has_only_lines_with(phrases: Sequence[str], error: SlurmCommandError) -> bool:
     """Return whether a command failed and printed no line without one of these phrases."""
-    lines = error.stderr.splitlines()
-    harmless = all(any(phrase in line for phrase in phrases) for line in lines)
-    return error.exit_code is not None and bool(lines) and harmless
+    lines = [line for line in error.stderr.splitlines() if line.strip()]
+    known = [line for line in lines if any(phrase in line for phrase in phrases)]
+    others = [line for line in lines if line not in known and _OF_SLURM.search(line)]
+    return error.exit_code is not None and bool(known) and not others
 
 
 def is_forgotten(error: SlurmCommandError) -> bool:
@@ -703,17 +791,27 @@ def is_refused(error: SlurmCommandError) -> bool:
     return any(phrase in error.stderr for phrase in words)
 
 
+def is_denied(error: SlurmCommandError) -> bool:
+    """Return whether the user may not do what a command was to do."""
+    return "Access/permission denied" in error.stderr
+
+
 def has_submitted_nothing(error: BaseException | None) -> bool:
     """Return whether sbatch has failed, and has certainly submitted nothing.
 
-    If the controller's answer was lost, the job may be in the queue.
+    If the controller's answer was lost, or sbatch was killed, the job may be in the queue.
     """
-    words = ("timed out", "Zero Bytes were transmitted", "Transport endpoint")
-    return (
-        isinstance(error, SlurmCommandError)
-        and error.exit_code is not None
-        and not any(phrase in error.stderr for phrase in words)
-    )
+    if not isinstance(error, SlurmCommandError):
+        return False
+    if error.exit_code is None:
+        return could_not_start(error)
+    was_killed = not 0 < error.exit_code < _BY_SIGNAL
+    return not was_killed and not any(words in error.stderr for words in _LOST_ANSWER)
+
+
+def could_not_start(error: SlurmCommandError) -> bool:
+    """Return whether a command is not installed here, or could not be executed."""
+    return isinstance(error.__cause__, OSError)
 
 
 def is_unknown_node(error: SlurmCommandError) -> bool:

@@ -44,10 +44,10 @@ from hpc_elastic.shared_files import (
     read_text,
     write_atomic,
 )
+from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide, row_of
 from hpc_elastic.slurm.job_state import TaskState, job_of, queue_name
-from hpc_elastic.slurm.parsing import is_refused
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +83,10 @@ class TaskQueue(Protocol):
     ) -> None:
         """Let pending tasks not start before `delay_s` from now, and then run for so long."""
 
-    def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
-        """Let pending tasks not start on some nodes."""
+    def exclude(
+        self, tasks: Sequence[str], hosts: Iterable[str], *, but: Iterable[str] = ()
+    ) -> None:
+        """Let pending tasks not start on some nodes, but on others again."""
 
     def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks; with `pending_only`, those that have no node."""
@@ -211,6 +213,8 @@ def _facts(
     task: str, client: TaskQueue, attempt: int | None, reason: Reason, run: RunDir | None
 ) -> ExitFacts:
     state = client.tasks([job_of(task)]).get(queue_name(task))
+    if state is not None and state.state == "PENDING" and state.restarts == attempt:
+        raise SlurmCommandError(["squeue"], 0, f"its answer is older than this attempt of {task}")
     if run is None:
         return ExitFacts(reason, state, attempt)
     try:
@@ -243,7 +247,7 @@ def _carry_out(
         try:
             client.requeue(task)
         except SlurmCommandError as e:
-            if not is_refused(e):
+            if not parsing.is_refused(e):
                 raise
             how = decide(replace(facts, refused=True))
             _log.warning("Slurm does not requeue %s, so %s: %s", task, how.value, e)
@@ -261,13 +265,22 @@ def _carry_out(
             client.postpone([task], delay_s, time_limit_s=_full_limit_s(run, task))
         except _FAILURES as e:
             _log.warning("%s may start again late, or too soon: %s", task, e)
-        hosts = excluded(run) if run is not None else {}
+        hosts, over = ([], []) if run is None else _avoided_nodes(run, task)
         try:
-            if hosts:
-                client.exclude([task], hosts)
+            if hosts or over:
+                client.exclude([task], hosts, but=over)
         except _FAILURES as e:
             _log.warning("%s may start on %s again: %s", task, ", ".join(sorted(hosts)), e)
     return how
+
+
+def _avoided_nodes(run: RunDir, task: str) -> tuple[list[str], list[str]]:
+    """Return the nodes that a task avoids from now on, and those whose exclusion has ended."""
+    known, now = _known_excluded(run), time.time()
+    hosts = [host for host, exclusion in known.items() if exclusion.until > now]
+    quarantine = f"{queue_name(task)}@"
+    over = [h for h in known if h not in hosts and not is_there(run.avoided / (quarantine + h))]
+    return hosts, over
 
 
 def _full_limit_s(run: RunDir | None, task: str) -> float | None:
@@ -380,18 +393,29 @@ def jobs_of(spec: RunSpec) -> list[str | None]:
     return [jobs[place][-1] if jobs[place] else None for place in places(spec)]
 
 
+def slots_of(spec: RunSpec) -> dict[str, int]:
+    """Return the slot of each of the run's tasks that was submitted, replacements included."""
+    rows = zip(places(spec), spec.tasks, jobs_of(spec), strict=True)
+    return {
+        task_name(job, index, coallocated=place.index is None): slot
+        for slot, (place, (_, index), job) in enumerate(rows)
+        if job
+    }
+
+
 def current_names(spec: RunSpec) -> list[str]:
     """Return the names of the run's tasks by slot, replacements included, as far as submitted."""
-    return [
-        task_name(job, index, coallocated=place.index is None)
-        for place, (_, index), job in zip(places(spec), spec.tasks, jobs_of(spec), strict=True)
-        if job
-    ]
+    return list(slots_of(spec))
 
 
 def is_of(spec: RunSpec, task: str) -> bool:
     """Return whether a task has a part in the run: one from before it was resumed has none."""
-    return spec.generation == 0 or _find(spec, task) is not None
+    return spec.generation == 0 or is_recorded(spec, task)
+
+
+def is_recorded(spec: RunSpec, task: str) -> bool:
+    """Return whether a record names the job of a task; a submission that failed has none."""
+    return _find(spec, task) is not None
 
 
 def _find(spec: RunSpec, task: str) -> tuple[TaskPlace, list[str], int] | None:
@@ -409,17 +433,15 @@ def followed(submissions: Iterable[Submission]) -> dict[str, str]:
     for submission in submissions:
         for number, job_id in submission.job_ids().items():
             for label, jobs in replacements(submission.array(number)).items():
+                if label != "job" and not label.isdecimal():
+                    continue
                 place = TaskPlace(number, None if label == "job" else int(label))
                 now[place.queue_name(job_id)] = place.queue_name(jobs[-1])
     return now
 
 
 def list_followed(
-    client: SlurmClient,
-    submissions: Iterable[Submission],
-    job_ids: Iterable[str],
-    *,
-    is_own: bool = True,
+    client: SlurmClient, submissions: Iterable[Submission], job_ids: Iterable[str]
 ) -> dict[str, TaskState]:
     """Return the tasks of submissions by their first names, each replaced one as its replacement.
 
@@ -427,13 +449,12 @@ def list_followed(
         client: Runs Slurm's commands; one call of squeue.
         submissions: The submissions.
         job_ids: The job ids of their arrays and co-allocated jobs, as they were at first.
-        is_own: Whether this user has submitted them. Each job of another user is a call of its own.
 
     Raises:
         SlurmCommandError: Slurm does not answer.
     """
     now = followed(submissions)
-    listed = client.tasks([*job_ids, *map(job_of, now.values())], once=is_own)
+    listed = client.tasks([*job_ids, *map(job_of, now.values())])
     present = now.items()
     later = {first: replace(listed[name], task=first) for first, name in present if name in listed}
     return {**listed, **later}
@@ -463,7 +484,10 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     if older + 1 < len(jobs):
         return place.queue_name(jobs[-1])
     files = Submission(Path(spec.submission)).array(place.array)
-    made = client.resubmit(files.script, place.index, exclude=excluded(run))
+    avoided = set(excluded(run))
+    if avoided:  # the flag replaces the script's own line
+        avoided |= parsing.excluded_in(read_text(files.script))
+    made = client.resubmit(files.script, place.index, exclude=avoided, known=jobs)
     record = folder(files) / f"{place.label}.{older + 1}"
     try:
         make_folder(record.parent)
@@ -486,26 +510,65 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     return name
 
 
-def excluded(run: RunDir) -> Mapping[str, str]:
-    """Return the nodes that the run's tasks avoid, each with the reason; none if unreadable."""
+@dataclass(frozen=True)
+class Exclusion:
+    """Why the run's tasks avoid a node, and until when (Unix seconds).
+
+    One that is lifted stays known, once for each node: a task that ran then still avoids the node,
+    until it is requeued.
+    """
+
+    why: str
+    until: float
+    is_lifted: bool = False
+
+
+def excluded(run: RunDir) -> Mapping[str, Exclusion]:
+    """Return the nodes that the run's tasks avoid; none if unreadable.
+
+    An exclusion without an end, of an earlier version, has ended.
+    """
+    return {host: e for host, e in _known_excluded(run).items() if not e.is_lifted}
+
+
+def _known_excluded(run: RunDir) -> Mapping[str, Exclusion]:
     try:
-        return {str(k): str(v) for k, v in (read_json(run.excluded) or {}).items()}
-    except (OSError, ValueError):
+        known = {str(k): v for k, v in (read_json(run.excluded) or {}).items()}
+        return {
+            host: Exclusion(str(v["why"]), float(v["until"]), bool(v.get("is_lifted")))
+            if isinstance(v, dict)
+            else Exclusion(str(v), 0.0)
+            for host, v in known.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def remember_excluded(run: RunDir, hosts: Iterable[str], why: str) -> None:
-    """Record nodes that the run's tasks are to avoid.
+def remember_excluded(run: RunDir, hosts: Iterable[str], why: str, until: float) -> None:
+    """Record nodes that the run's tasks are to avoid until a time.
 
     The leader does so, and every agent whose node fails its checks: so the file is read again, in
     case another one has written it at the same moment.
     """
-    new = dict.fromkeys(hosts, why)
+    new = dict.fromkeys(hosts, Exclusion(why, until))
     for _ in range(5):
-        write_atomic(run.excluded, json.dumps({**new, **excluded(run)}, indent=1) + "\n")
+        known = _known_excluded(run).items()
+        kept = {h: e for h, e in known if h not in new or (e.until >= until and not e.is_lifted)}
+        _write_excluded(run, {**new, **kept})
         time.sleep(random.uniform(0.0, 0.2))
         if new.keys() <= excluded(run).keys():
             break
+
+
+def forget_excluded(run: RunDir, now: float) -> None:
+    """Record that the run's tasks may start again on nodes whose exclusion has ended."""
+    known = _known_excluded(run).items()
+    _write_excluded(run, {h: e if e.until > now else replace(e, is_lifted=True) for h, e in known})
+
+
+def _write_excluded(run: RunDir, known: Mapping[str, Exclusion]) -> None:
+    text = json.dumps({host: vars(exclusion) for host, exclusion in known.items()}, indent=1)
+    write_atomic(run.excluded, text + "\n")
 
 
 # ---- The node that a task was lost with: it starts there again only when that is rid of it
@@ -516,7 +579,7 @@ def remember_excluded(run: RunDir, hosts: Iterable[str], why: str) -> None:
 # held"), however long the node was away (measured on 22.05 and 26.05). So a task whose end was not
 # observed avoids its last node, by ExcNodeList,
 #
-# - until that has been up for ``RID_S``, as the run's leaders observe it; or
+# - until that has been up for ``RID_S``, as the run's leaders observe it, or has no power; or
 # - until its last attempt, which notices its requeue late, exits in good order.
 #
 #     <run>/avoided/<task>@<node>   that is why the task avoids the node; in it, since when that is
@@ -543,10 +606,10 @@ def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> N
         OSError: The run's directory cannot be written; likewise.
     """
     name = queue_name(task)
-    if node in (client.excluded(name) or ()):
-        return  # by this, or for good
+    if node in (client.excluded(name) or ()) and node not in excluded(run):
+        return  # by this, or because the user has excluded it
     make_folder(run.avoided)
-    (run.avoided / f"{name}@{node}").touch()
+    (run.avoided / f"{name}@{node}").touch(0o644)
     client.exclude([name], [node])
     _log.warning("%s does not start on %s until that is rid of it", name, node)
 
@@ -586,8 +649,13 @@ def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now:
     except FileNotFoundError:
         return
     is_up = {node: client.is_up(node) for node in {file.name.partition("@")[2] for file in avoided}}
+    is_off = {node: not up and client.is_off(node) for node, up in is_up.items()}
     for file in avoided:
-        up = is_up[file.name.partition("@")[2]]
+        node = file.name.partition("@")[2]
+        up = is_up[node]
+        if is_off[node]:  # a cloud's instance that was taken back: nothing is left on it
+            _lift_quarantine(run, file, client)
+            continue
         try:
             since = float(read_text(file))
         except (FileNotFoundError, ValueError):

@@ -29,7 +29,7 @@ from typing import Any, cast
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError, SlurmError
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission
-from hpc_elastic.shared_files import is_there, read_json, write_atomic
+from hpc_elastic.shared_files import is_there, read_json, read_text, write_atomic
 from hpc_elastic.slurm import nodelist, requeue
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.combined_requests import FEWEST, CombinedRequests
@@ -288,19 +288,38 @@ class Scheduler:
         if self._local is None:
             requeue.lift_quarantine(self._run, tasks, self._slurm, time.time())
 
-    def exclude_nodes(self, hosts: Iterable[str], why: str) -> None:
-        """Let no task of the run start on these nodes.
+    def exclude_nodes(self, hosts: Iterable[str], why: str, until: float) -> None:
+        """Let no task of the run start on these nodes until a time.
 
         The exclusion is recorded first, for tasks that are requeued in the meantime.
 
         Args:
             hosts: Names of nodes.
             why: The reason, for people.
+            until: Unix seconds; the next `end_exclusions` after it ends the exclusion.
         """
-        requeue.remember_excluded(self._run, hosts, why)
+        requeue.remember_excluded(self._run, hosts, why, until)
         tasks = self.list_tasks().items()
         if waiting := [name for name, state in tasks if state.phase is not Phase.ENDED]:
             self._queue.exclude(waiting, hosts)
+
+    def end_exclusions(self) -> None:
+        """Let tasks of the run start again on nodes whose exclusion has ended.
+
+        A task that may still run on such a node avoids it until `lift_quarantine`.
+        """
+        now = time.time()
+        known = requeue.excluded(self._run).items()
+        over = {host for host, exclusion in known if exclusion.until <= now}
+        if not over:
+            return
+        states = {} if self._local is not None else self.list_tasks()
+        waiting = [queue_name(n) for n, state in states.items() if state.phase is not Phase.ENDED]
+        for host in sorted(over):
+            left = {name for name in waiting if is_there(self._run.avoided / f"{name}@{host}")}
+            self._queue.exclude([name for name in waiting if name not in left], (), but=[host])
+        requeue.forget_excluded(self._run, now)
+        _log.info("the run may start on %s again", ", ".join(sorted(over)))
 
     @property
     def _slurm(self) -> SlurmClient:
@@ -327,10 +346,10 @@ def _runs_array(job: JobIdentity, files: ArrayFiles) -> bool:
     if job.script == str(files.script):
         return True
     with contextlib.suppress(OSError):  # a copy, see `hpc-elastic submit --dry-run --output`
-        if str(files.tasks) in Path(job.script).read_text(errors="replace"):
+        if str(files.tasks) in read_text(Path(job.script).resolve(), errors="replace"):
             return True
     try:  # read from a pipe, or removed since
-        lines = set(files.script.read_text(errors="replace").splitlines())
+        lines = set(read_text(files.script, errors="replace").splitlines())
     except OSError:
         return False
     flags = {"job-name": job.name, "chdir": job.cwd}.items()
@@ -412,7 +431,7 @@ def take_snapshot(specs: Sequence[RunSpec], client: SlurmClient | None = None) -
                 unreadable[folder] = str(e)
     try:
         for group in filter(None, [list(own), *([job] for job in others)]):
-            listed |= client.tasks(group, once=True)
+            listed |= client.tasks(group, once=len(specs) > 1)
     except SlurmError as e:
         return QueueSnapshot(listed, str(e), unreadable)
     return QueueSnapshot(listed, None, unreadable)
@@ -476,7 +495,9 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
     if job is not None:
         nodes = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
         jobs = {job: nodes} if nodes else {}
-    return states_of(current_names(spec), listed, jobs)
+    slots = requeue.slots_of(spec)
+    states = states_of(slots, listed, jobs)
+    return {name: replace(state, slot=slots[name]) for name, state in states.items()}
 
 
 def states_of(

@@ -39,8 +39,9 @@ from hpc_elastic.run.fencing import last_index
 from hpc_elastic.shared_files import is_there, parse_json, read_json, read_text
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
-from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, remedy
+from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, job_of, remedy, wait_of
 from hpc_elastic.slurm.node_value import NodeDemand, share_nodes
+from hpc_elastic.slurm.parsing import usable_state
 from hpc_elastic.slurm.requeue import excluded, followed, list_followed
 
 AWAY_S = 12.0
@@ -146,10 +147,10 @@ class QueuedRun:
         return sum(map(self.size, self.waiting))
 
     @property
-    def is_limited(self) -> bool:
-        """Whether its tasks wait for a limit of the user's or the array's, not for free nodes."""
-        waiting = (s for s in self.tasks.values() if s.phase is Phase.PENDING)
-        return any("Limit" in state.reason for state in waiting)
+    def limit(self) -> str | None:
+        """The limit of the user's or the array's that its tasks wait for; None: free nodes."""
+        waiting = (s.reason for s in self.tasks.values() if s.phase is Phase.PENDING)
+        return next((reason for reason in waiting if wait_of(reason) is Wait.OWN_LIMIT), None)
 
     def size(self, task: str) -> int:
         """Return the number of nodes of a task: one, or those of the co-allocated job."""
@@ -169,9 +170,13 @@ class NodeSupply:
     are_whole: bool
 
     def num_idle(self, run: QueuedRun) -> int:
-        """Return the number of idle nodes on which a run's tasks may start."""
-        idle = {name for name, state in self.states.items() if state == "idle"}
-        return 0 if run.is_limited else len(idle - run.avoids)
+        """Return the number of idle nodes on which a run's tasks may start.
+
+        Those that are planned for another job are not among them.
+        """
+        free = (name for name, state in self.states.items() if not state.endswith("-"))
+        idle = {name for name in free if usable_state(self.states[name]) == "idle"}
+        return 0 if run.limit else len(idle - run.avoids)
 
     def num_coming(self, run: QueuedRun, held: Set[str]) -> int:
         """Return the number that may come to a run, beside those that the sweep holds."""
@@ -181,7 +186,7 @@ class NodeSupply:
             if "*" not in state and state.rstrip("~#%+@!^-$") not in _LOST
         }
         taken = run.avoids | held if self.are_whole else run.avoids
-        return 0 if run.is_limited else len(coming - taken)
+        return 0 if run.limit else len(coming - taken)
 
 
 def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
@@ -203,6 +208,8 @@ def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str |
     held = {node for run in runs for node in run.nodes}
     if me.lacks <= later + nodes.num_coming(me, held):
         return None
+    if me.limit is not None:
+        return f"a limit of the user's jobs, {me.limit}, is reached with fewer nodes than it needs"
     return "other runs of the user hold the nodes that it lacks"
 
 
@@ -350,7 +357,7 @@ class SweepQueue:
     Args:
         run: The directory of the run.
         spec: The run.
-        partition: Its partition, if the submission named none.
+        partition: Its partition, if the submission named none, and no task waits.
         client: Runs Slurm's commands.
         note: Writes an event.
     """
@@ -458,18 +465,23 @@ class SweepQueue:
         self._note("sweep_decision", runs=chosen, why=why)
 
     def _demand(self, run: RunDir, spec: RunSpec) -> NodeDemand | None:
-        """Return the progress of a run by its last status; None if all runs grow in turn."""
+        """Return the progress of a run by its last status; None if all runs grow in turn.
+
+        A status that no version of this package writes is as none.
+        """
         if self._spec.sweep_growth == "equal":
             return None
         status: Mapping[str, Any] = {}
         with contextlib.suppress(DamagedFileError, FileNotFoundError):
             status = read_json(run.status) or {}
         step, total = status.get("step"), status.get("total_steps")
-        return NodeDemand(
-            0, spec.min_nodes, spec.max_nodes, spec.unit_nodes,
-            {int(n): float(s) for n, s in (status.get("step_times") or {}).items()},
-            None if total is None else max(0, int(total) - int(step or 0)),
-        )  # fmt: skip
+        times: dict[int, float] = {}
+        left: int | None = None
+        with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError):
+            given = {int(n): float(s) for n, s in (status.get("step_times") or {}).items()}
+            left = None if total is None else max(0, int(total) - int(step or 0))
+            times = {n: s for n, s in given.items() if n > 0 and 0.0 < s < math.inf}
+        return NodeDemand(0, spec.min_nodes, spec.max_nodes, spec.unit_nodes, times, left)
 
     def _runs(self) -> tuple[list[QueuedRun], int] | None:
         """Return the siblings in their order, and this run's index; None if it is alone."""
@@ -552,6 +564,8 @@ class SweepQueue:
             if other.path.name == SUBMISSION and _node_flags(script) in wanted:
                 found.setdefault(other.path, other)
         self._found = sorted(found.values(), key=_first_job)
+        jobs = [job for each in self._found for job in each.job_ids().values()]
+        self._partition = self._client.pending_partitions(jobs) or self._partition
         self._next_discovery = time.monotonic() + DISCOVERY_S
 
     def _nodes(self) -> NodeSupply:

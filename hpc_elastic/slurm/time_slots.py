@@ -35,14 +35,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.forecast import BUSY, IDLE, ahead_of
-from hpc_elastic.slurm.job_state import Phase, TaskState, queue_name
+from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
 from hpc_elastic.slurm.requeue import current_names, jobs_of
 
 _log = logging.getLogger(__name__)
@@ -219,12 +219,14 @@ class TimeSlots:
             if self._is_ladder:
                 limits = self._fitter.limits(tasks, {}, is_watched=False)
             else:
-                holes, later = self._holes(jobs)
+                holes, later = self._holes(jobs, set(map(job_of, tasks)))
                 limits = self._fitter.limits(tasks, holes, later, is_watched=is_watched)
             self._set(waiting, limits)
             return True
 
-    def _holes(self, own: Iterable[str]) -> tuple[dict[str, float], list[float]]:
+    def _holes(
+        self, own: Iterable[str], waiting: Collection[str]
+    ) -> tuple[dict[str, float], list[float]]:
         """Return the lengths of holes on idle nodes, and of those that busy nodes would have.
 
         The plans of other jobs change with the passes of backfill. Without an idle node they are
@@ -234,10 +236,14 @@ class TimeSlots:
             self._fitter.pass_s = parsing.backfill_interval_s(self._client.config())
             self._knows_pass = True
         states = self._client.each_node(self._partition)
-        idle = {node for node, state in states.items() if state in IDLE}
-        nodes = idle.union(node for node, state in states.items() if state in BUSY)
+        words = {node: parsing.usable_state(state) for node, state in states.items()}
+        idle = {node for node, word in words.items() if word in IDLE}
+        nodes = idle.union(node for node, word in words.items() if word in BUSY)
         if idle or time.monotonic() >= self._next_plan:
-            self._ends = hole_ends(nodes, self._client.queue(only_waiting=True), own)
+            queue = self._client.queue(only_waiting=True)
+            moved = {name for job in queue if job.job in waiting for name in job.partitions}
+            self._partition = ",".join(sorted(moved)) or self._partition
+            self._ends = hole_ends(nodes, queue, own)
             self._next_plan = time.monotonic() + max(self._fitter.pass_s, 2 * CHECK_S)
         now = time.time()
         lengths = {node: end - now for node, end in self._ends.items() if node in nodes}

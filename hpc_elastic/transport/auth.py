@@ -241,8 +241,9 @@ def peers_secret() -> bytes:
     if entry is None:
         return user_secret("peers")
     from hpc_elastic.run.directory import RunDir
+    from hpc_elastic.shared_files import read_bytes
 
-    return sign(RunDir(entry.parent.parent).secret.read_bytes(), "peers").encode()
+    return sign(read_bytes(RunDir(entry.parent.parent).secret), "peers").encode()
 
 
 def of_generation(secret: bytes, generation: int) -> bytes:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -37,6 +39,8 @@ class Interface:
 
 LOOPBACK = Interface("lo", "127.0.0.1")
 _VIRTUAL = ("docker", "podman", "virbr", "veth", "br-", "cni", "cali", "flannel", "tun", "tap")
+_ADAPTERS = Path("/sys/class/infiniband")
+_NCCL_CONF = Path("/etc/nccl.conf")
 _RESOLVER_TIMEOUT_S = 2.0
 _SLURM_TIMEOUT_S = 5.0
 _LINK_TIMEOUT_S = 5.0
@@ -157,19 +161,51 @@ def resolve(host: str) -> list[str]:
     return sorted(dict.fromkeys(found), key=_is_v6)
 
 
-def own_addresses() -> Iterator[str]:
-    """Yield addresses by which other nodes may reach this one, the best first.
+def group_variables(name: str, *, is_given: bool) -> dict[str, str]:
+    """Return the variables by which gloo and NCCL use an interface, unless the environment has any.
 
-    First that of the interface that the process groups use by NCCL's or gloo's variable, then that
-    from which MASTER_ADDR is reached.
+    NCCL is left its own choice where the site has made one in an nccl.conf, and where there are
+    InfiniBand or RoCE adapters; not so for an interface that the user has given.
+
+    Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
     """
+    found = {"GLOO_SOCKET_IFNAME": name}
+    if is_given or not (_has_adapters() or _site_names_interface()):
+        found["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=" a prefix
+    return {variable: value for variable, value in found.items() if variable not in os.environ}
+
+
+def _has_adapters() -> bool:
+    return any(_ADAPTERS.glob("*"))
+
+
+def _site_names_interface() -> bool:
+    own = os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf")
+    for file in (_NCCL_CONF, Path(own).expanduser()):
+        with suppress(OSError, UnicodeError):
+            if re.search(r"^\s*NCCL_SOCKET_IFNAME\s*=", file.read_text(), re.MULTILINE):
+                return True
+    return False
+
+
+def group_addresses() -> Iterator[list[str]]:
+    """Yield the addresses that gloo, and then NCCL, use by the variable with their interface."""
     available = psutil.net_if_addrs()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         name = os.environ.get(variable, "").lstrip("=").partition(",")[0]
-        for family in (socket.AF_INET, socket.AF_INET6):
-            for known in available.get(name, ()):
-                if known.family == family:
-                    yield _without_scope(known.address)
+        known = [
+            a for a in available.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        yield [_without_scope(a.address) for a in sorted(known, key=lambda a: a.family)]
+
+
+def own_addresses() -> Iterator[str]:
+    """Yield addresses by which other nodes may reach this one, the best first.
+
+    First those of `group_addresses`, then that from which MASTER_ADDR is reached.
+    """
+    for addresses in group_addresses():
+        yield from addresses
     with suppress(OSError):
         yield address_towards(os.environ.get("MASTER_ADDR", "localhost"))
     yield "127.0.0.1"

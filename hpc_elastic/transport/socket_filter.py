@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,32 +33,52 @@ _LD_WORD, _LD_BYTE, _AND, _SHIFT, _EQUAL, _JUMP, _RETURN = 0x20, 0x30, 0x54, 0x7
 _HEADER = 0xFFF00000
 """Offset of the network header (SKF_NET_OFF)."""
 _PASS, _DROP = 0xFFFFFFFF, 0
+_FARTHEST = 250
+"""Instructions that a conditional jump skips at most are a few more."""
 _WATCH_S = 0.5
 
 
 def parse_networks(texts: Iterable[str]) -> list[Network]:
-    """Return networks, given as ``10.1.0.0/16`` or an address; raises a ValueError."""
-    return [ipaddress.ip_network(text.strip(), strict=False) for text in texts]
+    """Return networks, given as ``10.1.0.0/16`` or an address, as few as cover the same.
+
+    Raises:
+        ValueError: A text names no network.
+    """
+    found = [ipaddress.ip_network(text.strip(), strict=False) for text in texts]
+    version_4 = (n for n in found if isinstance(n, ipaddress.IPv4Network))
+    version_6 = (n for n in found if isinstance(n, ipaddress.IPv6Network))
+    return [*ipaddress.collapse_addresses(version_4), *ipaddress.collapse_addresses(version_6)]
 
 
 def filter_program(networks: Sequence[Network]) -> list[tuple[int, int, int, int]]:
     """Return the instructions (code, jump if true, jump if false, operand) of a filter (pure)."""
-    rules = {
-        version: [_rule(network) for network in networks if network.version == version]
-        for version in (4, 6)
-    }
-    first = [i for rule in rules[4] for i in rule] + [(_RETURN, 0, 0, _DROP)]
-    second = [i for rule in rules[6] for i in rule] + [(_RETURN, 0, 0, _DROP)]
+    by_mask: dict[int, list[int]] = {}
+    for network in (n for n in networks if n.version == 4):
+        by_mask.setdefault(int(network.netmask), []).append(int(network.network_address))
+    first = [i for mask, words in by_mask.items() for i in _rule_of_mask(mask, words)]
+    second = [i for network in networks if network.version == 6 for i in _rule(network)]
+    first, second = ([*rules, (_RETURN, 0, 0, _DROP)] for rules in (first, second))
     version_4 = [(_LD_BYTE, 0, 0, _HEADER), (_SHIFT, 0, 0, 4), (_EQUAL, 1, 0, 4)]
     return [*version_4, (_JUMP, 0, 0, len(first)), *first, *second]
 
 
+def _rule_of_mask(mask: int, words: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield what passes a packet of version 4 whose source is in a network of this mask.
+
+    One instruction a network: the memory of a filter may be limited to 20 KB.
+    """
+    yield from ((_LD_WORD, 0, 0, _HEADER + 12), (_AND, 0, 0, mask))
+    for begin in range(0, len(words), _FARTHEST):
+        block = words[begin : begin + _FARTHEST]
+        for rest, word in zip(range(len(block) - 1, -1, -1), block, strict=True):
+            yield _EQUAL, rest, 0 if rest else 1, word
+        yield _RETURN, 0, 0, _PASS
+
+
 def _rule(network: Network) -> list[tuple[int, int, int, int]]:
-    """Return what passes a packet whose source is in a network, and else goes on after it."""
-    size = network.max_prefixlen // 8
-    masks = struct.unpack(f">{size // 4}I", network.netmask.packed)
-    words = struct.unpack(f">{size // 4}I", network.network_address.packed)
-    offset = 12 if network.version == 4 else 8
+    """Return what passes a packet of version 6 whose source is in a network."""
+    masks = struct.unpack(">4I", network.netmask.packed)
+    words = struct.unpack(">4I", network.network_address.packed)
     tests = [
         (4 * i, mask, word) for i, (mask, word) in enumerate(zip(masks, words, strict=True)) if mask
     ]
@@ -66,19 +86,31 @@ def _rule(network: Network) -> list[tuple[int, int, int, int]]:
     for number, (at, mask, word) in enumerate(tests):
         rest = 3 * (len(tests) - number - 1) + 1
         found += [
-            (_LD_WORD, 0, 0, _HEADER + offset + at), (_AND, 0, 0, mask), (_EQUAL, 0, rest, word)
+            (_LD_WORD, 0, 0, _HEADER + 8 + at), (_AND, 0, 0, mask), (_EQUAL, 0, rest, word)
         ]  # fmt: skip
     return [*found, (_RETURN, 0, 0, _PASS)]
 
 
 def check_own(address: str) -> None:
-    """Raise ConfigError if a node's own address is in none of the networks: others use it, too."""
+    """Raise ConfigError if others cannot use the networks, or the kernel of this node cannot.
+
+    Args:
+        address: A node's own address; it must be in one of the networks.
+    """
     given = os.environ.get(VARIABLE)
-    if given and not any(
-        ipaddress.ip_address(address) in network for network in parse_networks(given.split(","))
-    ):
+    if not given:
+        return
+    own = ipaddress.ip_address(address)
+    if not any(own in network for network in parse_networks(given.split(","))):
         remedy = f"the network of this node, whose address is {address}, must be among them"
         raise ConfigError(KEY, given, remedy)
+    with socket.socket() as tried:
+        try:
+            apply(tried)
+        except OSError as e:
+            remedy = f"the kernel of this node takes no filter of that size ({e.strerror}): give "
+            remedy += "networks such as 10.1.0.0/16 in place of addresses"
+            raise ConfigError(KEY, f"{given[:100]}...", remedy) from e
 
 
 def apply(listening: socket.socket) -> None:
@@ -119,15 +151,19 @@ def _watch() -> None:
         for link in Path("/proc/self/fd").iterdir():
             with suppress(OSError, ValueError):
                 name = str(link.readlink())
-                if name.startswith("socket:"):
+                if name.startswith("socket:") and (name in known or _apply_to(int(link.name))):
                     present.add(name)
-                    if name not in known:
-                        _apply_to(int(link.name))
         known = present
 
 
-def _apply_to(descriptor: int) -> None:
+def _apply_to(descriptor: int) -> bool:
+    """Apply the filter to a socket that listens; return False if it may listen later."""
     with socket.socket(fileno=os.dup(descriptor)) as sock:
-        is_inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-        if is_inet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            return True
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             apply(sock)
+            return True
+        with suppress(OSError):
+            return bool(sock.getpeername())
+        return False

@@ -11,16 +11,24 @@ It returns true because a node is about to be taken, because a node waits to joi
 periodic checkpoint is due. The ranks agree through their agents and the run's leader on a step
 that none of them has passed (`hpc_elastic.worker.shared_page`, `hpc_elastic.step_agreement`):
 there is no collective and no synchronisation with a device, and a step at which nothing is asked
-for costs less than a microsecond. Outside a run it works for one process.
+for costs less than a microsecond. Outside a run, as under torchrun, the clock of rank 0 decides,
+and the ranks learn it by a small broadcast about once a second; every rank has to call it.
+
+It may be asked several times at one step: for a log line, or for the best model beside the main
+checkpoint. What the group has agreed on is the answer each time; each caller has a period of its
+own.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
+from hpc_elastic.worker import process_group
 from hpc_elastic.worker.reporting import own_page
 from hpc_elastic.worker.shared_page import CheckpointPoll, SharedPage
 
@@ -28,10 +36,14 @@ _FIRST_AFTER_S = 30.0
 """With an overhead, what a checkpoint costs is not known before the first one."""
 _DEFAULT_OVERHEAD = 0.02
 _ASK_AGAIN_S = 10.0
+_AGREE_EVERY_S = 1.0
+"""Outside a run, the ranks agree about so often, by the clock of rank 0."""
 _SMOOTHING = 0.1
+_MOST_PERIODS = 64
+"""A script whose period changes all the time has no more of them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Period:
     """How often to save, by the measure that was given; see `should_checkpoint`."""
 
@@ -73,12 +85,25 @@ class Clock:
     def __init__(self, now: float) -> None:
         self.cost_s: float | None = None
         """For how long the training stood still for the last checkpoint."""
-        self._saved_at = self._called_at = now
+        self._saved_at = dict[Period, float]()
+        self._last_saved_at = self._called_at = now
+        self._at_step: int | None = None
+        self._due_now = set[Period]()
+        """The periods for which a checkpoint is made at this step."""
         self._saving = False
         self._step_s: float | None = None
 
-    def called(self, now: float) -> None:
-        """A step is done; if a checkpoint was made before it, the rest of the time is its cost."""
+    def called(self, step: int, now: float) -> bool:
+        """A step is done; if a checkpoint was made before it, the rest of the time is its cost.
+
+        Returns:
+            Whether it is the first call of this step; any other changes nothing.
+        """
+        if step == self._at_step:
+            return False
+        self._at_step = step
+        if self._due_now:
+            self._due_now.clear()
         took_s, self._called_at = now - self._called_at, now
         if self._saving:
             self._saving = False
@@ -87,15 +112,34 @@ class Clock:
             self._step_s = took_s
         else:
             self._step_s += _SMOOTHING * (took_s - self._step_s)
+        return True
 
-    def saves(self, now: float) -> None:
-        """A checkpoint is made now."""
-        self._saving, self._saved_at, self._called_at = True, now, now
+    def saves(self, period: Period, now: float) -> None:
+        """A checkpoint is made now, by the answer to the caller with this period."""
+        if not self._saving:
+            self._saving, self._called_at = True, now
+        self._saved_at[period] = self._last_saved_at = now
+        self._due_now.add(period)
 
     def is_due(self, period: Period, now: float) -> bool:
-        """Return whether it is time for the next checkpoint."""
+        """Return whether it is time for the next checkpoint of a caller; the same all step long."""
+        return self.left_s(period, now) <= 0 or period in self._due_now
+
+    def is_due_now(self, period: Period) -> bool:
+        """Return whether a checkpoint of a caller is made at this step."""
+        return period in self._due_now
+
+    def left_s(self, period: Period, now: float) -> float:
+        """Return the seconds until the next checkpoint of a caller; below 0 once it is time."""
         interval_s = period.interval_s(self.cost_s)
-        return interval_s is not None and now - self._saved_at >= interval_s
+        if interval_s is None:
+            return math.inf
+        saved_at = self._saved_at.get(period)
+        if saved_at is None:
+            if len(self._saved_at) == _MOST_PERIODS:
+                self._saved_at.clear()
+            saved_at = self._saved_at[period] = self._last_saved_at
+        return interval_s - (now - saved_at)
 
 
 class PeriodDecision:
@@ -107,35 +151,59 @@ class PeriodDecision:
         self._world_size = world_size
         self._clock = Clock(now)
         self._asked_at: float | None = None
+        self._agreed = dict[Period, tuple[int, int, float]]()
+        """Outside a run: the step at which the ranks agreed last, that at which they do so again,
+        and the time."""
+        self._polled = CheckpointPoll.NONE
 
     def at(self, step: int, period: Period, now: float) -> bool:
         """Decide whether to save after this step; every rank decides the same."""
-        self._clock.called(now)
+        is_new = self._clock.called(step, now)
         if self._page is None:
-            if self._world_size > 1 and period.every_steps is None:
-                raise ValueError(
-                    "outside a run of hpc_elastic several workers cannot agree by the clock: "
-                    "give every_steps, or start the script with launcher=slurm or launcher=local"
-                )
-            yes = period.is_due(step) or self._clock.is_due(period, now)
+            yes = period.is_due(step) or self._is_due_outside(step, period, now)
         else:
-            polled = self._page.poll_checkpoint(step)
-            yes = polled is not CheckpointPoll.NONE or period.is_due(step)
+            if is_new:
+                self._polled = self._page.poll_checkpoint(step)
+            yes = self._polled is not CheckpointPoll.NONE or period.is_due(step)
             waits = self._asked_at is not None and now - self._asked_at < _ASK_AGAIN_S
             if not yes and self._is_first and not waits and self._clock.is_due(period, now):
                 self._asked_at = now  # once, and again if nothing comes of it
                 self._page.want_checkpoint()
         if yes:
             self._asked_at = None
-            self._clock.saves(time.monotonic() if self._page else now)
+            self._clock.saves(period, time.monotonic() if self._page else now)
         return yes
+
+    def _is_due_outside(self, step: int, period: Period, now: float) -> bool:
+        """Return whether it is time by the clock of rank 0; a collective now and then."""
+        size = process_group.size()
+        if size is None and self._world_size > 1 and period.every_steps is None:
+            raise ValueError(
+                "outside a run of hpc_elastic several workers need a process group to agree by the "
+                "clock: call torch.distributed.init_process_group() before, or give every_steps"
+            )
+        if size in (None, 1) or period.every_steps is not None:
+            return self._clock.is_due(period, now)
+        last_step, next_step, last_at = self._agreed.get(period, (step, step, now))
+        if last_step <= step < next_step:
+            return self._clock.is_due_now(period)
+        wait_s = min(self._clock.left_s(period, now), _AGREE_EVERY_S)
+        made = max(1, step - last_step)
+        num_steps = min(2 * made, int(wait_s * made / max(now - last_at, 1e-6)))
+        mine = [self._clock.is_due(period, now), max(1, num_steps)]
+        is_due, num_steps = process_group.broadcast_row(mine)
+        if len(self._agreed) == _MOST_PERIODS:
+            self._agreed.clear()
+        self._agreed[period] = step, step + num_steps, now
+        return bool(is_due)
 
 
 class _Own:
     """This process's decision, made on first use."""
 
     decision: PeriodDecision | None = None
-    period: Period | None = None
+    periods: ClassVar[dict[tuple[int | None, float | None, float | None], Period]] = {}
+    """By the arguments of a caller."""
     rule: Callable[[int, bool, bool], bool] | None = None
     clock = Clock(0.0)
     """Of the rule."""
@@ -149,7 +217,8 @@ def set_checkpoint_policy(rule: Callable[[int, bool, bool], bool] | None) -> Non
 
     Args:
         rule: Returns whether to save, from the step, whether a checkpoint is due by the count of
-            steps, and whether one is due by this process's clock. None: ask the control page again.
+            steps, and whether one is due by this process's clock. It is asked for each caller, also
+            several times at one step. None: ask the control page again.
     """
     _Own.rule, _Own.clock = rule, Clock(time.monotonic())
 
@@ -167,12 +236,13 @@ def should_checkpoint(
     every_s: float | None = None,
     overhead: float | None = None,
 ) -> bool:
-    """Return whether to save now; call it on every rank, once after every optimizer step.
+    """Return whether to save now; call it on every rank after every optimizer step.
 
     True on all ranks at the same step. Where a node is about to leave or to join, the checkpoint
     must be complete on this rank before the training goes on: `Checkpointer.save` sees to that, and
     then stays until the group is formed anew; a script that saves by itself calls
-    `mark_checkpoint` afterwards.
+    `mark_checkpoint` afterwards. Another call at the same step gets the same answer; one with
+    another period also gets what the group has agreed on.
 
     Args:
         step: Optimizer steps done, at least 0, and less than 2**40. Steps of gradient accumulation
@@ -184,25 +254,27 @@ def should_checkpoint(
 
     Raises:
         ValueError: more than one of the three is given, or one is out of range; or there are
-            several workers outside a run, and not ``every_steps``.
+            several workers outside a run, without a process group and ``every_steps``.
         HpcElasticError: the agent is silent; the group is lost.
     """
-    now = time.monotonic()
+    now, given = time.monotonic(), (every_steps, every_s, overhead)
+    period = _Own.periods.get(given)
+    if period is None:
+        if len(_Own.periods) == _MOST_PERIODS:
+            _Own.periods.clear()
+        period = _Own.periods[given] = Period(*given)
     if _Own.rule is not None:
-        given, clock = Period(every_steps, every_s, overhead), _Own.clock
-        clock.called(now)
-        yes = _Own.rule(step, given.is_due(step), clock.is_due(given, now))
+        clock = _Own.clock
+        clock.called(step, now)
+        yes = _Own.rule(step, period.is_due(step), clock.is_due(period, now))
         if yes:
-            clock.saves(time.monotonic())
+            clock.saves(period, time.monotonic())
         return yes
-    decision, period = _Own.decision, _Own.period
-    if decision is None or period is None:
-        period = _Own.period = Period(every_steps, every_s, overhead)
+    decision = _Own.decision
+    if decision is None:
         rank = int(os.environ.get("RANK", 0))
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         decision = _Own.decision = PeriodDecision(own_page(), rank, world_size, now)
-    elif (period.every_steps, period.every_s, period.overhead) != (every_steps, every_s, overhead):
-        period = _Own.period = Period(every_steps, every_s, overhead)
     return decision.at(step, period, now)
 
 

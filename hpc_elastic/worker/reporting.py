@@ -8,22 +8,53 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import operator
 import os
 import re
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from hpc_elastic.errors import ConfigError
+from hpc_elastic.errors import PermanentError
 from hpc_elastic.worker import shared_page
 from hpc_elastic.worker.shared_page import SharedPage
 
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,40}")
-_FIELDS = ("step", "loss", "samples", "total_steps")
-"""Arguments of `report` that are no metrics."""
+_COUNTS = {"step": 0, "samples": 0, "total_steps": 1}
+"""Arguments of `report` that are whole numbers, with the least of each."""
+_MOST = 2**63 - 1
+"""The largest number that fits on the page."""
+
+
+class _CopiesFromGpu:
+    """Numbers that are on their way from a GPU, oldest first: no report waits for them."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[str, Any, Any]] = deque()
+
+    def begin_copy(self, key: str, value: Any) -> bool:
+        """Begin to copy a value to the host; return False if it is no number on a GPU."""
+        if key in _COUNTS or not getattr(value, "is_cuda", False) or value.numel() != 1:
+            return False
+        torch: Any = sys.modules["torch"]
+        with torch.cuda.device(value.device):
+            there, copied = value.detach().to("cpu", non_blocking=True), torch.cuda.Event()
+            copied.record()
+        self._under_way.append((key, there, copied))
+        return True
+
+    def publish(self, page: SharedPage, *, wait: bool = False) -> None:
+        """Publish those that have arrived; all of them, with ``wait``."""
+        while self._under_way and (wait or self._under_way[0][2].query()):
+            key, there, copied = self._under_way.popleft()
+            copied.synchronize()
+            _publish(page, {key: there})
 
 
 class _Reporter:
@@ -33,13 +64,19 @@ class _Reporter:
     opened = False
     by_user = False
     save_is_last = False
+    stops_on_bad_loss = False
     is_full = False
     """Whether there was no room for a metric."""
+    restored: int | None = None
+    """The step of the last checkpoint that was restored; None if there is none."""
 
     def __init__(self) -> None:
         self.when_returned: list[Callable[[], object]] = []
-        self.names = set[str]()
-        """Checked names of metrics."""
+        self.copies = _CopiesFromGpu()
+        self.seen = set[str]()
+        """Keys that were reported before."""
+        self.left_out = set[str]()
+        """Keys with a value that was left out, and named in a warning."""
 
 
 _reporter = _Reporter()
@@ -69,35 +106,63 @@ def report(
     loss is the one shown. Every call is a sign of life, also with nothing new in it: where a
     validation or the like takes longer than `launcher.agent.hang_timeout_s`, call it now and then.
 
+    Only with ``launcher.on_bad_loss=stop`` does a report end the training. A value that cannot be
+    published is left out, with one warning for each key, outside a run as well.
+
     Args:
         step: Optimizer steps done, at least 0. Without it the steps are counted by a hook on
             torch's optimizers.
-        loss: The last loss. A tensor on a GPU is synchronised with: pass one every few steps.
+        loss: The last loss. A tensor on a GPU (and so a metric) is copied without waiting for the
+            GPU; its value is published, and judged, by a later report or at the function's return.
         samples: Samples seen so far, at least 0.
         total_steps: The step at which the training will be done, at least 1. With it, a late node
             is admitted only if what remains repays the restart.
         **metrics: Values of the script's own, such as ``lr=0.1`` or ``**{"val/accuracy": 0.9}``;
             those of the first rank are shown over time. Up to 16 names of letters, digits and
-            ``_./-``, 1 to 40 of them each; any further names are left out, with a warning.
+            ``_./-``, 1 to 40 of them each.
 
     Raises:
-        ConfigError: A metric has another name.
+        PermanentError: The loss is not finite, and ``launcher.on_bad_loss=stop``: the run ends.
     """
     page = own_page()
-    if metrics:
-        _require_names(metrics)
-        if page is not None and not page.report_metrics(metrics) and not _reporter.is_full:
-            _reporter.is_full = True
-            _log.warning(
-                "report(%s=...): only the first %d metrics are shown over time",
-                list(metrics)[-1], shared_page.MOST_METRICS,
-            )  # fmt: skip
-    if step is not None and not _reporter.by_user:
+    counts = {"step": step, "samples": samples, "total_steps": total_steps}
+    given = {key: value for key, value in counts.items() if value is not None} | metrics
+    if loss is not None:
+        given["loss"] = loss
+    if page is None:  # each key is checked once: a tensor on a GPU is waited for
+        given = {key: given[key] for key in given.keys() - _reporter.seen}
+        _reporter.seen.update(given)
+    else:
+        _reporter.copies.publish(page)
+        given = {key: v for key, v in given.items() if not _reporter.copies.begin_copy(key, v)}
+    _publish(page, given)
+
+
+def _publish(page: SharedPage | None, given: Mapping[str, SupportsFloat]) -> None:
+    usable = {key: value for key in given if (value := _usable(key, given[key])) is not None}
+    if page is None:
+        return
+    whole = {key: int(usable.pop(key)) for key in _COUNTS if key in usable}
+    loss = usable.pop("loss", None)
+    if usable and not page.report_metrics(usable) and not _reporter.is_full:
+        _reporter.is_full = True
+        _log.warning(
+            "report(%s=...): only the first %d metrics are shown over time",
+            list(usable)[-1], shared_page.MOST_METRICS,
+        )  # fmt: skip
+    if "step" in whole and not _reporter.by_user:
         _reporter.by_user = True
-        if page is not None:
-            page.set_explicit_steps()
-    if page is not None:
-        page.report(step, loss, samples, total_steps)
+        page.set_explicit_steps()
+    page.report(whole.get("step"), loss, whole.get("samples"), whole.get("total_steps"))
+    if loss is not None and not math.isfinite(loss) and _reporter.stops_on_bad_loss:
+        raise PermanentError(
+            f"the loss is {loss} at step {page.read().bad_step} (on_bad_loss=stop)"
+        )
+
+
+def set_bad_loss_policy(*, stop: bool) -> None:
+    """Set whether `report` ends the run at a loss that is not finite; the worker calls it."""
+    _reporter.stops_on_bad_loss = stop
 
 
 def report_logged(values: Mapping[str, Any]) -> None:
@@ -105,17 +170,47 @@ def report_logged(values: Mapping[str, Any]) -> None:
     metrics: dict[str, Any] = {
         name: value
         for name, value in values.items()
-        if name not in _FIELDS and isinstance(value, SupportsFloat) and _NAME.fullmatch(name)
+        if name not in {*_COUNTS, "loss"}
+        and isinstance(value, SupportsFloat)
+        and _NAME.fullmatch(name)
     }
     report(**metrics)
 
 
-def _require_names(metrics: Mapping[str, object]) -> None:
-    for name in metrics.keys() - _reporter.names:
-        if not _NAME.fullmatch(name):
-            remedy = "a metric's name has 1 to 40 letters, digits, '_', '.', '/' and '-'"
-            raise ConfigError("report(**metrics)", name, remedy)
-        _reporter.names.add(name)
+def _usable(key: str, value: object) -> float | None:
+    """Return a value as the page takes it; None, with a warning at the first time, if it cannot."""
+    try:
+        if key in _COUNTS:
+            return _whole_number(value, _COUNTS[key])
+        if key != "loss" and not _NAME.fullmatch(key):
+            raise ValueError("name it with 1 to 40 letters, digits, '_', '.', '/' and '-'")
+        return _number(value)
+    except ValueError as e:
+        if key not in _reporter.left_out:
+            _reporter.left_out.add(key)
+            shown = " ".join(f"{value!r}".split())[:60]
+            _log.warning("%s=%s is left out of the reports of this worker: %s", key, shown, e)
+        return None
+
+
+def _whole_number(value: Any, least: int) -> int:
+    try:
+        number = int(value) if float(value).is_integer() else operator.index(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = -1
+    if isinstance(value, str) or not least <= number <= _MOST:
+        raise ValueError(f"give a whole number, at least {least}")
+    return number
+
+
+def _number(value: Any) -> float:
+    """Return a value as a number, without torch's warning about a tensor that has a graph."""
+    try:
+        if not isinstance(value, SupportsFloat):
+            raise TypeError
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError("give one number") from None
 
 
 def report_counted(number: int) -> None:
@@ -164,13 +259,30 @@ def when_returned(then: Callable[[], object]) -> None:
 def function_returned() -> None:
     """Do what `when_returned` was asked for, then publish the return; the worker calls it, once.
 
-    It is the only sign of success: see `agent.worker_failures.has_succeeded`.
+    It is the only sign of success (`agent.elastic_agent`): exit codes are none.
     """
     while _reporter.when_returned:
         _reporter.when_returned.pop()()
     page = own_page()
     if page is not None:
+        _reporter.copies.publish(page, wait=True)
         page.report_return()
+
+
+def note_restored(step: int) -> None:
+    """Record that this process goes on from the checkpoint of a step, with or without a run.
+
+    A sampler that trains afterwards needs a state that was loaded, too (`ElasticSampler`).
+
+    Args:
+        step: Its step; 0 if there was no checkpoint, so that the training begins.
+    """
+    _reporter.restored = step
+
+
+def restored_step() -> int | None:
+    """Return the step of `note_restored`; None if this process began from the start."""
+    return _reporter.restored
 
 
 def mark_checkpoint(*, step: int) -> None:
@@ -183,8 +295,8 @@ def mark_checkpoint(*, step: int) -> None:
     Args:
         step: Optimizer steps that the checkpoint holds, at least 0.
     """
-    page = own_page()
-    if page is not None and not page.pause_at(step):
+    page, known = own_page(), _usable("step", step)
+    if page is not None and known is not None and not page.pause_at(int(known)):
         paused_s = shared_page.LONGEST_PAUSE_S
         _log.warning(
             "the group did not change within %g s at the checkpoint of step %d; the training "
@@ -234,10 +346,11 @@ def log_run_metrics(writer: Any, step: int) -> None:
             "log_metrics, as MLflow, or log, as a W&B run"
         )
     scalars = {f"hpc_elastic/{name}": value for name, value in run_scalars().items()}
-    if os.environ.get("RANK", "0") != "0" or not scalars:
+    known = _usable("step", step)
+    if os.environ.get("RANK", "0") != "0" or not scalars or known is None:
         return
     if methods[0] == "add_scalar":
         for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, int(known))
     else:
-        getattr(writer, methods[0])(scalars, step=step)
+        getattr(writer, methods[0])(scalars, step=int(known))

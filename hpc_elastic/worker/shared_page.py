@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import SupportsFloat
 
 from hpc_elastic.errors import HpcElasticError
 
@@ -37,6 +36,7 @@ RESULTS_VARIABLE = "HPC_ELASTIC_RESULTS"
 WARM_WORKER_VARIABLE = "HPC_ELASTIC_WARM_WORKER"
 """Set for a process that is started ahead of its use (`hpc_elastic.agent.warm_workers`)."""
 DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
+AGENT_VARIABLE = "HPC_ELASTIC_AGENT_PID"
 LONGEST_PAUSE_S = 60.0
 """A worker that stays at a checkpoint continues by itself after this long."""
 LONGEST_WAIT_S = 60.0
@@ -52,8 +52,8 @@ _NEXT_CHECKPOINT = (1 << _STEP_BITS) - 1
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _PAUSED, _PASSED, _WAITING, _WANTED,
     _LEAVE_BY, _RELEASED, _REQUEST, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED,
     _RESTORE_S, _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED,
-    _WHY_BYTES, _STORED, _RETURNED, _AGREED, _SAVE_S,
-) = range(32)  # fmt: skip
+    _WHY_BYTES, _STORED, _RETURNED, _AGREED, _SAVE_S, _GROUP, _BAD_STEP, _BAD_LOSS,
+) = range(35)  # fmt: skip
 _FIRST_METRIC, MOST_METRICS = 64, 16
 """The fields of the script's own metrics."""
 _METRICS_BYTES = 63
@@ -63,6 +63,7 @@ _METRICS_AT = 3072
 """Where the names of the metrics stand, a line each."""
 _COUNTS = (
     _STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED, _STORED, _AGREED,
+    _GROUP, _BAD_STEP,
 )  # fmt: skip
 """Fields that begin with `_UNSET`."""
 _NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT, _SAVE_S)
@@ -138,7 +139,7 @@ class SharedPage:
     def report(
         self,
         step: int | None,
-        loss: SupportsFloat | None,
+        loss: float | None,
         samples: int | None,
         total_steps: int | None = None,
     ) -> None:
@@ -149,7 +150,10 @@ class SharedPage:
         if samples is not None:
             self._numbers[_SAMPLES] = samples
         if loss is not None:
-            self._floats[_LOSS] = _number(loss)
+            self._floats[_LOSS] = loss
+            if not math.isfinite(loss) and self._numbers[_BAD_STEP] == _UNSET:
+                self._floats[_BAD_LOSS] = loss
+                self._numbers[_BAD_STEP] = max(0, self._numbers[_STEP] if step is None else step)
         if step is not None:
             now = time.time()
             self._numbers[_STEP] = step
@@ -159,7 +163,7 @@ class SharedPage:
                 self._numbers[_FIRST] = step  # last: with it, the time is there
                 self._has_begun = True
 
-    def report_metrics(self, metrics: Mapping[str, SupportsFloat]) -> bool:
+    def report_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Publish values of the script's own metrics (worker).
 
         Returns:
@@ -169,7 +173,7 @@ class SharedPage:
         for name, value in metrics.items():
             at = self._metrics.get(name)
             if at is not None:
-                self._floats[at] = _number(value)
+                self._floats[at] = value
                 continue
             begin, text = self._numbers[_METRICS_BYTES], f"{name}\n".encode()
             end, at = begin + len(text), _FIRST_METRIC + len(self._metrics)
@@ -177,7 +181,7 @@ class SharedPage:
                 has_room = False
                 continue
             self._metrics[name] = at
-            self._floats[at] = _number(value)
+            self._floats[at] = value
             self._metric_names[begin:end] = text
             self._numbers[_METRICS_BYTES] = end  # last: with it, name and value are there
         return has_room
@@ -207,6 +211,10 @@ class SharedPage:
         """Publish that the checkpoint of a step is in its directory, after so long (worker)."""
         self._numbers[_STORED] = step
         self._floats[_SAVE_S] = seconds
+
+    def report_group(self, size: int) -> None:
+        """Publish the size of torch's process group at an optimizer step, 0: none (worker)."""
+        self._numbers[_GROUP] = size
 
     def report_return(self) -> None:
         """Publish that the user's function has returned, and its value is written (worker)."""
@@ -347,7 +355,7 @@ class SharedPage:
         return WorkerStatus(
             step=_known(numbers[_STEP]),
             samples=_known(numbers[_SAMPLES]),
-            loss=_given(self._floats[_LOSS]),
+            loss=self._floats[_LOSS] if math.isfinite(self._floats[_LOSS]) else None,
             step_time=_given(self._floats[_TIME]),
             total_steps=_known(numbers[_TOTAL]),
             boundary=_known(numbers[_BOUNDARY]),
@@ -371,11 +379,17 @@ class SharedPage:
             stored=_known(numbers[_STORED]),
             save_s=_given(self._floats[_SAVE_S]),
             returned=bool(numbers[_RETURNED]),
+            group=_known(numbers[_GROUP]),
+            bad_step=_known(numbers[_BAD_STEP]),
+            bad_loss="" if numbers[_BAD_STEP] == _UNSET else str(self._floats[_BAD_LOSS]),
             metrics={
-                name: self._floats[_FIRST_METRIC + place]
-                for place, name in enumerate(
-                    bytes(self._metric_names[: numbers[_METRICS_BYTES]]).decode().splitlines()
+                name: value
+                for name, value in zip(
+                    bytes(self._metric_names[: numbers[_METRICS_BYTES]]).decode().splitlines(),
+                    self._floats[_FIRST_METRIC:],
+                    strict=False,
                 )
+                if math.isfinite(value)
             },
         )
 
@@ -386,12 +400,6 @@ class SharedPage:
 
 def _known(value: int) -> int | None:
     return None if value == _UNSET else value
-
-
-def _number(value: SupportsFloat) -> float:
-    """Return a value as a number, without torch's warning about a tensor that has a graph."""
-    detached = value.detach() if hasattr(value, "detach") else value
-    return float(detached)
 
 
 def _given(value: float) -> float | None:
@@ -448,7 +456,13 @@ class WorkerStatus:
     """Seconds that this checkpoint took, from the copy of the state to its commit."""
     returned: bool = False
     """Whether the user's function has returned: the only sign that the worker has succeeded."""
+    group: int | None = None
+    """The size of its process group at its last optimizer step that was checked; 0: it has none."""
+    bad_step: int | None = None
+    """The step at which it first reported a loss that is not finite."""
+    bad_loss: str = ""
+    """That loss, ``nan`` or ``inf``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The script's own metrics."""
+    """The script's own metrics that are finite: others have no JSON form."""
     busy: int = 0
     """Not 0: it does something long that is no step, such as a checkpoint (`reports.busy`)."""

@@ -7,12 +7,14 @@ nothing but Hydra's interface and the defaults before the first launch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
@@ -47,15 +49,19 @@ class ElasticLauncher(Launcher):
         from hpc_elastic.launcher.submit import require_writable
         from hpc_elastic.launcher.sweep import (
             Sweep,
+            check_choices,
             hide_traceback,
             require_sweep_dir,
             share_composition,
         )
 
-        share_composition(hydra_context)
+        share_composition(hydra_context, config)
+        callbacks = hydra_context.callbacks
+        callbacks.callbacks = [c for c in callbacks.callbacks if not isinstance(c, LauncherCheck)]
         self._sweep = Sweep(hydra_context, task_function, config)
         try:
             require_sweep_dir(config)
+            check_choices(config)
             require_writable(self._sweep.dir)
         except HpcElasticError as e:
             raise hide_traceback(e) from e
@@ -84,6 +90,40 @@ class ElasticLauncher(Launcher):
             raise hide_traceback(e) from e
 
 
+class LauncherCheck(Callback):
+    """Ends the program where ``launcher=slurm`` or ``launcher=local`` would have no effect.
+
+    The training would run in this process, perhaps on a login node, with exit code 0. `setup` takes
+    this callback away. Hydra makes a warning of an exception in a callback, so this one exits.
+    """
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a single job, which Hydra runs itself."""
+        remedy = "Hydra runs a single job in this process: leave it out"
+        self._refuse(config, "hydra.mode", "RUN", remedy)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse another launcher, which a defaults list of the user's names."""
+        if OmegaConf.select(config, "hydra.launcher._target_") != TARGET:
+            ours = f"hydra/launcher=hpc_elastic_{OmegaConf.select(config, 'launcher.backend')}"
+            remedy = "a defaults list of the config chooses another launcher: remove it there, or "
+            remedy += f"add {ours} on the command line"
+            choice = config.hydra.runtime.choices.get("hydra/launcher")
+            self._refuse(config, "hydra/launcher", choice, remedy)
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a sweeper that has not set up the launcher."""
+        remedy = "this sweeper runs jobs in this process, without a launcher: use hydra/sweeper="
+        choice = config.hydra.runtime.choices.get("hydra/sweeper")
+        self._refuse(config, "hydra/sweeper", choice, f"{remedy}basic or elastic_optuna")
+
+    def _refuse(self, config: DictConfig, key: str, value: object, remedy: str) -> None:
+        from hpc_elastic.errors import ConfigError
+
+        backend = OmegaConf.select(config, "launcher.backend")
+        sys.exit(f"launcher={backend} has no effect: {ConfigError(key, value, remedy)}")
+
+
 class HpcElasticSearchPath(SearchPathPlugin):
     """Appends the packaged config groups, so that the user's groups of the same name come first."""
 
@@ -101,6 +141,9 @@ def register_defaults() -> None:
     replace the value in the user's config.yaml.
     """
     store = ConfigStore.instance()
+    # with another hydra/launcher, keys of ours reach the check that refuses it (`LauncherCheck`)
+    keys = {"launcher": OmegaConf.create({}, flags={"struct": False})}
+    store.store(name="hpc_elastic_keys", node=keys, package="_global_")
     for backend, settings in BACKENDS.items():
         # not a struct: `hpc_elastic.config` refuses unknown keys with the nearest known key
         launcher = OmegaConf.create(asdict(settings()), flags={"struct": False})

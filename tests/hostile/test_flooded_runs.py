@@ -81,6 +81,7 @@ def test_a_flood_of_gloo_and_of_the_store_disturbs_nothing(training):
     assert (result["status"], result["rounds"], result["restarts"]) == ("succeeded", 1, 0)
 
 
+@pytest.mark.long
 def test_workers_that_gloo_aborts_for_strangers_cost_no_restart(training):
     """The group is formed again, although no restart is left."""
     workers = workers_of(training)

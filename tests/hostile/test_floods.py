@@ -15,7 +15,9 @@ MAX_THREADS = 40
 MAX_GROWTH_KIB = 50_000
 
 
-@pytest.mark.parametrize("kind", flooded.KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k == "leader" else pytest.param(k, marks=pytest.mark.long) for k in flooded.KINDS]
+)
 def test_peers_come_through_a_flood(kind, tmp_path, monkeypatch):
     """The server keeps descriptors for its files, and neither threads nor memory grow."""
     monkeypatch.setenv("HOME", str(tmp_path))

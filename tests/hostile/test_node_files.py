@@ -45,7 +45,8 @@ def shared(open_folder) -> Path:
 
 def test_the_page_and_the_memory_of_an_agent_are_its_owners(shared, stranger, monkeypatch):
     """Its folder in /dev/shm, the control pages in it, and what its workers keep there."""
-    with node_memory.agent_folder(shared) as folder:
+    with node_memory.AgentFolder(shared) as agent:
+        folder = agent.path
         page = SharedPage.create(folder, 0)
         page.report(7, 0.5, 1)
         monkeypatch.setenv(shared_page.DIRECTORY_VARIABLE, str(folder))
@@ -67,7 +68,8 @@ def test_nobody_takes_the_name_of_an_agents_folder(shared, monkeypatch):
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with node_memory.agent_folder(shared) as folder:
+    with node_memory.AgentFolder(shared) as agent:
+        folder = agent.path
         assert folder.stat().st_mode & 0o777 == 0o700
 
 

@@ -121,8 +121,9 @@ def killed_and_told_to_go(script: str, folder: Path, *overrides: str, num_steps:
         run.tell_to_go(run.tasks()[0])
         values = run.values()
 
-    assert [e["world_size"] for e in run.events("round")] == [3, 3, 2]
+    sizes = [e["world_size"] for e in run.events("round")]
+    assert sizes[:3] == [3, 3, 2] and sizes[3:] in ([], [3])  # it may come back before the end
     assert run.lost_at_notice() == 0
-    assert [v["steps"] for v in values] == [num_steps] * 2
-    assert values[0] == values[1]
+    assert [v["steps"] for v in values] == [num_steps] * sizes[-1]
+    assert all(value == values[0] for value in values)
     run.audit()

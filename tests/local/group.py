@@ -79,7 +79,7 @@ class Group:
         """Start nothing: there is no sweep."""
         return ()
 
-    postpone_pending = why_blocked = readmit = _do_nothing
+    postpone_pending = why_blocked = readmit = drained = _do_nothing
 
     def clear_holds(
         self,
@@ -90,7 +90,7 @@ class Group:
         """Record the call."""
         self.brought_back += tasks
 
-    def exclude(self, hosts: Iterable[str], why: str) -> None:
+    def exclude(self, hosts: Iterable[str], why: str, until: float) -> None:
         """Record the call."""
         self.excluded += hosts
 

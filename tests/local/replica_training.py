@@ -129,6 +129,44 @@ def train_and_report(folder: str) -> int:
     return Reporting(Path(folder)).train()
 
 
+class Managed(Worker):
+    """A replica with a Manager, whose own wait for a quorum is short."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.step = folder, 0
+        self.log = (folder / f"{os.environ['REPLICA_GROUP_ID']}.{os.getpid()}").open("a")
+
+    def train(self) -> int:
+        """Step until the folder has a file ``stop``; return the last step."""
+        import torch
+
+        from hpc_elastic.ft import Manager, ProcessGroupGloo
+
+        w = torch.zeros(1)
+        manager = Manager(
+            ProcessGroupGloo(), lambda state: w.copy_(state["w"]), lambda: {"w": w},
+            min_replica_size=2, quorum_timeout=timedelta(seconds=1),
+        )  # fmt: skip
+        seen = None
+        while not self.is_over():
+            manager.start_quorum()
+            manager.allreduce(w).wait()
+            if manager.should_commit():
+                self.step = manager.current_step()
+                if seen != manager.quorum_id():
+                    seen = manager.quorum_id()
+                    self.note(quorum=seen, size=manager.num_participants())
+                self.note(made=True)
+            time.sleep(STEP_S)
+        manager.shutdown()
+        return self.step
+
+
+def train_managed(folder: str) -> int:
+    """Be one replica with a Manager."""
+    return Managed(Path(folder)).train()
+
+
 class Replicas:
     """A run of replicas on this machine.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
+from hpc_elastic.checkpoint.owner import MARK
 
 PATIENCE_S = 400.0
 SIZE = 300_000
@@ -25,6 +26,7 @@ class Counter:
         self.tensors = [torch.zeros(size // n, dtype=torch.float32) for n in (1, 3)]
         self.values: dict[str, Any] = {}
         self.writer = writer
+        self.restored_writer = -1
         self.step = 0
 
     def set(self, step: int) -> None:
@@ -44,7 +46,7 @@ class Counter:
         expected.set(state["step"])
         for found, right in zip(state["tensors"], expected.tensors, strict=True):
             assert torch.equal(found, right)
-        self.step = state["step"]
+        self.step, self.restored_writer = state["step"], state["writer"]
 
 
 def checkpointer(
@@ -70,8 +72,8 @@ def restored(folder: Path) -> int | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder."""
-    return sorted(path.name for path in folder.iterdir())
+    """Return the names in a folder of checkpoints, but for the mark that it always has."""
+    return sorted(path.name for path in folder.iterdir() if path.name != MARK)
 
 
 def flip_a_bit(path: Path, bit: int | None = None) -> None:

@@ -1,10 +1,12 @@
 """A memory tier while the group is about to change: where a save goes is agreed, not raced for."""
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from gloo_ranks import PATIENCE_S, run_ranks
 from group import eventually
@@ -80,6 +82,20 @@ def save_while_one_is_asked(rank: int, folder: str, asynchronous: bool) -> list[
             page.request_checkpoint(None)
         assert saved.result(PATIENCE_S)
     return leave(ckpt, store)
+
+
+def go_by_the_clock(rank: int, folder: Path) -> list[int]:
+    """Save by the clock, without a run; the ranks begin at other times."""
+    time.sleep(0.05 * rank)
+    state = {"x": torch.zeros(3)}
+    with Checkpointer(state, folder) as c:
+        return [s for s in range(1, 101) if c.save_if_due(s, every_s=0.02) or time.sleep(0.001)]
+
+
+def test_ranks_outside_of_a_run_save_by_the_clock_at_the_same_steps(tmp_path):
+    """As under torchrun, with the lines of the README."""
+    first, second = run_ranks(go_by_the_clock, 2, tmp_path)
+    assert first == second and len(first) >= 2
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])

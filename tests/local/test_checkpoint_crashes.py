@@ -112,6 +112,48 @@ def crash_everywhere(folder: Path, after: bool) -> None:
     assert [name for name in names if name.startswith(".")] == [], names
 
 
+def replace_and_crash(folder: Path, writer: int, crash: Crash) -> None:
+    """Save the step that was restored, with another state, and crash."""
+    counter = Counter(writer)
+    c = checkpointer(folder, counter, keep_last=1, asynchronous=False)
+    step = c.load_latest() or 1
+    crash.plant()
+    assert save_at(c, counter, step)
+
+
+def writer_of(folder: Path) -> int:
+    """Restore, and return which writer's state it is; all of it is checked."""
+    counter = Counter()
+    assert checkpointer(folder, counter, asynchronous=False).load_latest() == 1
+    return counter.restored_writer
+
+
+def crash_while_replacing(folder: Path, after: bool) -> None:
+    """Crash at each call of a save that replaces the only checkpoint there is."""
+    begin_group(1)
+    assert exit_code(fork(replace_and_crash, folder, 1, Crash(0, after))) == 0
+    at, code, known = 1, 9, 1
+    while code == 9:
+        at += 1
+        begin_group(at)
+        code = exit_code(fork(replace_and_crash, folder, at, Crash(at - 1, after)))
+        assert code in (0, 9)
+        found = writer_of(folder)
+        assert found in (known, at) and (code or found == at)
+        known = found
+    assert at > 20
+    begin_group(at + 1)
+    assert exit_code(fork(save_and_close, folder)) == 0
+    assert [name for name in names_in(folder) if name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_crash_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, after):
+    """The directory never holds neither, under whichever name."""
+    (tmp_path / "rdzv").mkdir()
+    in_nursery(crash_while_replacing, tmp_path / "checkpoints", after, RDZV=str(tmp_path / "rdzv"))
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_crash_at_any_call_leaves_the_earlier_or_the_new_checkpoint(tmp_path, after):
     """Before or after each call that writes; a write may be torn. The next save cleans up."""

@@ -23,6 +23,7 @@ from savers import (
 )
 
 from hpc_elastic.checkpoint import restore
+from hpc_elastic.checkpoint.owner import Owner, tag
 from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest, verify
 from hpc_elastic.errors import (
     CheckpointCorruptError,
@@ -34,9 +35,10 @@ from hpc_elastic.errors import (
 
 
 def save_all(folder: Path, *steps: int, keep_last: int = 5) -> None:
-    """Save steps, all good."""
+    """Go on from what is there, and save steps, all good."""
     counter = Counter()
     with checkpointer(folder, counter, keep_last) as c:
+        c.load_latest()
         for step in steps:
             assert save_at(c, counter, step)
 
@@ -202,11 +204,13 @@ def test_of_two_writers_the_first_wins_each_step(tmp_path):
 
 
 def test_a_good_checkpoint_of_the_same_step_is_kept(tmp_path, caplog):
-    """A writer that comes second changes nothing."""
+    """A writer that comes second, and knows of no checkpoint, changes nothing."""
     caplog.set_level(logging.WARNING)
-    save_all(tmp_path, 1)
-    before = (tmp_path / "step-00000001" / "manifest.json").stat().st_ino
-    save_all(tmp_path, 1)
+    counter = Counter()
+    with checkpointer(tmp_path, counter) as second:
+        save_all(tmp_path, 1)
+        before = (tmp_path / "step-00000001" / "manifest.json").stat().st_ino
+        save_at(second, counter, 1)
     assert (tmp_path / "step-00000001" / "manifest.json").stat().st_ino == before
     assert "there already, and good" in caplog.text
 
@@ -238,7 +242,9 @@ def test_leftovers_go_once_their_group_is_surely_over(tmp_path, records):
     """By its record, or by age; those of a group that may live stay."""
     folder = tmp_path / "c"
     folder.mkdir()
-    names = {"r2": False, "r3": False, "r4": True, "pabc": True, "pdef": False}
+    mine = tag(Owner.current().run)
+    names = {f"r2u{mine}": False, f"r3u{mine}": False, f"r4u{mine}": True}
+    names |= {f"r2u{'0' * 8}": True, "r2": True, "pabc": True, "pdef": False}
     for token in names:
         (folder / f".staging-step-7-{token}-0").mkdir()
     os.utime(folder / ".staging-step-7-pdef-0", (0, 0))

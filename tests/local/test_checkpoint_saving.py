@@ -117,7 +117,7 @@ def test_a_second_save_is_skipped_if_so_wished(tmp_path, disk, caplog):
 
 
 def test_a_step_is_saved_once(tmp_path, disk):
-    """The same step again, under way or committed, costs nothing."""
+    """The same step again, under way or committed, leaves the checkpoint as it is."""
     counter = Counter()
     with checkpointer(tmp_path, counter) as c:
         save_at(c, counter, 1)
@@ -398,6 +398,8 @@ from hpc_elastic.checkpoint import collectives, save
 if sys.argv[2] == "of two":  # the other rank is gone
     save.EXIT_TIMEOUT_S = 0.2
     collectives.RankGroup.current = lambda: collectives.RankGroup(0, 2, "p1")
+    collectives.RankGroup.broadcast_bytes = lambda *args: args[-1]
+    collectives.RankGroup.gather = lambda self, row: [list(row)] * 2
 counter = Counter()
 save_at(checkpointer(Path(sys.argv[1]), counter), counter, 1)
 raise SystemExit(7)
@@ -409,6 +411,36 @@ def test_the_end_of_the_program_waits_for_a_save_but_not_for_ever(tmp_path, whic
     """A save under way is finished; one that cannot be finished is given up."""
     run_program(PROGRAM, tmp_path / "c", which)
     assert Store(tmp_path / "c").steps() == steps
+
+
+RETURNS = """
+import sys
+import threading
+from pathlib import Path
+from savers import Counter, checkpointer, save_at
+from hpc_elastic.checkpoint.files import BlockFile
+from hpc_elastic.worker import reporting
+
+write, goes_on = BlockFile.write, threading.Event()
+
+def write_late(*args):
+    if threading.current_thread() is not threading.main_thread():
+        goes_on.wait()
+    write(*args)
+
+BlockFile.write = write_late
+c = checkpointer(Path(sys.argv[1]), counter := Counter(), asynchronous=True)
+save_at(c, counter, 1)
+threading.Timer(0.5, goes_on.set).start()
+reporting.function_returned()
+raise SystemExit(7 if c.is_idle else 1)
+"""
+
+
+def test_a_worker_has_returned_once_its_last_save_is_committed(tmp_path):
+    """The run ends when all have returned, and nothing is committed after its end."""
+    run_program(RETURNS, tmp_path / "c", "")
+    assert Store(tmp_path / "c").steps() == [1]
 
 
 HELD_UP = """

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +20,9 @@ from hpc_elastic.checkpoint import MemoryTier
 from hpc_elastic.checkpoint.manifest import FileEntry, RankPart, checksum_of
 from hpc_elastic.checkpoint.memory_tier import Peer, choose_neighbour, complete, lacking_room
 from hpc_elastic.checkpoint.node_memory import (
+    AgentFolder,
     MemorySave,
     NodeMemory,
-    agent_folder,
     base_folder,
     free_bytes,
     remove_leftovers,
@@ -179,12 +180,12 @@ def test_a_save_counts_if_every_rank_is_somewhere():
     assert complete(rows) == [MemorySave(3, 1, 1), MemorySave(4, 1, 2)]
 
 
-def test_room_is_needed_for_three_steps_and_the_neighbours():
-    """Each node keeps its own and those of the node before it."""
+def test_room_is_needed_for_three_steps_and_the_neighbours_and_for_snapshots():
+    """Each node keeps its own and those of the node before it; a snapshot is of its own only."""
     where = NodeDirectory((0, 0, 1))
     rows = [(1 * GIB, 30 * GIB), (1 * GIB, 30 * GIB), (4 * GIB, 17 * GIB)]
     assert lacking_room(where, rows, copies=False) is None
-    assert lacking_room(where, rows, copies=True) == (1, 18 * GIB, 17 * GIB)
+    assert lacking_room(where, rows, copies=True) == (1, 22 * GIB, 17 * GIB)
 
 
 # ---- memory of agents ---------------------------------------------------------------------
@@ -192,8 +193,9 @@ def test_room_is_needed_for_three_steps_and_the_neighbours():
 AGENT = """
 import sys, time
 from pathlib import Path
-from hpc_elastic.checkpoint.node_memory import agent_folder
-with agent_folder(Path(sys.argv[1])) as folder:
+from hpc_elastic.checkpoint.node_memory import AgentFolder
+with AgentFolder(Path(sys.argv[1])) as agent:
+    folder = agent.path
     (folder / "page").write_text("")
     print(folder, flush=True)
     sys.stdin.read()
@@ -216,12 +218,50 @@ def test_what_a_killed_agent_left_is_removed_by_the_next(tmp_path):
     killed.communicate()
     (tmp_path / "hpc_elastic-1000").mkdir()
     assert left.is_dir()
-    with agent_folder(tmp_path) as mine:
+    with AgentFolder(tmp_path) as agent:
+        mine = agent.path
         assert not left.exists() and (kept / "page").exists() and mine.is_dir()
         remove_leftovers(tmp_path)
         assert kept.is_dir() and mine.is_dir()
     living.communicate("")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hpc_elastic-1000"]
+
+
+def test_a_folder_that_was_cleared_is_made_again(tmp_path):
+    """With what logind leaves: nothing, or folders that a worker has just made; and it is kept."""
+    with AgentFolder(tmp_path) as agent:
+        for leaves_folders in (False, True):
+            shutil.rmtree(agent.path)
+            if leaves_folders:
+                agent.path.mkdir(0o700)
+                (agent.path / "checkpoints").mkdir()
+            agent.restore()
+            assert agent.path.stat().st_mode & 0o777 == 0o700
+            remove_leftovers(tmp_path)
+            assert agent.path.is_dir()
+        inode = agent.path.stat().st_ino
+        agent.restore()
+        assert agent.path.stat().st_ino == inode
+    assert not agent.path.exists()
+
+
+def test_a_folder_that_somebody_else_has_made_since_is_not_used(tmp_path):
+    """Its name is known, and anybody may make one in /dev/shm."""
+    with AgentFolder(tmp_path) as agent:
+        shutil.rmtree(agent.path)
+        agent.path.symlink_to(tmp_path)
+        with pytest.raises(FileExistsError, match="somebody else"):
+            agent.restore()
+        agent.path.unlink()
+
+
+def test_saves_go_on_where_the_memory_was_cleared(tmp_path):
+    """In folders that nobody else may enter."""
+    (tmp_path / "checkpoints").mkdir()
+    memory = NodeMemory.of(tmp_path / "checkpoints", 7, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    made = memory.make(MemorySave(1, 2, 3))
+    assert {p.stat().st_mode & 0o777 for p in (made, *made.parents[:2])} == {0o700}
 
 
 def test_the_memory_of_a_run_is_its_agents(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def test_a_file_that_others_may_write_is_not_read(tmp_path, monkeypatch, caplog)
 def test_the_type_of_a_node_is_its_gpu_or_cpu(tmp_path, monkeypatch):
     """As the kernel shows them."""
     gpus, cpus = tmp_path / "gpus", tmp_path / "cpuinfo"
-    monkeypatch.setattr(compile_cache, "_GPUS", gpus)
+    monkeypatch.setattr(compile_cache, "NVIDIA_GPUS", gpus)
     monkeypatch.setattr(compile_cache, "_CPUS", cpus)
     assert compile_cache.node_type() == "unknown"
     cpus.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n")

@@ -1,5 +1,7 @@
 """`hpc-elastic run`: scripts that know nothing of Hydra, as they are and with the lines added."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,20 +14,26 @@ from local_runs import LocalRun
 from hpc_elastic.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples/conversions"
-COMMAND = [sys.executable, "-m", "hpc_elastic"]
+COMMAND = [sys.executable, "-P", "-m", "hpc_elastic"]
 LONG = pytest.mark.long
 
 
 class CommandRun(LocalRun):
     """A run of `hpc-elastic run`, one worker a node."""
 
-    def __init__(self, folder: Path, *command: str, settings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *command: str,
+        settings: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         self.folder, self.path = folder, folder / "run"
         self._log = folder / "launcher.log"
         given = ["--run-dir", str(self.path), "--nproc-per-node", "1", *settings]
         with self._log.open("w") as log:
             self.launcher = subprocess.Popen(
-                [*COMMAND, "run", *given, "--", *command],
+                [*prefix, *COMMAND, "run", *given, "--", *command],
                 cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -70,7 +78,8 @@ def test_a_converted_script_is_killed_and_grows(name, tmp_path):
     assert "trained" in run.command("logs").stdout
 
 
-@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp2", marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_a_script_as_it_is_starts_anew(name, tmp_path):
     """With the variables that torchrun sets, its arguments, and its steps counted."""
     script = str(EXAMPLES / f"before/{name}.py")
@@ -95,6 +104,79 @@ def test_settings_come_from_a_file_and_from_the_command_line(tmp_path):
     assert '"max_restarts": 0' in settings
 
 
+FINDS = """
+import json, sys
+import torch
+import packaging, resource
+print(json.dumps([packaging.__file__, resource.__file__, sys.path]))
+"""
+
+
+def test_a_script_finds_the_modules_that_python_finds(tmp_path, monkeypatch):
+    """No file of the working directory shadows one; those beside the script do, as for Python."""
+    for name in ("packaging", "statistics"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('usage: evaluate FILE')\n")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(FINDS)
+    (tmp_path / "scripts" / "resource.py").write_text("LIMITS = ()\n")
+    (tmp_path / "src").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
+    argv = [sys.executable, "scripts/train.py"]
+    expected = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+    with CommandRun(tmp_path, "python", "scripts/train.py", settings=("--nodes", "1")) as run:
+        assert run.wait() == 0, run.output()
+    assert expected.stdout.strip() in run.command("logs").stdout
+
+
+CLEARS = """
+import os, shutil, sys
+folder = os.environ["HPC_ELASTIC_CONTROL_DIR"]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    shutil.rmtree(folder)
+    sys.exit(3)
+print(sorted(os.listdir(folder)), oct(os.stat(folder).st_mode & 0o777))
+"""
+
+
+def test_a_node_whose_shared_memory_was_cleared_goes_on(tmp_path):
+    """As by systemd-logind, when the user's last session on it ends: a round can still begin."""
+    (tmp_path / "clears.py").write_text(CLEARS)
+    with CommandRun(tmp_path, "python", "clears.py", settings=("--nodes", "1")) as run:
+        assert run.wait() == 0, run.output()
+    assert "'owner'" in (output := run.command("logs", "--agent").stdout) and "0o700" in output
+    assert "RemoveIPC=no" in output
+
+
+FILLS = """
+import os, pathlib, sys, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with open("/dev/shm/all", "wb", buffering=0) as f:
+        try:
+            while True:
+                f.write(bytes(4096))
+        except OSError:
+            pathlib.Path("full").touch()
+    sys.exit(3)
+"""
+
+
+def test_a_node_whose_shared_memory_is_full_for_a_moment_starts_its_workers_later(tmp_path):
+    """The round is not lost, nor the agent."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a tmpfs")
+    (tmp_path / "fills.py").write_text(FILLS)
+    empties = "mount -t tmpfs -o size=32m tmpfs /dev/shm && "
+    empties += (
+        '(while [ ! -e full ]; do sleep 0.1; done; sleep 8; rm /dev/shm/all) & exec "$0" "$@"'
+    )
+    prefix = ("unshare", "-m", "sh", "-c", empties)
+    with CommandRun(
+        tmp_path, "python", "fills.py", settings=("--nodes", "1"), prefix=prefix
+    ) as run:
+        assert run.wait() == 0, run.output()
+    assert "workers not started" in run.command("logs", "--agent").stdout
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -115,13 +197,44 @@ def test_a_command_that_fails_is_told(command, says, tmp_path):
 
 @pytest.mark.parametrize(
     "script",
-    ["import sys\nsys.exit(0)", pytest.param("import sys\nsys.exit()", marks=LONG)],
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        pytest.param("import os\nos.execv('/bin/true', ['true'])", marks=LONG),
+        pytest.param("import sys\nsys.exit()", marks=LONG),
+        pytest.param(
+            "import signal, sys\nsignal.signal(15, signal.SIG_DFL)\nsys.exit(0)", marks=LONG
+        ),
+    ],
 )
 def test_a_script_that_exits_with_0_has_succeeded(script, tmp_path):
-    """As its user means it."""
+    """As its user means it, and as torchrun takes it, however the process ends."""
     (tmp_path / "script.py").write_text(script)
     with CommandRun(tmp_path, "python", "script.py") as run:
         assert run.wait() == 0, run.output()
+
+
+HANDLER = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+attempts = pathlib.Path("attempts")
+with attempts.open("a") as file:
+    print(os.getpid(), os.getppid(), file=file)
+while len(attempts.read_text().splitlines()) < 2:
+    time.sleep(0.05)
+"""
+
+
+def test_a_script_that_exits_with_0_at_sigterm_has_not_succeeded(tmp_path):
+    """Slurm sends it to all processes of a node that is preempted: the command starts again."""
+    (tmp_path / "script.py").write_text(HANDLER)
+    attempts = tmp_path / "attempts"
+    with CommandRun(tmp_path, "python", "script.py") as run:
+        run.eventually(lambda: attempts.exists() and attempts.read_text(), "the script runs")
+        for process in attempts.read_text().split():  # the worker, then its agent
+            os.kill(int(process), signal.SIGTERM)
+        assert run.wait() == 0, run.output()
+    assert len(attempts.read_text().splitlines()) == 2
 
 
 def test_a_module_and_a_script_of_shell_run(tmp_path):
@@ -151,6 +264,12 @@ def test_a_module_and_a_script_of_shell_run(tmp_path):
         (["--nodez", "2", "--", "python", __file__], "nodes"),
         (["--nodes", "0", "--", "python", __file__], "nodes"),
         (["--", "python", "x.py"], "there is no such script"),
+        (["--nodes", "2", "--", "torchrun", "--nproc-per-node", "2", "x.py"], "for itself"),
+        (["--nodes", "1:2", "--", "accelerate", "launch", "x.py"], "for itself"),
+        (
+            ["--nproc-per-node", "2", "--", "python3", "-m", "torch.distributed.run", "x.py"],
+            "itself",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(arguments, says, capsys, tmp_path, monkeypatch):
@@ -159,6 +278,15 @@ def test_wrong_settings_are_refused(arguments, says, capsys, tmp_path, monkeypat
     assert main(["run", *arguments]) in (1, 2)
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("gpus", "is_refused"), [("", False), ("0", False), ("0,1", True)])
+def test_a_launcher_for_each_gpu_is_refused(gpus, is_refused, capsys, tmp_path, monkeypatch):
+    """Without a number of workers a node has one for each of its GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr("hpc_elastic.api.launch_entry", lambda *_: None)
+    assert main(["run", "--", "torchrun", "--nproc-per-node", "2", "x.py"]) == is_refused
+    assert ("for itself" in capsys.readouterr().err) == is_refused
 
 
 def test_the_number_of_lines_that_change():

@@ -178,6 +178,7 @@ def on_ranks(rank, folder, shards, num_steps):
     return seen
 
 
+@pytest.mark.long
 def test_ranks_that_go_trained_nothing_twice(shards, tmp_path):
     """From two ranks to one, with the loaders' workers ahead: all samples, each once."""
     two = run_ranks(on_ranks, 2, tmp_path, shards, 41)

@@ -111,11 +111,13 @@ NOT_RUN = {
     ("howto/from-submitit.md", 1): "submits to Slurm; tests/local/test_executor.py has its calls",
     ("howto/from-submitit.md", 2): "submits; tests/local/test_submitit_tasks.py has its calls",
     ("howto/from-torchrun.md", 1): "submits to Slurm; tests/local/test_launch.py has its calls",
+    ("howto/lightning.md", 1): "is the page's change with other names; examples/lightning has it",
     ("howto/bitwise.md", 1): "has a group of its own; tests/local/test_virtual_ranks.py calls it",
     ("howto/sweeps.md", 2): "submits to Slurm, and needs Ax",
     ("howto/watch-runs.md", 1): "draws in a notebook; tests/local/test_notebook.py has its calls",
     ("howto/trackers.md", 1): "starts W&B's service; tests/local/test_trackers.py has its calls",
     ("howto/trackers.md", 2): "needs MLflow; tests/local/test_trackers.py has its calls",
+    ("../tools/simulated_gpu/README.md", 1): "needs torch's CUDA build; tests/gpu has its calls",
     ("../tools/slurm_sandbox/README.md", 1): "needs root; tests/slurm has its calls",
     ("../tools/slurm_sandbox/README.md", 2): "needs root; tests/slurm has its calls",
 }
@@ -309,7 +311,7 @@ def check_line(page: str, line: str, folder: Path) -> None:
 def test_command_lines_are_taken(page, tmp_path, monkeypatch):
     """What the page types is accepted; what it shows to be refused is refused in these words."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "find_run", lambda name: tmp_path)
+    monkeypatch.setattr(options, "find_run", lambda name, **_: tmp_path)
     monkeypatch.setenv("USER", "ada")
     (tmp_path / "torch.sif").touch()
     for block in CONSOLE:

@@ -21,6 +21,7 @@ from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER, start_worker
 from hpc_elastic.slurm.client import SiteClient, reachable
 
 TOKEN = "t0ken"
+LO = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def test_two_processes_run_allreduce(monkeypatch):
     with ThreadPoolExecutor() as pool:
         said = list(
             pool.map(
-                lambda rank: allreduce_check.run_allreduce(rank, 2, "127.0.0.1", port, "lo"), (0, 1)
+                lambda rank: allreduce_check.run_allreduce(rank, 2, "127.0.0.1", port, LO), (0, 1)
             )
         )
     assert [s.problems for s in said] == [{}, {}]
@@ -231,7 +232,7 @@ def test_two_processes_run_allreduce(monkeypatch):
 def test_with_gpus_the_allreduce_is_done_with_nccl_too(monkeypatch):
     """On the first of them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", probe_network.free_port(), "lo")
+    said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", probe_network.free_port(), LO)
     assert (said.problems, said.cuda_devices) == ({}, 1)
     assert set(said.bandwidths) == {"gloo", "nccl"}
 
@@ -239,7 +240,7 @@ def test_with_gpus_the_allreduce_is_done_with_nccl_too(monkeypatch):
 def test_an_allreduce_without_an_answer_ends(monkeypatch):
     """Its process is ended with all it has started."""
     monkeypatch.setattr(allreduce_check, "TIMEOUT_S", 0.5)
-    said = allreduce_check.run_allreduce(0, 2, "127.0.0.1", probe_network.free_port(), "lo")
+    said = allreduce_check.run_allreduce(0, 2, "127.0.0.1", probe_network.free_port(), LO)
     assert said.import_s is None and "no end within" in said.problems["torch"]
 
 

@@ -1,17 +1,21 @@
 """Runs that are not waited for: `Run` and `ElasticExecutor`, on this machine and a fake Slurm."""
 
+import functools
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from concurrent.futures import CancelledError, as_completed
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hpc_elastic
 from hpc_elastic import ElasticExecutor, Run, launch
+from hpc_elastic.api import RunFuture
 from hpc_elastic.errors import ConfigError, RunDirectoryError, SlurmError, WorkerGroupError
 from hpc_elastic.slurm.client import SlurmClient
 
@@ -86,6 +90,7 @@ def test_a_run_that_is_not_waited_for(settings, go, tmp_path):
         again.resume()
 
 
+@pytest.mark.long
 def test_a_failed_run_raises_and_is_resumed(settings):
     """`resume` waits until the tasks of the failed generation are gone."""
     run = launch(divide, 1, 0, wait=False, max_restarts=0, **settings)
@@ -135,6 +140,7 @@ def test_futures_complete_as_their_runs_end(settings, go):
         executor.submit(divide, 1)
 
 
+@pytest.mark.long
 def test_a_cancelled_future(settings, go):
     """Also one whose run trains; a run that another process cancels completes its future too."""
     executor = ElasticExecutor(**settings)
@@ -196,6 +202,71 @@ def test_calls_that_cannot_work():
         executor.submit(lambda: 1)
 
 
+class Trainer:
+    """The form of submitit's users: an object with the arguments of the command line."""
+
+    def __init__(self, args: Namespace, output: Path) -> None:
+        self.args, self.output = args, output
+        self.is_made_here = True
+
+    def __call__(self, factor: float) -> list[object]:
+        """Train."""
+        return [self.args.lr * factor, list(self.args.shape), type(self.output).__name__]
+
+    def checkpoint(self) -> None:
+        """As submitit calls it, and nothing here."""
+        raise AssertionError
+
+
+def test_an_object_is_called_with_its_attributes(settings):
+    """Its class is imported, and its attributes are written as JSON; without its __init__."""
+    trainer = Trainer(Namespace(lr=0.5, shape=(2, 3)), Path("out"))
+    with ElasticExecutor(**settings) as executor:
+        assert executor.submit(trainer, 4).result(DEADLINE_S) == [2.0, [2, 3], "PosixPath"]
+
+
+def test_an_object_whose_attributes_cannot_be_written_is_refused():
+    """With the attribute's name."""
+    trainer = Trainer(Namespace(lr=0.5), Path("out"))
+    trainer.args.device = open
+    with pytest.raises(ConfigError, match=r"Trainer\.args/device.*make other objects in the func"):
+        ElasticExecutor().submit(trainer, 1)
+    with pytest.raises(ConfigError, match=r"Trainer\.checkpoint.*give the object itself"):
+        ElasticExecutor().submit(trainer.checkpoint)
+    with pytest.raises(ConfigError, match="a state beside its attributes"):
+        ElasticExecutor().submit(functools.partial(divide, 1), 2)
+
+
+SCRIPT = """
+from hpc_elastic import ElasticExecutor
+
+class Adder:
+    def __init__(self, to):
+        self.to = to
+
+    def __call__(self, number):
+        return number + self.to
+
+def outer(number):
+    with ElasticExecutor("inner", nproc_per_node=1, agent={"warm_workers": False}) as executor:
+        return executor.submit(Adder(1), number).result()
+
+if __name__ == "__main__":
+    with ElasticExecutor("outer", nproc_per_node=1, agent={"warm_workers": False}) as executor:
+        print(executor.submit(outer, 3).result())
+"""
+
+
+def test_a_worker_submits_what_its_own_script_has(tmp_path):
+    """A function and a class of a script, which has another name in a worker."""
+    script = tmp_path / "nested.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "4\n", done.stdout + done.stderr
+
+
 def test_a_batch_that_raises_submits_nothing(tmp_path, monkeypatch):
     """Its futures are cancelled, and the executor remains usable."""
     monkeypatch.chdir(tmp_path)
@@ -208,6 +279,75 @@ def test_a_batch_that_raises_submits_nothing(tmp_path, monkeypatch):
     assert future.cancelled()
     assert list(tmp_path.iterdir()) == []
     executor.shutdown()
+
+
+class Submitted:
+    """A run that was submitted, which ends only when it is cancelled; it notes that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.cancelled = path, False
+
+    def cancel(self) -> bool:
+        """Take note of it."""
+        self.cancelled = True
+        return True
+
+
+@pytest.fixture
+def slow_submission(tmp_path, monkeypatch):
+    """An executor in the middle of a submission in another thread; what lets it go on; its run."""
+    run, begun, goes_on = Submitted(tmp_path), threading.Event(), threading.Event()
+
+    def submit(requests, *, sweep, name):
+        begun.set()
+        assert goes_on.wait(DEADLINE_S)
+        return [SimpleNamespace(dir=tmp_path, jobs=None)]
+
+    monkeypatch.setattr("hpc_elastic.launcher.submit.submit", submit)
+    monkeypatch.setattr("hpc_elastic.api.Run", lambda path: run)
+    monkeypatch.setattr("hpc_elastic.api._follow", lambda runs, interval, futures: None)
+    executor = ElasticExecutor(tmp_path / "runs")
+    futures: list[RunFuture] = []
+    thread = threading.Thread(target=lambda: futures.append(executor.submit(divide, 1)))
+    thread.start()
+    assert begun.wait(DEADLINE_S)
+    yield executor, goes_on, run, futures, thread
+    goes_on.set()
+    thread.join()
+
+
+def test_shutdown_waits_for_a_submission_in_another_thread(slow_submission):
+    """Its run would train on when the program is believed to be done."""
+    executor, goes_on, _, futures, thread = slow_submission
+    ends = threading.Thread(target=executor.shutdown, daemon=True)
+    ends.start()
+    ends.join(0.3)
+    assert ends.is_alive()
+    goes_on.set()
+    thread.join()
+    ends.join(0.3)
+    assert ends.is_alive(), "its run has not ended"
+    futures[0].set_result(None)
+    ends.join(DEADLINE_S)
+    assert not ends.is_alive()
+
+
+def test_a_submission_that_is_cancelled_under_way_leaves_no_run(slow_submission):
+    """It has no run yet that could be cancelled."""
+    executor, goes_on, run, futures, thread = slow_submission
+    executor.shutdown(cancel_futures=True)
+    goes_on.set()
+    thread.join()
+    assert futures[0].cancelled() and run.cancelled
+
+
+def test_a_batch_that_outlives_the_executor_submits_nothing(tmp_path):
+    """Its futures are cancelled."""
+    executor = ElasticExecutor(tmp_path / "runs")
+    with pytest.raises(RuntimeError, match="shut down"), executor.batch():
+        future = executor.submit(divide, 1)
+        executor.shutdown()
+    assert future.cancelled() and not (tmp_path / "runs").exists()
 
 
 def test_a_folder_that_is_no_run(tmp_path):
@@ -240,4 +380,4 @@ def test_local_runs_end_with_their_program(tmp_path, is_awaited):
         assert (done.stderr, run.status()) == ("", "succeeded")
     else:
         assert "hpc-elastic resume" in done.stderr
-        assert run.status() == "lost"
+        assert run.status() == "cancelled"

@@ -303,6 +303,7 @@ def test_nodes_come_and_go_while_the_disk_can_not_be_written(group, small_disk, 
     assert {r.term for r in entries(g)} == {1}
 
 
+@pytest.mark.long
 def test_a_real_run_loses_its_leader_while_its_disk_is_full(small_disk, tmp_path, monkeypatch):
     """The other node trains on alone once there is room, and the run succeeds."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -64,6 +64,16 @@ def test_step_in_an_active_quorum_sends_nothing(bench):
     assert not server.received.messages
 
 
+def test_a_socket_whose_path_was_removed_is_opened_again(bench):
+    """The workers of the next round find it."""
+    server, _ = bench.enter_group()
+    server.path.unlink()
+    for _ in range(2):
+        server.do(server.server.restore_socket)
+    server.do(server.server.expect_workers, 1)
+    bench.enter(bench.client())
+
+
 def test_all_ranks_request_as_one(bench):
     """Until all do, a rank that waits knows which one is missing."""
     server = bench.serve(size=2)

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from group import eventually
-from replica_training import Replicas, train_and_report
+from replica_training import Replicas, train_and_report, train_managed
 
 from hpc_elastic.run.events import read_events
 
@@ -53,6 +55,7 @@ def test_neither_a_dead_worker_nor_a_dead_leader_stops_the_others(replicas):
     assert [e["nodes"] for e in rounds] == [3, 3], "one for all, and one for who came back"
 
 
+@pytest.mark.long
 def test_a_replica_that_hangs_is_started_again_alone(replicas):
     """Its agent judges by itself: the others only wait, and their processes stay."""
     agent = {"hang_timeout_s": 4}
@@ -72,3 +75,25 @@ def test_a_replica_that_hangs_is_started_again_alone(replicas):
     assert "hung" in restart["failure"]
     run.finish()
     assert run.results.result(60).restarts == 1
+
+
+def test_a_node_may_be_away_for_longer_than_the_quorum_time_out(replicas):
+    """The wait is the leader's to end: the sound worker stays, and nothing counts as a failure."""
+    run = replicas("2:2", train=train_managed)
+    run.train(2, 0, 1)
+    leader = run.leader()
+    (pids,) = run.pids(leader)
+    agent = psutil.Process(run.agents()[1 - leader])
+    frozen = [agent, *agent.children(recursive=True)]
+    for process in frozen:
+        process.suspend()
+    try:
+        eventually(lambda: "node_lost" in {e["kind"] for e in read_events(run.run.path / "events")})
+        time.sleep(4.0)  # four times the Manager's quorum_timeout
+    finally:
+        for process in frozen:
+            process.resume()
+    run.train(2, 0, 1)
+    assert run.pids(leader) == [pids]
+    run.finish()
+    assert run.results.result(60).restarts == 0

@@ -79,16 +79,17 @@ def assert_equal(old, new):
 
 
 CASES = [
-    (model, sync, "")
-    for model in ("fsdp", "fsdp x tp", "cpu offload")
-    for sync in (True, False)
-] + [
-    ("hsdp", False, ""),
-    ("mixed precision", False, ""),
-    ("shared and frozen", False, ""),
-    ("compiled", False, ""),
+    ("fsdp", True, ""),
     ("fsdp x tp", False, "http"),
     ("fsdp", False, "pg"),
+    *(
+        pytest.param(model, sync, "", marks=pytest.mark.long)
+        for model, sync in (
+            ("fsdp", False), ("fsdp x tp", True), ("fsdp x tp", False), ("cpu offload", True),
+            ("cpu offload", False), ("hsdp", False), ("mixed precision", False),
+            ("shared and frozen", False), ("compiled", False),
+        )
+    ),
 ]  # fmt: skip
 
 
@@ -133,6 +134,7 @@ def test_a_fresh_sharded_replica_catches_up_beside_the_training(crew, start, mod
         assert_equal(commits(old), [c for c in commits(new) if c[2] == 2])
 
 
+@pytest.mark.long
 def test_a_source_is_lost_while_a_replica_catches_up(crew, start):
     """It goes on with what it has if the others have not made a step since, or begins again."""
     arguments = {"model": "fsdp", "catches_up": True}

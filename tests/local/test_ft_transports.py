@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,16 +26,20 @@ from ft_heals import (
     is_equal,
     make_state,
 )  # fmt: skip
+from gloo_ranks import run_ranks
 from group import eventually
 
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft import Manager, ProcessGroupGloo
 from hpc_elastic.ft.checkpointing import (
     HealError,
     HealTimeoutError,
     HTTPTransport,
     UnusableStateError,
 )
+from hpc_elastic.ft.checkpointing._http import StateServer
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
+from hpc_elastic.ft.coordination import LighthouseServer
 
 KEY = b"the run's"
 
@@ -358,6 +363,22 @@ def test_time_is_up_for_a_source_that_stands_still(transport, source, relay, sta
         fetch(transport(), stopped, timeout=timedelta(seconds=2))
 
 
+def test_a_fetch_that_makes_progress_outlasts_its_time(transport, source, monkeypatch):
+    """The time-out is without any progress, on both sides."""
+    send_block = StateServer._send_block
+
+    def send_slowly(*args):
+        time.sleep(0.1)
+        return send_block(*args)
+
+    monkeypatch.setattr(StateServer, "_send_block", send_slowly)
+    a, second = transport(), timedelta(seconds=0.6)
+    a.send_checkpoint([1], STEP, make_state(), second)  # of 24 blocks, over two connections
+    healing = InThread(lambda: fetch(transport(), a.metadata(), timeout=second))
+    InThread(a.disallow_checkpoint).result()
+    assert is_equal(healing.result(), make_state())
+
+
 def test_the_state_may_change_once_all_that_were_announced_have_it(transport):
     """`disallow_checkpoint` waits for those that have not come yet."""
     a, state = transport(), make_state()
@@ -672,3 +693,40 @@ def test_a_process_group_whose_peer_is_silent_names_it(pair):
     b = PGTransport(pair.groups[1], LONG, CPU)
     with pytest.raises(HealError, match="replica 0 did not send its state"):
         b.recv_checkpoint(0, "<n/a>", STEP, timedelta(seconds=0.2))
+
+
+def heal_slowly(rank, lighthouse):
+    """Return whether a replica commits a step with another, which heals for longer than all waits.
+
+    A block of its 12 MB takes half of the time-out.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    limit, send_block = timedelta(seconds=1.5), StateServer._send_block
+
+    def send_slowly(*args):
+        time.sleep(0.5)
+        return send_block(*args)
+
+    StateServer._send_block = send_slowly
+    net = torch.nn.Linear(1500, 2000)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        ProcessGroupGloo(limit), net.load_state_dict, net.state_dict, 2, timeout=limit, rank=0,
+        world_size=1, store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=lighthouse,
+    )  # fmt: skip
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    committed = manager.should_commit()
+    total = net.weight.sum().item()
+    dist.barrier()
+    manager.shutdown()
+    return committed, total
+
+
+def test_a_heal_that_makes_progress_may_outlast_every_time_out():
+    """The members wait for it outside of their collectives, so no step fails."""
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
+    found = run_ranks(heal_slowly, 2, server.address())
+    server.shutdown()
+    assert len(set(found)) == 1 and found[0][0]

@@ -43,6 +43,7 @@ def other_pair(run: Replicas) -> tuple[int, int]:
     return first, second
 
 
+@pytest.mark.long
 def test_the_partner_of_a_lost_node_completes_the_next_replica(pairs):
     """The other replica loses a step at most, and keeps its processes; all end equal."""
     train(pairs, 2, 0, 1, 2, 3)
@@ -62,6 +63,7 @@ def test_the_partner_of_a_lost_node_completes_the_next_replica(pairs):
         assert {line["digest"] for line in ends} == {result.by_rank[rank]} and len(ends) == 2
 
 
+@pytest.mark.long
 def test_what_happens_to_a_second_node_holds_no_other_replica_up(pairs):
     """A notice costs no step, and a failed worker is one restart; a stopped one is seen.
 

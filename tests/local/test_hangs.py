@@ -117,6 +117,23 @@ def test_a_rank_that_is_stuck_is_named_and_the_group_started_again(tmp_path, how
     assert (run.result()["restarts"], run.result()["rounds"]) == (1, 2)
 
 
+def test_a_group_that_does_not_come_to_its_first_step_is_started_again(tmp_path):
+    """One rank never connects: the limit of the first step applies, and names it."""
+    text = SCRIPT.replace(
+        '    dist.init_process_group("gloo")\n',
+        '    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":\n'
+        '        get_stuck("sleep")\n'
+        '    dist.init_process_group("gloo")\n',
+    )
+    limit = "launcher.agent.first_step_timeout_s=4"
+    with Run(text, tmp_path, "nodes=2", "+how=none", "+rank=9", limit) as run:
+        assert run.wait() == 0, run.output()
+    (hang,) = run.events("hang")
+    assert [r["rank"] for r in hang["ranks"]] == [1]
+    assert "in get_stuck" in hang["ranks"][0]["at"]
+    assert run.result()["restarts"] == 1
+
+
 def test_a_rank_that_is_stuck_again_ends_the_run_with_its_name(tmp_path):
     """Restarts are limited, and the user sees rank, host, place and the files."""
     always = ("+how=sleep", "+rank=1", "+always=true")
@@ -143,3 +160,32 @@ def test_what_takes_long_is_no_hang(tmp_path, how):
     with Run(NEVER_WRONG, tmp_path, "nodes=2", f"+how={how}") as run:
         assert run.wait() == 0, run.output()
     assert run.result()["rounds"] == 1 and not run.events("hang")
+
+
+LINGERS = textwrap.dedent(
+    """
+    import atexit, time
+    import hydra
+    from hpc_elastic import report
+
+    @hydra.main(version_base=None)
+    def main(cfg):
+        for step in range(1, 9):
+            report(step=step)
+            time.sleep(0.1)
+        atexit.register(time.sleep, 600)
+        return step
+
+    if __name__ == "__main__":
+        main()
+    """
+)
+
+
+def test_what_lingers_after_a_finished_training_is_ended_and_no_hang(tmp_path):
+    """A tracker that sends files at exit: the function has returned, so the run has succeeded."""
+    overrides = "nodes=2", "launcher.agent.exit_timeout_s=5"
+    with Run(LINGERS, tmp_path, *overrides) as run:
+        assert run.wait() == 0, run.output()
+    assert run.result()["restarts"] == 0 and not run.events("hang")
+    assert {"exit_timeout_s=5" in event["how"] for event in run.events("slow_exit")} == {True}

@@ -1,16 +1,22 @@
 """The Lightning example: a worker is killed, a node is asked to leave."""
 
+import enum
+import functools
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from framework_runs import killed_and_told_to_go
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from hpc_elastic.data import ElasticSampler
+from hpc_elastic.errors import UntrustedRunError
 
 pl = pytest.importorskip("lightning.pytorch", reason="pip install -e '.[frameworks]'")
 from hpc_elastic.integrations.lightning import (  # noqa: E402
@@ -52,33 +58,81 @@ class Line(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
 
 
-def fit(folder: Path, ckpt_path: Path | None = None) -> Line:
-    """Train three epochs of four steps in this process, and save at each step."""
+class Kind(enum.Enum):
+    """A hyperparameter of the script's own type."""
+
+    SMALL = 1
+
+
+class Tuned(Line):
+    """A model whose hyperparameters are objects, as Hydra instantiates them."""
+
+    def __init__(self, net: torch.nn.Module, optimizer: Any, config: Any, kind: Kind) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.layer = net
+
+    def configure_optimizers(self):
+        """Return the optimizer."""
+        return self.hparams.optimizer(self.parameters())
+
+
+def tuned() -> Tuned:
+    """Return one."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    config = OmegaConf.create({"a": {"b": "${c}"}, "c": 1})
+    return Tuned(torch.nn.Linear(3, 1), optimizer, config, Kind.SMALL)
+
+
+def fit(
+    folder: Path, ckpt_path: Path | None = None, make: Callable[[], Line] = Line, epochs: int = 3
+) -> Line:
+    """Train epochs of four steps in this process, and save at each step."""
     pl.seed_everything(0, verbose=False)
-    module, x = Line(), torch.randn(14, 3)
+    module, x = make(), torch.randn(14, 3)
     data = TensorDataset(x, x.sum(1, keepdim=True))
     sampler = ElasticSampler(data, 4, seed=0, name=None)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
     elastic = ElasticCheckpoint(folder, keep_last=20, every_steps=1)
     trainer = pl.Trainer(
-        max_epochs=3, accelerator="cpu", callbacks=[elastic], logger=False,
+        max_epochs=epochs, accelerator="cpu", callbacks=[elastic], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, loader, DataLoader(data), ckpt_path=ckpt_path)
-    assert trainer.global_step == 12
+    trainer.fit(module, loader, DataLoader(data), ckpt_path=ckpt_path or elastic.newest())
+    assert trainer.global_step == 4 * epochs
     return module
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("step", [1, 4, 6, 11, 12])
 def test_a_training_that_goes_on_is_the_same_to_the_bit(tmp_path, step):
-    """From any step. After an epoch's last one the validation is left out, as in the guide."""
+    """From any step. The validation after a saved step is made up for."""
     whole = fit(tmp_path / "whole")
     assert len(list((tmp_path / "whole").iterdir())) == 12
     rest = fit(tmp_path / "rest", tmp_path / "whole" / f"step-{step}.ckpt")
     assert torch.equal(whole.layer.weight, rest.layer.weight)
     assert set(whole.validated) == {0, 4, 8, 12}, "the first is Lightning's sanity check"
-    assert set(rest.validated) == {end for end in (4, 8, 12) if end > step}
+    assert set(rest.validated) == {end for end in (4, 8, 12) if end >= step}
+
+
+@pytest.mark.filterwarnings("default")
+def test_hyperparameters_may_be_objects(tmp_path, request):
+    """A restart reads its own checkpoint, and so does a test after the training.
+
+    One that another user could have written is refused.
+    """
+    before = os.umask(0o002)  # as where each user has a group of the same name
+    request.addfinalizer(lambda: os.umask(before))
+    torch.serialization.clear_safe_globals()
+    fit(tmp_path, make=tuned, epochs=1)
+    loaded = torch.load(tmp_path / "step-4.ckpt", weights_only=True)
+    assert loaded["hyper_parameters"]["kind"] is Kind.SMALL
+    torch.serialization.clear_safe_globals()
+    fit(tmp_path, make=tuned)
+    (tmp_path / "step-12.ckpt").chmod(0o666)
+    torch.serialization.clear_safe_globals()
+    with pytest.raises(UntrustedRunError, match=r"step-12\.ckpt.*may be written by others"):
+        ElasticCheckpoint(tmp_path).newest()
 
 
 def test_the_newest_checkpoint_is_found(tmp_path):
@@ -88,18 +142,6 @@ def test_the_newest_checkpoint_is_found(tmp_path):
     for name in ("step-9.ckpt", "step-10.ckpt", ".step-11.r3"):
         (tmp_path / name).touch()
     assert elastic.newest() == str(tmp_path / "step-10.ckpt")
-
-
-def test_a_smaller_share_weighs_less():
-    """The gradient is that of the weighed loss."""
-    loader = object.__new__(ElasticLoader)
-    loader.weight = 0.25
-    x = torch.ones(1, requires_grad=True)
-    loss = (3 * x).sum()
-    trainer = SimpleNamespace(train_dataloader=loader)
-    ElasticCheckpoint("somewhere").on_before_backward(trainer, None, loss)
-    loss.backward()
-    assert x.grad.item() == 0.75
 
 
 def test_the_trainer_is_told_of_the_group(monkeypatch):

@@ -103,6 +103,16 @@ def leader(run: LocalRun) -> str:
     return next(e["host"] for e in run.events("task") if e["task"] == task)
 
 
+def test_a_run_has_the_sizes_that_it_was_given_only(start, tmp_path):
+    """Three of four nodes train as two; the fourth comes back, and they are four again."""
+    run = start("nodes=1:4", "launcher.world_sizes=[1,2,4]", "launcher.agent.warm_workers=false")
+    trains(run, 4)
+    call("preempt", run.path, "local-1")
+    trains(run, 4, 2, 4)
+    (tmp_path / "over").touch()
+    assert run.wait() == 0, run.output()
+
+
 def test_a_node_that_is_lost_comes_back(start, tmp_path):
     """Preempted, killed, and the one that leads: no step is missing, no word is of Slurm."""
     run = start("nodes=1:2")

@@ -43,13 +43,16 @@ AGENT = textwrap.dedent(
     kept = {own.pid, warm.pid, *(p.pid for p in psutil.Process(warm.pid).children())}
     num_left = len(family() - kept)
     ended = process_cleanup.kill_strays(keep=[warm.pid])
+    others = start("true")  # as of a site's wrapper: nobody waits for it
+    time.sleep(0.2)
     orphan = start("sh", "-c", "sleep 0.01 & exit 0", start_new_session=True)
     orphan.wait()
     deadline = time.monotonic() + 30
-    while len(psutil.Process().children()) > 2 and time.monotonic() < deadline:
-        process_cleanup.reap_orphan({warm.pid})
+    while len(psutil.Process().children()) > 3 and time.monotonic() < deadline:
+        process_cleanup.reap_orphans({warm.pid})
         time.sleep(0.01)
     print(json.dumps([num_left, ended, family() == kept, len(psutil.Process().children())]))
+    others.wait()
     print(json.dumps([process_cleanup.kill_strays(), own.poll(), len(family())]))
     own.kill()
     """
@@ -65,7 +68,7 @@ def test_everything_that_descends_from_a_worker_is_ended():
     first, last = map(json.loads, done.stdout.splitlines())
     num_left, ended, only_kept, num_children = first
     assert num_left >= 4 and ended == num_left and only_kept
-    assert num_children == 2, "an adopted process that has ended is let go"
+    assert num_children == 3, "an adopted process that has ended is let go"
     assert last == [2, None, 1]
 
 
@@ -151,7 +154,7 @@ BUSY_AGENT = textwrap.dedent(
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        process_cleanup.reap_orphan(())
+        process_cleanup.reap_orphans(())
     print(set(codes))
     """
 )

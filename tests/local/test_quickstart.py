@@ -1,13 +1,30 @@
-"""The sweep of the quickstart, as a newcomer sees it."""
+"""The README's two commands, and the sweep of the quickstart, as a newcomer sees them."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from doc_pages import ROOT, blocks, typed_lines
+
+
+def test_the_two_commands_of_the_readme_work_in_a_fresh_clone(tmp_path):
+    """Both stand in its first 40 lines; typed from there, they set up, train, and pass tests."""
+    page = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:40])
+    typed = [line for block in blocks(page, "console") for line in typed_lines(block)]
+    quickstart, test = (line.split("#")[0].strip() for line in typed if "./scripts/" in line)
+    clone = _clone(tmp_path / "clone")
+    trained = _type(f"{quickstart} epochs=2", clone)
+    assert len(re.findall(r"succeeded +0\.\d+", trained)) == 2
+    assert len(list(clone.glob("multirun/*/*/*/result.json"))) == 2
+    passed = _type(f"{test} --fast -k test_step_agreement", clone)
+    assert re.search(r"[1-9]\d* passed", passed)
 
 
 @pytest.mark.long
@@ -22,3 +39,27 @@ def test_the_runs_of_the_quickstart_differ(tmp_path):
     )
     first, second = map(float, re.findall(r"succeeded +(0\.\d+)", done.stdout))
     assert first > 0.95 and first - second > 0.01
+
+
+def _clone(folder: Path) -> Path:
+    """Copy what is tracked; its environment finds the packages of this one, and not this clone."""
+    tracked = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    names = subprocess.run(tracked, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    venv.create(folder / ".venv", with_pip=True)
+    (site,) = (folder / ".venv/lib").glob("python*/site-packages")
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    return folder
+
+
+def _type(command: str, folder: Path) -> str:
+    """Return the output of a command line."""
+    shell = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    done = subprocess.run(
+        ["bash", "-c", command], timeout=600, cwd=folder, env=shell, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

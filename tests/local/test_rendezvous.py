@@ -4,13 +4,15 @@ import asyncio
 import contextlib
 import gc
 import json
+import shutil
 import socket
 import threading
 import time
 
 import pytest
-from group import PATIENCE_S, SECRET, eventually, kill, open_files
+from group import PATIENCE_S, SECRET, Group, eventually, kill, open_files
 
+from hpc_elastic import shared_files
 from hpc_elastic.rendezvous import session as sessions
 from hpc_elastic.rendezvous.log_entry import Endpoint, claim
 from hpc_elastic.rendezvous.session import RunOutcome
@@ -255,3 +257,35 @@ def test_a_leader_stays_until_the_others_have_the_outcome(group):
     assert time.monotonic() - since < 5.0 and not leader._thread.is_alive()
     assert [s.verdict for s in agents] == [RunOutcome("succeeded", None)] * 4
     assert len(g.events("leader")) == 1
+
+
+@pytest.fixture
+def removed(tmp_path, monkeypatch):
+    """Makes a group of two agents whose run directory was removed; a second proves it."""
+
+    def make(**sizes):
+        monkeypatch.setattr(shared_files, "REMOVED_AFTER_S", 1.0)
+        group = Group(tmp_path / "run", **sizes)
+        agents = [group.agent(slot) for slot in range(2)]
+        group.join(*agents)
+        shutil.rmtree(tmp_path / "run")
+        return group, agents
+
+    return make
+
+
+def test_a_run_whose_directory_was_removed_ends_on_all_nodes(removed):
+    """The leader sends the end; the pending tasks are cancelled."""
+    group, agents = removed(max_nodes=2)
+    eventually(lambda: all(agent.verdict for agent in agents))
+    assert [agent.verdict and agent.verdict.status for agent in agents] == ["removed"] * 2
+    assert group.cancelled.wait(PATIENCE_S)
+
+
+def test_an_agent_without_a_leader_ends_once_the_directory_was_removed(removed):
+    """No agent can lead any more, since the log is gone."""
+    group, agents = removed(min_nodes=2)
+    group.leader.leave("its agent was killed")
+    (left,) = [agent for agent in agents if agent._thread.is_alive()]
+    eventually(lambda: left.verdict)
+    assert left.verdict is not None and left.verdict.status == "removed"

@@ -15,6 +15,7 @@ from disks import full, mounted
 from group import eventually
 
 from helps import not_in_help
+from hpc_elastic.checkpoint.owner import tag
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import read_events
 from hpc_elastic.slurm.scheduler import Scheduler
@@ -184,12 +185,13 @@ def test_checkpoints_are_kept_by_what_is_in_them(runs):
     newest = runs.steps()[-1]
     for step in (newest + 1, newest + 2):
         shutil.copytree(checkpoints / f"step-{newest:08d}", checkpoints / f"step-{step:08d}")
-    (checkpoints / ".staging-step-9-r1-0").mkdir()
-    (checkpoints / ".staging-step-9-r1-0" / "part").write_bytes(bytes(1000))
+    staging = checkpoints / f".staging-step-9-r1u{tag(RunDir(runs.run).load().run_id)}-0"
+    staging.mkdir()
+    (staging / "part").write_bytes(bytes(1000))
     argv = ["prune", "last", "--keep-last", "1", "--json"]
     told = json.loads(runs.call(*argv, "--dry-run").stdout)
     assert told["kept"] == [newest] and set(told["damaged"]) == {str(newest + 1), str(newest + 2)}
-    assert newest in runs.steps() and (checkpoints / ".staging-step-9-r1-0").exists()
+    assert newest in runs.steps() and staging.exists()
     done = json.loads(runs.call(*argv).stdout)
     assert [r["folder"] for r in done["removed"]] == [r["folder"] for r in told["removed"]]
     assert runs.steps() == [newest, newest + 1, newest + 2]

@@ -111,3 +111,12 @@ def test_a_coallocated_job_is_refused(tmp_path):
     (tmp_path / "array-0.json").write_text('{"coallocated": true, "runs": []}')
     with pytest.raises(SubmissionError, match="coallocate_min=false"):
         ElasticTask.of(tmp_path)
+
+
+def test_the_tasks_of_several_arrays_are_not_taken_for_one(tmp_path):
+    """A run with pools has an array for each: without the second one it would never be whole."""
+    for number in (0, 1):
+        (tmp_path / f"array-{number}.json").write_text('{"runs": [{}]}')
+    with pytest.raises(SubmissionError, match=r"several arrays.*ElasticTask\.of\(submission, k\)"):
+        ElasticTask.of(tmp_path)
+    assert len(ElasticTask.of(tmp_path, 1)) == 1

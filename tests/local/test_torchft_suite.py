@@ -34,6 +34,10 @@ EXPECTED: dict[str, dict[str, str]] = {
     },
     "checkpointing/pg_transport_test.py": {"test_pg_transport_gloo": MESHES},
     "checkpointing/rwlock_test.py": {"": "torchft's private RWLock has no counterpart"},
+    "ddp_test.py": {
+        "test_ddp": "a step has one more collective, of the parameters that it used",
+        "test_pure_ddp": "a step has one more collective, of the parameters that it used",
+    },
     "lighthouse_test.py": {
         "test_heartbeat_round_trip": CLIENT,
         TIMED: "a new lighthouse waits 0.5 s for members of an earlier one",

@@ -224,6 +224,23 @@ def test_tensorboard_reads_files_that_were_cut_off(own_run):
     assert b"loss" not in files[-1].read_bytes() and b"epoch/val" in files[-1].read_bytes()
 
 
+def test_runs_with_one_tensorboard_folder_keep_all_their_steps(own_run, monkeypatch):
+    """Each goes on after its own last step; one's id may be the beginning of another's."""
+    pytest.importorskip("tensorboard")
+    from hpc_elastic.integrations.tensorboard import SummaryWriter, read_last_steps
+
+    folder = own_run.path / "shared"
+    for run_id in ("digits-1", "digits-10", "digits", "digits-1"):
+        own = tracking.OwnRun(run_id, own_run.path)
+        monkeypatch.setattr(tracking, "own_run", lambda own=own: own)
+        with SummaryWriter(folder) as writer:
+            for step in (1, 2, 3):
+                writer.add_scalar("loss", 1.0, step)
+    num_values = [f.read_bytes().count(b"loss") for f in sorted(folder.iterdir())]
+    assert sorted(num_values) == [0, 3, 3, 3]
+    assert read_last_steps(folder)["loss"] == 3
+
+
 def test_tensorboard_refuses_what_would_make_more_folders(own_run):
     """With the remedy."""
     pytest.importorskip("tensorboard")
@@ -292,6 +309,22 @@ def test_wandb_continues_the_rows_of_a_killed_worker(own_run):
         run.log({"loss": 0}, step=2)
     assert again.rows == [*kept, (3, {"loss": -3}), (4, {"loss": -4})]
     assert again.exit_code == 0
+
+
+def test_wandb_warns_once_of_steps_that_go_backwards(own_run, caplog):
+    """With the remedy; steps that a restart trains again are no news."""
+    run = wandb_run(own_run, ServedRun())
+    for step in (1, 2, 3):
+        run.log({"loss": step}, step=step)
+    for epoch in (1, 2):
+        run.log({"val": 0.5}, step=epoch)
+    (line,) = [r.message for r in caplog.records]
+    assert "val of step 1" in line and "define_metric" in line
+    caplog.clear()
+    again = wandb_run(own_run, ServedRun())
+    for step in (2, 3, 4):
+        again.log({"loss": step}, step=step)
+    assert not caplog.records
 
 
 def test_wandb_keeps_few_rows(own_run):

@@ -10,6 +10,7 @@ import textwrap
 import psutil
 import pytest
 from group import eventually
+from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling, worker
 
 from ended import is_gone
@@ -22,8 +23,8 @@ WORKER = textwrap.dedent(
     worker_main.set_up_signals()
     import torch
     from torch.utils.data import DataLoader, IterableDataset
-    from torch.utils.data._utils import signal_handling
-    worker_main.keep_loaders(signal_handling)
+    from hpc_elastic.agent import loaders
+    loaders.keep_loaders()
 
     class Numbers(IterableDataset):
         def __iter__(self):
@@ -110,6 +111,56 @@ def test_a_notice_ends_neither_worker_nor_loaders_and_the_agent_ends_both(starte
     assert not psutil.wait_procs(loaders, timeout=30)[1]
 
 
+SPAWNS = textwrap.dedent(
+    """
+    import sys, time
+    from hpc_elastic.agent import loaders, worker_main
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            while True:
+                time.sleep(0.001)
+                yield 1
+
+    if __name__ == "__main__":
+        worker_main.set_up_signals()
+        loaders.keep_fork_server()
+        loaders.keep_loaders()
+        options = {"multiprocessing_context": sys.argv[1], "prefetch_factor": 2}
+        loader = iter(DataLoader(Numbers(), num_workers=1, **options))
+        next(loader)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(next(loader).item(), flush=True)
+    """
+)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_notice_does_not_end_loaders_that_are_programs_of_their_own(method, tmp_path):
+    """Nor the server that forks them; Slurm signals all processes of a task."""
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS)
+    children: list[psutil.Process] = []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, script, method], **pipes) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert len(children) >= 2, "a tracker of resources, and the loader or its server"
+            for child in children:
+                child.send_signal(signal.SIGTERM)
+            for _ in range(20):  # prefetched batches are not enough
+                process.stdin.write("next\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "1\n"
+            assert all(child.is_running() for child in children)
+        finally:  # the server outlives its parent while it has children
+            for each in (psutil.Process(process.pid), *children):
+                each.kill()
+
+
 def test_loaders_that_are_stuck_do_not_keep_the_worker_from_its_end(started):
     """multiprocessing would wait for them, its SIGTERM doing nothing.
 
@@ -139,6 +190,10 @@ def test_an_open_executor_does_not_keep_the_worker_from_its_end():
 
 
 def test_torch_still_sets_a_loaders_handlers_where_we_replace_it():
-    """Otherwise loaders would die of a notice, silently, and the training with them."""
+    """Otherwise loaders would die of a notice, silently, and the training with them.
+
+    The main function is taken from the module at each start.
+    """
+    assert "target=_utils.worker._worker_loop," in inspect.getsource(dataloader)
     assert "_set_worker_signal_handlers" in vars(signal_handling)
     assert "signal_handling._set_worker_signal_handlers()" in inspect.getsource(worker._worker_loop)

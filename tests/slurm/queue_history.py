@@ -135,7 +135,8 @@ def _waits(run: _Run, task: str) -> Iterator[Stretch]:
     since = None
     for event in run.events:
         kind, now = event["kind"], float(event["time"])
-        if kind == "joined" and event["task"] == task:
+        # a member of a round that was stopped asks again without an event of its own
+        if kind in ("joined", "workers_stopped") and event["task"] == task:
             since = since or now
         members = [m["task"] for m in event["members"]] if kind == "round" else []
         if since and (task in members or (kind in _GOES and event["task"] == task)):

@@ -30,7 +30,8 @@ def is_reached(address: str, port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("is_closed", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_closed", [True, False])
 def test_who_is_not_named_reaches_no_port_of_a_run(slurm, sweep, tmp_path, is_closed):
     """Not the leader's, nor the store's and gloo's, which authenticate nobody; and it trains."""
     nodes = ",".join(slurm.address(node) for node in slurm.nodes)
@@ -52,6 +53,7 @@ def test_who_is_not_named_reaches_no_port_of_a_run(slurm, sweep, tmp_path, is_cl
     assert run.sweep.value() == pytest.approx(undisturbed_loss(), rel=0.01)
 
 
+@pytest.mark.long
 def test_a_network_without_the_node_is_refused_by_name(slurm, sweep, tmp_path):
     """Its own peers would not be let in."""
     run = counting(

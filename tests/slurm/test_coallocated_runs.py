@@ -38,6 +38,7 @@ def starts(s: Sweep, number: int = 0) -> list[dict[str, Any]]:
     return s.events("task", number)
 
 
+@pytest.mark.long
 def test_the_min_part_starts_at_once_and_the_rest_when_it_is_free(slurm, sweep):
     """With one of four nodes busy, nodes=3:4 begins with three; the fourth joins later."""
     job = busy(slurm, 1)

@@ -79,9 +79,8 @@ def cut_off(slurm, host: str, task: str) -> Callable[[], None]:
     return lambda: slurm.heal(host)
 
 
-@pytest.mark.parametrize(
-    "ways", [(pause, cut_off), pytest.param((suspend, pause, suspend), marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ways", [(pause, cut_off), (suspend, pause, suspend)])
 def test_a_deposed_leader_leaves_the_run_to_the_next(slurm, sweep, ways):
     """No read goes back to an earlier term, and a notice is obeyed whoever has seen it first."""
     s = sweep("nodes=1:4", "epochs=1000", "pause_s=0.25")

@@ -73,6 +73,7 @@ def test_links_that_are_not_exclusive_are_seen(mounts, monkeypatch):  # noqa: F8
     assert met.race.both > 0
 
 
+@pytest.mark.long
 def test_nothing_is_said_against_a_mount_without_close_to_open(slurm, place):  # noqa: F811
     """Runs query the server themselves there, as the report states."""
     code, findings, _ = examine(slurm, place, "partition=low", "--probe")
@@ -85,6 +86,7 @@ def test_nothing_is_said_against_a_mount_without_close_to_open(slurm, place):  #
     assert left(slurm, place) == ([], [])
 
 
+@pytest.mark.long
 def test_a_file_system_without_exclusive_links_is_refused(slurm, place):  # noqa: F811
     """With the reason, and what to do."""
     slurm.fail_files("REPLACES")
@@ -100,6 +102,7 @@ def test_a_file_system_without_exclusive_links_is_refused(slurm, place):  # noqa
     assert failed == {"directory.election"}
 
 
+@pytest.mark.long
 def test_two_tasks_of_one_node_say_that_they_could_not_try(slurm, place):  # noqa: F811
     """What two nodes see of each other is not known then."""
     words = ("partition=low", "exclusive=false", "cpus_per_node=1", "mem=100M", "--probe")

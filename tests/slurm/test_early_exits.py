@@ -1,5 +1,8 @@
 """Scripts that end their process before their function returns: no such end is a success."""
 
+import os
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +138,62 @@ def test_a_script_with_a_handler_of_its_own_goes_on_after_its_node_was_taken(
     pair.trains(2, num_steps[1])
     alone.ends_right()
     pair.ends_right()
+
+
+PLAIN = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+attempts, saved, done = Path("attempts"), Path("saved"), Path("done")
+with attempts.open("a") as file:
+    file.write(os.environ["SLURMD_NODENAME"] + "\\n")
+step = int(saved.read_text()) if saved.exists() else 0
+while not done.exists():
+    time.sleep(0.05)
+    step += 1
+    Path("new").write_text(str(step))
+    Path("new").replace(saved)
+"""
+
+
+@pytest.mark.long
+def test_a_command_with_a_handler_of_its_own_goes_on_after_its_node_was_taken(
+    slurm: SlurmSandbox, tmp_path
+):
+    """`hpc-elastic run`: exit code 0 at a preemption, and at a requeue, is no success.
+
+    `test_conversions::test_a_script_that_exits_with_0_at_sigterm_has_not_succeeded` is the short
+    test of that rule.
+    """
+    script, attempts = tmp_path / "script.py", tmp_path / "attempts"
+    script.write_text(PLAIN)
+    argv = [sys.executable, "-m", "hpc_elastic", "run", "--launcher=slurm", "--nproc-per-node=1"]
+    with subprocess.Popen(
+        slurm.on_login([*argv, "--", sys.executable, str(script)]),
+        cwd=tmp_path, env={**os.environ, **slurm.env}, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as run:  # fmt: skip
+
+        def nodes() -> list[str]:
+            if run.poll() is not None:
+                pytest.fail(f"it has ended: {run.communicate()[0]}")
+            return attempts.read_text().split() if attempts.exists() else []
+
+        try:
+            eventually(lambda: len(nodes()) == 1 and (tmp_path / "saved").exists(), "it runs")
+            slurm.preempt([nodes()[0]], for_s=5)
+            eventually(lambda: len(nodes()) == 2, "it runs again after the preemption")
+            listed = slurm.run(["squeue", "-h", "-r", "-t", "R", "-o", "%i"]).stdout.split()
+            (task,) = (name for name in listed if "_" in name)  # not the job that preempts
+            slurm.run(["scontrol", "requeue", task])
+            eventually(lambda: len(nodes()) == 3, "it runs again after the requeue")
+            before = int((tmp_path / "saved").read_text())
+            eventually(lambda: int((tmp_path / "saved").read_text()) > before + 5, "it goes on")
+            (tmp_path / "done").touch()
+            output = run.communicate(timeout=120)[0]
+        finally:
+            run.kill()
+    assert run.returncode == 0 and len(attempts.read_text().split()) == 3, output
 
 
 def test_a_rank_that_exits_early_is_named_and_not_the_one_that_lost_it(sweep, tmp_path):

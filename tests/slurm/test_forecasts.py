@@ -52,6 +52,7 @@ def queue(slurm):
     slurm.run(["scancel", *jobs])
 
 
+@pytest.mark.long
 def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
     """A task that fits starts in the gap at once; the next node is planned in three hours."""
     for name in ("train.py", "train.yaml"):
@@ -81,6 +82,7 @@ def test_the_forecast_comes_true(slurm, queue, sweep, tmp_path):
     run.process.terminate()
 
 
+@pytest.mark.long
 def test_a_task_with_a_fitted_limit_is_expected_in_the_next_gap(slurm, queue, sweep, tmp_path):
     """Slurm plans it with its present limit, for which the gap of half an hour is too short."""
     run = sweep(

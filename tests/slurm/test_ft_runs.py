@@ -80,3 +80,22 @@ def test_nodes_that_are_returned_lose_no_step(slurm, sweep, tmp_path):
     output = run.sweep.output()
     assert run.sweep.result()["status"] == "succeeded", output
     assert run.restored() == {reached} and not run.sweep.events("state_unsaved")
+
+
+@pytest.mark.long
+def test_a_node_that_is_away_for_long_stops_nothing(slurm, sweep, tmp_path):
+    """With every default: what is left waits for longer than any time-out of its own, and goes on.
+
+    Elsewhere `below_min_timeout_s` is shorter than these, and hides whether a worker gives up.
+    """
+    run = Replicas(
+        tmp_path, sweep, "train_ft.py", "nodes=2", "epochs=10", "pause_s=1", "save_every_s=1000"
+    )
+    run.train(2)
+    _, last = (e["host"] for e in run.sweep.events("task"))
+    slurm.preempt([node for node in slurm.nodes if node != last], for_s=75)
+    eventually(lambda: run.sweep.events("task_exited"), "one has left")
+    run.train(2)
+    output = run.sweep.output()
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert not run.sweep.events("nodes_requeued") and not run.sweep.events("restart")

@@ -104,6 +104,7 @@ def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, 
     assert any("announces no checkpoints" in e["reason"] for e in s.events("round_stopped"))
 
 
+@pytest.mark.long
 def test_a_run_stays_as_small_as_it_is_efficient(slurm, sweep, tmp_path):
     """A step takes the same time on two nodes as on one: the other tasks stay out of the queue."""
     jobs = [busy(slurm, 1), busy(slurm, 2)]
@@ -126,6 +127,7 @@ def test_a_run_stays_as_small_as_it_is_efficient(slurm, sweep, tmp_path):
     assert s.group_sizes() == [1, 2], output
 
 
+@pytest.mark.long
 def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
     """With the script's word that the end is near, the group is left alone, and the log says so."""
     job = busy(slurm, 3)

@@ -22,6 +22,7 @@ def limits(slurm):
     return read
 
 
+@pytest.mark.long
 def test_a_run_trains_until_another_job_needs_its_nodes(slurm, sweep, tmp_path, limits):
     """Each task starts in the hole with what is left of it; one that returns has all its time.
 
@@ -59,6 +60,7 @@ def shares(run: Counting) -> list[set[int]]:
     return [set(map(int, re.findall(r"^step \S+ \S+ (\d+)", text, re.M))) for text in outputs]
 
 
+@pytest.mark.long
 def test_a_run_has_nodes_of_two_partitions(slurm, sweep, tmp_path):
     """Those that can be preempted go and come, and the others train on; they are thrice as fast."""
     spot_pool = "{partition:low,nodes:2,throughput:3}"

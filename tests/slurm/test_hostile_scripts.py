@@ -96,6 +96,7 @@ def test_a_secret_is_seen_by_the_workers_alone(slurm, run, tmp_path):
     assert holds and not [path for path in holds if path.stat().st_mode & 0o077]
 
 
+@pytest.mark.long
 def test_output_of_a_script_commands_no_terminal(run):
     """Its lines and its error are shown by each command, and `wait` shows them as they come."""
     argv = [*run.prefix, sys.executable, "-m", "hpc_elastic", "wait", str(run.run())]

@@ -112,6 +112,7 @@ def test_a_notice_reaches_the_task_however_it_is_sent(slurm, submit, client, tmp
         assert set(words(tmp_path, job)) == {"starts", SENT[how], "ends"}, how
 
 
+@pytest.mark.long
 def test_another_signal_and_a_container_make_no_difference(slurm, submit, tmp_path):
     """launcher.preempt_signal names it; the runtime stands between srun and the task."""
     container = ContainerSettings("apptainer", "image.sif")

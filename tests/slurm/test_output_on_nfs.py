@@ -122,6 +122,7 @@ def test_a_round_an_attempt_and_its_node_are_found_when_they_come(runs, times):
     assert {line.source.host for line in found.lines} == {"n1", "n2"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
 def test_a_server_that_refuses_ends_nothing(runs, times, mounts, caplog, error):  # noqa: F811
     """It is said once, and what is written later is seen."""
@@ -142,6 +143,7 @@ def test_a_server_that_refuses_ends_nothing(runs, times, mounts, caplog, error):
     worker.file.close()
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_answer_keeps_nobody(runs, times, mounts):  # noqa: F811
     """What is written waits for it; the task's end does not."""
     theirs, ours = runs

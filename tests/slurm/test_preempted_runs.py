@@ -110,6 +110,7 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
     ends_right(run)
 
 
+@pytest.mark.long
 def test_a_task_whose_agent_is_killed_comes_back(slurm, start):
     """For Slurm it has failed. It leads the run; killed again, it may not come back any more."""
     run = start("run", "nodes=1:3", "launcher.max_requeues=1", every=EVERY)
@@ -125,6 +126,7 @@ def test_a_task_whose_agent_is_killed_comes_back(slurm, start):
     assert sorted(map(attempts.count, {*attempts})) == [1, 1, 2], "it came back once only"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1; its parts: test_notices, test_requeued")
 def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
     """Four runs of a node at once: each comes back by itself, but for the one that is cancelled."""

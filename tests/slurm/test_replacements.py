@@ -96,6 +96,7 @@ def test_tasks_of_a_node_that_died_run_again_at_once(slurm, run):
     assert (view[kept].restarts, view[replaced].restarts) == (1, 0)
 
 
+@pytest.mark.long
 def test_what_slurm_has_cancelled_to_preempt_it_comes_back(slurm, run):
     """PreemptMode=CANCEL and no grace: the agent has no time, the leader requeues its task."""
     slurm.run(["scontrol", "update", "partition=cancel", "gracetime=0"])
@@ -121,6 +122,7 @@ def test_what_a_user_has_cancelled_does_not_come_back(run):
     assert current_names(run.dir.load()) == [f"{job}_0"]
 
 
+@pytest.mark.long
 def test_a_suspended_task_stays_where_it_is(slurm, run):
     """It goes on by itself; nothing is requeued, whoever asks."""
     job = run.submit(1)
@@ -137,12 +139,13 @@ def test_a_suspended_task_stays_where_it_is(slurm, run):
     assert run.client.tasks([job])[name].restarts == 0
 
 
+@pytest.mark.long
 def test_a_node_is_avoided_from_the_moment_it_is_blamed(run):
     """By the tasks that wait, by one that is being requeued, and by a replacement."""
     job = run.submit(6, "--exclusive")
     wait_for(lambda: list(run.states().values()).count("RUNNING") == 4)
     bad = run.client.tasks([job])[f"{job}_1"].node
-    run.scheduler.exclude_nodes([bad], "CUDA error")
+    run.scheduler.exclude_nodes([bad], "CUDA error", 1e12)
     assert requeue_or_exit(f"{job}_1", run.client, attempt=0, run=run.dir) is ExitAction.REQUEUE
     run.client.cancel([f"{job}_0", f"{job}_2", f"{job}_3"])
     wait_for(lambda: [run.states()[f"{job}_{i}"] for i in (1, 4, 5)] == ["RUNNING"] * 3, run.states)
@@ -153,6 +156,7 @@ def test_a_node_is_avoided_from_the_moment_it_is_blamed(run):
     assert avoided[f"{job}_1"] == avoided[f"{job}_4"] == (bad,)
 
 
+@pytest.mark.long
 def test_replacements_go_with_their_run(run):
     """They are cancelled with the other tasks that wait when the run ends."""
     job = run.submit(1, "--exclusive --nodelist=node4")

@@ -115,6 +115,7 @@ def test_a_task_that_was_preempted_comes_back_once_the_node_is_free(slurm, clien
         assert (tasks[f"{job}_3"].phase, tasks[f"{job}_3"].restarts) == (Phase.RUNNING, 1)
 
 
+@pytest.mark.long
 def test_a_task_whose_time_is_almost_up_has_all_of_it_again(client, task, started):
     """It leaves before the limit, and the next attempt goes on: a chain."""
     job = task("time limit", "--array=0-0", "--time=2")
@@ -134,6 +135,7 @@ def test_a_task_that_gives_its_node_back_starts_again_after_its_delay(client, ta
     assert all((t.phase, t.restarts) == (Phase.RUNNING, 1) for t in tasks.values())
 
 
+@pytest.mark.long
 def test_the_nodes_of_one_job_give_it_back_together(client, task, started):
     """Both try at once; the job is requeued once, and has both nodes again."""
     job = task(DELAY_S, "--nodes=2", "--ntasks-per-node=1")
@@ -143,6 +145,7 @@ def test_the_nodes_of_one_job_give_it_back_together(client, task, started):
     assert (state.phase, state.restarts) == (Phase.RUNNING, 1)
 
 
+@pytest.mark.long
 def test_a_task_that_a_user_requeues_is_not_held_either(client, task, started):
     """It finds itself requeued already, and says when it may start."""
     job = task("depart", "--array=0-0")

@@ -41,6 +41,7 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     assert max(max(epochs) for epochs in logged.values() if epochs) == 7
 
 
+@pytest.mark.long
 def test_a_node_that_comes_as_the_run_ends_leaves_at_once(slurm, sweep, tmp_path, monkeypatch):
     """Though it has not imported yet: it holds no node on when the launcher has returned."""
     started = tmp_path / "started"
@@ -78,6 +79,7 @@ def test_a_follower_that_dies_is_dropped(slurm, sweep):
     assert s.result()["restarts"] == 0 and s.value() > 0.95
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_its_launcher(slurm, sweep):
     """Ctrl-C says how to come back; that command shows the end, though the first try was killed."""
     s = sweep("nodes=1:2", "epochs=3", "pause_s=0.25")
@@ -191,6 +193,7 @@ def test_the_first_failure_is_what_the_user_sees(sweep, tmp_path):
     assert all("boom" not in v["message"] for v in s.result()["secondary_failures"])
 
 
+@pytest.mark.long
 def test_a_missing_module_ends_the_run_at_once(sweep, tmp_path):
     """A script that can not be imported on the nodes is not tried again."""
     script = tmp_path / "broken.py"

@@ -35,12 +35,18 @@ NAME = "nfs_runs"
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """A sandbox of four nodes that know for ten minutes what they have seen."""
+    """A sandbox of four nodes that know for ten minutes what they have seen.
+
+    KillWait is Slurm's own default, since each step of a save is a request to a server here: the
+    sandbox's 5 s leave 3.3 s for it.
+    """
     SlurmSandbox(NAME).down()
     folder = tmp_path_factory.getbasetemp().resolve()
     try:
         yield SlurmSandbox.up(
-            SandboxConfig(name=NAME, nodes=4, nfs=str(folder), nfs_options="actimeo=600")
+            SandboxConfig(
+                name=NAME, nodes=4, kill_wait_s=30, nfs=str(folder), nfs_options="actimeo=600"
+            )
         )
     finally:
         SlurmSandbox(NAME).down()

@@ -296,6 +296,7 @@ def test_status_for_people_and_programs(slurm, capsys):
     assert main(["status", "--name", "nobody"]) == 1
 
 
+@pytest.mark.long
 def test_two_sandboxes_side_by_side(slurm, spare):
     """Each has its own network and its own nodes, and neither hears of the other's jobs."""
     assert not set(map(slurm.address, slurm.nodes)) & set(map(spare.address, spare.nodes))
@@ -320,6 +321,7 @@ def test_down_leaves_nothing(spare):
     spare.down()
 
 
+@pytest.mark.long
 def test_half_finished_up_is_cleaned_by_the_next(slurm, monkeypatch):
     """An `up` that was interrupted leaves nothing that the next `up` or `down` does not know."""
     config = SandboxConfig(name="spare", nodes=1, slurm=slurm.config.slurm)
@@ -342,6 +344,7 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_killed_up_is_cleaned_by_down(slurm):
     """An `up` killed with none, two or three daemons started leaves nothing behind after `down`."""
     argv = [sys.executable, str(SCRIPT), "up", "--name", "spare", "--nodes", "2"]

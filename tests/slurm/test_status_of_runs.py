@@ -26,11 +26,12 @@ def status(slurm, sweep: Sweep, **env: str) -> dict:
     return json.loads(command(slurm, "status", sweep.run(), "--json", **env))
 
 
+@pytest.mark.long
 @pytest.mark.nfs
 def test_a_run_beside_a_queue(slurm, sweep):
     """It trains on one node while a task waits; is preempted, comes back; and ends."""
     other = busy(slurm, len(slurm.nodes) - 1)
-    run = sweep("nodes=1:2", "epochs=3", "pause_s=0.25", "launcher.time=60")
+    run = sweep("nodes=1:2", "epochs=12", "pause_s=0.25", "launcher.time=60")
     eventually(lambda: len(run.events("first_step")) == 1, "one node trains")
     eventually(lambda: status(slurm, run)["steps_per_s"], "its pace is known")
     told = status(slurm, run)

@@ -54,6 +54,7 @@ def wait_for(condition, what) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; test_submitit_tasks is short")
 def test_submitits_jobs_are_an_elastic_run(slurm_env, tmp_path):
     """One of two is preempted: the other goes on alone, and is joined again; no step is lost.

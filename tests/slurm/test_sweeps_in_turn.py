@@ -63,6 +63,7 @@ def test_a_run_whose_minimum_is_lost_goes_on_when_nodes_are_there(slurm, sweep):
     assert idle.seconds <= LIMIT_S, idle
 
 
+@pytest.mark.long
 def test_a_run_gives_way_to_another_one_that_it_shares_no_folder_with(slurm, sweep, tmp_path):
     """nodes=3 twice on four nodes: the second one finds the first by its batch script."""
     with QueueHistory(slurm) as history:

@@ -52,6 +52,7 @@ def test_two_nodes_form_one_group(torchrun):
     assert len(set(re.findall(r"on (node\d)", out))) == 2
 
 
+@pytest.mark.long
 def test_torchruns_own_restarts_work(torchrun):
     """A worker that fails once is restarted by the stock agents, in a new round."""
     out = torchrun("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", arguments=("--fail",))

@@ -28,7 +28,7 @@ class FakeClient:
         self.requests = []
         self.timeouts = []
         self.reports = []
-        self.mismatches = []
+        self.events = []
         self.votes = []
         self.decision = True
         self.must_save = False
@@ -58,8 +58,8 @@ class FakeClient:
             self.abort_reason = reason
             self.reports.append((quorum_id, reason))
 
-    def report_mismatch(self, mismatch):
-        self.mismatches.append(mismatch)
+    def report_event(self, event):
+        self.events.append(event)
 
     def abort(self, reason="a member was lost"):
         """Let the lighthouse abort the present quorum."""
@@ -124,7 +124,7 @@ class FakeGroup:
         if self.held is not None:
             self.held.append((work, tensors[0]))
         else:
-            tensors[0].add_(self.others)
+            tensors[0].add_(torch.tensor(self.others).to(tensors[0].dtype))
             work.future.set_result(tensors)
         return work
 
@@ -154,6 +154,7 @@ class FakeTransport:
         self.sent = []
         self.refused = []
         self.calls = []
+        self.failures = []
 
     def metadata(self):
         return "here"
@@ -166,6 +167,8 @@ class FakeTransport:
 
     def recv_checkpoint(self, src_rank, metadata, step, timeout):
         self.calls.append(("recv", src_rank, metadata, step))
+        if self.failures:
+            raise self.failures.pop()
         if isinstance(self.state, Exception):
             raise self.state
         return self.state

@@ -201,3 +201,37 @@ def test_a_name_resolves_to_addresses_of_both_families(here):
     assert resolve("n5") == ["10.0.0.5", "fd00::5", "fe80::5"]
     assert resolve("fd00::7") == ["fd00::7"]
     assert resolve("nosuch") == []
+
+
+@pytest.mark.parametrize(
+    ("conf", "adapters", "is_given", "expected"),
+    [
+        (None, 0, False, "=eth0"),
+        ("NCCL_DEBUG=INFO\n#NCCL_SOCKET_IFNAME=ib0\n", 0, False, "=eth0"),
+        ("NCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME = ib0\n", 0, False, None),
+        (None, 1, False, None),
+        ("NCCL_SOCKET_IFNAME=ib0\n", 1, True, "=eth0"),
+    ],
+)
+def test_nccl_keeps_the_sites_choice_and_its_fabric(
+    tmp_path, monkeypatch, conf, adapters, is_given, expected
+):
+    """A name without "=" would be a prefix: eth0 is eth01, too."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_CONF_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(interface, "_NCCL_CONF", tmp_path / "nccl.conf")
+    monkeypatch.setattr(interface, "_ADAPTERS", tmp_path / "infiniband")
+    if conf is not None:
+        (tmp_path / "nccl.conf").write_text(conf)
+    for number in range(adapters):
+        (tmp_path / "infiniband" / f"mlx5_{number}").mkdir(parents=True)
+    found = interface.group_variables("eth0", is_given=is_given)
+    assert (found["GLOO_SOCKET_IFNAME"], found.get("NCCL_SOCKET_IFNAME")) == ("eth0", expected)
+
+
+def test_an_interface_in_the_environment_stays(monkeypatch):
+    """It is the user's, or the site's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    assert interface.group_variables("eth0", is_given=True) == {}

@@ -114,12 +114,15 @@ def test_checkpoints_ratios_are_of_medians():
     for what in checkpoint.COLUMNS[2:]:
         times[checkpoint.READ, what] = [2.0]
     ours = dict(gib=1.0, tensor_mib=64.0, repeats=3, ways=["ours", "DCP save"])
-    made = checkpoint.result(times, [], Namespace(**ours))
+    made = checkpoint.result(times, [1.0, 3.0, 9.0], [], Namespace(**ours))
     found = {t.what: t.value for t in made.targets}
     assert found["blocked / memmove"] == 2.0
     assert found["blocked / DCP async_save"] == 1.0
     assert found["total / write + fsync"] == 0.5
-    made = checkpoint.result(times, [], Namespace(**ours | {"ways": ["DCP save"], "gib": 4.0}))
+    assert found["compared, at the first save"] == 3.0
+    made = checkpoint.result(
+        times, [1.0], [], Namespace(**ours | {"ways": ["DCP save"], "gib": 4.0})
+    )
     assert (made.targets, made.about.title) == ((), "Checkpoints of 4 GiB")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_elastic.checkpoint.equality import Described
 from hpc_elastic.checkpoint.manifest import (  # fmt: skip
     Chunk,
     FileEntry,
@@ -15,9 +16,10 @@ from hpc_elastic.checkpoint.manifest import (  # fmt: skip
     TensorEntry,
     coverage_problem,
     merge,
+    own_name,
     seal,
 )
-from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 
 def chunk(offsets, sizes, file="shard-0.safetensors") -> Chunk:
@@ -67,11 +69,92 @@ def test_what_ranks_have_for_themselves_is_kept_where_they_differ():
     }
 
 
+def own_part(rank: int, checksum: str, value: int = 1) -> RankPart:
+    """A rank's part with a tensor of an object that each rank has for itself."""
+    made = part(rank, UPPER if rank == 0 else LOWER)
+    box = Chunk((0, 0), (4, 3), f"shard-{rank}.safetensors", "ema/w")
+    mine = {own_name("ema/w", rank): TensorEntry((4, 3), "float32", (box,))}
+    tree = {"w": {"!": "tensor", "of": "ema/w"}, "n": value}
+    described = Described({"net": "1"}, ("net/w float32[4,3]",), "", (0,))
+    return replace(
+        made, tensors={**made.tensors, **mine}, own={"ema/w": checksum}, described=described,
+        values={"ema": tree, **made.values} if rank == 0 else {},
+        rank_values={"values": {"ema": tree}},
+    )  # fmt: skip
+
+
+def test_a_tensor_that_all_ranks_have_alike_is_stored_once():
+    """Else each has its own, under a name that no key of a state can have."""
+    manifest = merged(own_part(0, "a"), own_part(1, "a"))
+    assert set(manifest.tensors) == {"net/w", "ema/w"} and manifest.rank_values == {0: {}, 1: {}}
+    for other in (own_part(1, "b"), own_part(1, "a", 2)):
+        manifest = merged(own_part(0, "a"), other)
+        assert set(manifest.tensors) == {"net/w", "ema~rank0/w", "ema~rank1/w"}
+        assert set(manifest.rank_values[1]["values"]) == {"ema"}
+        assert manifest.own_names(1) == {"ema/w": "ema~rank1/w"}
+        assert set(manifest.of_rank(1).tensors) == {"net/w", "ema/w"}
+        assert manifest.of_rank(1).tensors["ema/w"].chunks[0].file == "shard-1.safetensors"
+        assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_what_is_named_but_not_stored_is_refused():
+    """No restore could find it."""
+    lost = replace(part(0, UPPER), values={"net": {"v": [{"!": "parameter", "of": "net/v"}]}})
+    with pytest.raises(CheckpointMismatchError, match="net/v: rank 0 has it, but no rank stored"):
+        merged(lost, part(1, LOWER))
+
+
+def test_ranks_that_are_described_otherwise_are_refused():
+    """By key, with the tensor that only one of them has."""
+    first, second = own_part(0, "a"), own_part(1, "a")
+    assert second.described is not None
+    other = replace(second.described, structure={"net": "2"}, names=("net/v int8[1]",))
+    with pytest.raises(CheckpointMismatchError, match=r"net: rank 1 and rank 0 .*net/v int8\[1\]"):
+        merged(first, replace(second, described=other))
+
+
 def test_text_gives_back_the_same():
     """Parts and manifests."""
+    assert RankPart.from_json(own_part(1, "a").to_json()) == own_part(1, "a")
     manifest = merged(part(0, UPPER), part(1, LOWER))
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert RankPart.from_json(part(1, LOWER).to_json()) == part(1, LOWER)
+
+
+def test_an_object_whose_state_differs_is_remarked_with_both_values():
+    """The first rank that differs, and what to do; an object that is the same, and a position not.
+
+    What the objects have in tensors counts as well.
+    """
+    told: dict[str, str] = {}
+    states = [{"best": 0.5 + (rank == 2), "lr": 0.1} for rank in range(4)]
+    parts = [
+        replace(
+            part(rank, *([((0, 0), (4, 3))] if rank == 0 else [])),
+            rank_values={
+                "values": {"plateau": states[rank], "meter": {"n": 1}, "same": 1},
+                "positions": {"loader": rank},
+            },
+            own={"meter/sum": f"{rank}"},
+        )
+        for rank in range(4)
+    ]
+    tensor = TensorEntry((), "float32", ())
+    parts = [
+        replace(p, tensors={**p.tensors, own_name("meter/sum", p.rank): tensor}) for p in parts
+    ]
+    with contextlib.suppress(CheckpointError):  # the tensors have no boxes
+        merge(parts, step=7, world_size=4, created=1.5, remark=told.__setitem__)
+    assert set(told) == {"state of plateau", "state of meter"}
+    assert told["state of plateau"].startswith(
+        "plateau: its state differs between rank 0 and rank 2: plateau/best is 0.5 on rank 0 and "
+        "1.5 on rank 2. "
+    )
+    assert "accept_inexact=('plateau',)" in told["state of plateau"]
+    assert (
+        "rank 0 and rank 1, 2, 3: the tensor meter/sum is another one on rank 1. "
+        in told["state of meter"]
+    )
 
 
 @pytest.mark.parametrize(

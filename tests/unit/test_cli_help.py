@@ -32,7 +32,7 @@ def test_the_examples_of_a_command_are_taken_by_it(name, tmp_path, monkeypatch):
     """Spelt right: options that there are, and arguments that fit."""
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "find_run", lambda name: tmp_path)
+    monkeypatch.setattr(options, "find_run", lambda name, **_: tmp_path)
     monkeypatch.setenv("USER", "ada")
     found = examples(name)
     assert found, f"{name} --help has no example"

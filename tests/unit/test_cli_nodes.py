@@ -10,6 +10,7 @@ from ended import sleeping
 from hpc_elastic.cli import nodes
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.run import events
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.job_state import TaskState
@@ -190,3 +191,22 @@ def test_nodes_are_completed_from_the_group(run):
 
     found = nodes.NodeName().shell_complete(Context(), None, "lo")
     assert [item.value for item in found] == ["local-0"]
+
+
+@pytest.mark.parametrize(("command", "num_parsed"), [("kill", 0), ("preempt", 3)])
+def test_a_command_reads_no_history(run, monkeypatch, capsys, command, num_parsed):
+    """A node is found in the queue; of the events only those that follow the command are parsed."""
+    log, parsed = EventLog(run.events("7_0"), "7_0"), []
+    log.append([log.line("task_exited", reason="asked", how="exit") for _ in range(1000)])
+    parse = events._parsed
+    monkeypatch.setattr(events, "_parsed", lambda line: parsed.append(line) or parse(line))
+
+    def leave(node, is_gone, wait_s):
+        EventLog(run.events("7_0"), "7_0").write("round_stopped", step=9)
+        EventLog(run.events("7_1"), "7_1").write("task_exited", reason="asked", how="requeue")
+        return 3.0
+
+    monkeypatch.setattr(nodes, "wait_until", leave)
+    monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
+    assert main([command, str(run.path), "local-1"]) == 0
+    assert len(parsed) == num_parsed and "local-1" in capsys.readouterr().out

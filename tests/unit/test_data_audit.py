@@ -18,6 +18,7 @@ from hpc_elastic.data import audit as audit_module
 from hpc_elastic.data.audit import EpochProof, Proof, audit
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.worker import reporting
 
 
 @pytest.fixture
@@ -431,3 +432,38 @@ def test_neither_the_sampler_nor_the_audit_import_torch():
     code = "import sys, hpc_elastic.data, hpc_elastic.cli.verify; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+def test_a_checkpoint_without_the_samplers_state_is_a_finding(run, monkeypatch):
+    """Its model has seen the samples that are trained again; without gradients nothing refuses."""
+    monkeypatch.setattr("hpc_elastic.data.sampler._records_gradients", lambda: False)
+    run.train_group(2, 40, (4, None), num_epochs=1, num_steps=6)
+    reporting.note_restored(5)
+    run.train_group(2, 40, (4, None), num_epochs=1)
+    run.succeed()
+    (proof,) = audit(run.path)
+    assert len(proof.problems) == 1
+    assert "restored the checkpoint of step 5 without the sampler's state" in proof.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_found"),
+    [((3, 6), False), ((3, 7), True), ((3, 5), False), ((1, 2), False), ((6, 12), False)],
+)
+def test_samples_behind_the_restored_step_are_a_finding(run, numbers, is_found):
+    """Where an earlier checkpoint had the sampler's number; scripts may number in other ways."""
+    state = run.train_group(2, 40, (4, None), num_epochs=1, num_steps=3)
+    for number in numbers:
+        reporting.note_restored(number)
+        state = run.train_group(2, 40, (4, None), state, num_epochs=1, num_steps=3)
+    (proof,) = audit(run.path)
+    assert bool(proof.problems) == is_found, proof.problems
+
+
+def test_a_ledger_without_restored_steps_is_read(run):
+    """That of an earlier version."""
+    run.train_group(1, 40, (4, None), num_epochs=1)
+    (path,) = (run.path / ledger.FOLDER).glob("*.jsonl")
+    path.write_text(path.read_text().replace(', "restored": null', ""))
+    run.succeed()
+    assert holds(run).last_step == 10

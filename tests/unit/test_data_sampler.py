@@ -5,7 +5,9 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 from data_worlds import Loader, World
+from torch.utils.data import DataLoader
 
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.errors import ConfigError
@@ -73,7 +75,8 @@ def test_the_state_is_a_few_numbers():
     """However large the dataset is."""
     sampler = sampler_of(10**12)
     assert len(json.dumps(sampler.state_dict())) < 250
-    assert next(iter(sampler)) != [0, 1, 2, 3]
+    parts = next(sampler.batches(Loader(sampler))).micro_batches()
+    assert next(parts)[0] != [0, 1, 2, 3]
 
 
 def test_a_step_counts_once_its_parts_have_ended():
@@ -135,7 +138,32 @@ def test_the_loader_is_as_long_as_the_ranks_micro_batches():
     """For any rank, so that progress bars agree."""
     for rank in range(3):
         sampler = ElasticSampler(50, 16, micro_batch_size=2, rank=rank, world_size=3)
-        assert len(sampler) == len(list(sampler)) == 3 * 3 + 1
+        with torch.no_grad():  # else it would be a loop that trains past the sampler
+            assert len(sampler) == len(list(sampler)) == 3 * 3 + 1
+
+
+@pytest.mark.parametrize("end", ["keep", "drop", "pad"])
+@pytest.mark.parametrize("before", range(5))
+def test_the_items_of_a_resumed_epoch_are_counted_on(before, end):
+    """As in an epoch that was not interrupted, however its last batch is treated."""
+
+    def numbers(sampler, most=99):
+        sampler.scale_gradients(torch.nn.Linear(1, 1))
+        loader = DataLoader(range(10), batch_sampler=sampler)
+        for epoch in sampler.epochs(2):
+            for i, _ in enumerate(loader, sampler.step_in_epoch):
+                yield epoch, i, len(loader)
+                assert sampler.step_in_epoch == i
+                if epoch * len(loader) + i + 1 == most:
+                    return
+
+    first, second = sampler_of(end=end), sampler_of(end=end)
+    whole = list(numbers(sampler_of(end=end)))
+    if before:
+        begun = list(numbers(first, before + 1))  # the last item has not counted
+        second.load_state_dict(first.state_dict())
+        assert begun[:before] + list(numbers(second)) == whole
+    assert [i for _, i, _ in whole] == 2 * list(range(len(whole) // 2))
 
 
 def test_an_epoch_that_was_left_early_goes_on():
@@ -210,9 +238,14 @@ def test_a_batch_can_not_be_gone_through_twice():
 
 
 def test_a_loop_past_the_sampler_is_told():
-    """Whoever goes through the loader itself would train the same epoch for ever."""
+    """At its first draw; one that trains nothing would repeat the same epoch for ever."""
     sampler = sampler_of()
-    with pytest.raises(RuntimeError, match=r"or over sampler\.batches\(loader\)"):
+    with pytest.raises(ConfigError, match=r"iterate over sampler\.batches\(loader\)"):
+        next(iter(Loader(sampler)))
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"or over sampler\.batches\(loader\)"),
+    ):
         for _ in sampler.epochs(2):
             list(Loader(sampler))
 
@@ -220,7 +253,8 @@ def test_a_loop_past_the_sampler_is_told():
 def test_looking_at_a_batch_moves_nothing():
     """Such as to see what shape the data have."""
     sampler = sampler_of()
-    next(iter(Loader(sampler)))
+    with torch.no_grad():
+        next(iter(Loader(sampler)))
     world = [
         i for b in sampler.batches(Loader(sampler)) for part, _ in b.micro_batches() for i in part
     ]
@@ -243,7 +277,8 @@ def test_an_iterator_from_before_the_state_is_found_out():
     list(next(source.batches(Loader(source))).micro_batches())
     sampler = sampler_of()
     early = iter(Loader(sampler, num_ahead=0))
-    next(early)
+    with torch.no_grad():
+        next(early)
     sampler.load_state_dict(source.state_dict())
     with pytest.raises(RuntimeError, match="load the state before"):
         list(next(sampler.batches(early)).micro_batches())
@@ -258,12 +293,16 @@ def test_a_loader_that_does_not_fit_is_refused():
     loader.in_order = False
     with pytest.raises(ConfigError, match=r"^in_order=False"):
         next(sampler.batches(loader))
+    with torch.no_grad():
+        all_items = list(sampler)
     with pytest.raises(RuntimeError, match="the loader ended"):
-        for batch in sampler.batches(indices for indices in list(sampler)[:2]):
+        for batch in sampler.batches(iter(all_items[:2])):
             list(batch.micro_batches())
     sampler = sampler_of()
+    with torch.no_grad():
+        list(sampler)
     with pytest.raises(RuntimeError, match="has items after the end"):
-        for batch in sampler.batches(indices for indices in [*list(sampler), [0]]):
+        for batch in sampler.batches(iter([*all_items, [0]])):
             list(batch.micro_batches())
 
 

@@ -206,6 +206,8 @@ BAD_HOSTS = [
     ({"limits": {**HOST.limits, "nproc": (256, 256)}}, "host.nproc", "warn"),
     ({"limits": {**HOST.limits, "memlock": (65536, 65536)}}, "host.memlock", "ok"),
     ({"limits": {**HOST.limits, "as": (GIB, GIB)}}, "host.address_space", "warn"),
+    ({"limits": {**HOST.limits, "cpu": (600, None)}}, "host.cpu_time", "ok"),
+    ({"limits": {**HOST.limits, "cpu": (600, 600)}}, "host.cpu_time", "warn"),
 ]
 
 

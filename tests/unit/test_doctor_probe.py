@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from hpc_elastic.config.schema import RendezvousSettings, SlurmSettings
 from hpc_elastic.doctor import findings as findings_module
-from hpc_elastic.doctor import node_checks, probe_job
+from hpc_elastic.doctor import node_checks, probe_job, probe_task
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
 from hpc_elastic.doctor.cluster import parse_settings
 from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst_verdict
@@ -145,6 +146,7 @@ BAD = [
     (with_node(gpus_given=2, gpus_seen=2), "nodes.gpus", "fail", "sinfo -o '%P %G'"),
     (with_node(gpus_seen=2), "nodes.gpus", "fail", "n1: Slurm gives 4, the driver shows 2"),
     (with_node(gpus_seen=8), "nodes.gpus", "warn", "ConstrainDevices"),
+    (with_node(cpus_given=8), "nodes.cpus", "warn", "fewer than 4 for each GPU"),
     (with_node(allreduce=AllreduceResult(4.0, 0, {"gloo": 1e9})), "nodes.gpus", "fail",
      "torch does not see"),
     (
@@ -266,6 +268,12 @@ def test_gpus_that_nobody_asked_for():
     assert (
         findings(replace(GOOD, reports=none), SlurmSettings())["nodes.gpus"].verdict.value == "ok"
     )
+    there = {
+        i: result(i, gpus_given=None, gpus_seen=None, gpus_there=4, allreduce=AllreduceResult(4.0))
+        for i in (0, 1)
+    }
+    found = findings(replace(GOOD, reports=there), SlurmSettings())["nodes.gpus"]
+    assert found.verdict.value == "warn" and "partition has 4" in found.found
     shown = {i: result(i, gpus_given=None, gpus_seen=4) for i in (0, 1)}
     found = findings(replace(GOOD, reports=shown), SlurmSettings())["nodes.gpus"]
     assert found.verdict.value == "warn" and "gpus_per_node" in found.remedy
@@ -422,3 +430,31 @@ def test_the_table_says_what_to_do_and_failures_come_first(width):
     assert summary.index("network.reach") < summary.index("slurm.grace")
     assert "do launcher.interface" in " ".join(summary.split())
     assert "--probe" in summary
+
+
+@pytest.mark.parametrize(
+    ("uid", "answer", "lingers", "expected"),
+    [
+        (1000, "b true\n", False, True),
+        (1000, "b false\n", False, False),
+        (1000, "", False, False),
+        (1000, "b true\n", True, False),
+        (999, "b true\n", False, False),
+    ],
+)
+def test_nodes_that_clear_the_shared_memory_are_found(
+    monkeypatch, tmp_path, uid, answer, lingers, expected
+):
+    """As systemd-logind does for a user who does not linger, and is no system user."""
+    (tmp_path / "busctl").write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+    (tmp_path / "busctl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(probe_task, "user", lambda: "me")
+    monkeypatch.setattr(probe_task, "_LINGER", tmp_path)
+    if lingers:
+        (tmp_path / "me").touch()
+    assert probe_task.clears_shared_memory() == expected
+    found = findings(with_node(clears_shm=expected))["nodes.shared_memory"]
+    assert (found.verdict is Verdict.WARN) == expected
+    assert ("RemoveIPC" in found.found) == expected

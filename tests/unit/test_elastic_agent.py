@@ -3,9 +3,11 @@
 The first tests fail with the name that torch has changed, so that an upgrade shows what to look at.
 """
 
+import errno
 import inspect
 import json
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import (
     PContext,
@@ -31,17 +29,27 @@ from hpc_elastic.agent import elastic_agent as module
 from hpc_elastic.agent.elastic_agent import (
     CheckpointFailureLog,
     ElasticAgent,
+    ExitWatch,
+    TrainingWatch,
     WorkerProcess,
     first_step_fields,
 )
 from hpc_elastic.agent.preemption import PreemptionNotice, PreemptionState
 from hpc_elastic.agent.warm_workers import WarmWorkerPool
 from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles
+from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
 BLANK = WorkerStatus(None, None, None, None, None, None, 0)
+
+
+def rank_variables(rank: int = 0, world_size: int = 1) -> dict[str, str]:
+    """torch's variables of a worker on a node of its own."""
+    numbers = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+               "WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": world_size}  # fmt: skip
+    return {name: str(number) for name, number in numbers.items()}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +61,7 @@ BLANK = WorkerStatus(None, None, None, None, None, None, 0)
         ("_rendezvous", ["self", "worker_group"]),
         ("_exit_barrier", ["self"]),
         ("_assign_worker_ranks", ["self", "store", "group_rank", "group_world_size", "spec"]),
+        ("_construct_event", ["self", "state", "source"]),
     ],
 )
 def test_torch_still_has_what_we_override(name, parameters):
@@ -79,7 +88,7 @@ def test_torch_still_stops_workers_as_we_call_it():
 def test_a_worker_that_ends_before_its_signal_is_no_error(tmp_path):
     """torch looks whether it runs, and sends the signal afterwards."""
     pool = WarmWorkerPool(0, ())
-    worker = WorkerProcess(pool, "true", (), {}, None, None, 0, None)
+    worker = WorkerProcess(pool, ("n1", "1"), "true", (), rank_variables(), None, None, 0, None)
     worker.proc.wait(60)
     worker.close(signal.SIGTERM)
     assert worker.own_exit_code == 0
@@ -123,6 +132,8 @@ def training(tmp_path: Path, monkeypatch) -> ElasticAgent:
     agent._warm_workers.maintain.return_value = []
     agent.pages = {3: SharedPage.create(tmp_path, 0)}
     monkeypatch.setattr(module.time, "monotonic", lambda: 101.0)
+    # the children of this process are other tests'
+    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda *_: None)
     return agent
 
 
@@ -186,10 +197,12 @@ def told(training, tmp_path, monkeypatch) -> list[object]:
     )
     notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
     training._workplace = SimpleNamespace(
-        notices=notices, place=NodeIdentity("7_1", "n1", tmp_path), replica=None
+        notices=notices, place=NodeIdentity("7_1", "n1", tmp_path), replica=None, is_command=False
     )
     monkeypatch.setattr(ElasticAgent, "_round", SimpleNamespace(number=1, first_rank=3))
     training._awaits_leader, training._pcontext = False, None
+    training._retention = Mock()
+    training.pages_folder = tmp_path
     return said
 
 
@@ -214,6 +227,7 @@ def test_workers_that_end_under_notice_have_not_failed(
         training._workplace.notices.add(PreemptionNotice(reason, 1e9))
     training._report({3: EndedWorker(0, exit_code)})
     assert told == [expected]
+    assert training._retention.keep_round.called == (expected != "leaves")
 
 
 def test_a_notice_may_come_a_moment_after_a_worker_has_exited(training, told, monkeypatch):
@@ -245,11 +259,100 @@ def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succe
     training.pages[3].report(step, None, None, total)
     if reason is not None:
         training._workplace.notices.add(PreemptionNotice(reason, 1e9))
-    monkeypatch.setattr(
-        LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.SUCCEEDED)
-    )
-    training._check_workers(None)
+    training.pages[3].report_return()
+    training._check_workers()
     assert told == [expected]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "expected"),
+    [(0, None, "finished"), (0, Reason.SIGNAL, "leaves"), (7, None, [7])],
+)
+def test_a_command_succeeds_by_its_exit_code(
+    training, told, monkeypatch, exit_code, reason, expected
+):
+    """As for torchrun: a script may call os._exit(0). Under a notice that is no end of it."""
+    monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
+    monkeypatch.setattr(ElasticAgent, "_shutdown", lambda *_, **__: None)
+    ended = {3: EndedWorker(0, exit_code)}
+    monkeypatch.setattr(
+        ElasticAgent, "_ended_by_themselves",
+        lambda self: {} if self.pages[3].read().returned else ended,
+    )  # fmt: skip
+    training._session.report_finished = lambda: told.append("finished")
+    training._workplace.is_command = True
+    training._workplace.settings = SimpleNamespace(stop_timeout_s=1)
+    if reason is not None:
+        training._workplace.notices.add(PreemptionNotice(reason, 1e9))
+    training._check_workers()
+    if not training._awaits_leader:
+        training._check_workers()
+    assert told == [expected]
+
+
+def test_workers_are_done_once_the_function_has_returned_in_all(training, told):
+    """Their processes may go on for a while: a tracker sends its files at exit."""
+    training._session.report_finished = lambda: told.append("finished")
+    training.pages[4] = SharedPage.create(training.pages_folder, 1)
+    training.pages[4].report_return()
+    training._check_workers()
+    assert told == [] and not training._awaits_leader
+    training.pages[3].report_return()
+    training._check_workers()
+    assert told == ["finished"]
+
+
+class Exits:
+    """The processes of a node's two workers after the success of the run, and the events."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.notices = PreemptionState(EventLog(folder / "7_1.jsonl", "7_1"))
+        workplace = SimpleNamespace(
+            settings=AgentSettings(exit_timeout_s=60.0), control=SimpleNamespace(path=folder),
+            notices=self.notices,
+            place=NodeIdentity("7_1", "n1", folder),
+            events=SimpleNamespace(write=lambda _, **fields: self.events.append(fields)),
+        )  # fmt: skip
+        self.watch = ExitWatch(workplace, 100.0)
+        proc = SimpleNamespace(pid=2**30)
+        self.workers = {
+            rank: SimpleNamespace(own_exit_code=None, local_rank_id=rank - 4, proc=proc)
+            for rank in (4, 5)
+        }
+
+    def is_over(self, now: float) -> bool:
+        """Ask it at a time."""
+        return self.watch.is_over(self.workers, now)
+
+
+def test_processes_that_linger_after_the_success_are_named_and_ended(tmp_path):
+    """Named once after a while, and ended after a limit of their own."""
+    exits = Exits(tmp_path)
+    exits.workers[4].own_exit_code = 0
+    assert not any(exits.is_over(now) for now in (100.0, 109.0, 111.0, 112.0, 159.0))
+    assert exits.is_over(160.0)
+    named, ended = exits.events
+    assert named["ranks"] == ended["ranks"] == [{"rank": 5}]
+    assert "still running" in named["how"] and "exit_timeout_s=60" in ended["how"]
+
+
+def test_processes_that_end_in_time_are_silent_and_failures_at_exit_named(tmp_path):
+    """The run has succeeded in both cases."""
+    exits = Exits(tmp_path)
+    exits.workers[4].own_exit_code = exits.workers[5].own_exit_code = 0
+    assert exits.is_over(105.0) and not exits.events
+    exits.workers[5].own_exit_code = -signal.SIGSEGV
+    assert exits.is_over(105.0)
+    assert "by SIGSEGV" in exits.events[0]["how"]
+
+
+def test_a_node_under_notice_does_not_wait_for_what_lingers(tmp_path):
+    """It would be killed, and its task requeued."""
+    exits = Exits(tmp_path)
+    exits.notices.add(PreemptionNotice(Reason.SIGNAL, 130.0))
+    assert not exits.is_over(120.0)
+    assert exits.is_over(126.0) and "the node is left" in exits.events[-1]["how"]
 
 
 def test_an_error_under_a_notice_without_a_signal_is_a_failure(training, told, tmp_path):
@@ -368,3 +471,97 @@ def test_a_reason_of_any_length_and_alphabet_fits_on_the_page(tmp_path):
     assert worker.why_not_saved() == "short"
     now = worker.read()
     assert (now.step, now.loss, now.samples) == (40, 0.5, 7)
+
+
+def test_a_training_that_is_not_what_was_meant_is_an_event_once_a_round():
+    """Workers without the others' process group, and a loss that is no number."""
+    told = []
+    events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
+    watch = TrainingWatch(2, "n1", events)
+    for worker in ({}, {"group": 2}, {"group": 0}, {"group": 0, "bad_step": 7, "bad_loss": "nan"}):
+        watch.update({1: replace(BLANK, **worker)})
+        watch.update({1: replace(BLANK, **worker)})
+    (apart, group), (bad, loss) = told
+    assert (apart, bad) == ("group_mismatch", "bad_loss") and group["world_size"] == 2
+    assert group["ranks"] == [{"rank": 1, "group_size": 0}]
+    assert loss["ranks"] == [{"rank": 1, "step": 7, "loss": "nan"}]
+
+
+def test_replicas_need_no_process_group_of_all():
+    """With ft=true each has its own."""
+    told = []
+    watch = TrainingWatch(None, "n1", SimpleNamespace(write_behind=lambda *a, **_: told.append(a)))
+    watch.update({0: replace(BLANK, group=1)})
+    assert not told
+
+
+@pytest.mark.parametrize("way", ["passes", "lasts", "notice"])
+def test_a_start_that_the_system_refuses_is_tried_again(training, monkeypatch, way):
+    """With growing pauses; what lasts is reported as the workers' failure, with its reason."""
+    now, results, told = [0.0], [OSError(errno.ENOSPC, "no space")] * 3, []
+    if way == "lasts":
+        results *= 100
+
+    def start_once(_):
+        if results:
+            raise results.pop()
+        return {0: 1234}
+
+    agent, group = training, Mock()
+    agent._start_once = start_once
+    agent._saves, agent._handler = (
+        Mock(),
+        SimpleNamespace(round=SimpleNamespace(first_rank=3, number=2)),
+    )
+    agent._refused, agent._awaits_leader = None, False
+    agent._session = SimpleNamespace(
+        verdict=None, leave_now=lambda: told.append("left"), report_failures=told.extend
+    )
+    agent._workplace = SimpleNamespace(
+        place=NodeIdentity("7_1", "n1", Path("logs")), control=Mock(),
+        notices=SimpleNamespace(current=None),
+    )  # fmt: skip
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda _: 0)
+    assert agent._start_workers(group) == {}
+    if way == "notice":
+        agent._workplace.notices.current = "a notice"
+    while agent._refused is not None and now[0] < 600.0:
+        now[0] += 0.5
+        assert agent._monitor_workers(group).state.name == "HEALTHY"
+    if way == "passes":
+        assert (told, 3.0 <= now[0] <= 10.0) == ([], True)
+    elif way == "notice":
+        assert told == ["left"]
+    else:
+        (failure,) = told
+        assert "no space" in failure["message"] and failure["exception"] == "OSError"
+
+
+def test_a_start_in_a_removed_directory_waits_for_the_end_of_the_run(training, monkeypatch):
+    """The leader ends it, with the reason; a traceback of this node would hide that."""
+    training._start_once = Mock(side_effect=FileNotFoundError(errno.ENOENT, "tasks/round-1.out"))
+    monkeypatch.setattr(module.process_cleanup, "kill_strays", lambda _: 0)
+    training._refused = None
+    assert training._start_workers(Mock()) == {}
+    assert "round-1.out" in str(training._refused.error)
+
+
+def test_an_error_that_does_not_pass_is_not_hidden(training):
+    """A folder that may not be written, say."""
+    training._start_once = Mock(side_effect=PermissionError(errno.EACCES, "denied"))
+    with pytest.raises(PermissionError):
+        training._start_workers(Mock())
+
+
+def test_no_name_is_looked_up_for_the_events_of_torch(training, monkeypatch):
+    """A dead name server takes 10 s for each of them, in the thread that polls all else."""
+    monkeypatch.setattr(socket, "getfqdn", Mock(side_effect=AssertionError))
+    group = training._worker_group = Mock(group_world_size=1)
+    group.spec.event_log_handler = "null"
+    group.spec.get_entrypoint_name.return_value = "script"
+    with training.record_duration("RENDEZVOUS"):
+        pass
+    result = RunResult(WorkerState.SUCCEEDED, return_values={3: None})
+    training._worker_group.workers = [Mock(global_rank=3)]
+    training._record_worker_events(result)

@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from hpc_elastic import shared_files
+from hpc_elastic.run import events
 from hpc_elastic.run.events import VERSION, EventLog, EventReader, read_events
 
 
@@ -128,3 +130,40 @@ def test_at_a_limit_of_threads_it_is_written_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     EventLog(tmp_path / "7_0.jsonl", "7_0").write_behind("told")
     assert [e["kind"] for e in read_events(tmp_path)] == ["told"]
+
+
+def test_of_too_many_events_the_newest_are_kept(tmp_path, monkeypatch):
+    """Those of each node in each round go first; what is left out is counted, and said."""
+    monkeypatch.setattr(events, "_MOST_EVENTS", 10)  # a million are a minute
+    for task in ("7_0", "7_1"):
+        log = EventLog(tmp_path / f"{task}.jsonl", task)
+        log.append([log.line("task")])
+        log.append([log.line("first_step", number=number) for number in range(30)])
+    reader = EventReader(tmp_path)
+    found = reader.new()
+    assert [e["kind"] for e in found].count("task") == 2 and len(found) == 10
+    assert {e["number"] for e in found if e["task"] == "7_1" and "number" in e} == {*range(22, 30)}
+    assert reader.num_left_out == 52 and "52 of the oldest events are left out" in reader.doubt
+
+
+def test_of_a_log_that_is_too_large_the_end_is_read(tmp_path, monkeypatch):
+    """From the first whole line on."""
+    log = EventLog(tmp_path / "7_0.jsonl", "7_0")
+    log.append([log.line("n", number=number) for number in range(10)])
+    monkeypatch.setattr(shared_files, "LINES_BYTES", log.path.stat().st_size // 2)
+    numbers = [e["number"] for e in read_events(tmp_path)]
+    assert numbers in ([*range(5, 10)], [*range(6, 10)])
+
+
+def test_a_reader_may_begin_with_what_comes(tmp_path, monkeypatch):
+    """It parses nothing of the events before."""
+    log = EventLog(tmp_path / "7_0.jsonl", "7_0")
+    log.append([log.line("before") for _ in range(100)])
+    reader, parsed = EventReader(tmp_path), []
+    parse = events._parsed
+    monkeypatch.setattr(events, "_parsed", lambda line: parsed.append(line) or parse(line))
+    reader.skip()
+    assert reader.new() == []
+    log.write("after")
+    EventLog(tmp_path / "7_1.jsonl", "7_1").write("new")
+    assert [e["kind"] for e in reader.new()] == ["after", "new"] and len(parsed) == 2

@@ -1,12 +1,37 @@
 """The cost of a broken round, and the hosts to blame."""
 
+from dataclasses import replace
+
 import pytest
-from groups import A, B, C, D, SentBack, closed, decisions, failure, kind, notes, running, training
+from groups import (
+    FIRST,
+    A,
+    B,
+    C,
+    D,
+    SentBack,
+    closed,
+    decisions,
+    failure,
+    kind,
+    notes,
+    resumed,
+    running,
+    training,
+)
 
 from hpc_elastic.rendezvous.effects import Exclude
-from hpc_elastic.rendezvous.failure_policy import STRIKES, strikes_of
-from hpc_elastic.rendezvous.log_entry import Agent, FailureCounters
-from hpc_elastic.rendezvous.round_state import RoundState
+from hpc_elastic.rendezvous.failure_policy import STRIKE_S, STRIKES, FailurePolicy, strikes_of
+from hpc_elastic.rendezvous.log_entry import (
+    Agent,
+    FailureCounters,
+    LostNode,
+    RoundRules,
+    decode_signed,
+)
+from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
+from hpc_elastic.rendezvous.task_recovery import FailedStart
+from hpc_elastic.slurm.job_state import TaskState
 
 UNCORRECTABLE = "CUDA error: uncorrectable ECC error encountered"
 
@@ -125,7 +150,8 @@ def test_a_failure_without_doubt_excludes_the_host_and_costs_nothing():
     m = training(A, B, max_restarts=0)
     actions = fails(m, B, UNCORRECTABLE, 10.0)
     exclude, times_requeued, start = decisions(actions)
-    assert exclude == Exclude(("node2",), failure(B, UNCORRECTABLE).summary())
+    until = m.run.policy.exclusions["node2"]
+    assert exclude == Exclude(("node2",), failure(B, UNCORRECTABLE).summary(), until)
     assert isinstance(times_requeued, SentBack) and times_requeued.agents == (B,)
     assert times_requeued.delay_s > 0.0 and not times_requeued.all
     assert start == closed(2, (A,), 0)
@@ -147,20 +173,171 @@ def test_min_nodes_are_never_excluded():
     assert decisions(fails(m, B, UNCORRECTABLE, 10.0)) == [closed(2, (A, B), 1)]
 
 
-def test_an_agent_that_times_out_twice_is_to_blame():
-    """A closed connection or a departure is no strike."""
+def silences(m: RoundState, *attempts: int, every_s: float = 10.0) -> list:
+    """Let B fall silent again and again, and come back as these attempts; return the effects."""
+    b, effects = B, []
+    for i, attempt in enumerate(attempts):
+        now = every_s * (i + 1)
+        m.heartbeat_lost(b, "silent", now)
+        effects += [a for agent in (A, C, D) for a in m.join(agent, now + 1)]
+        effects += m.slurm_answered(running(A, C, D), now + 1, now + 2)
+        b = replace(B, attempt=attempt)
+        for agent in (b, A, C, D):
+            effects += m.join(agent, now + 3)
+        effects += m.slurm_answered(running(A, b, C, D), now + 5, now + 5)
+    return effects
+
+
+def hosts_of_exclusions(effects: list) -> list:
+    """The hosts that are excluded."""
+    return [a.hosts for a in effects if isinstance(a, Exclude)]
+
+
+def test_an_agent_that_times_out_twice_and_never_comes_back_is_to_blame():
+    """Its task starts anew. A closed connection or a departure is no strike."""
     m = training(A, B, C, D)
-    for now in (10.0, 20.0):
-        m.heartbeat_lost(B, "silent", now)
-        actions = [a for agent in (A, C, D) for a in m.join(agent, now + 1)]
-        actions += m.slurm_answered(running(A, C, D), now + 1, now + 2)
-        if now == 10.0:
-            assert not [a for a in actions if isinstance(a, Exclude)]
-            m.join(B, now + 3)
-            for agent in (A, C, D):
-                m.join(agent, now + 4)
-            m.slurm_answered(running(A, B, C, D), now + 5, now + 5)
-    assert [a.hosts for a in actions if isinstance(a, Exclude)] == [("node2",)]
+    assert hosts_of_exclusions(silences(m, 1)) == []
+    m = training(A, B, C, D)
+    assert ("node2",) in hosts_of_exclusions(silences(m, 1, 2))
+
+
+def test_a_silence_that_ends_by_itself_is_no_strike():
+    """Slurm has suspended the node, or the network paused: the same attempt joins again."""
+    m = training(A, B, C, D)
+    effects = silences(m, *[0] * 10)
+    assert m.run.policy.strikes == {} and m.run.policy.losses == 0
+    assert hosts_of_exclusions(effects) == []
+
+
+def test_strikes_fade():
+    """Two within six hours exclude; one a day is what any node has."""
+    m = training(A, B, C, D)
+    assert hosts_of_exclusions(silences(m, *range(1, 20), every_s=STRIKE_S + 60.0)) == []
+
+
+def test_an_exclusion_ends_within_the_hour_and_grows_for_a_node_that_fails_again():
+    """The node is tried again, for as long as the run lasts; the next leader knows the end."""
+    policy = FailurePolicy(RoundRules(1, 8, 3, 60.0, 5.0))
+    hosts, lasted = [f"node{i}" for i in range(1, 9)], []
+    for i in range(5):
+        start = 3000.0 * i
+        policy.advance(start)
+        policy.failures = [failure(B, UNCORRECTABLE)]
+        effects, _ = policy.judge(i, hosts)
+        (exclude,) = [effect for effect in effects if isinstance(effect, Exclude)]
+        assert policy.excluded == ("node2",)
+        entry = replace(FIRST, counters=policy.counters())
+        policy = FailurePolicy.resume(entry, policy.rules)
+        policy.advance(exclude.until - 1.0)
+        assert policy.excluded == ("node2",)
+        policy.advance(exclude.until)
+        assert policy.excluded == () and policy.exclusions == {}
+        lasted.append(exclude.until - start)
+    assert lasted == [720, 2880, 2880, 2880, 2880]
+
+
+def test_a_new_leader_knows_the_time_before_its_first_tick():
+    """What it strikes at once does not fade at the first tick, and an exclusion has an end."""
+    policy = FailurePolicy.resume(replace(FIRST, claimed=1e9), RoundRules(1, 8, 3, 60.0, 5.0))
+    policy.failures = [failure(B, UNCORRECTABLE)]
+    policy.judge(1, ["node1", "node2"])
+    policy.advance(1e9 + 1.0)
+    assert policy.excluded == ("node2",) and policy.exclusions == {"node2": 1e9 + 720.0}
+
+
+def test_what_befalls_many_nodes_at_once_is_no_nodes_fault():
+    """In an outage of the file system tasks fail to start everywhere."""
+    policy = FailurePolicy(RoundRules(4, 64, 3, 60.0, 5.0))
+    for outage in range(4):
+        for i in range(64):
+            policy.advance(outage * 6 * 3600.0 + i)
+            state = TaskState(f"7_{i}", "FAILED", "NonZeroExitCode", f"node{i}", restarts=outage)
+            policy.start_failed(FailedStart(state, (f"node{i}",), False), 0)
+    assert policy.excluded == ()
+
+
+# ---- lost nodes ---------------------------------------------------------------------------
+
+
+def lose_and_start_anew(m: RoundState, rounds: int, *, word: str = "", announced: bool = False):
+    """Let B's node be lost once a round, and its task start anew; return the last effects."""
+    b, effects = B, []
+    for i in range(rounds):
+        now = 100.0 * (i + 1)
+        m.agent_lost(b, "its connection closed", now, announced=announced)
+        effects = list(m.join(A, now + 1))
+        if word:
+            state = TaskState(B.task, word, restarts=b.attempt)
+            m.slurm_answered(running(A) | {B.task: state}, now + 2, now + 2)
+        b = replace(B, attempt=b.attempt + 1)
+        effects += m.join(b, now + 3)
+        if m.run.phase is RoundPhase.ENDED:
+            return i + 1, effects
+        effects += [*m.join(A, now + 4), *m.slurm_answered(running(A, b), now + 5, now + 5)]
+    return rounds, effects
+
+
+def test_a_script_that_takes_its_node_with_it_ends_the_run_with_slurms_reason():
+    """Three such rounds are free, each further one costs a restart; the end names the step."""
+    m = training(A, B, max_restarts=3)
+    m.progressed(B, {"step": 17}, 1.0)
+    tried, effects = lose_and_start_anew(m, 400, word="OUT_OF_MEMORY")
+    (end,) = decisions(effects)
+    assert tried == 7 and kind(end) == "end" and end[1].status == "failed"
+    assert m.run.policy.restarts == 3
+    message = end[1].failure.summary()
+    assert "Slurm: OUT_OF_MEMORY" in message and "step 17" in message and "node2" in message
+
+
+@pytest.mark.parametrize("progress", ["step", "checkpoint"])
+def test_losses_with_progress_in_between_cost_nothing(progress):
+    """Nodes die, over weeks; a further step or a new checkpoint shows that it is not the script."""
+    m = training(A, B, max_restarts=0)
+    b = B
+    for i in range(50):
+        now = 100.0 * (i + 1)
+        if progress == "step":
+            m.progressed(A, {"step": i}, now)
+        else:
+            m.checkpointed(A, i, 0, now)
+        m.agent_lost(b, "its connection closed", now)
+        b = replace(B, attempt=i + 1)
+        for agent in (A, b):
+            m.join(agent, now + 1)
+        m.slurm_answered(running(A, b), now + 2, now + 2)
+    assert m.run.phase is RoundPhase.RUNNING and m.run.policy.restarts == 0
+
+
+@pytest.mark.parametrize("by", ["agent", "PREEMPTED", "TIMEOUT"])
+def test_losses_that_were_announced_cost_nothing(by):
+    """The agent leaves by itself, or Slurm says that it has taken the node."""
+    m = training(A, B, max_restarts=0)
+    lose_and_start_anew(m, 50, word="" if by == "agent" else by, announced=by == "agent")
+    assert m.run.phase is RoundPhase.RUNNING and m.run.policy.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "word", "losses"),
+    [("bcd", "", 0), ("bcd", "OUT_OF_MEMORY", 1), ("abcd", "", 1), ("a", "", 1)],
+)
+def test_many_nodes_that_one_round_loses_are_not_the_scripts_fault(lost, word, losses):
+    """A rack without power, or a suspension; but a script may end all, or have no memory left."""
+    m = training(A, B, C, D, max_restarts=0)
+    gone = [{"a": A, "b": B, "c": C, "d": D}[name] for name in lost]
+    for agent in gone:
+        m.agent_lost(agent, "its connection closed", 10.0)
+    if word:
+        m.slurm_answered({a.task: TaskState(a.task, word, restarts=0) for a in gone}, 11.0, 11.0)
+    for agent in gone:
+        m.join(replace(agent, attempt=1), 12.0)
+    assert m.run.policy.losses == losses
+
+
+def test_nodes_that_the_run_itself_has_requeued_are_no_losses():
+    """The next leader finds them in the queue."""
+    m = resumed(round=4, members=(A, B), requeued={A.task: 0, B.task: 0})
+    m.slurm_answered(running(s0="PENDING", s1="PENDING"), 101.0, 101.0)
+    assert m.run.participants.is_lost(A) and m.run.policy.gone == {}
 
 
 def test_many_agents_that_time_out_at_once_are_not_to_blame():
@@ -197,5 +374,13 @@ def test_the_next_leader_inherits_the_counters():
     m.checkpointed(A, 40, 0, 5.0)
     fails(m, A, "boom", 10.0)
     fails(m, B, "CUDA error: unknown error", 20.0)
+    m.progressed(A, {"step": 44}, 25.0)
+    m.agent_lost(B, "its connection closed", 30.0)
     first = failure(B, "CUDA error: unknown error")
-    assert m.run.policy.counters() == FailureCounters(40, 1, first, {"node2": 1}, ())
+    lost = LostNode("node2", "its connection closed", 3, is_first=True)
+    kept = m.run.policy.counters()
+    at = m.run.policy.strikes["node2"]
+    assert kept == FailureCounters(40, 1, first, 0, 44, {B.task: lost}, {"node2": at}, {})
+    entry = replace(FIRST, counters=kept)
+    assert decode_signed(entry.encode_signed(b"key"), b"key") == entry
+    assert FailurePolicy.resume(entry, m.run.rules).counters() == kept

@@ -28,6 +28,7 @@ from hpc_elastic.rendezvous.effects import (
     SendToLeader,
 )
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RunEnding
+from hpc_elastic.rendezvous.session import SessionState
 
 # ---- finding a leader ---------------------------------------------------------------------
 
@@ -322,3 +323,55 @@ def test_checkpoint_requests_reach_only_the_workers_of_a_round():
     assert f.received(propose, 1.0) == [Deliver(propose)]
     f.received({"type": "stop", "reason": "a worker failed"}, 1.1)
     assert f.received(propose, 1.2) == []
+
+
+# ---- how long it waits for a place --------------------------------------------------------
+
+
+def waited(effects) -> float:
+    """How long an agent says that it has waited, in its request for a place."""
+    return next(e.message["waited_s"] for e in effects if isinstance(e, SendToLeader))
+
+
+def test_each_leader_is_told_how_long_the_agent_has_waited():
+    """The wait has one limit, whoever leads."""
+    f = connecting()
+    assert waited(f.connected(1.0)) == 1.0
+    for now in range(2, 21):
+        f.received({"type": "waiting", "text": ""}, float(now))
+    f.disconnected("its node died", 20.0)
+    f.log_read(6, replace(ENTRY, index=6, term=6), 1, 25.0)
+    assert waited(f.connected(26.0)) == 26.0
+
+
+def test_time_without_any_answer_is_no_wait():
+    """The file system was away, or the agent was suspended: nobody could have placed it."""
+    f = connecting()
+    f.connected(1.0)
+    f.disconnected("its node died", 20.0)
+    f.log_unreadable("Stale file handle", 900.0)
+    f.log_read(6, replace(ENTRY, index=6, term=6), 1, 1500.0)
+    assert waited(f.connected(1501.0)) == 2.0
+    assert f.waited_s == 2.0
+
+
+def test_an_agent_does_not_give_up_for_time_that_is_no_wait():
+    """It waits again for what is left of its time."""
+    left = [0.0, 0.005, 0.01]
+    state = SessionState()
+    assert state.wait_for_outcome(0.01, lambda: None, lambda: left.pop(0)) is None
+    assert left == []
+
+
+def test_an_older_attempt_never_leads():
+    """The log names a newer attempt of its task: it ends, even where no leader is left."""
+    for entry in (
+        replace(ENTRY, members=(replace(B, attempt=1),)),
+        replace(ENTRY, lost={B.task: 1}),
+        replace(ENTRY, leader=replace(LEADER, task=B.task, attempt=1)),
+    ):
+        f = agent(B)
+        f.tick(0.0)
+        effects = f.log_read(5, entry, None, 0.1)
+        assert delivered(effects, "end") and not of(effects, Claim, Connect)
+        assert f.tick(99.0) == []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import stat
+import time
+from functools import partial
 
 import pytest
 import yaml
@@ -10,8 +14,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from omegaconf import OmegaConf, base
+from omegaconf import OmegaConf, base, open_dict
 
+from hpc_elastic.config.frozen import FROZEN_FILE, Frozen, decode
 from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.launcher.hydra_compose import SharingLoader, SweepComposer
@@ -20,7 +25,6 @@ from hpc_elastic.launcher.submit import write
 from hpc_elastic.launcher.sweep import (
     SharedSections,
     cached_grammar,
-    freeze,
     freeze_job,
     to_yaml,
 )
@@ -29,61 +33,92 @@ from hpc_elastic.run.directory import Entry, RunDir
 ENTRY = Entry("function", "main", script="/code/train.py")
 
 
-def frozen(text: str) -> dict:
-    """Return a config as it would be frozen."""
-    config = OmegaConf.create(text)
-    return {key: freeze(config, key) for key in config}
+def write_job(config, *, shared=None, number=0):
+    """Return the config that a worker would make of the files of a job."""
+    job = freeze_job(config, number, ENTRY, shared)
+    files = job.request.hydra_files
+    values = OmegaConf.to_container(OmegaConf.create(files["config.yaml"]))
+    return decode(Frozen(values, json.loads(files[FROZEN_FILE])["config"]))
 
 
-def test_interpolations_are_resolved_once():
-    """Every rank and every requeue sees the values of the submission."""
-    assert frozen("{a: '${b.c}-${b.c}', b: {c: 1, d: '${.c}'}, e: ['${b}']}") == {
-        "a": "1-1",
-        "b": {"c": 1, "d": 1},
-        "e": [{"c": 1, "d": 1}],
-    }
+def calls_of(job):
+    """Return the recorded calls of a job by name and arguments: results, and whether fixed."""
+    calls = json.loads(job.request.hydra_files[FROZEN_FILE])["calls"]
+    return {(call["name"], *call["args"]): (call["result"], call["is_fixed"]) for call in calls}
 
 
-def test_what_only_a_node_knows_stays_an_interpolation(monkeypatch):
-    """The resolver fails on the login node; the worker resolves it, and what refers to it."""
-    monkeypatch.delenv("SLURM_PROCID", raising=False)
-    text = "{a: '${oc.env:SLURM_PROCID}', b: 'rank-${a}'}"
-    kept = frozen(text)
-    assert kept == {"a": "${oc.env:SLURM_PROCID}", "b": "rank-${a}"}
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    assert OmegaConf.create(to_yaml(kept)).b == "rank-3"
-
-
-def test_a_reference_to_a_missing_key_is_an_error_at_submission():
-    """It can never work, so it must not wait for a node to fail; the key is named."""
-    with pytest.raises(ConfigError, match=r"model\.width='\$\{modle\.depth\}'"):
-        frozen("{model: {width: '${modle.depth}', depth: 3}}")
-
-
-def test_references_into_hydra_are_resolved_for_the_user(sweep):
-    """The frozen config stands alone: the worker has no ``hydra`` node beside it."""
+def test_interpolations_stay_what_they_are(sweep):
+    """What the function sets reaches every interpolation that refers to it."""
     loader, master = sweep
-    config = loader.load_sweep_config(master, ["+file=${hydra.runtime.output_dir}/x"])
-    job = freeze_job(config, 3, ENTRY)
-    assert job.task["file"] == f"{job.request.dir}/x"
+    config = write_job(loader.load_sweep_config(master, ["+far=${opt.a}", "+text=x-${.far}"]))
+    config.opt.a = 7
+    assert (config.far, config.text) == (7, "x-7")
 
 
-def test_mandatory_values_stay_missing():
-    """??? is for the user's code to complain about, when it asks."""
-    assert frozen("{a: '???', b: '${a}'}") == {"a": "???", "b": "${a}"}
+def test_a_reference_to_a_missing_key_is_reported_once(sweep, caplog):
+    """It may be a mistake, which shows only on a node; or the function sets the key."""
+    loader, master = sweep
+    shared = SharedSections()
+    for lr in (1, 2):
+        overrides = [f"lr={lr}", "+width=${modle.depth}"]
+        write_job(loader.load_sweep_config(master, overrides), shared=shared)
+    (message,) = caplog.messages
+    assert message.startswith("width: ${modle.depth}: ") and "sets the key" in message
 
 
-def test_texts_that_look_like_interpolations_stay_texts():
-    """An escaped dollar in a resolved value is not resolved by the reader of the frozen file."""
-    written = to_yaml(frozen(r"{a: '\${x}-${k}', k: 2}"))
-    assert OmegaConf.create(written).a == "${x}-2"
+def test_a_setting_that_cannot_be_resolved_is_refused(sweep):
+    """The launcher needs its value now."""
+    loader, master = sweep
+    config = loader.load_sweep_config(master, ["launcher.max_restarts=${nosuch}"])
+    with pytest.raises(ConfigError, match=r"launcher\.max_restarts='\$\{nosuch\}'"):
+        freeze_job(config, 0, ENTRY)
+
+
+def test_what_depends_on_the_moment_is_recorded(sweep, monkeypatch):
+    """The rest is called where the config is read; the submitter's variables are a fallback."""
+    loader, master = sweep
+    counter = itertools.count()
+    monkeypatch.setenv("OF_THE_SUBMITTER", "x")
+    new = partial(OmegaConf.register_new_resolver, replace=True)
+    new("t_cached", lambda: "c", use_cache=True)
+    new("t_random", lambda *_: next(counter))
+    new("t_second", lambda: int(time.time()))
+    new("t_pure", lambda *words: words)
+    new("t_object", lambda: object())
+    new("t_parent", lambda _parent_: next(counter))
+    texts = [
+        "${now:%Y}", "${t_cached:}", "${t_random:}", "${t_random:${lr}}", "${t_second:}",
+        "${t_pure:1,a}", "${t_object:}", "${t_parent:}", "${oc.env:OF_THE_SUBMITTER}",
+        "${oc.env:OF_NOBODY,x}",
+    ]  # fmt: skip
+    config = loader.load_sweep_config(master, [])
+    with open_dict(config):
+        config.texts = texts
+    calls = calls_of(freeze_job(config, 0, ENTRY))
+    fixed = {call for call, (_, is_fixed) in calls.items() if is_fixed and call[0] != "now"}
+    assert fixed == {("t_cached",), ("t_random",), ("t_second",)}
+    assert ("now", "%Y") in calls
+    assert calls["t_pure", "1", "a"] == ({"tuple": [1, "a"]}, False)
+    assert calls["oc.env", "OF_THE_SUBMITTER"] == ("x", False)
+    assert not {"t_object", "t_parent"} & {call[0] for call in calls}
+    assert ("oc.env", "OF_NOBODY", "x") not in calls
+
+
+def test_a_job_after_the_first_has_the_calls_of_shared_sections(sweep):
+    """Sections of hydra are made plain once, and their calls are recorded for each job."""
+    loader, master = sweep
+    composer, shared = SweepComposer(loader, master), SharedSections()
+    jobs = [freeze_job(composer.compose([f"lr={n}"]), n, ENTRY, shared) for n in range(4)]
+    assert ("now", "%H-%M-%S") in calls_of(jobs[3])
+    assert calls_of(jobs[3]).keys() == calls_of(jobs[0]).keys()
 
 
 def test_texts_are_parsed_once():
     """The same text has the same tree; its value is looked up anew."""
     parse = base.parse
     with cached_grammar():
-        assert [frozen(f"{{a: '${{k}}-${{k}}', k: {n}}}")["a"] for n in (1, 2)] == ["1-1", "2-2"]
+        texts = [OmegaConf.create(f"{{a: '${{k}}-${{k}}', k: {n}}}").a for n in (1, 2)]
+        assert texts == ["1-1", "2-2"]
         assert base.parse.cache_info().hits == 1
     assert base.parse is parse
 
@@ -167,17 +202,18 @@ def test_a_job_is_frozen_with_what_hydras_launchers_set(sweep):
     for n in range(4):
         composer.compose([f"lr={n}"])
     jobs = [freeze_job(composer.compose([f"lr={n}"]), n, ENTRY) for n in range(4)]
-    names = [job.task["name"].split("-") for job in jobs]
-    assert [(first, last) for first, _, last in names] == [(str(n), str(n)) for n in range(4)]
     for number, job in enumerate(jobs):
-        assert (job.hydra["job"]["num"], job.hydra["job"]["id"]) == (number, str(number))
-        assert job.hydra["runtime"]["output_dir"] == str(job.request.dir)
-        assert "${now" not in to_yaml(job.hydra["sweep"])
-        hydra = OmegaConf.create(to_yaml({"hydra": job.hydra})).hydra
+        assert (job.hydra.values["job"]["num"], job.hydra.values["job"]["id"]) == (
+            number,
+            str(number),
+        )
+        assert job.hydra.values["runtime"]["output_dir"] == str(job.request.dir)
+        assert str(job.request.dir).endswith(f"/{number}")
+        hydra = OmegaConf.create(to_yaml({"hydra": job.hydra.values})).hydra
         assert hydra.job_logging.handlers.file.filename.startswith(f"{job.request.dir}/")
         assert job.request.overrides == (f"lr={number}",)
         assert job.request.settings.nodes == NodeRange(1, 4)
-        assert job.task["launcher"]["max_restarts"] == 1
+        assert job.task.values["launcher"]["max_restarts"] == 1
 
 
 def test_hydra_files_are_those_of_hydra(sweep, tmp_path):
@@ -206,9 +242,9 @@ def test_sections_that_jobs_share_are_written_as_any_other(sweep, tmp_path):
             job = freeze_job(composer.compose(overrides), number, ENTRY, shared)
         alone = freeze_job(loader.load_sweep_config(master, overrides), number, ENTRY)
         assert (job.task, job.hydra) == (alone.task, alone.hydra)
-        text = shared.yaml(job.hydra, top="hydra")
-        assert text == to_yaml({"hydra": alone.hydra})
-        assert shared.yaml(job.task) == to_yaml(alone.task)
+        text = shared.yaml(job.hydra.values, top="hydra")
+        assert text == to_yaml({"hydra": alone.hydra.values})
+        assert shared.yaml(job.task.values) == to_yaml(alone.task.values)
         assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"  # a text, no Python object
 
 

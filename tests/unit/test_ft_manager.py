@@ -17,7 +17,7 @@ from hpc_elastic.ft.manager import LeftQuorumError, SaveAgreement, WorldSizeMode
 from hpc_elastic.ft.manager_client import find_server, resolve_place
 from hpc_elastic.ft.messages import CheckpointBeforeLeave, LeaveGranted
 from hpc_elastic.ft.quorum import CommittedProgress
-from hpc_elastic.ft.quorum_client import DamagedStateError
+from hpc_elastic.ft.quorum_client import DamagedStateError, QuorumClient
 from hpc_elastic.worker import reporting
 
 STEP_3 = {"step": 3, "batches_committed": 6}
@@ -519,7 +519,10 @@ def test_healed_state_that_was_not_applied_does_not_count(monkeypatch):
     assert made.manager.current_step() == 8
 
 
-@pytest.mark.parametrize("error", [None, KeyError("lost"), ConfigError("a", object, "convert")])
+@pytest.mark.parametrize(
+    "error",
+    [None, KeyError("lost"), ConfigError("a", object, "convert"), RuntimeError("out of memory")],
+)
 def test_source_that_cannot_send_its_state_goes_on(monkeypatch, error):
     """The replica that needs it gets the reason instead; without state functions, the remedy."""
     results = [place(n, cohort=(0, 1), first_source_of=(1,)) for n in (1, 2)]
@@ -530,6 +533,45 @@ def test_source_that_cannot_send_its_state_goes_on(monkeypatch, error):
     [(destinations, step, reason)] = made.transport.refused
     assert (destinations, step) == ([1], 0)
     assert ("register_state_dict_fn" if error is None else repr(error).split("(")[0]) in reason
+
+
+def test_transport_of_its_own_that_cannot_send_is_no_failure_of_the_group(monkeypatch):
+    """Whatever its error; over the process group it may be the group's, and aborts the quorum."""
+    results = [place(n, cohort=(0, 1), first_source_of=(1,)) for n in (1, 2, 3)]
+    for over_group in (False, True):
+        made = make(monkeypatch, *results)
+        made.transport.needs_group = over_group
+        made.transport.send_checkpoint = Mock(side_effect=RuntimeError("no memory"))
+        monkeypatch.setattr(QuorumClient, "_await_healing", lambda *_: None)
+        assert one_step(made.manager)[1] is not over_group
+        assert bool(made.transport.refused) is not over_group
+
+
+def test_own_state_function_that_fails_is_lasting(monkeypatch):
+    """A fresh replica reads its own state to heal: any error of the script's ends it."""
+    made = make(monkeypatch, heals(), heals(2), heals(3), loaded=STEP_3, has_state=False)
+    made.manager.register_state_dict_fn("x", Mock(), Mock(side_effect=RuntimeError("no memory")))
+    made.transport.recv_checkpoint = lambda *_: made.transport.state_dict()
+    made.manager.start_quorum()
+    with pytest.raises(UnusableStateError, match="of 'x' has raised RuntimeError: no memory"):
+        made.manager.wait_quorum()
+    assert len(made.client.requests) == 2
+
+
+def test_replica_whose_healing_keeps_failing_counts_and_reports_it_once(monkeypatch):
+    """In its requests, so that the others go on without it; a heal that succeeds ends the row."""
+    made = make(monkeypatch, *(heals(n) for n in range(1, 8)), loaded=STEP_3)
+    made.transport.state = state_of()
+    made.transport.failures = [OSError("unreachable") for _ in range(3)]
+    assert not one_step(made.manager)[1]
+    one_step(made.manager)
+    assert [request.heal_failures for request in made.client.requests] == [0, 1, 2, 3]
+    (event,) = made.client.events
+    assert event.reason == "OSError: unreachable" and event.worker.endswith("rank 0)")
+    made.client.abort()
+    made.manager.start_quorum()
+    made.manager.wait_quorum()
+    assert made.client.requests[-1].heal_failures == 0
 
 
 @pytest.mark.parametrize("group", [1, 2], ids=["one rank", "two ranks"])
@@ -592,6 +634,14 @@ def test_no_quorum_in_time(monkeypatch):
         made.manager.start_quorum()
     assert len(made.client.requests) == 2
     assert one_step(made.manager)[1]
+
+
+def test_in_a_run_a_quorum_is_waited_for_without_a_limit(monkeypatch):
+    """Its leader ends the wait below the minimum, and saves first; no script has failed."""
+    monkeypatch.setenv("HPC_ELASTIC_FT_SOCKET", "here")
+    made = make(monkeypatch, place(), quorum_timeout=timedelta(seconds=1), quorum_retries=3)
+    assert one_step(made.manager)[1]
+    assert made.client.timeouts == [None]
 
 
 def test_rank_of_a_group_does_not_withdraw_its_request(monkeypatch):
@@ -665,6 +715,20 @@ def test_first_participant_saves(monkeypatch, rank, must_save, by_step, by_time,
     assert urgencies == [urgent]
 
 
+def test_a_step_has_one_answer_of_the_group(monkeypatch):
+    """However often it is asked; the next step is decided once, and each caller has its period."""
+    made = make(monkeypatch, place(rank=0, cohort=(0, 2)))
+    one_step(made.manager)
+    made.client.must_save = True
+    assert made.should_save(1, False, False)
+    made.client.must_save = False  # settled: it is not asked again
+    assert made.should_save(1, False, False)
+    one_step(made.manager)
+    assert [made.should_save(2, by_step, False) for by_step in (False, True, False)] == [
+        False, True, False,
+    ]  # fmt: skip
+
+
 def test_ranks_of_one_group_save_by_one_clock():
     """The first rank's, one step later; the others' clocks do not count."""
     store = HashStore()
@@ -733,7 +797,7 @@ def test_states_are_compared_every_few_steps(monkeypatch):
     assert one_step(made.manager)[1] is False
     assert exchanged == [3]
     assert "digest of its state" in str(made.manager.errored())
-    assert made.client.mismatches == []
+    assert made.client.events == []
     assert one_step(made.manager)[1]
     assert exchanged == [3]
 

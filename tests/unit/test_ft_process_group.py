@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     ReduceOp,
@@ -281,13 +281,20 @@ def test_cancelled_task_discards_its_result():
     assert discarded.wait(10)
 
 
-def test_watchdog_reports_the_first_late_operation():
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (None, "allreduce timed out after 0.01 s"),
+        ("NCCL reports REMOTE_ERROR", "NCCL reports REMOTE_ERROR"),
+    ],
+)
+def test_watchdog_reports_an_error_and_the_first_late_operation(error, why):
     """Not those that have completed."""
-    reported, late = threading.Event(), []
-    watchdog = WorkWatchdog(lambda why: (late.append(why), reported.set()))
+    reported, found = threading.Event(), []
+    watchdog = WorkWatchdog(lambda why: (found.append(why), reported.set()), lambda: error)
     watchdog.add_work(SimpleNamespace(is_completed=lambda: True), "broadcast", 0.01)
     watchdog.add_work(SimpleNamespace(is_completed=lambda: False), "allreduce", 0.01)
-    assert reported.wait(10) and late == ["allreduce timed out after 0.01 s"]
+    assert reported.wait(10) and found == [why]
     watchdog.stop()
 
 
@@ -300,7 +307,8 @@ def test_addresses_as_gloo_writes_them():
 
 
 def test_private_parts_of_torch():
-    """torch has the private names that the groups build on; if not, gloo.py and nccl.py change."""
+    """torch has the private names that the groups and DDP build on; if not, they change."""
+    from torch.autograd import Variable
     from torch.distributed import ProcessGroup, ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
@@ -311,8 +319,9 @@ def test_private_parts_of_torch():
         (ProcessGroupGloo, "_set_default_timeout"),
         (ProcessGroup, "_register_backend"),
         (ProcessGroup, "_set_default_backend"),
+        (Variable._execution_engine, "queue_callback"),
     ]:
-        assert hasattr(owner, name), f"{owner.__name__}.{name}"
+        assert hasattr(owner, name), f"{owner}.{name}"
 
 
 def test_gloo_publishes_its_address():
@@ -366,6 +375,36 @@ def alone(group):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group.configure(f"localhost:{store.port}/alone", "0", 0, 1)
     return group
+
+
+def test_keys_of_old_quorums_are_removed(monkeypatch):
+    """The stores of thousands of quorums do not grow; a store that has ended is forgotten.
+
+    Nor is one connected to again, by which its server looks a name up, for seconds perhaps.
+    """
+    new_client, clients = reconfigurable._new_client, []
+
+    def counted(*args):
+        clients.append(new_client(*args))
+        return clients[-1]
+
+    monkeypatch.setattr(reconfigurable, "_new_client", counted)
+    groups = [ProcessGroupGloo(timedelta(seconds=10)) for _ in range(2)]
+    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    counts = []
+    with ThreadPoolExecutor() as pool:
+        for quorum in range(9):
+            if quorum == 5:
+                del stores[1]
+            store = stores[quorum in (2, 3, 4)]
+            where = f"localhost:{store.port}/quorum{quorum}/0"
+            PrefixStore(f"quorum{quorum}/0/healed", store).set("all", "1")
+            list(pool.map(lambda r, w=where: groups[r].configure(w, "0", r, 2), range(2)))
+            counts.append(store.num_keys())
+    assert max(counts) <= 4, counts
+    assert len(clients) <= 4, "both ranks may be the first at each of both stores"
+    for group in groups:
+        group.shutdown()
 
 
 def test_ranks_in_one_process_are_aborted_one_by_one():

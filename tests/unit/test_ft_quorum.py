@@ -12,6 +12,7 @@ from hpc_elastic.ft.messages import (
     CancelRequest,
     HealSource,
     LineReader,
+    ProposeSwitch,
     QuorumAborted,
     QuorumResult,
     QuorumResults,
@@ -20,7 +21,14 @@ from hpc_elastic.ft.messages import (
     WorkersLost,
     to_line,
 )
-from hpc_elastic.ft.quorum import MAX_SOURCES, CommittedProgress, assign_results, find_cohort
+from hpc_elastic.ft.quorum import (
+    LIVE_TIMEOUT_SHARE,
+    MAX_SOURCES,
+    CommittedProgress,
+    assign_results,
+    find_cohort,
+    keep_out_s,
+)
 
 
 def members(sent):
@@ -149,7 +157,68 @@ def test_minority_waits_for_ever_for_live_members():
     groups.form("a", "b", "c")
     groups.request("a", commit_failures=1)
     assert members(groups.wait(1000.0)) == []
-    assert "a majority" in groups.wait(1.1)["a"][0].text
+    assert "half of the members" in groups.wait(1.1)["a"][0].text
+
+
+@pytest.mark.parametrize("step_s", [0.1, 100.0], ids=["short steps", "long steps"])
+def test_slow_member_costs_no_other_its_time_out(step_s):
+    """With every default the sound ones have a quorum before their own 60 s are over."""
+    groups = Groups("a", "b", "c")
+    groups.form("a", "b", "c")
+    groups.now += step_s
+    groups.request("a", quorum_step=1, commit_failures=1, timeout_s=60.0)
+    groups.request("b", quorum_step=1, timeout_s=60.0)
+    assert members(groups.wait(40.0)) == []
+    assert members(groups.wait(15.0)) == ["a", "b"]
+    groups.request("c", quorum_step=1, timeout_s=60.0)
+    assert members(groups.request("a", "b", commit_failures=1)) == ["a", "b", "c"]
+
+
+def test_group_that_cannot_heal_is_kept_out_for_longer_and_longer():
+    """The others go on at once, and switch for it after its pause; it learns why it waits."""
+    groups = Groups("a", "b")
+    quorum_id = groups.form("a", "b", step=7)
+    pauses = []
+    for failures in (3, 4, 5, 12, 99):
+        groups.request("b", quorum_id=quorum_id, commit_failures=1, heal_failures=failures)
+        sent = groups.request("a", quorum_id=quorum_id, step=7)
+        assert members(sent) == ["a"]
+        began, alone = groups.now, quorum_of(sent)
+        while not (proposed := groups.wait(0.5).get("a")):
+            assert groups.now - began < 400
+        assert isinstance(proposed[0], ProposeSwitch)
+        pauses.append(groups.now - began)
+        groups.agree("a")
+        sent = groups.request("a", quorum_id=alone, step=7, quorum_step=4)
+        assert members(sent) == ["a", "b"]
+        quorum_id = quorum_of(sent)
+    assert pauses == [1.0, 2.0, 4.0, 300.0, 300.0]
+    assert {m.text for m in groups.received["b"] if isinstance(m, QuorumWaiting)} == {
+        "the end of its pause, as its healing keeps failing"
+    }
+
+
+def test_pause_of_a_group_ends_before_its_own_time_out():
+    """And a worker that is started again is let in at once."""
+    assert keep_out_s(request(heal_failures=50, timeout_s=60.0)) == LIVE_TIMEOUT_SHARE * 60.0
+    groups = Groups("a", "b")
+    groups.request("b", heal_failures=9)
+    groups.send("b", WorkersLost("dead"))
+    groups.request("a")
+    groups.send("a", QuorumAborted(quorum_of(groups.received), "x"))
+    groups.request("b")
+    assert members(groups.request("a")) == ["a", "b"]
+
+
+def test_one_of_two_goes_on_without_a_slow_one():
+    """Half of the members are enough, and so is half of the connected groups."""
+    groups = Groups("a", "b")
+    groups.form("a", "b")
+    groups.request("a", commit_failures=1, timeout_s=60.0)
+    assert members(groups.wait(59.0)) == ["a"]
+    groups = Groups("a", "b")
+    groups.request("a", timeout_s=60.0)
+    assert members(groups.wait(59.0)) == ["a"]
 
 
 def test_members_with_long_steps_are_waited_for_longer():

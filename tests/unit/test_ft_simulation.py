@@ -1,15 +1,17 @@
 """The quorum under random schedules in virtual time, and the simulator under planted bugs."""
 
+import os
 import re
 from functools import partial
 
 import pytest
 
 from simulation import find, format_trace, run_in_parallel
-from simulation.ft import MUTANTS, Simulator
+from simulation.ft import LASTING_MUTANTS, MUTANTS, LastingSimulator, Simulator
 
-SCHEDULES = 2_000
+SCHEDULES = 2_000 if os.environ.get("HPC_ELASTIC_LONG") else 800
 MUTANT_SCHEDULES = 600
+LASTING_SCHEDULES = 5
 RARE = {
     "greets no group": 1450, "lets the last go": 500, "renames are not fenced": 2000,
     "takes back at once": 2500, "waits for no switch": 500, "keeps its workers": 500,
@@ -52,6 +54,28 @@ def test_planted_bug_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
     components, complaint = MUTANTS[name]
     failure = find(partial(Simulator, components=components), RARE.get(name, 0), MUTANT_SCHEDULES)
+    assert failure is not None, f"{name} went unnoticed"
+    assert re.search(complaint, failure.splitlines()[0]), failure
+
+
+def test_what_lasts_for_minutes_ends_no_sound_worker():
+    """A node that is away, a slow replica, a newcomer that cannot heal; with every default."""
+    assert find(LastingSimulator, 0, LASTING_SCHEDULES) is None
+
+
+@pytest.mark.long
+def test_many_schedules_of_what_lasts_for_minutes():
+    """The same, several hundred times."""
+    total = run_in_parallel(LastingSimulator, first_seed=0, schedules=400, processes=2)
+    assert not total.failures, "\n\n".join(list(total.failures.values())[:3])
+    assert min(total.faults[k] for k in ("away", "slow", "unable to heal")) > 50
+
+
+@pytest.mark.parametrize("name", LASTING_MUTANTS)
+def test_planted_bug_that_only_minutes_show_is_found(name):
+    """Each within a few schedules."""
+    components, complaint = LASTING_MUTANTS[name]
+    failure = find(partial(LastingSimulator, components=components), 0, 20)
     assert failure is not None, f"{name} went unnoticed"
     assert re.search(complaint, failure.splitlines()[0]), failure
 

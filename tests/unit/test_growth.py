@@ -13,6 +13,7 @@ from hpc_elastic.rendezvous.group_change import (
 )
 from hpc_elastic.rendezvous.log_entry import decode_signed
 from hpc_elastic.rendezvous.round_state import RoundState
+from hpc_elastic.rendezvous.task_recovery import LONGEST_WAIT
 from hpc_elastic.slurm.job_state import TaskState
 
 # ---- whether to scale up ------------------------------------------------------------------
@@ -302,12 +303,14 @@ def test_a_node_that_is_not_worth_a_restart_any_more_is_requeued():
 
 
 def test_a_node_that_waits_for_a_checkpoint_is_not_requeued():
-    """It is admitted at the next one."""
+    """It is admitted at the next one, unless that is longer away than any node may wait."""
     m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
     m.checkpointed(A, 5, 0, 0.5)
     m.join(C, 1.0)
     poll_none(m, (A, B), 1, 1.1)
-    assert decisions(m.tick(3600.0)) == []
+    assert decisions(m.tick(1.0 + 10.0 * LONGEST_WAIT - 1.0)) == []
+    (given,) = decisions(m.tick(1.0 + 10.0 * LONGEST_WAIT))
+    assert given.agents == (C,)
 
 
 def test_without_a_queue_a_node_that_is_not_admitted_stays():

@@ -1,5 +1,7 @@
 """Hang diagnosis by the leader (pure)."""
 
+from dataclasses import replace
+
 import pytest
 from groups import A, B, C
 from leaders import of, rejoin, say, told, training
@@ -8,6 +10,7 @@ from hpc_elastic.rendezvous.effects import Append, Note
 from hpc_elastic.rendezvous.hang_diagnosis import (
     ANSWER_S,
     RankState,
+    Stall,
     diagnose_hang,
     hang_failures,
     hang_note,
@@ -17,6 +20,7 @@ HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
 THERE = {"place": "train.py:50 in step", "waits_in": "barrier"}
 NOWHERE = {"place": "data.py:7 in read", "waits_in": None}
 WAITER = {"place": "train.py:40 in step", "waits_in": None}
+STALL = Stall(61.0, 60.0)
 
 
 def ranks(*places: dict | str) -> list:
@@ -48,7 +52,7 @@ def ranks(*places: dict | str) -> list:
 )
 def test_ranks_that_are_to_blame(places, blamed, shared):
     """Unreachable ranks are to blame, then those outside of the majority."""
-    finding = diagnose_hang(ranks(*places), moving_is_work=True)
+    finding = diagnose_hang(ranks(*places), STALL)
     assert finding is not None
     assert ([s.rank for _, s in finding.blamed], finding.shared) == (blamed, shared)
 
@@ -56,14 +60,24 @@ def test_ranks_that_are_to_blame(places, blamed, shared):
 @pytest.mark.parametrize("working", ["busy", "done", "moves"])
 def test_a_group_with_a_working_rank_is_not_hung(working):
     """A rank works if it is busy, has returned or moves."""
-    assert diagnose_hang(ranks(HERE, HERE, working), moving_is_work=True) is None
+    assert diagnose_hang(ranks(HERE, HERE, working), STALL) is None
 
 
 def test_a_group_that_moves_for_ever_without_a_step_is_hung():
     """Moving is no excuse after the limit; a checkpoint is."""
-    finding = diagnose_hang(ranks(HERE, HERE, "moves"), moving_is_work=False)
+    finding = diagnose_hang(ranks(HERE, HERE, "moves"), replace(STALL, stalled_s=601.0))
     assert finding is not None and [s.rank for _, s in finding.blamed] == [2]
-    assert diagnose_hang(ranks(HERE, HERE, "busy"), moving_is_work=False) is None
+    assert diagnose_hang(ranks(HERE, HERE, "busy"), replace(STALL, stalled_s=601.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "is_hung"),
+    [((NOWHERE, WAITER), False), (("silent",), False), ((HERE, NOWHERE), True)],
+)
+def test_before_the_first_step_an_assumed_limit_needs_a_rank_in_a_collective(places, is_hung):
+    """A script that makes no steps, or no process of Python, is not hung by an assumption."""
+    stall = Stall(1801.0, 1800.0, assumed=True)
+    assert (diagnose_hang(ranks(*places), stall) is not None) == is_hung
 
 
 def test_the_message_names_place_and_files():
@@ -71,7 +85,7 @@ def test_the_message_names_place_and_files():
     state = RankState(
         2, 0, "stands", **NOWHERE, stack="/r/tasks/7_1/attempt-0/round-3.rank-2.stack.txt"
     )
-    finding = diagnose_hang([*ranks(HERE, HERE), (B, state)], moving_is_work=True)
+    finding = diagnose_hang([*ranks(HERE, HERE), (B, state)], STALL)
     (failure,) = hang_failures(finding, 61.2, 3)
     assert (failure.task, failure.phase) == (B.task, "hang")
     assert failure.message == (

@@ -11,12 +11,14 @@ import pytest
 
 from hpc_elastic.agent import hang_watch, stacks
 from hpc_elastic.agent.hang_watch import (
+    FirstStepLimit,
     Frame,
     HangWatch,
     StepClock,
     WatchedWorker,
     WorkerSample,
     describe_place,
+    first_step_limit,
     parse_main_thread,
     waiting_collective,
 )
@@ -50,6 +52,15 @@ def test_the_limit_is_ten_median_steps_or_a_minute_or_the_setting(after_s, step_
     assert stepping(after_s, step_s).limit_s == limit_s
 
 
+def test_a_worker_whose_function_has_returned_does_not_hang():
+    """Its process may take minutes to end; that has a limit of its own."""
+    clock = stepping(None, 1.0)
+    clock.update(replace(BLANK, step=10, returned=True), 11.0)
+    assert clock.limit_s is None and not clock.is_due(500.0)
+    sample = WorkerSample("S", [()], replace(BLANK, step=10, returned=True))
+    assert sample.state == "done"
+
+
 def test_long_steps_have_long_limits():
     """Ten times the median; it is looked between the steps."""
     clock, now = StepClock(None, 0.0), 0.0
@@ -62,18 +73,35 @@ def test_long_steps_have_long_limits():
 @pytest.mark.parametrize(
     ("after_s", "worker", "limit_s"),
     [
-        (None, BLANK, None),
+        (None, BLANK, 1800.0),
         (5.0, BLANK, 600.0),
         (120.0, BLANK, 1200.0),
+        (0, BLANK, None),
         (None, replace(BLANK, step=0), 600.0),
         (0, replace(BLANK, step=0), None),
     ],
 )
 def test_before_the_second_step_there_is_more_time(after_s, worker, limit_s):
-    """Compiling and the first batches take long; by default nothing before the first counts."""
-    clock = StepClock(after_s, 0.0)
+    """Compiling and the first batches take long."""
+    clock = StepClock(after_s, 0.0, first_step_limit(None, after_s, None).limit_s)
     clock.update(worker, 1.0)
     assert clock.limit_s == limit_s
+
+
+@pytest.mark.parametrize(
+    ("wanted_s", "hang_s", "start_s", "limit"),
+    [
+        (None, None, None, FirstStepLimit(1800.0, is_assumed=True)),
+        (None, None, 20.0, FirstStepLimit(600.0)),
+        (None, None, 200.0, FirstStepLimit(2000.0)),
+        (None, 0, 200.0, FirstStepLimit(None)),
+        (0, None, 200.0, FirstStepLimit(None)),
+        (90.0, 0, None, FirstStepLimit(90.0)),
+    ],
+)
+def test_the_first_step_has_a_limit_from_measured_starts(wanted_s, hang_s, start_s, limit):
+    """Ten times the longest; it is off by choice only."""
+    assert first_step_limit(wanted_s, hang_s, start_s) == limit
 
 
 def test_it_is_due_after_the_limit_and_again_a_limit_later():
@@ -286,7 +314,9 @@ class Node:
             for rank, (page, files) in enumerate(zip(self.pages, self.files, strict=True))
         ]
         place = NodeIdentity("7_0", "n1", folder)
-        self._watch = HangWatch(self.leader, workers, after_s=0, place=place)
+        self._watch = HangWatch(
+            self.leader, workers, after_s=0, first_step=FirstStepLimit(None), place=place
+        )
 
     def ask(self, within_s: float = ANSWER_S) -> list[str]:
         """Ask as the leader does, and return the states of the workers."""

@@ -49,7 +49,7 @@ def test_scripts_that_are_there_are_used(place, capsys):
 
 
 def test_a_cluster_file_holds_what_slurm_reports():
-    """All partitions as a comment; GPUs that each node of the chosen one has."""
+    """All partitions as a comment; whole nodes, since GPUs alone would have one CPU for all."""
     partitions = [
         Partition("gpu", is_default=True, max_time_s=86_400, grace_s=30, preempt_mode="REQUEUE",
                   num_nodes=16),
@@ -57,9 +57,8 @@ def test_a_cluster_file_holds_what_slurm_reports():
     ]  # fmt: skip
     kinds = {"gpu": [NodeKind({"a100": 4}, 64), NodeKind({"h100": 8}, 96)], "cpu": []}
     text = cluster_file("big", "Slurm 24.11", partitions, kinds, partitions[0])
-    assert yaml.safe_load(text) == {
-        "defaults": ["slurm", "_self_"], "partition": "gpu", "gpus_per_node": 4,
-    }  # fmt: skip
+    assert yaml.safe_load(text) == {"defaults": ["slurm", "_self_"], "partition": "gpu"}
+    assert "with its 4 GPUs" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("#   ")]
     assert rows[1][1:] == ["gpu", "*", "16", "64-96", "4", "1", "d", "requeue", "30", "s"]
     assert rows[2][1:6] == ["cpu", "4", "-", "no", "limit"]

@@ -8,7 +8,7 @@ import pytest
 
 from simulation.islands import ISLAND_MUTANTS, BrokenPromiseError, IslandSimulator
 
-SCHEDULES = 1000 if os.environ.get("HPC_ELASTIC_LONG") else 400
+SCHEDULES = 1000 if os.environ.get("HPC_ELASTIC_LONG") else 150
 MUTANT_SCHEDULES = 300
 RARE = {"forgets heads": 300}
 """Planted bugs that take luck: the seed to begin with."""

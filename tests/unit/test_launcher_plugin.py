@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import CompactHydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hpc_elastic.errors import ConfigError, HpcElasticError, WorkerGroupError
-from hpc_elastic.launcher.sweep import hide_traceback
+from hpc_elastic.launcher.sweep import check_choices, hide_traceback
 
 ROOT = Path(__file__).parents[2]
 FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
@@ -52,6 +52,19 @@ hydra:
     calls: {_target_: __main__.Calls}
   sweep: {dir: out}
 """
+OWN_SWEEPER = """
+from hydra.core.utils import run_job
+from hydra.plugins.sweeper import Sweeper
+
+class Own(Sweeper):
+    def __init__(self, **kwargs): pass
+    def setup(self, *, hydra_context, task_function, config):
+        self.given = {"hydra_context": hydra_context, "task_function": task_function}
+        self.config = config
+    def sweep(self, arguments):
+        keys = {"job_dir_key": "hydra.sweep.dir", "job_subdir_key": None}
+        return run_job(config=self.config, **self.given, **keys)
+"""
 
 
 @pytest.fixture
@@ -59,10 +72,10 @@ def app(tmp_path):
     """Return a function that runs the user's script with overrides."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    quick = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.poll_interval_s=0.1"]
+    quick = ["nodes=1", "nproc_per_node=1", "launcher.poll_interval_s=0.1"]
 
-    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "train.py", *quick, *overrides]
+    def run(*overrides: str, quick: list[str] = quick) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "train.py", "+launcher=local", *quick, *overrides]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         return subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True)
 
@@ -81,8 +94,9 @@ def test_a_sweep_runs_and_returns_to_hydra(app, tmp_path):
     assert "nodes=2 nproc_per_node=1 launcher" not in done.stdout
     assert "nodes=2 nproc_per_node=1 lr=2" in done.stdout
     for number in range(4):
-        config = OmegaConf.load(tmp_path / "out" / str(number) / ".hydra" / "config.yaml")
-        assert config.output == str(tmp_path / "out" / str(number))
+        folder = tmp_path / "out" / str(number)
+        hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+        assert hydra.runtime.output_dir == str(folder)
     specs = [json.loads((tmp_path / f"out/{n}/run.json").read_text()) for n in range(4)]
     assert [spec["max_nodes"] for spec in specs] == [1, 1, 2, 2]
     assert specs[0]["entry"]["script"] == str(tmp_path / "train.py")
@@ -125,9 +139,9 @@ def test_a_wrong_setting_is_told_in_one_line(app, tmp_path):
 
 
 def test_a_missing_key_is_told_at_submission(app):
-    """An interpolation that can never be resolved does not wait for a node to fail."""
-    done = app("+name=${modle.depth}")
-    assert done.returncode == 1 and "modle.depth" in done.stderr
+    """The function may set it; if it is a mistake, it need not wait for a node to be seen."""
+    done = app("+name=${modle.depth}", "launcher.dry_run=true")
+    assert done.returncode == 0 and "name: ${modle.depth}: " in done.stdout, done.stdout
 
 
 def test_an_unwritable_sweep_directory_is_told_with_its_path(app, tmp_path):
@@ -192,6 +206,64 @@ def test_a_directory_that_hydra_would_ignore_is_refused(app, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "hydra.run.dir='elsewhere'" in done.stderr and "hydra.sweep.dir=" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hydra/launcher=basic"], "hydra/launcher='basic'"),
+        (["hydra/launcher=basic", "nodes=2", "nproc_per_node=1", "ft=true"], "hydra/launcher="),
+        (["hydra/launcher=basic", "launcher.partition=x", "launcher.env.A=b"], "hydra/launcher="),
+        (["hydra.mode=RUN"], "hydra.mode='RUN'"),
+        (["hydra.sweeper._target_=hydra_plugins.own.Own"], "hydra/sweeper='basic': this sweeper"),
+    ],
+)
+def test_a_launcher_that_would_have_no_effect_is_refused(app, tmp_path, overrides, message):
+    """Hydra would run the training in the submitting process, with exit code 0."""
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "own.py").write_text(OWN_SWEEPER)
+    (tmp_path / "config.yaml").write_text("lr: 0.1\n")
+    done = app(*overrides, quick=[])
+    assert done.returncode == 1 and "runs in workers only" not in done.stderr
+    assert f"launcher=local has no effect: {message}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["exclude", "constraint", "gpus_per_node"])
+def test_a_list_of_slurms_is_no_choice_of_hydras(name):
+    """Two runs would train, each without one of the nodes; a quoted list is one value."""
+    key, value = f"launcher.{name}", "a:1,b:1"
+    with pytest.raises(ConfigError, match="a run for each value") as refused:
+        check_choices(typed(f"{key}={value}"))
+    assert str(refused.value).count(f"""'{key}="{value}"'""") == 1
+    check_choices(typed(f'{key}="{value}"', "lr=1,2"))
+
+
+def test_bytes_that_are_no_text_are_refused_with_their_key(app):
+    """As of a UTF-8 terminal with LC_ALL=C and PYTHONUTF8=0: no file could be written."""
+    done = app("+name='\udcff'")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "+name=" in done.stderr and "PYTHONUTF8=1" in done.stderr
+
+
+def test_a_sweep_over_partitions_is_named(capsys):
+    """It may be meant; a user of sbatch means one run on nodes of any of them."""
+    check_choices(typed("launcher.partition=a,b"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a run for each partition" in line and """'launcher.partition="a,b"'""" in line
+
+
+def typed(*overrides: str) -> DictConfig:
+    """A config of Hydra's with these overrides on the command line."""
+    return OmegaConf.create({"hydra": {"overrides": {"task": list(overrides)}}})
+
+
+def test_settings_of_the_launcher_are_no_part_of_a_folders_name(app, tmp_path):
+    """launcher.env may hold tokens. What differs from job to job stays."""
+    subdir = "hydra.sweep.subdir='${hydra.job.override_dirname}'"
+    done = app("+launcher.env.TOKEN=s3cret", "lr=1", "nodes=1,2", subdir)
+    assert done.returncode == 0, done.stderr
+    names = {path.parent.name for path in (tmp_path / "out").rglob("run.json")}
+    assert names == {"lr=1,nodes=1", "lr=1,nodes=2"}
 
 
 def test_the_folder_of_a_run_may_be_named_by_an_interpolation(app, tmp_path):

@@ -23,10 +23,11 @@ from hpc_elastic.rendezvous.effects import (
     place_message,
     places,
 )
-from hpc_elastic.rendezvous.leader_state import LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RunEnding
+from hpc_elastic.rendezvous.leader_state import DRAIN_LEFT_S, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RunEnding, claim
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.slurm.job_state import TaskState
+from simulation.month import count_items
 
 # ---- decisions ----------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ def test_every_member_is_told_its_place():
     assert place_message(announce, big, a) == {
         "type": "round", "request": 5, "index": 17, "number": 3, "restarts": 1, "group_rank": 0,
         "replica": 0, "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
-        "throughputs": "",
+        "throughputs": "", "hosts": "n[1-2]", "workers": "8,4",
     }  # fmt: skip
     assert b == replace(a, group_rank=1, first_rank=8)
     fast = replace(small, throughput=2500)
@@ -291,3 +292,75 @@ def test_a_leader_fits_the_time_limits_of_waiting_tasks():
     assert of(leader.tick(20.0), FitTimeLimits) == [FitTimeLimits()]
     assert not of(leader.tick(21.0), FitTimeLimits)
     assert not of(training(A, B).tick(20.0), FitTimeLimits)
+
+
+# ---- drained nodes --------------------------------------------------------------------------
+
+
+def test_a_drained_node_is_left_without_a_deadline():
+    """Once: its agent has a notice, and the group changes at its next checkpoint."""
+    leader = training(A, B, C)
+    effects = leader.drained({B.host: "draining", "elsewhere": "drained"})
+    assert told(effects, "notice") == [B]
+    (send,) = [e for e in of(effects, Send) if e.message["type"] == "notice"]
+    assert send.message["left_s"] == DRAIN_LEFT_S
+    (note,) = of(effects, Note)
+    assert (note.kind, note.fields["host"], note.fields["state"]) == (
+        "node_drained", B.host, "draining",
+    )  # fmt: skip
+    assert leader.drained({B.host: "draining"}) == []
+
+
+def test_the_record_of_drained_nodes_does_not_grow():
+    """Of each slot the newest attempt is known, however many there have been."""
+    leader = training(A, B, C)
+    for attempt in range(1, 50):
+        agent = replace(B, attempt=attempt)
+        leader.connected(agent, float(attempt))
+        assert told(leader.drained({B.host: "draining"}), "notice")[-1] == agent
+    assert count_items(leader._drained) < 5
+
+
+def test_min_nodes_stay_on_drained_nodes():
+    """They may be used to the end of their jobs; the run would stop without them."""
+    leader = training(A, B, C, min_nodes=2)
+    states = dict.fromkeys((A.host, B.host, C.host), "draining")
+    assert len(told(leader.drained(states), "notice")) == 1
+    assert leader.drained(states) == []
+
+
+# ---- attempts of one task -------------------------------------------------------------------
+
+
+def test_an_older_attempt_cannot_take_the_place_of_a_newer_one():
+    """It is told to end, whatever it sends; the newer one keeps its place."""
+    newer = replace(B, attempt=1)
+    leader = training(A, newer)
+    effects = join(leader, B, 2.0)
+    assert told(effects, "end") == [B]
+    assert not told(effects, "stop") and leader.run.ranks.members == (A, newer)
+    assert leader.disconnected(B, "it ended", 3.0) == []
+    assert leader.run.is_member(newer)
+
+
+def test_an_attempt_ends_once_a_newer_one_connects():
+    """Its loss counts for nothing: its node may have been lost unobserved."""
+    leader, newer = training(A, B), replace(B, attempt=1)
+    effects = join(leader, newer, 2.0)
+    assert told(effects, "end") == [B]
+    assert newer in leader.run.participants.joined
+    assert not leader.run.policy.gone
+
+
+def test_a_new_leader_knows_the_attempts_of_the_log():
+    """An attempt that was lost may come back; one before it may not."""
+    leader = leading(replace(claim(5, None, HERE, 0.0), lost={B.task: 1}, members=(A,)))
+    assert told(join(leader, B, 1.0), "end") == [B]
+    assert not told(join(leader, replace(B, attempt=1), 2.0), "end")
+
+
+def test_a_leader_that_is_an_older_attempt_stops_leading():
+    """Its own agent is told to end as each other's."""
+    mine = replace(A, task=HERE.task)
+    leader = training(mine, B)
+    assert told(join(leader, replace(mine, attempt=1), 2.0), "end") == [mine]

@@ -15,15 +15,17 @@ import pytest
 
 import hpc_elastic
 from ended import is_gone
+from hpc_elastic import _util
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.launcher import control, local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import AbsenceTimer
+from hpc_elastic.launcher.run_view import AbsenceTimer, read_view
 from hpc_elastic.launcher.submit import submit
 from hpc_elastic.launcher.wait import wait
 from hpc_elastic.run.directory import Entry, RunDir, Submission
+from hpc_elastic.slurm.scheduler import take_snapshot
 
 FAKE_TASK = Path(__file__).parent / "fake_task.py"
 DEADLINE_S = 60.0
@@ -120,6 +122,41 @@ def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "the runs were ended" in told and "hpc-elastic resume /" in told
     assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
+    assert {task.state for task in runs[0].jobs.list_tasks().values()} == {"CANCELLED"}
+    assert read_view(runs[0].dir, take_snapshot).phase == "cancelled"
+
+
+def test_a_run_that_has_ended_is_not_cancelled_by_ctrl_c(tmp_path):
+    """Its launcher ends the others."""
+    (run,) = submitted(tmp_path, settings(1))
+    until(run.paths.result.exists)
+    run.jobs.release()
+    assert not run.paths.cancelled.exists()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_launcher_whose_terminal_is_lost_ends_its_processes(ignored):
+    """SIGHUP is as Ctrl-C, unless the launcher was started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    ends = contextlib.nullcontext() if ignored else pytest.raises(KeyboardInterrupt)
+    try:
+        with ends, _util.sigterm_as_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_no_two_launches_have_the_same_job_ids(tmp_path, monkeypatch):
+    """Processes are ended by them; two launches may begin in one millisecond."""
+    monkeypatch.setattr(time, "time_ns", lambda: 1_800_000_000 * 10**9)
+    plans = [
+        make_plan(requests(tmp_path / f"{n}", *[settings(3)] * 4), tmp_path / f"{n}" / "s",
+                  max_array_size=4, first_array=0)
+        for n in range(2)
+    ]  # fmt: skip
+    tasks = [task for plan in plans for task in local.queue_of(plan)]
+    assert len({task.job_id for task in tasks}) == sum(len(plan.arrays) for plan in plans) > 2
+    assert len({task.environment({})["SLURM_JOB_ID"] for task in tasks}) == len(tasks)
 
 
 def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
@@ -341,7 +378,7 @@ def test_each_node_gets_its_share_of_the_gpus(tmp_path, monkeypatch):
 
 def test_not_waiting_is_refused(tmp_path):
     """Nobody would start what waits in the queue, and nobody end it."""
-    with pytest.raises(ConfigError, match=r"launcher\.wait=False"):
+    with pytest.raises(ConfigError, match=r"launcher\.wait=False.*nohup hpc-elastic run"):
         submitted(tmp_path, settings(1, wait=False))
 
 
@@ -420,5 +457,13 @@ def test_more_nodes_than_gpus_are_refused(tmp_path, nproc):
     ):
         local.require_gpus(runs, ["0", "1"])
     local.require_gpus(runs, ["0", "1", "2"])
-    local.require_gpus(runs, [])
+    if nproc != "gpu":
+        local.require_gpus(runs, [])
     local.require_gpus(gpu_run(tmp_path, NodeRange(1, 3), "cpu"), ["0"])
+
+
+def test_a_worker_for_each_gpu_needs_a_gpu(tmp_path):
+    """It is refused before a task is started; `auto` and a number do without."""
+    with pytest.raises(ConfigError, match=r"nproc_per_node='gpu'.*no GPU.*number or cpu"):
+        local.require_gpus(gpu_run(tmp_path, NodeRange(1, 1), "gpu"), [])
+    local.require_gpus(gpu_run(tmp_path, NodeRange(1, 1), "auto"), [])

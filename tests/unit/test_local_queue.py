@@ -205,7 +205,7 @@ def test_the_place_of_a_task_that_is_away_goes_to_the_next(queue):
 def test_a_task_does_not_start_on_a_node_that_its_run_avoids(queue):
     """The node is bad, and the task has no other."""
     q = queue()
-    q.scheduler.exclude_nodes(["local-0"], "two strikes")
+    q.scheduler.exclude_nodes(["local-0"], "two strikes", 1e12)
     os.kill(q.attempt(0)[0], signal.SIGKILL)
     until(lambda: q.state().reason == "Excluded")
     assert q.state().phase is Phase.PENDING

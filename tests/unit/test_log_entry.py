@@ -9,6 +9,7 @@ from hpc_elastic.rendezvous.log_entry import (
     Agent,
     Endpoint,
     Failure,
+    FailureCounters,
     LogEntry,
     RunEnding,
     claim,
@@ -60,7 +61,7 @@ def test_garbage_is_no_entry(text):
     assert decode_signed(text, SECRET) is None
 
 
-@pytest.mark.parametrize("change", [{"leader": None}, {"members": 7}, {"a_new_field": 1}])
+@pytest.mark.parametrize("change", [{"leader": None}, {"members": 7}, {"ending": 7}])
 def test_a_signed_entry_of_another_form_is_none(change):
     """An entry that this version does not understand is not guessed at."""
     body = json.dumps(json.loads(json.loads(BEFORE.encode_signed(SECRET))["entry"]) | change)
@@ -75,7 +76,7 @@ def test_the_secret_is_not_in_the_file():
 
 def test_the_first_claim_begins_the_run():
     """Nothing is known but who leads, and since when."""
-    assert claim(1, None, FIRST, 1000.0) == LogEntry(1, 1, FIRST, started=1000.0)
+    assert claim(1, None, FIRST, 1000.0) == LogEntry(1, 1, FIRST, started=1000.0, claimed=1000.0)
 
 
 def test_a_claim_keeps_what_was_decided():
@@ -122,3 +123,27 @@ def test_damaged_entries_may_each_have_begun_a_term():
     """A term is never led twice, so none is counted less than once."""
     assert claim(9, BEFORE, SECOND, 2000.0).term == 5
     assert claim(4, None, SECOND, 2000.0).term == 4
+
+
+def with_new_fields(value):
+    """JSON values in which each object has a field of a later version."""
+    if isinstance(value, list):
+        return [with_new_fields(item) for item in value]
+    if isinstance(value, dict):
+        return {key: with_new_fields(item) for key, item in value.items()} | {"new": {"a": [1]}}
+    return value
+
+
+def test_an_entry_of_a_newer_version_is_no_damage():
+    """Its new fields are left out; a damaged entry would be claimed over, and revoke its round."""
+    counters = FailureCounters(progress=7, first_of_series=CAUSE, exclusions={"node5": 9.0})
+    entry = replace(BEFORE, ending=RunEnding("failed", CAUSE, (VICTIM,)), counters=counters)
+    body = json.loads(json.loads(entry.encode_signed(SECRET))["entry"])
+    fixed = {name: body[name] for name in ("lost", "possibly_alive", "step_times", "requeued")}
+    fixed["counters"] = {
+        **with_new_fields(body["counters"]),
+        **{name: body["counters"][name] for name in ("strikes", "exclusions", "gone")},
+    }
+    text = json.dumps({**with_new_fields(body), **fixed})
+    sealed = json.dumps({"entry": text, "mac": sign(SECRET, f"entry|{text}")})
+    assert decode_signed(sealed, SECRET) == entry

@@ -117,7 +117,8 @@ def test_a_process_without_a_known_load_is_left_out():
 
 def test_an_observer_tells_of_the_first_worker_and_of_the_node(tmp_path):
     """Before there are workers, of the node alone."""
-    observer = WorkerObserver(lambda: Sample(group_nodes=2, requeues=1))
+    no_gpus = metrics.GpuMeter((), print)
+    observer = WorkerObserver(lambda: Sample(group_nodes=2, requeues=1), no_gpus)
     assert observer.progress() == {} and observer.sample().group_nodes == 2
     pages = {4: SharedPage.create(tmp_path, 0), 5: SharedPage.create(tmp_path, 1)}
     observer.start_round(pages, lambda: {0: os.getpid(), 1: os.getpid()})
@@ -131,19 +132,23 @@ def test_an_observer_tells_of_the_first_worker_and_of_the_node(tmp_path):
 
 
 def test_the_use_of_the_tasks_own_gpus_is_measured(tmp_path, monkeypatch):
-    """By nvidia-smi, seldom; and no more once it fails."""
+    """By nvidia-smi, seldom; and more seldom after a failure, the first of which is reported."""
     command, listed = tmp_path / "nvidia-smi", tmp_path / "listed"
     command.write_text(f"#!/bin/sh\ncat {listed}\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     lines = ["0, GPU-a, 1000, 500, 80", "1, GPU-b, 1000, 100, 40", "2, GPU-c, 1000, 900, [N/A]"]
     listed.write_text("\n".join(lines))
-    meter, every_s = metrics.GpuMeter(["0", "GPU-b"]), metrics.GPUS_EVERY_S
+    failures, every_s = [], metrics.GPUS_EVERY_S
+    meter = metrics.GpuMeter(["0", "GPU-b"], failures.append)
     sample = meter.measure(0.0)
     assert (sample.gpu_use_ratio, sample.gpu_memory_ratio) == (pytest.approx(0.6), 0.5)
     listed.write_text("Unable to determine the device handle")
     assert meter.measure(every_s - 1) == sample and meter.measure(every_s) == Sample()
+    assert meter.measure(11 * every_s) == Sample()
+    assert failures == ["Unable to determine the device handle"]
+    lines.append("3, GPU-d, [N/A], [N/A], [N/A]")
     listed.write_text("\n".join(lines))
-    assert meter.measure(2 * every_s) == Sample()
-    of_all = metrics.GpuMeter(["?", "?", "?"]).measure(0.0)
+    assert meter.measure(12 * every_s) == Sample() and meter.measure(21 * every_s) == sample
+    of_all = metrics.GpuMeter(["?", "?", "?"], print).measure(0.0)
     assert (of_all.gpu_use_ratio, of_all.gpu_memory_ratio) == (pytest.approx(0.6), 0.9)

@@ -1,5 +1,6 @@
 """What a node's task decides by itself: how many workers, and how it goes back to the queue."""
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from hpc_elastic.agent.node_agent import TAKEN, num_workers
 from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.rendezvous.session import Requeued
 from hpc_elastic.run.events import EventLog, read_events
+from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -31,6 +33,42 @@ def test_gpu_without_a_gpu_says_which_key_asks_for_one(monkeypatch):
         num_workers("gpu", cpus=16)
     with pytest.raises(ConfigError, match=r"no GPU on this node: give a number or cpu, or leave"):
         num_workers("gpu", cpus=16, is_local=True)
+
+
+@pytest.mark.parametrize("granted", [None, ""])
+def test_a_node_with_gpus_whose_task_has_none_does_not_train_on_a_cpu(
+    monkeypatch, tmp_path, granted
+):
+    """One CPU worker a node would be said by nothing. A number of workers is a choice."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("hpc_elastic.agent.node_agent.NVIDIA_GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if granted is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", granted)
+    assert num_workers("auto", cpus=16) == 1
+    (tmp_path / "0000:07:00.0").mkdir()
+    with pytest.raises(ConfigError, match=r"was granted none: set launcher\.gpus_per_node"):
+        num_workers("auto", cpus=16)
+    assert num_workers(1, cpus=16) == num_workers("auto", cpus=16, is_local=True) == 1
+
+
+@pytest.mark.parametrize(("known", "since"), [({}, 0), ({"SCRIPT_STARTED": "-600"}, -600)])
+def test_the_time_limit_counts_from_the_job_s_start(monkeypatch, known, since):
+    """A release without SLURM_JOB_END_TIME: a setup of ten minutes is a part of the limit."""
+    monkeypatch.setattr(module, "task_queue", lambda *_: None)
+    now = time.time()
+    env = {f"HPC_ELASTIC_{k}": str(int(now + int(v))) for k, v in known.items()}
+    spec = SimpleNamespace(launcher="slurm", time_s=3600.0, time_min_s=None)
+    task = SimpleNamespace(
+        slurm=SlurmEnvironment.from_env({**IN_JOB, **env}), spec=spec, run=None, name="7_1",
+        attempt=0, num_in_array=1,
+    )  # fmt: skip
+    left_s = module._time_limit(task, now).told_left_s
+    assert left_s == pytest.approx(3600 + since, abs=10)
+
+
+IN_JOB = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+"""What a task of Slurm 22.05 knows of itself."""
 
 
 def sent_back(tmp_path, monkeypatch, requeue_after) -> int:

@@ -16,6 +16,7 @@ class Client:
     def __init__(self) -> None:
         self.avoided: list[str] | None = []
         self.down: set[str] = set()
+        self.off: set[str] = set()
         self.asked: list[str] = []
         self.mute = False
 
@@ -39,6 +40,10 @@ class Client:
         """Whether a node answers."""
         self.asked.append(node)
         return node not in self.down
+
+    def is_off(self, node):
+        """Whether it has no power."""
+        return node in self.off
 
 
 @pytest.fixture
@@ -79,6 +84,15 @@ def test_the_time_counts_from_its_return(run, client):
         if not client.avoided:
             break
     assert now == 335 + RID_S
+
+
+def test_a_node_without_power_is_rid_of_everything(run, client):
+    """A cloud's instance that was taken back stays powered down: the run would lack it for good."""
+    client.down = {"n3"}
+    requeue.quarantine_node(run, "7_1", "n3", client)
+    assert when_back(run, client, 300) is None
+    client.off = {"n3"}
+    assert when_back(run, client, 5) == 0
 
 
 def test_the_next_leader_counts_on(run, client):

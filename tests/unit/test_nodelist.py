@@ -9,7 +9,13 @@ import subprocess
 
 import pytest
 
-from hpc_elastic.slurm.nodelist import compress, compress_indices, expand, expand_indices
+from hpc_elastic.slurm.nodelist import (
+    compress,
+    compress_in_order,
+    compress_indices,
+    expand,
+    expand_indices,
+)
 
 LISTS = [
     "n1",
@@ -145,3 +151,11 @@ def test_malformed_array_indices_are_refused(text):
 def test_array_indices_are_compressed(indices, limit, text):
     """As sbatch --array and scancel take them."""
     assert compress_indices(indices, limit) == text
+
+
+@pytest.mark.parametrize("hosts", ["n1", "n3,n1,n2", "n[07-10]", "a,b1,b2,a", "n1,n1", "b2,c,b3"])
+def test_a_list_may_keep_the_order_of_its_hosts(hosts):
+    """The first one is that of rank 0."""
+    names = expand(hosts)
+    assert expand(compress_in_order(names)) == names
+    assert compress_in_order(["n1", "n2", "n3", "n5"]) == "n[1-3,5]"

@@ -1,9 +1,13 @@
 """A study of Optuna as runs: the settings, the search space, and what a trial reports (pure)."""
 
+from types import SimpleNamespace
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from hpc_elastic.config.resolve import resolve_sweeper
+from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 
 optuna = pytest.importorskip("optuna")
@@ -16,6 +20,7 @@ from optuna.distributions import (  # noqa: E402
 from hpc_elastic.launcher.optuna_sweep import (  # noqa: E402
     Curve,
     SearchSpace,
+    _StudyRunner,
     distribution_of,
     open_study,
     values_of,
@@ -100,6 +105,21 @@ def test_values_are_interpolated_at_equal_steps():
     assert curve.add(37, 4.0, 10) == [(30, pytest.approx(3.3))]
     late = Curve()
     assert late.add(57, 2.0, 10) == [(50, 2.0)], "only the last multiple, after the first point"
+
+
+def test_trials_have_no_result_job(monkeypatch):
+    """Each batch would submit one of its own."""
+    runner = object.__new__(_StudyRunner)
+    runner._sweep = SimpleNamespace(
+        config=OmegaConf.create({"hydra": {"sweep": {"subdir": "${hydra.job.num}"}}})
+    )
+    runner._space = SimpleNamespace(first={})
+    launcher = SlurmSettings(time="10", wait=True, result_job=True)
+    settings = RunSettings(NodeRange(1, 1), 1, launcher)
+    frozen = SimpleNamespace(request=SimpleNamespace(settings=settings))
+    monkeypatch.setattr(runner, "_freeze", lambda number, params: frozen)
+    with pytest.raises(ConfigError, match=r"launcher.result_job=True"):
+        runner._check()
 
 
 def test_a_study_is_continued_as_it_was(tmp_path):

@@ -147,6 +147,8 @@ def nvidia_smi(tmp_path, monkeypatch):
     [
         (f"printf '{GOOD}'", None),
         ("echo 'Unable to determine the device handle: GPU is lost' >&2; exit 15", "GPU is lost"),
+        (f"printf '{GOOD}WARNING: infoROM is corrupted at gpu 0000:41:00.0\\n'; exit 14", None),
+        ("printf '0, GPU-aa, [N/A], [N/A], [N/A]\\n1, GPU-bb, [N/A], [N/A], 30\\n'", None),
         ("printf '0, GPU-aa, 81559, 4, 30\\n'", "2 GPUs were granted, but nvidia-smi lists 1"),
         ("printf '0, GPU-aa, ERR!, 4, 0\\n'", "ERR!"),
     ],
@@ -232,9 +234,10 @@ class Excluding:
         self.run = run
         self.asked: list[str] = []
 
-    def exclude_nodes(self, hosts, why) -> None:
+    def exclude_nodes(self, hosts, why, until) -> None:
         """Write them to the run directory."""
         self.asked += hosts
+        assert 0.0 < until - time.time() <= 3600.0
         (self.run.path / "excluded_nodes.json").write_text(json.dumps(dict.fromkeys(hosts, why)))
 
 
@@ -329,13 +332,17 @@ def gpus(monkeypatch):
 
     def pretend(num, spoil=None, at=None) -> None:
         def run(argv, *, timeout_s):
-            assert argv[1:] == ["-m", gpu_check.__name__]
+            assert argv[1:] == ["-P", "-m", gpu_check.__name__]
             with contextlib.redirect_stdout(io.StringIO()) as output, Cuda(spoil, at):
                 gpu_check.main()
             return subprocess.CompletedProcess(argv, 0, output.getvalue(), "")
 
         if spoil is not None:
             monkeypatch.setattr(gpu_check, "_SIZE", 64)
+        in_turn = SimpleNamespace(map=map)  # a TorchFunctionMode belongs to its thread
+        monkeypatch.setattr(
+            gpu_check, "ThreadPoolExecutor", lambda _: contextlib.nullcontext(in_turn)
+        )
         monkeypatch.setattr(torch.version, "cuda", "12.4")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
         monkeypatch.setattr(_util, "run", run)

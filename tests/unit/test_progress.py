@@ -162,3 +162,4 @@ def test_overrides_are_shown_as_they_were_typed():
     """Hydra's sweeper escapes what its grammar could misread; launcher settings are no label."""
     overrides = [r"nodes=1\:2", r"+text=a\,b", "launcher=slurm", "+launcher.time=5", "lr=0.1"]
     assert overrides_label(overrides) == "nodes=1:2 +text=a,b lr=0.1"
+    assert overrides_label(["launcher.partition=a", "lr=1"]) == "launcher.partition=a lr=1"

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from hpc_elastic.report import progress_log
 from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
 
 
@@ -95,3 +96,11 @@ def test_the_first_seconds_of_a_group_have_the_leaders_own_pace():
 def test_a_group_that_does_not_train_has_no_pace():
     """Nor one that nobody knows of."""
     assert rates([*steady(10), Point(60.0, "waiting")]) == Rates() == rates([])
+
+
+def test_of_too_many_points_the_newest_are_kept(tmp_path, monkeypatch):
+    """A run may go on for years; what it did last is what its readers ask for."""
+    monkeypatch.setattr(progress_log, "_MOST_POINTS", 3)  # a million are a minute
+    lines = [json.dumps({"time": n, "step": n}) for n in range(10)]
+    (tmp_path / "progress.jsonl").write_text("\n".join(lines))
+    assert [point.step for point in read_points(tmp_path / "progress.jsonl")] == [7, 8, 9]

@@ -35,9 +35,21 @@ def test_a_group_that_forms():
         "phase": "waiting", "term": 3, "round": 2, "nodes": 0, "world_size": 0, "members": [],
         "joined": 1, "restarts": 1, "max_restarts": 3,
         "step": None, "total_steps": None, "loss": None, "samples": None, "blocked_s": 0.0,
-        "checkpoint": None, "stragglers": [], "metrics": {}, "gpu_use": None, "gpu_memory": None,
-        "step_times": {},
+        "checkpoint": None, "stragglers": [], "warnings": [], "metrics": {}, "gpu_use": None,
+        "gpu_memory": None, "step_times": {},
     }  # fmt: skip
+
+
+def test_what_is_wrong_with_a_training_that_goes_on_is_a_warning():
+    """Of all nodes together: the ranks without a group, and the first loss that is no number."""
+    leader = training()
+    leader.progress = {
+        A: {"step": 5, "apart": [[0, 0]], "bad_loss": [0, 4, "nan"]},
+        B: {"step": 5, "apart": [[1, 0]], "bad_loss": [1, 4, "inf"]},
+    }
+    together, loss = status_of(leader)["warnings"]
+    assert "ranks 0, 1 with no process group" in together
+    assert loss == "the loss is nan at step 4 (rank 0)"
 
 
 def test_metrics_are_the_first_ranks_and_gpus_those_of_all():
@@ -84,6 +96,22 @@ def test_a_run_that_has_ended_shows_how():
     assert status["phase"] == "succeeded" and status["nodes"] == 2
 
 
+def test_a_run_that_has_ended_keeps_its_last_step():
+    """Members that reported it are gone; a leader that took over knows the checkpoint only."""
+    leader = training()
+    leader.received(A, {"type": "heartbeat", "progress": {"step": 7}}, 1.0)
+    for agent in (A, B):
+        leader.received(agent, {"type": "finished", "index": 5}, 1.0)
+    for agent in (A, B):
+        leader.disconnected(agent, "ended", 2.0)
+    assert status_of(leader)["step"] == 7
+    leader = training()
+    leader.rounds.run.policy.record_checkpoint(4)
+    for agent in (A, B):
+        leader.received(agent, {"type": "finished", "index": 5}, 1.0)
+    assert status_of(leader)["step"] == 4
+
+
 def test_a_run_that_has_failed_shows_its_restarts():
     """It shows all restarts."""
     leader = training()
@@ -104,3 +132,17 @@ def test_a_run_whose_nodes_were_requeued():
     for now in (0.5, 1.0, 1.5, 2.0, 2.5):
         leader.tick(now)
     assert status_of(leader)["phase"] == "requeued"
+
+
+def test_nodes_with_different_versions_are_a_warning():
+    """It names the nodes of each; one that reports none, as an older version, is not judged."""
+    leader = training()
+    assert status_of(leader)["warnings"] == []
+    join = {"type": "reattach", "round": {"index": 4}, "versions": "Python 3.11.7, torch 2.13.0"}
+    leader.received(A, join, 0.1)
+    leader.received(B, {**join}, 0.1)
+    assert status_of(leader)["warnings"] == []
+    leader.received(B, {**join, "versions": "Python 3.12.1, torch 2.13.0"}, 0.2)
+    (warning,) = status_of(leader)["warnings"]
+    assert "Python 3.11.7, torch 2.13.0 on node1" in warning
+    assert "Python 3.12.1, torch 2.13.0 on node2" in warning

@@ -12,6 +12,7 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.scheduler import run_states
 
 
 class Client:
@@ -24,7 +25,7 @@ class Client:
         self._ids = count(first)
         self._then = then
 
-    def resubmit(self, script, index, *, exclude):
+    def resubmit(self, script, index, *, exclude, known):
         """Take a submission."""
         self.submitted.append((Path(script).name, index, sorted(exclude)))
         self._then()
@@ -48,6 +49,10 @@ def test_the_element_is_submitted_again_and_takes_the_slot(tmp_path):
     assert client.submitted == [("array-0.sbatch", 3, [])]
     assert client.released == ["90_3"]
     assert requeue.current_names(run.load()) == ["70_1", "90_3", "71_0"]
+    listed = {name: TaskState(name, "RUNNING") for name in ("71_0", "90_3")}
+    slots = {name: state.slot for name, state in run_states(run.load(), listed).items()}
+    assert slots == {"90_3": 1, "71_0": 2}
+    (tmp_path / ".hpc_elastic" / "array-0.replaced" / "odd.1").write_text("91\n")
     assert requeue.followed([Submission(tmp_path / ".hpc_elastic")]) == {"70_3": "90_3"}
 
 
@@ -58,8 +63,7 @@ def test_whoever_waits_for_the_run_sees_the_task_in_its_place(tmp_path):
     requeue.resubmit(run, "70_1", client)
     asked = []
 
-    def tasks(job_ids, *, once):
-        assert once, "or it is asked for each of a hundred jobs that it has forgotten"
+    def tasks(job_ids):  # of a job that Slurm has forgotten, the client asks once in its life
         asked.append(list(job_ids))
         words = {"70_0": "RUNNING", "70_1": "NODE_FAIL", "90_1": "PENDING"}
         return {name: TaskState(name, word) for name, word in words.items()}
@@ -165,15 +169,24 @@ def test_a_submission_that_fails_leaves_no_record(tmp_path):
 
 
 def test_a_replacement_avoids_the_nodes_that_the_run_avoids(tmp_path):
-    """What they are blamed for is kept, and the first blame stays."""
+    """The blame that lasts longest stays; the user's own list, too."""
     run = run_of(tmp_path, "70", [(0, 0)])
-    requeue.remember_excluded(run, ["n3"], "CUDA error")
-    requeue.remember_excluded(run, ["n3", "n1"], "lost heartbeat")
+    script = Submission(tmp_path / ".hpc_elastic").array(0).script
+    script.write_text("#SBATCH --exclude=n[7-8],n9\n")
     client = Client()
     requeue.resubmit(run, "70_0", client)
-    assert client.submitted == [("array-0.sbatch", 0, ["n1", "n3"])]
+    assert client.submitted == [("array-0.sbatch", 0, [])], "the script's line holds"
+    requeue.remember_excluded(run, ["n3"], "CUDA error", 90.0)
+    requeue.remember_excluded(run, ["n3", "n1"], "lost heartbeat", 80.0)
+    client = Client(first=95)
+    requeue.resubmit(run, "90_0", client)
+    assert client.submitted == [("array-0.sbatch", 0, ["n1", "n3", "n7", "n8", "n9"])]
     stored = json.loads((run.path / "excluded_nodes.json").read_text())
-    assert stored == {"n3": "CUDA error", "n1": "lost heartbeat"}
+    longer = {"why": "CUDA error", "until": 90.0, "is_lifted": False}
+    other = {"why": "lost heartbeat", "until": 80.0, "is_lifted": False}
+    assert stored == {"n3": longer, "n1": other}
+    requeue.remember_excluded(run, ["n1"], "silent", 99.0)
+    assert requeue.excluded(run)["n1"] == requeue.Exclusion("silent", 99.0)
 
 
 def test_nodes_that_two_exclude_at_once_are_both_avoided(tmp_path, monkeypatch):
@@ -185,8 +198,11 @@ def test_nodes_that_two_exclude_at_once_are_both_avoided(tmp_path, monkeypatch):
         write(path, others.pop() if others else text)
 
     monkeypatch.setattr(requeue, "write_atomic", overwritten)
-    requeue.remember_excluded(run, ["n3"], "CUDA error")
-    assert requeue.excluded(run) == {"n1": "gpu", "n3": "CUDA error"}
+    requeue.remember_excluded(run, ["n3"], "CUDA error", 90.0)
+    assert requeue.excluded(run) == {
+        "n1": requeue.Exclusion("gpu", 0.0),
+        "n3": requeue.Exclusion("CUDA error", 90.0),
+    }
 
 
 def test_a_torn_list_of_nodes_is_no_list(tmp_path):

@@ -1,5 +1,6 @@
 """Runs of replicas under random schedules in virtual time, and the simulator under planted bugs."""
 
+import os
 import re
 from functools import partial
 
@@ -13,9 +14,9 @@ from simulation.replicas import (
     ReplicaSimulator,
     ReplicaUnitSimulator,
 )
-from simulation.simulator import UnitSimulator
+from simulation.simulator import SizesSimulator, UnitSimulator
 
-SCHEDULES = 800
+SCHEDULES = 800 if os.environ.get("HPC_ELASTIC_LONG") else 300
 MUTANT_SCHEDULES = 1_000
 
 
@@ -39,10 +40,11 @@ def test_schedules_of_replicas_contain_what_is_to_be_tested(total):
 
 
 @pytest.mark.parametrize(
-    "simulator", [UnitSimulator, partial(ReplicaUnitSimulator, components=REPLICAS)]
+    "simulator",
+    [UnitSimulator, SizesSimulator, partial(ReplicaUnitSimulator, components=REPLICAS)],
 )
 def test_every_invariant_holds_for_units(simulator):
-    """Of nodes that only work together, as one group and as replicas."""
+    """Of nodes that only work together, as one group and as replicas; and of listed sizes."""
     total = run_many(simulator, 0, SCHEDULES)
     shown = "\n\n".join(list(total.failures.values())[:3])
     assert not total.failures, f"{len(total.failures)} of {total.schedules} failed\n{shown}"

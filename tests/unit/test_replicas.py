@@ -1,6 +1,7 @@
 """A run whose nodes are replicas: who belongs to it, and when it is over, one behaviour a test."""
 
 import random
+from dataclasses import replace
 
 from groups import (
     FIRST,
@@ -371,4 +372,5 @@ def test_silence_of_many_at_once_blames_nobody():
     assert notes(m.tick(1.0), "host_failure") == []
     m = training(A, B, C)
     m.heartbeat_lost(B, "silent", 1.0)
-    assert len(notes(m.tick(1.0), "host_failure")) == 1
+    m.tick(1.0)
+    assert len(notes(m.join(replace(B, attempt=1), 9.0), "host_failure")) == 1

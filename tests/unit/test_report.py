@@ -2,9 +2,10 @@
 
 import json
 import math
+import random
 import re
 import sys
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,14 @@ from made_events import (
     trains,
 )
 
+from hpc_elastic._util import counted
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render, report_of
 from hpc_elastic.report import charts as charts_module
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.charts import charts
 from hpc_elastic.report.node_time import KINDS, account
-from hpc_elastic.report.page import MEANINGS, by_cause, spec
+from hpc_elastic.report.page import MEANINGS, by_cause, spec, tiles
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import (
     About,
@@ -39,6 +41,8 @@ from hpc_elastic.report.report import (
     redact_argument,
     report,
 )
+from hpc_elastic.report.sentences import sentence
+from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
@@ -395,6 +399,9 @@ def test_the_format_follows_the_name(run, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().lstrip().startswith(begin)
     assert main(["report", str(run.path), "-o", str(tmp_path / "no" / "r.json")]) == 1
     assert "give another file" in capsys.readouterr().err
+    assert main(["report", str(run.path), "-o", str(tmp_path / "r.pdf")]) == 2
+    assert "html, png, json" in capsys.readouterr().err and not (tmp_path / "r.pdf").exists()
+    assert main(["report", str(run.path), "-o", str(tmp_path / "r.v2"), "--format", "json"]) == 0
 
 
 def test_scripts_are_told_what_was_written(run, tmp_path, capsys):
@@ -443,3 +450,81 @@ def formats(spec: object) -> set[str]:
     if isinstance(spec, dict) and "axis" in spec and spec.get("type") == "temporal":
         found.add(str(spec["axis"].get("format")))
     return found
+
+
+# ---- one account of lost steps --------------------------------------------------------------
+
+
+@dataclass
+class History:
+    """The events and the progress of a run, and how many steps it lost by each change."""
+
+    events: list = field(default_factory=list)
+    points: list = field(default_factory=list)
+    lost: list = field(default_factory=list)
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> "History":
+        """Rounds of one or two nodes, which stop, or are killed with or without a witness."""
+        run, now, saved = cls(begun(0, 1)), 2.0, 0
+        for number in range(1, rng.randint(3, 6)):
+            slots = rng.choice([(0,), (1,), (0, 1)])
+            attempt = [slot + 10 * (number - 1) for slot in slots] if number < 2 else list(slots)
+            run.events.append(group(now, number, *attempt))
+            reached, now = saved + rng.randint(1, 30), now + 10.0
+            run.events += [trains(now - 9.0, slot, number, saved) for slot in slots]
+            seen = rng.choice([None, rng.randint(saved + 1, reached)])
+            if seen is not None:
+                run.points.append(Point(now - 1.0, round=number, nodes=len(slots), step=seen))
+            survivors = [slot for slot in slots if rng.random() < 0.5]
+            run.events += [stopped(now, slot, number, reached) for slot in survivors]
+            saved = rng.randint(saved, reached)
+            run.lost.append(reached - saved)
+            now += 5.0
+        run.lost.pop()  # nothing has followed the last round
+        return run
+
+
+def test_events_report_and_truth_agree_on_the_steps_that_were_lost():
+    """Over random histories: each number is exact, or said to be the least, or unknown."""
+    rng, num_unknown, num_least = random.Random(3), 0, 0
+    for _ in range(300):
+        history = History.draw(rng)
+        index = EventIndex(history.events, history.points)
+        entries = [e for e in build_timeline(index) if e.cost.resumed_step is not None]
+        assert len(entries) == len(history.lost)
+        for entry, truth in zip(entries, history.lost, strict=True):
+            known, is_least = entry.cost.lost_steps, entry.cost.is_least
+            assert known is None or known == truth or (is_least and 0 < known <= truth)
+            num_unknown, num_least = num_unknown + (known is None), num_least + is_least
+            told = sentence(entry)
+            assert (f"lost at least {known} step" in told) == is_least
+            assert (f"lost {known} step" in told) == (known is not None and not is_least)
+        found = report(
+            About("run-1", "/runs/1", until=999.0, phase="training"),
+            account(index, history.points, now=999.0), history.points, build_timeline(index),
+            made=999.0,
+        )  # fmt: skip
+        tile = next(remark for title, _, remark in tiles(asdict(found)) if title == "Faults")
+        faults = [c for c in found.changes if c.fault]
+        total = sum(c.lost_steps or 0 for c in faults)
+        if all(c.lost_steps is not None and not c.is_least for c in faults):
+            assert tile == f"{counted(total, 'step')} lost"
+        elif total:
+            assert tile == f"at least {counted(total, 'step')} lost"
+        else:
+            assert tile == "an unknown number of steps lost"
+    assert min(num_unknown, num_least) > 30
+
+
+def test_the_only_node_that_trains_is_killed_while_another_waits():
+    """Its progress shows the steps that the other has to make again."""
+    killed = [
+        *begun(0, 1), group(2.0, 1, 0), trains(4.0, 0, 1, 0), event(60.0, "leader", 1, term=2),
+        group(61.0, 2, 1, term=2), trains(63.0, 1, 2, 13),
+    ]  # fmt: skip
+    points = [Point(50.0, round=1, nodes=1, step=240)]
+    found = [e for e in build_timeline(EventIndex(killed, points)) if e.cost.lost_steps]
+    (entry,) = found
+    assert (entry.cost.lost_steps, entry.cost.is_least) == (227, True)
+    assert "lost at least 227 steps (from 240 back to 13)" in sentence(entry)

@@ -16,7 +16,10 @@ from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.requeue import (
     PARENT_REQUEUES,
     RETURN_DELAY_S,
+    excluded,
+    forget_excluded,
     predict_exit_action,
+    remember_excluded,
     requeue_after,
     requeue_or_exit,
 )
@@ -48,12 +51,14 @@ class Client:
     def __getattr__(self, what):
         """Return a method that records its call."""
 
-        def record(tasks, *about, exclude=(), time_limit_s=None):
+        def record(tasks, *about, exclude=(), known=(), time_limit_s=None, but=()):
             tasks = [Path(tasks).name] if what == "resubmit" else tasks
             names = [tasks] if isinstance(tasks, str) else tasks
             extra = sorted(about[0]) if what == "exclude" else about
             limit = [] if time_limit_s is None else [time_limit_s]
-            self._record(what, *names, *extra, *exclude, *limit)
+            self._record(
+                what, *names, *extra, *exclude, *limit, *(["but", *sorted(but)] if but else [])
+            )
             return "99"
 
         return record
@@ -176,13 +181,36 @@ def test_a_notice_can_be_understood_before_anything_is_done():
     assert taken.told == [("tasks", "7")]
 
 
+def test_an_answer_from_before_this_attempt_is_no_answer():
+    """A squeue that is a cache lists the task as waiting: it would end, and not come back."""
+    old = Client(TaskState("7_0", "PENDING", restarts=1))
+    assert predict_exit_action("7_0", old, attempt=1) is None
+    assert predict_exit_action("7_0", old, attempt=0) is ExitAction.REQUEUED
+
+
 def test_a_task_comes_back_on_none_of_the_nodes_that_its_run_avoids(tmp_path):
     """Whatever it leaves for; all of them together."""
     client = Client(TaskState("7_0", "RUNNING", node="n3"))
     run = run_of(tmp_path, "7", [(0, 0)])
-    (run.path / "excluded_nodes.json").write_text('{"n5": "CUDA error", "n6": "silent"}')
+    remember_excluded(run, ["n5", "n6"], "silent", 1e12)
     assert requeue_or_exit("7_0", client, run=run) is ExitAction.REQUEUE
     assert client.told[-1] == ("exclude", "7_0", "n5", "n6")
+
+
+def test_a_task_comes_back_on_a_node_whose_exclusion_has_ended(tmp_path):
+    """Also if it ran when the exclusion ended, and still avoids the node; but for a quarantine."""
+    client = Client(TaskState("7_0", "RUNNING", node="n3"))
+    run = run_of(tmp_path, "7", [(0, 0)])
+    for host, until in (("n4", 0.0), ("n5", 1.0), ("n6", 2.0), ("n7", 1e12)):
+        remember_excluded(run, [host], "silent", until)
+    forget_excluded(run, 1.0)
+    assert set(excluded(run)) == {"n6", "n7"}
+    run.avoided.mkdir()
+    (run.avoided / "7_0@n5").touch()
+    assert requeue_or_exit("7_0", client, run=run) is ExitAction.REQUEUE
+    assert client.told[-1] == ("exclude", "7_0", "n7", "but", "n4", "n6")
+    remember_excluded(run, ["n4"], "silent again", 3.0)
+    assert set(excluded(run)) == {"n4", "n6", "n7"}
 
 
 def test_a_task_that_slurm_will_not_requeue_is_replaced(tmp_path):

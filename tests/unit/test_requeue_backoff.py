@@ -2,12 +2,17 @@
 
 import random
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
-from groups import FIRST, A, B, SentBack, decisions, machine, notes, resumed, running, training
+from groups import FIRST, A, B, C, SentBack, decisions, machine, notes, resumed, running, training
 
+from hpc_elastic.config.schema import LauncherSettings, RendezvousSettings
+from hpc_elastic.rendezvous.effects import JoinRequest
 from hpc_elastic.rendezvous.log_entry import RoundRules
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
+from hpc_elastic.rendezvous.task_recovery import LONGEST_WAIT, RequeueBackoff, longest_join_s
+from hpc_elastic.slurm.job_state import TaskState
 
 
 def test_too_few_for_too_long_gives_every_node_back():
@@ -63,6 +68,25 @@ def test_the_wait_is_random_from_one_run_to_the_next():
 
     waits = {waited(seed) for seed in range(20)}
     assert len(waits) > 10 and min(waits) >= 10.0 and max(waits) <= 20.1
+
+
+def test_waits_and_times_away_are_bounded_however_often_nodes_were_given_back():
+    """With the defaults, no agent gives up before the run requeues it."""
+    below, join = LauncherSettings().below_min_timeout_s, RendezvousSettings().join_timeout_s
+    rules = RoundRules(2, 4, 2, 60.0, 5.0, below_min_timeout_s=below)
+    for times in range(10_001):
+        back = RequeueBackoff(rules, random.Random(times), times)
+        assert back.is_over(LONGEST_WAIT * below) and not back.is_over(below - 1.0)
+        assert 0.0 < back.time_away() <= 900.0
+        assert 0.0 < back.time_away(60.0) <= 900.0
+    assert LONGEST_WAIT * below < join
+
+
+def test_an_agent_waits_longer_than_its_run():
+    """Whatever the settings; without below_min_timeout_s for as long as its job may run."""
+    assert longest_join_s(1800.0, 300.0) == 1800.0
+    assert longest_join_s(1800.0, 900.0) > LONGEST_WAIT * 900.0
+    assert longest_join_s(1800.0, None) > 365 * 86400.0
 
 
 def test_whoever_joins_after_that_goes_back_too():
@@ -122,3 +146,61 @@ def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
     for m in (trains, stays):
         assert m.sweep_answered("others hold it", 1.0) == []
         assert m.sweep_answered("others hold it", 20.0) == []
+
+
+def test_the_wait_of_a_node_counts_under_each_leader():
+    """Else several leaders in turn would let it wait until its agent gives up, which fails."""
+    m = machine(min_nodes=3, below_min_timeout_s=10.0)
+    m.join(A, 0.0, JoinRequest(4, waited_s=LONGEST_WAIT * 10.0 - 1.0))
+    m.join(B, 0.0)
+    assert decisions(m.tick(0.9)) == []
+    (given,) = decisions(m.tick(1.1))
+    assert isinstance(given, SentBack) and given.agents == (A, B) and given.all
+
+
+def test_a_spare_that_has_waited_under_earlier_leaders_goes_back():
+    """The group has its max nodes; the time under this leader alone would not be too long."""
+    m = training(A, B, max_nodes=2, below_min_timeout_s=10.0)
+    assert decisions(m.join(C, 5.0, JoinRequest(2, waited_s=20.0))) == [SentBack((C,), ANY)]
+
+
+def test_a_newcomer_waits_for_a_checkpoint_until_its_agent_would_give_up():
+    """It goes back before, and comes again: an agent that gives up fails."""
+    m = training(A, B, max_nodes=3, below_min_timeout_s=10.0, scale_up="checkpoint")
+    for agent in (A, B):
+        m.checkpointed(agent, 1, 0, 1.0)
+    m.join(C, 5.0)
+    assert not any(isinstance(d, SentBack) for d in decisions(m.tick(54.0)))
+    assert SentBack((C,), ANY) in decisions(m.tick(55.1))
+
+
+def test_what_is_known_of_waiting_nodes_is_one_record_a_task():
+    """However often its attempts have joined."""
+    m = machine(min_nodes=2)
+    for attempt in range(50):
+        m.join(replace(A, attempt=attempt), float(attempt))
+        m.agent_lost(replace(A, attempt=attempt), "its connection closed", float(attempt))
+    known = m.run.participants
+    assert len(known.requests) == len(known._last_join) == 1
+
+
+def test_nodes_wait_for_those_that_are_being_booted():
+    """On a cloud a node takes minutes to come up; one that then stays away is waited for as any."""
+    m = machine(min_nodes=2, below_min_timeout_s=10.0)
+    m.join(A, 0.0)
+    for now in (1.0, 20.0, 30.0):
+        m.slurm_answered(running(A) | {B.task: TaskState(B.task, "CONFIGURING")}, now, now)
+        assert decisions(m.tick(now)) == []
+    m.slurm_answered(running(A, B), 31.0, 31.0)
+    assert decisions(m.tick(35.0)) == []
+    (given,) = decisions(m.tick(51.1))
+    assert isinstance(given, SentBack) and given.all
+
+
+def test_too_few_nodes_that_are_being_booted_keep_none():
+    """Min nodes would not come together with them."""
+    m = machine(min_nodes=3, below_min_timeout_s=10.0)
+    m.join(A, 0.0)
+    states = running(A) | {B.task: TaskState(B.task, "CONFIGURING")}
+    (given,) = decisions(m.slurm_answered(states, 20.0, 20.0))
+    assert isinstance(given, SentBack) and given.all

@@ -341,3 +341,13 @@ def test_a_new_leader_of_a_run_that_has_ended_decides_nothing():
     """Whoever comes."""
     m = resumed(round=2, members=(A,), ending=RunEnding("succeeded"))
     assert m.run.phase is RoundPhase.ENDED and m.join(A, 100.0) == []
+
+
+def test_a_round_of_the_same_members_has_no_event_for_each_of_them():
+    """The event of the round names them; one that was lost since, or is new, has its own."""
+    m = training(A, B, C)
+    m.worker_failed([failure(A)], A, 1.0)
+    assert notes(m.join(A, 1.1), "joined") == []
+    m.agent_lost(B, "silent", 1.2)
+    assert [n.fields["host"] for n in notes(m.join(B, 1.3), "joined")] == [B.host]
+    assert [n.fields["host"] for n in notes(m.join(D, 1.4), "joined")] == [D.host]

@@ -19,7 +19,8 @@ from groups import B
 
 from ended import sleeping
 from hpc_elastic.agent.task_context import find_task
-from hpc_elastic.checkpoint import store
+from hpc_elastic.checkpoint import owner, store
+from hpc_elastic.checkpoint.owner import Owner, tag
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
@@ -282,11 +283,27 @@ def test_only_what_is_older_than_the_newest_good_ones_goes(kept, keep_last, goin
 
 
 def test_what_a_living_group_writes_is_no_leftover():
-    """Groups of earlier entries are fenced; of others nobody knows while the run goes on."""
-    names = ["step-00000010", ".trash-step-1-ab", ".staging-step-20-r3-0", ".staging-step-20-r5-1",
-             ".staging-step-20-f3s1-1", ".memory-id"]  # fmt: skip
-    assert store.leftovers(names, 5) == [".staging-step-20-r3-0", ".trash-step-1-ab"]
-    assert len(store.leftovers(names, None)) == 4
+    """Groups of earlier entries are fenced; of others nobody knows, least of all of other runs."""
+    mine, other = tag("mine"), tag("another")
+    names = [f".staging-step-20-{token}-1" for token in (
+        f"r3u{mine}", f"r5u{mine}", f"f3s1u{mine}", f"r3u{other}", "r3", "pabc"
+    )]  # fmt: skip
+    kept = ["step-00000010", "step-00000010.replaced", "owner.json", ".memory-id"]
+    found = store.leftovers([*kept, *names, ".trash-step-1-ab"], "mine", 5)
+    assert found == [names[0], ".trash-step-1-ab"]
+    found = store.leftovers([*kept, *names, ".trash-step-1-ab"], "mine", None)
+    assert found == sorted([*names[:3], ".trash-step-1-ab"])
+
+
+def test_a_directory_that_another_run_has_taken_is_not_pruned(tmp_path, capsys):
+    """The message names that run."""
+    run = run_of(tmp_path, "7", [(0, 0)], launcher="local")
+    step = run.path / "checkpoints" / "step-00000009"
+    step.mkdir(parents=True)
+    owner.write(step.parent, Owner("later-1", "/runs/later", restarts=True), replaces=False)
+    assert main(["prune", str(run.path), "--keep-last", "0", "--yes"]) == 1
+    assert "belongs to the run later-1 (/runs/later) now" in capsys.readouterr().err
+    assert step.exists()
 
 
 # ---- what launchers tell, and shells ask ------------------------------------------------
@@ -299,7 +316,7 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch, capsys):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     run = run_of(tmp_path, "7", [(0, 0)], launcher="local")
-    kept = run.path / "checkpoints" / ".staging-step-9-r1-0"
+    kept = run.path / "checkpoints" / f".staging-step-9-r1u{tag(run.load().run_id)}-0"
     kept.mkdir(parents=True)
     monkeypatch.setattr(Store, "remove", refuse)
     prune = ["prune", str(run.path), "--keep-last", "1"]

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.launcher.run_handle import RunHandle, read_tail
+from hpc_elastic.launcher.run_handle import RunHandle
+from hpc_elastic.shared_files import read_tail
 
 
 @pytest.fixture

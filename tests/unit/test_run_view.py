@@ -253,7 +253,8 @@ OTHER = {"17_0": WAITS, "17_1": RUNS}
         (RUNNING, "training", "succeeded", 0, "succeeded"),
         ({}, "training", "failed", 300, "failed"),
         ({}, "training", None, 0, "training"),
-        ({}, "training", None, 300, "lost"),
+        ({}, "training", None, 300, "training"),  # a squeue that is a cache may be as old
+        ({}, "training", None, 301, "lost"),
         ({"17_0": TaskState("17_0", "FAILED")}, None, None, 0, "lost"),
         (None, "training", None, 300, "training"),
         (None, None, None, 0, "unknown"),

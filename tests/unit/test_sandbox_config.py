@@ -1,6 +1,7 @@
 """The sandbox's pure parts: the files its daemons read, and what is decided without effects."""
 
 import errno
+import json
 import os
 from dataclasses import replace
 from ipaddress import IPv4Network
@@ -12,7 +13,7 @@ from slurm_sandbox import MissingPackagesError, SandboxConfig, SandboxError, nfs
 from slurm_sandbox import config as texts
 from slurm_sandbox.config import Layout, client_options
 from slurm_sandbox.daemons import is_available, needs_resume
-from slurm_sandbox.network import build_commands, choose_octet
+from slurm_sandbox.network import build_commands, choose_octet, drop_program
 from slurm_sandbox.processes import (
     Process,
     identify_process,
@@ -233,6 +234,13 @@ def test_state_survives_its_file():
     assert from_text(to_text(state)) == state
 
 
+def test_a_sandbox_of_an_earlier_version_can_be_taken_down():
+    """A setting that its file lacks has its default."""
+    content = json.loads(to_text(State(CONFIG, LAYOUT)))
+    del content["config"]["gpus"]
+    assert from_text(json.dumps(content)) == State(CONFIG, LAYOUT)
+
+
 def test_a_recycled_pid_is_never_signalled():
     """A process is its pid and its start: with another start it is gone, and is not signalled."""
     myself = identify_process(os.getpid())
@@ -324,3 +332,15 @@ def test_faults_are_read_as_they_were_written():
     rule = nfs.FaultRule(3, "node2", errno.EIO, 0, ("read", "write"), "a b/*.pt")
     faults = nfs.ServerFaults(epoch=2, stopped=("node1", "*"), rules=(rule,), last_rule=3)
     assert nfs.faults_from_text(nfs.faults_to_text(faults)) == faults
+
+
+def test_a_filter_drops_packets_to_addresses_and_a_share_of_all():
+    """In classic BPF, for tc: each jump leads to an instruction, and the end lets packets pass."""
+    assert drop_program([], 0.0) == [(0x06, 0, 0, 0xFFFFFFFF)]
+    both = drop_program(["10.64.0.2", "10.64.0.3"], 0.2)
+    assert (0x15, 0, 1, 0x0A400002) in both and (0x15, 0, 1, 0x0A400003) in both
+    assert (0x35, 1, 0, int(0.2 * 0xFFFFFFFF)) in both
+    jumps = (0x15, 0x35)
+    for at, (code, if_true, if_false, _) in enumerate(both):
+        assert code not in jumps or at + 1 + max(if_true, if_false) < len(both)
+    assert both[-1] == (0x06, 0, 0, 0xFFFFFFFF)

@@ -19,6 +19,7 @@ from hpc_elastic.launcher.batch_script import (
     directives,
     gpus_asked,
     render,
+    wants_whole_node,
 )
 from hpc_elastic.launcher.submit import read_template
 
@@ -109,7 +110,7 @@ def test_bash_runs_exactly_the_command_that_was_meant(tmp_path):
     assert path == "/home/o'neil/my clone:/more:/set up"
     assert args == [
         *("--nodes=1", "--ntasks=1", "--cpus-per-task=6"),
-        *("/venv/bin/python", "-u", "-m", "hpc_elastic.agent"),
+        *("/venv/bin/python", "-uP", "-m", "hpc_elastic.agent"),
         "/s c/it's/a\"b/%j/.hpc_elastic/array-0.json",
     ]
 
@@ -131,11 +132,47 @@ def test_a_coallocated_job_asks_for_the_cpus_that_its_smallest_node_has(tmp_path
     ]
 
 
+def test_srun_gets_no_options_of_a_setup_line(tmp_path):
+    """A profile's SLURM_TIMELIMIT would end the task, and --export=NONE its PYTHONPATH."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/bash\nenv\n")
+    srun.chmod(0o755)
+    options = {
+        "SLURM_TIMELIMIT",
+        "SLURM_STDOUTMODE",
+        "SLURM_EXPORT_ENV",
+        "SRUN_OUTPUT",
+        "SLURM_WAIT",
+    }
+    settings = SlurmSettings(setup=[f"export {name}=1" for name in sorted(options)])
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "6", "SLURM_MPI_TYPE": "pmix"}
+    done = subprocess.run(
+        ["bash", "-s"],
+        input=rendered(replace(PLAIN, settings=settings)),
+        env=env,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    names = {line.partition("=")[0] for line in done.stdout.splitlines()}
+    assert not names & options and names >= {"SLURM_MPI_TYPE", "SLURM_CPUS_ON_NODE"}
+
+
 def test_a_failing_setup_line_ends_the_task(tmp_path):
     """A `module load` that fails must not be followed by a training without it."""
     script = replace(PLAIN, settings=SlurmSettings(setup=["false", "echo reached"]))
     done = subprocess.run(["bash", "-s"], input=rendered(script), text=True, capture_output=True)
     assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("line", ["source {}/env.sh", "fails() {{ false; }}; fails", "exit 3"])
+def test_a_failing_setup_line_is_named_in_the_log(line, tmp_path):
+    """A sourced file that ends with a false test prints nothing itself."""
+    (tmp_path / "env.sh").write_text('[ -n "$UNSET_HERE" ] && export A=1\n')
+    script = replace(PLAIN, settings=SlurmSettings(setup=[line.format(tmp_path)]))
+    done = subprocess.run(["bash", "-s"], input=rendered(script), text=True, capture_output=True)
+    assert done.returncode == (3 if line == "exit 3" else 1)
+    assert f"launcher.setup failed with exit code {done.returncode} at: " in done.stderr
 
 
 def test_setup_lines_may_use_unset_variables():
@@ -178,6 +215,12 @@ def test_line_breaks_are_refused(settings):
         rendered(replace(PLAIN, settings=settings))
 
 
+def test_a_backslash_in_the_sweep_folder_is_refused():
+    """Slurm would leave %A_%a in the name of the log as it is: all tasks would write to one."""
+    with pytest.raises(ConfigError, match="no backslash"):
+        directives(replace(PLAIN, submission=Path("/s\\c/.hpc_elastic")))
+
+
 def test_a_container_can_not_mount_a_path_with_a_comma():
     """The lists of mounts know no quoting: better an error than a wrong mount."""
     settings = SlurmSettings(container=APPTAINER)
@@ -211,10 +254,23 @@ def test_users_template_gets_the_documented_variables():
     ],
 )
 def test_gpus_are_asked_for_by_a_key_or_as_gres(settings, num):
-    """A container has them in both cases."""
+    """Those of all types together."""
     assert gpus_asked(settings) == num
-    settings = replace(settings, container=APPTAINER)
-    assert ("--nv" in command(replace(PLAIN, settings=settings))) == (num is not None)
+
+
+@pytest.mark.parametrize("gres", ["shard:2", "gres/shard:2", "lustre:1,mps:50"])
+def test_a_part_of_a_gpu_is_a_share_of_a_node(gres):
+    """Slurm grants no whole node with it, and a step inherits it."""
+    settings = SlurmSettings(sbatch={"gres": gres})
+    assert not wants_whole_node(settings)
+    assert "JOB_GRES" not in command(replace(PLAIN, settings=settings))
+
+
+@pytest.mark.parametrize("flag", ["--gres=gpu:1", "--gpus=2", "--gpus-per-task=1", "-G1"])
+def test_gpus_in_srun_args_take_the_place_of_ours(flag):
+    """Srun refuses two ways to ask for them."""
+    settings = SlurmSettings(srun_args=[flag])
+    assert "JOB_GRES" not in command(replace(PLAIN, settings=settings))
 
 
 def test_an_unknown_name_in_a_template_is_an_error():
@@ -242,6 +298,8 @@ def test_no_variable_of_the_workers_is_in_the_script():
         (SlurmSettings(mem="8G"), ["--mem=8G"]),
         (SlurmSettings(sbatch={"mem-per-cpu": "2G"}), ["--mem-per-cpu=2G"]),
         (SlurmSettings(sbatch={"gres": None}), ["--mem=0", "--exclusive"]),
+        (SlurmSettings(sbatch={"gres": "lscratch:100"}), ["--mem=0", "--exclusive"]),
+        (SlurmSettings(sbatch={"gres": "lscratch:100,gpu:3090:2"}), []),
         (SlurmSettings(exclusive=False), []),
         (SlurmSettings(exclusive=True), ["--exclusive"]),
         (SlurmSettings(exclusive=True, mem="8G"), ["--mem=8G", "--exclusive"]),

@@ -41,6 +41,17 @@ def test_each_kind_of_writer_gets_them(in_a_run):
         assert values["hpc_elastic/world_size"] == 4.0 and log.call_args.kwargs == {"step": 7}
 
 
+def test_a_step_that_is_no_whole_number_writes_nothing(in_a_run, caplog):
+    """And says so, once; one that is whole is handed on as such."""
+    board = Mock(spec=["add_scalar"])
+    for step in (7.5, None, "7"):
+        hpc_elastic.log_run_metrics(board, step)
+    board.add_scalar.assert_not_called()
+    assert len(caplog.records) == 1 and "give a whole number" in caplog.text
+    hpc_elastic.log_run_metrics(board, 7.0)
+    assert type(board.add_scalar.call_args.args[2]) is int
+
+
 def test_other_ranks_and_other_programs_write_nothing(in_a_run, monkeypatch):
     """One rank does for all; outside a run there is nothing to tell."""
     board = Mock(spec=["add_scalar"])

@@ -1,6 +1,7 @@
 """The scheduler of a run: what it lists and what it does, in Slurm and in the local queue."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ class FakeClient:
         self.postponed: list[tuple[list[str], float]] = []
         self.requeued: list[str] = []
         self.excluded_nodes: list[tuple[list[str], list[str]]] = []
+        self.readmitted: list[tuple[list[str], str]] = []
         self.submitted: list[int | None] = []
 
     def tasks(self, job_ids, *, once=False):
@@ -79,12 +81,13 @@ class FakeClient:
             raise SlurmCommandError(["scontrol"], None, "no answer within 10 s")
         return self.avoided.get(task, ())
 
-    def exclude(self, tasks, hosts):
+    def exclude(self, tasks, hosts, *, but=()):
         """Record it."""
         if list(hosts):
             self.excluded_nodes.append((list(tasks), sorted(hosts)))
+        self.readmitted += [(list(tasks), host) for host in but]
 
-    def resubmit(self, script, index, *, exclude):
+    def resubmit(self, script, index, *, exclude, known):
         """Record it."""
         self.submitted.append(index)
         return "99"
@@ -322,9 +325,27 @@ def test_nodes_are_avoided_by_those_that_wait_and_by_those_that_come_back(tmp_pa
     held = TaskState("70_0", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0)
     client = FakeClient([held, TaskState("70_1", "COMPLETED")])
     scheduler = Scheduler(run, run.load(), client)
-    scheduler.exclude_nodes(["n3"], "CUDA error")
+    scheduler.exclude_nodes(["n3"], "CUDA error", 1e12)
     scheduler.restart_tasks(["70_0"])
     assert client.excluded_nodes == [(["70_0"], ["n3"])] * 2
+
+
+def test_an_exclusion_that_has_ended_is_forgotten_by_the_run_and_by_its_tasks(tmp_path):
+    """But for a task that may still run there; a repetition asks Slurm nothing.
+
+    Whoever has excluded it, the leader or an agent on the node: the file has the time.
+    """
+    run = run_of(tmp_path, "70", [(0, 0), (0, 1)])
+    client = FakeClient([TaskState("70_0", "PENDING"), TaskState("70_1", "PENDING")])
+    scheduler = Scheduler(run, run.load(), client)
+    scheduler.exclude_nodes(["n4"], "CUDA error", 1e12)
+    scheduler.exclude_nodes(["n3"], "preflight: a GPU is lost", time.time() - 1.0)
+    run.avoided.mkdir()
+    (run.avoided / "70_1@n3").touch()
+    for _ in range(2):
+        scheduler.end_exclusions()
+    assert client.readmitted == [(["70_0"], "n3")]
+    assert set(requeue_module.excluded(run)) == {"n4"}
 
 
 # ---- the tasks of many runs

@@ -24,6 +24,11 @@ def local(nodes=None, **keys):
     return {"nodes": nodes, "launcher": {"backend": "local", **keys}}
 
 
+def of_sizes(world_sizes=(1, 2), **keys):
+    """Return a composed config with the sizes that a group may have."""
+    return {**local("1:2", world_sizes=list(world_sizes)), "nproc_per_node": 1, **keys}
+
+
 def refusal(config, **kwargs):
     """Return the error that a config is refused with."""
     with pytest.raises(ConfigError) as caught:
@@ -182,7 +187,7 @@ def test_settings_resolve_from_their_own_config():
         env={"A": "b"},
         container={"runtime": "pyxis", "image": "x", "mounts": ["/a:/b"]},
         gpus_per_node="a100:2",
-        rendezvous={"join_timeout_s": 10},
+        rendezvous={"join_timeout_s": 3600},
     )
     settings = resolve(config, overrides=["nodes=961", "launcher.time=90"])
     assert resolve(as_config(settings)) == settings
@@ -220,6 +225,10 @@ def test_a_sweep_written_in_yaml_is_from_yaml():
         (slurm(container={"img": 3}), "(did you mean 'image'?)"),
         (local(partition="x"), "launcher=local; it belongs to launcher=slurm"),
         (local(container={}), "it belongs to launcher=slurm"),
+        (
+            local(partion="x"),
+            "no such key (did you mean 'launcher.partition'?); that belongs to launcher=slurm",
+        ),
         (slurm(max_agents=2), "launcher=slurm; it belongs to launcher=local"),
         (slurm(heartbeat_interval_s=1), "(did you mean launcher.rendezvous.heartbeat_interval_s?)"),
         (slurm(rendezvous={"interface": "ib0"}), "(did you mean launcher.interface?)"),
@@ -283,6 +292,7 @@ def test_a_key_that_was_renamed_is_refused_with_its_present_name(old):
         ("gpus_per_node", 0, "'a100:2'"),
         ("gpus_per_node", "a100", "'a100:2'"),
         ("gpus_per_node", True, "'a100:2'"),
+        ("gpus_per_node", 185_402, "'3090:2'"),  # as YAML reads it
         ("mem", 64, "64G"),
         ("mem", "64 G", "64G"),
         ("mem", "1.5G", "64G"),
@@ -330,6 +340,8 @@ def test_what_spares_import_ahead_is_a_list_of_modules(modules):
         ("coallocate_min", True, True),
         ("gpus_per_node", "2", 2),
         ("gpus_per_node", "a100:2", "a100:2"),
+        ("gpus_per_node", "3090:2", "3090:2"),
+        ("gpus_per_node", "2080ti:4,1g.10gb:1", "2080ti:4,1g.10gb:1"),
         ("mem", "64G", "64G"),
         ("mem", 0, "0"),
         ("setup", None, []),
@@ -444,13 +456,15 @@ def test_sbatch_flags_that_a_key_owns_or_that_would_break_a_run(flag, value, why
 
 
 def test_other_sbatch_flags_pass_under_their_long_names():
-    """Underscores and dashes in front are tolerated."""
+    """Underscores and dashes in front are tolerated; options of the site (SPANK) keep theirs."""
     flags = {"reservation": "night", "mail_type": "END", "--contiguous": True, "nice": 10}
+    flags |= {"use_container": True}
     assert resolve(slurm(sbatch=flags)).launcher.sbatch == {
         "reservation": "night",
         "mail-type": "END",
         "contiguous": True,
         "nice": 10,
+        "use_container": True,
     }
 
 
@@ -480,13 +494,28 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
         (slurm(exclusive=True, sbatch={"oversubscribe": True}), "launcher.sbatch.oversubscribe"),
         (slurm(nodes="2:4", array_parallelism=1), "launcher.array_parallelism"),
         (local(nodes="2:4", max_agents=1), "launcher.max_agents"),
-        (local(rendezvous={"heartbeat_timeout_s": 0.5}), "launcher.rendezvous.heartbeat_timeout_s"),
+        (
+            local(rendezvous={"heartbeat_timeout_s": 0.5}),
+            "launcher.rendezvous.heartbeat_interval_s",
+        ),
         (local(agent={"stop_timeout_s": 60}), "launcher.agent.stop_timeout_s"),
+        (of_sizes(nodes="1:4"), "launcher.world_sizes"),
+        (of_sizes(nodes="3"), "launcher.world_sizes"),
+        (of_sizes(nproc_per_node="gpu"), "launcher.world_sizes"),
+        (of_sizes(ft=True), "launcher.world_sizes"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(config, key):
     """Each is allowed alone, but not together."""
     assert refusal(config).key == key
+
+
+def test_listed_sizes_are_numbers_of_nodes_that_fit_the_range():
+    """Workers become nodes; a range whose ends are no such size is refused with one that fits."""
+    config = functools.partial(of_sizes, [16, 2, 4, 6, 8, 7], nproc_per_node=2)
+    assert resolve(config(nodes="1:8")).node_counts == [1, 2, 3, 4, 8]
+    assert resolve(config(nodes="2:4:2")).node_counts == [2, 4]
+    assert "nodes=1:4," in str(refusal(config(nodes="1:6")))
 
 
 def test_what_else_a_node_has_may_be_asked_for_beside_its_gpus():
@@ -593,3 +622,8 @@ def test_networks_are_checked_at_submission():
     assert found.allow_from == given["allow_from"]
     error = refusal(slurm(rendezvous={"allow_from": ["10.1.0.0/16", "cluster"]}))
     assert error.key == "launcher.rendezvous.allow_from" and "'cluster' is no network" in str(error)
+    many = [f"10.{i // 100}.{i % 100}.1" for i in range(5000)]
+    error = refusal(slurm(rendezvous={"allow_from": many}))
+    assert error.key == "launcher.rendezvous.allow_from" and "[10.1.0.0/16]" in str(error)
+    for given in (many[:3900], [f"10.0.{i // 256}.{i % 256}" for i in range(5000)]):
+        assert resolve(slurm(rendezvous={"allow_from": given})).launcher.rendezvous

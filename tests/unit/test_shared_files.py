@@ -1,16 +1,26 @@
 """Files of a folder that several machines share: whose a file is, and what is taken for absent."""
 
 import ast
+import contextlib
 import errno
 import os
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import hpc_elastic
 from hpc_elastic import shared_files
+from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles, describe
+from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.term import RunFiles
-from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.directory import RunDir, Submission
+from hpc_elastic.run.fencing import entry_path
+from hpc_elastic.shared_files import read_bytes
+from hpc_elastic.slurm import scheduler
+from hpc_elastic.slurm.parsing import JobIdentity
 
 PACKAGE = Path(hpc_elastic.__file__).parent
 FROM_MEMORY = {"exists", "is_file", "is_dir", "stat", "lstat"}
@@ -19,6 +29,52 @@ ONE_MACHINE = {
     "agent/stacks.py": "a file in this node's own memory",
 }
 """Modules that wait for what no other machine makes."""
+
+
+READ_BY_THEMSELVES = {
+    "shared_files.py": "the kernel's table of mounts",
+    **dict.fromkeys(
+        ("slurm/local_queue.py", "slurm/environment.py", "ft/gloo.py", "launcher/local.py"),
+        "the kernel's files of processes",
+    ),
+    **dict.fromkeys(
+        ("agent/compile_cache.py", "agent/warm_workers.py", "checkpoint/node_memory.py"),
+        "the kernel's files of devices, processes and memory",
+    ),
+    "agent/stacks.py": "a file in this node's own memory, and the kernel's",
+    **dict.fromkeys(
+        ("doctor/probe_network.py", "doctor/probe_folder.py", "doctor/probe_job.py",
+         "doctor/probe_task.py"), "the probe's folder, which it has made",
+    ),
+    **dict.fromkeys(
+        ("launcher/user_code.py", "launcher/submit.py", "cli/init.py", "agent/main_block.py",
+         "agent/command.py"),
+        "the user's own scripts",
+    ),
+    "launcher/detach.py": "a file that this process has made",
+    "cli/live_pages.py": "a file of this package",
+    "transport/interface.py": "the site's nccl.conf, and the user's own",
+    "transport/auth.py": "the user's key, whose owner and mode are checked",
+    **dict.fromkeys(
+        ("integrations/wandb.py", "integrations/tensorboard.py", "integrations/huggingface.py"),
+        "files of other libraries in folders that the script names",
+    ),
+}  # fmt: skip
+"""Modules that read whole files otherwise than by `shared_files.open_file`: none of a run's."""
+
+
+def test_files_of_a_run_are_read_by_one_rule():
+    """A FIFO or a link in place of one stops or misleads its reader; see `shared_files`."""
+    found = {
+        str(module.relative_to(PACKAGE))
+        for module in PACKAGE.rglob("*.py")
+        if "testing" not in module.parts
+        for call in ast.walk(ast.parse(module.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("read_text", "read_bytes")
+    }
+    assert found == set(READ_BY_THEMSELVES)
 
 
 def polls(module: Path) -> list[int]:
@@ -150,3 +206,98 @@ def test_what_the_next_leader_appends_to_is_left_without_a_delegation(tmp_path, 
     how = [how for path, how in opened if path == str(progress)]
     assert how == [os.O_RDONLY, os.O_WRONLY, os.O_WRONLY]
     assert released == [progress]
+
+
+def blocks(read: Callable[[], object]) -> bool:
+    """Return whether a call has not come back after some seconds; its error is its answer."""
+
+    def call() -> None:
+        with contextlib.suppress(OSError):
+            read()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    return thread.is_alive()
+
+
+def test_no_reader_of_a_run_waits_for_the_writer_of_a_fifo(tmp_path):
+    """Whoever may write there, or names a path to Slurm, would stop an agent or a `cancel`."""
+    run = RunDir(tmp_path)
+    run.rdzv.mkdir()
+    array = Submission(tmp_path).array(0)
+    worker = WorkerFiles(tmp_path, 1, 0)
+    fifo = tmp_path / "script"
+    for file in (fifo, run.secret, array.script, worker.error, worker.err,
+                 entry_path(run.rdzv, 1), run.rdzv / "lease.1"):  # fmt: skip
+        os.mkfifo(file)
+    log = DecisionLog(run.rdzv, b"secret")
+    job = JobIdentity("x", str(fifo), "/")
+    place = NodeIdentity("7_0", "node1", tmp_path)
+    readers: dict[str, Callable[[], object]] = {
+        "a job's script": lambda: scheduler._runs_array(job, array),
+        "an entry": lambda: log.read(1),
+        "a lease": lambda: log.lease(1),
+        "a worker's files": lambda: describe(EndedWorker(0, 1), worker, place),
+        "a secret": lambda: read_bytes(run.secret),
+    }
+    assert [name for name, read in readers.items() if blocks(read)] == []
+
+
+def test_a_script_behind_a_link_is_that_of_its_array(tmp_path):
+    """A copy that was submitted by hand may be named by a link."""
+    array = Submission(tmp_path).array(0)
+    (tmp_path / "copy").write_text(f"srun python -m hpc_elastic.agent {array.tasks}\n")
+    (tmp_path / "link").symlink_to("copy")
+    assert scheduler._runs_array(JobIdentity("x", str(tmp_path / "link"), "/"), array)
+
+
+# ---- a folder that was removed for good -------------------------------------------------------
+
+
+def removal_watch(folder: Path) -> shared_files.RemovalWatch:
+    """A watch over a folder that exists."""
+    folder.mkdir(parents=True)
+    return shared_files.RemovalWatch(folder)
+
+
+def test_a_removed_folder_is_removed_for_good_after_a_minute(tmp_path):
+    """In fresh listings of its parent, or of the next folder that is left."""
+    watch = removal_watch(tmp_path / "sweep" / "0" / "rdzv")
+    assert not watch.is_removed(0.0)
+    shutil.rmtree(tmp_path / "sweep")
+    assert not watch.is_removed(10.0) and not watch.is_removed(69.0)
+    assert watch.is_removed(70.0)
+
+
+def test_a_folder_that_comes_back_was_not_removed(tmp_path):
+    """A minute without it is counted anew."""
+    watch = removal_watch(tmp_path / "rdzv")
+    (tmp_path / "rdzv").rename(tmp_path / "away")
+    assert not watch.is_removed(0.0)
+    (tmp_path / "away").rename(tmp_path / "rdzv")
+    assert not watch.is_removed(59.0)
+    (tmp_path / "rdzv").rmdir()
+    assert not watch.is_removed(61.0) and not watch.is_removed(120.0)
+    assert watch.is_removed(121.0)
+
+
+@pytest.mark.parametrize("what", ["unreadable", "another file system"])
+def test_a_folder_that_cannot_be_asked_about_is_not_removed(tmp_path, monkeypatch, what):
+    """The parent cannot be listed, or is the empty mount point of a file system that is away."""
+    watch = removal_watch(tmp_path / "rdzv")
+    (tmp_path / "rdzv").rmdir()
+    if what == "unreadable":
+        monkeypatch.setattr(shared_files, "names_listed", raising(OSError(errno.EIO, "no")))
+    else:
+        watch._device = -1
+    assert not watch.is_removed(0.0) and not watch.is_removed(1000.0)
+
+
+def raising(error: OSError) -> Callable[[Path], list[str]]:
+    """A listing that fails."""
+
+    def fail(_: Path) -> list[str]:
+        raise error
+
+    return fail

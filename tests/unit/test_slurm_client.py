@@ -14,10 +14,12 @@ from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm import client as slurm_command
 from hpc_elastic.slurm.client import SiteClient, SlurmClient
+from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import Preemption, is_refused
 
 REST = "|9:00|N/A|N/A|"
 """The fields of squeue's lines between the node and the reason."""
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
 @pytest.fixture
@@ -75,6 +77,31 @@ def test_a_command_that_does_not_answer_is_given_up(command, tmp_path, reaped):
         client.partitions()
     assert caught.value.exit_code is None
     assert caught.value.argv == ["sinfo", "-h", "-a", "-o", "%R"]
+
+
+@pytest.mark.parametrize(
+    ("line", "timeout_s"),
+    [
+        ("MessageTimeout=60", 65.0),
+        ("messagetimeout = 100 # slow", 105.0),
+        ("#MessageTimeout=60", 10.0),
+        ("MessageTimeout=5", 10.0),
+    ],
+)
+def test_a_slow_site_is_waited_for_as_its_own_commands_wait(tmp_path, line, timeout_s):
+    """Its MessageTimeout, by this machine's slurm.conf; without a line, 10 s."""
+    config = tmp_path / "slurm.conf"
+    config.write_text(f"ClusterName=a\n{line}\nSlurmctldHost=b\n")
+    assert SlurmClient(env={"SLURM_CONF": str(config)}).timeout_s == timeout_s
+    assert SlurmClient(7, env={"SLURM_CONF": str(config)}).timeout_s == 7
+
+
+def test_a_command_that_is_slow_is_said_so_once(command, monkeypatch, caplog):
+    """And waited for: the default of 10 s would make this test last."""
+    monkeypatch.setattr(slurm_command, "_SLOW_S", 0.1)
+    command("sinfo", "sleep 0.5; echo low")
+    assert command.client.partitions() == ["low"]
+    assert caplog.text.count("has not answered for 0.1 s, and is waited for up to 5 s") == 1
 
 
 def test_a_command_that_was_hit_before_it_began_is_run_again(command, tmp_path, monkeypatch):
@@ -154,15 +181,98 @@ def test_unreadable_output_is_an_error_of_the_command(command):
         command.client.tasks(["7"])
 
 
+BANNER = "*** Welcome: 24.12 is down, see a|b ***"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "query", "answer"),
+    [
+        ("sinfo", ["gpu", "cpu"], lambda c: c.partitions(), ["gpu", "cpu"]),
+        ("sinfo", ["n1|idle"], lambda c: c.each_node(None), {"n1": "idle"}),
+        ("sinfo", ["2|idle"], lambda c: c.node_states(), {"idle": 2}),
+        ("squeue", [f"7|0|7|RUNNING|0|n1{REST}None|"], lambda c: list(c.tasks(["7"])), ["7_0"]),
+        ("squeue", ["7|/s|/w|a name|"], lambda c: list(c.identities(["7"])), ["7"]),
+        ("scontrol", ["MaxArraySize = 9"], lambda c: c.max_array_size(), 9),
+        ("sacctmgr", ["a,b"], lambda c: c.offered_qos("me"), {"a", "b"}),
+        ("sbatch", ["slurm 24.11.5"], lambda c: c.version("sbatch"), "24.11.5"),
+    ],
+)
+def test_the_banner_of_a_wrapper_is_not_read_as_an_answer(command, name, rows, query, answer):
+    """Sites wrap Slurm's commands: lines before and after the answer are not of it."""
+    command(name, f"cat <<'END'\n{BANNER}\n" + "\n".join(rows) + f"\n\n{BANNER}\nEND")
+    assert query(command.client) == answer
+
+
+def test_where_jobs_wait_is_squeues_answer(command):
+    """A task that was moved, one that may start in two partitions, and a site's banner."""
+    command("squeue", "echo 'Slurm 24.11'; echo '7|new'; echo '7|new'; echo '8|a,b'")
+    assert command.client.pending_partitions(["7", "8", "7"]) == "a,b,new"
+    assert "-t PENDING" in command.calls()[0] and "-j 7,8" in command.calls()[0]
+    command("squeue", FORGOTTEN)
+    assert command.client.pending_partitions(["7"]) is None
+
+
+def test_the_qos_of_other_clusters_and_accounts_are_not_offered(command):
+    """The accounting of a site may be of several clusters: sacctmgr is asked for ours only."""
+    ours, mine = 'grep -qw "cluster=a"', 'grep -qw "account=p"'
+    rows = f'echo "$*" | {ours} || echo far; echo "$*" | {mine} || echo other; echo normal'
+    command("sacctmgr", rows)
+    assert command.client.offered_qos("me", "a", "p") == {"normal"}
+    assert command.client.offered_qos("me", "a") == {"normal", "other"}
+
+
+def test_the_banner_of_a_wrapper_is_no_step_to_kill(command):
+    """A version or a date in it looks like a step of another job."""
+    command("squeue", "echo 'Slurm 24.11 on 24.12'; echo 7_0.batch; echo 7_0.0")
+    command("scancel", "true")
+    command.client.kill_steps("7_0")
+    assert command.calls()[-1] == "--signal=KILL 7_0.0"
+
+
+def test_banners_alone_leave_each_job_to_be_asked_for(command):
+    """Several jobs that Slurm has purged leave no row; each alone has an error of its own."""
+    command("squeue", f'echo Welcome; case "$*" in *7,8*) ;; *) {FORGOTTEN};; esac')
+    command("scontrol", FORGOTTEN)
+    assert command.client.tasks(["7", "8"]) == {}
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "Welcome\nscancel: error: Kill job error on job id 7: Invalid job id specified",
+        "Job/step already completing or completed\nBye",
+    ],
+)
+def test_the_banner_of_a_wrapper_is_no_error_of_slurm(command, says):
+    """A task that has ended need not be cancelled, whatever else is printed."""
+    command("scancel", f"echo '{says}' >&2; exit 1")
+    command.client.cancel(["7"])
+
+
 def test_one_forgotten_job_does_not_hide_the_others(command):
     """Should a squeue refuse them all, each is asked for alone."""
     command(
         "squeue",
         'case "$*" in *"-j 7") echo "7|0|7|RUNNING|0|n1|9:00|N/A|N/A|None|";; '
-        "*) echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;; esac",
+        f"*) {FORGOTTEN};; esac",
     )
+    command("scontrol", FORGOTTEN)
     assert set(command.client.tasks(["7", "8"])) == {"7_0"}
     assert command.client.tasks(["8"]) == {}
+
+
+def test_what_a_cached_squeue_does_not_list_yet_the_controller_does(command):
+    """Its answer is older than job 8; job 6 was purged, and is asked for no more."""
+    command("squeue", "echo '7|0|7|RUNNING|0|n1|9:00|N/A|N/A|None|'")
+    shown = "JobId=9 ArrayJobId=8 ArrayTaskId=1 JobState=RUNNING Reason=None Restarts=2"
+    shown += " PreemptTime=2030-01-31T12:00:00 NodeList=n[1-2]"
+    command("scontrol", f'case "$*" in *6) {FORGOTTEN};; esac; echo "{shown}"')
+    for _ in range(2):
+        tasks = command.client.tasks(["6", "7", "8"])
+        state = TaskState("8_1", "RUNNING", node="n[1-2]", restarts=2, preempted=True)
+        assert set(tasks) == {"7_0", "8_1"} and tasks["8_1"] == state
+    assert [call.split()[-1] for call in command.calls() if "show job" in call] == ["6", "8", "8"]
+    assert set(command.client.tasks(["7", "8"], once=True)) == {"7_0"}
 
 
 def test_elements_of_an_array_are_cancelled_as_one_set(command):
@@ -277,6 +387,25 @@ def test_a_job_that_may_not_be_requeued_is_permitted_it_first(command, tmp_path)
     assert command.calls() == ["requeue 8", "update jobid=8 requeue=1", "requeue 8"]
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"), [("Access/permission denied", True), ("down", False)]
+)
+def test_a_permission_that_is_denied_is_a_refused_requeue(command, words, refused):
+    """Some sites let nobody change it: another task takes the place."""
+    disabled = "echo 'Requested operation is presently disabled' >&2"
+    command("scontrol", f"[ $1 = update ] && echo '{words}' >&2 || {disabled}; exit 1")
+    with pytest.raises(SlurmCommandError) as failed:
+        command.client.requeue("8")
+    assert is_refused(failed.value) is refused
+
+
+def test_what_a_site_has_to_say_about_a_submission_is_printed(command, tmp_path, capsys):
+    """By its job_submit plugin, on standard error, though it takes the job."""
+    command("sbatch", "echo 'sbatch: 12 of 40 node hours are left' >&2; echo 7")
+    assert command.client.sbatch(tmp_path / "x.sbatch", env=dict(os.environ, PATH=str(tmp_path)))
+    assert capsys.readouterr().err == "sbatch: 12 of 40 node hours are left\n"
+
+
 def test_a_requeue_that_slurm_refuses_is_told_from_other_errors(command):
     """A site can forbid it for good."""
     command("scontrol", "echo 'Requested operation is presently disabled for job 8' >&2; exit 1")
@@ -333,6 +462,14 @@ def test_a_node_that_a_waiting_task_avoids_is_given_back_to_it(command, host, re
     assert command.calls() == ["-o show job 7_1", *updates]
 
 
+def test_waiting_tasks_get_a_node_back(command, tmp_path):
+    """Those that avoid it, in one call for all that avoid the same nodes."""
+    (tmp_path / "records").write_text(RECORDS)
+    command("scontrol", f'[ "$1" = update ] || cat {tmp_path}/records')
+    command.client.exclude(["7_0", "7_1", "7_2", "7_4"], (), but=["n2"])
+    assert command.calls() == ["-o show job 7", "update jobid=7_[1] ExcNodeList=n1"]
+
+
 def test_a_task_that_runs_can_not_be_given_a_node(command):
     """Slurm changes that of waiting tasks only."""
     record = ALONE.format(state="RUNNING")
@@ -352,6 +489,7 @@ def test_a_node_is_up_by_its_state(command, state, is_up):
     """Not while Slurm does not hear it."""
     command("scontrol", f"echo 'NodeName=n1 State={state} ThreadsPerCore=1'")
     assert command.client.is_up("n1") is is_up
+    assert command.client.is_off("n1") is (state == "IDLE+POWERED_DOWN")
 
 
 def test_a_node_that_slurm_does_not_know_is_not_up(command):
@@ -370,12 +508,13 @@ def test_records_that_can_not_be_read_are_slurms_failure(command):
 def test_a_script_is_submitted_again_for_one_element(command, tmp_path):
     """Without the variables of the job around it, and not to start before it is released."""
     command("sbatch", f'env > {tmp_path}/env; echo "Z;cluster" | tr Z 9')
+    command("squeue", "exit 0")
     inside = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MINE": "1", "SLURM_CONF": "/c"}
     node = {"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3", "SLURM_MEM_PER_NODE": "1"}
     client = SlurmClient(5, env={**inside, **node})
     assert client.resubmit("/s/array-0.sbatch", 4, exclude=["n2", "n1"]) == "9"
     assert client.resubmit("/s/array-1.sbatch", None) == "9"
-    assert command.calls() == [
+    assert [call for call in command.calls() if call.startswith("--parsable")] == [
         "--parsable --begin=now+600 --array=4 --exclude=n[1-2] /s/array-0.sbatch",
         "--parsable --begin=now+600 /s/array-1.sbatch",
     ]
@@ -430,9 +569,49 @@ def test_a_node_without_an_address_has_none(command):
 
 def test_each_batch_script_of_the_user_is_listed_once(command):
     """Jobs without a script, such as those of salloc, have no path."""
-    command("squeue", "printf '/a/array-0.sbatch\\n(null)\\n/a/array-0.sbatch\\n/b c/x.sh\\n'")
+    rows = ["7|0|/a/array-0.sbatch", "8|N/A|(null)", "7|1-3|/a/array-0.sbatch", "9|N/A|/b c/x.sh"]
+    command("squeue", "\n".join(["cat <<'E'", "Welcome", *rows, "E"]))
     assert command.client.batch_scripts() == [Path("/a/array-0.sbatch"), Path("/b c/x.sh")]
-    assert command.calls() == ["-h --me -o %o"]
+    assert command.calls() == ["-h --me -o %F|%K|%o"]
+
+
+ALIVE = """for job; do :; done
+for i in 0 1 2 3; do echo "JobId=$job ArrayJobId=$job ArrayTaskId=$i JobState=PENDING"; done"""
+"""What scontrol shows of a job that is the last word."""
+
+
+def test_a_job_is_found_by_its_batch_script(command):
+    """That of an array element beside those that are known; the newest."""
+    rows = ["7|0-3|/a b/x.sh", "8|2|/a b/x.sh", "12|2|/a b/x.sh", "13|N/A|/a b/x.sh.old", "9|1|/c"]
+    command("squeue", "\n".join(["cat <<'E'", *rows, "E"]))
+    command("scontrol", ALIVE)
+    find = command.client.find_job
+    assert (find(Path("/a b/x.sh")), find(Path("/a b/x.sh"), 2, besides=["7", "12"])) == ("12", "8")
+    assert find(Path("/a b/x.sh"), 3) is None and find(Path("/d")) is None
+
+
+@pytest.mark.parametrize(
+    "shown",
+    ["echo 'JobId=7 JobState=CANCELLED'", "echo 'Invalid job id specified' >&2; exit 1",
+     "echo 'JobId=9 ArrayJobId=7 ArrayTaskId=2 JobState=FAILED'"],
+)  # fmt: skip
+def test_a_job_that_only_a_cached_squeue_lists_is_not_adopted(command, shown):
+    """It was of an earlier submission in the same directory, and has been cancelled."""
+    command("squeue", "echo '7|2|/a/x.sh'")
+    command("scontrol", shown.replace("Invalid", "slurm_load_jobs error: Invalid"))
+    assert command.client.find_job(Path("/a/x.sh"), 2) is None
+    command("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SlurmCommandError):
+        command.client.find_job(Path("/a/x.sh"), 2)
+
+
+def test_a_replacement_whose_answer_was_lost_is_not_submitted_again(command):
+    """A slow sbatch would be ended and repeated, and each of its jobs take a node."""
+    command("squeue", "echo '7|0-3|/a/x.sh'; echo '8|2|/a/x.sh'")
+    command("scontrol", ALIVE)
+    command("sbatch", "echo 9")
+    assert command.client.resubmit(Path("/a/x.sh"), 2, known=["7"]) == "8"
+    assert command.client.resubmit(Path("/a/x.sh"), 2, known=["7", "8"]) == "9"
 
 
 def test_each_node_is_listed_once_with_its_state(command):
@@ -441,6 +620,14 @@ def test_each_node_is_listed_once_with_its_state(command):
     assert command.client.each_node("low,high") == {"n1": "idle", "n2": "allocated*"}
     assert command.client.each_node(None)
     assert command.calls() == ["-h -N -p low,high -o %N|%T", "-h -N -o %N|%T"]
+
+
+@pytest.mark.parametrize("state", ["draining", "drained", "drained*", "drng", "failing"])
+def test_drained_nodes_are_found_among_those_of_a_run(command, state):
+    """sinfo is called for these nodes alone."""
+    command("sinfo", f"printf 'n1|{state}\\nn2|allocated\\nn3|mixed~\\n'")
+    assert command.client.drained_nodes(["n1", "n2", "n3"]) == {"n1": state}
+    assert command.calls() == ["-h -a -N -n n1,n2,n3 -o %N|%T"]
 
 
 # ---- the cluster as a whole, for the doctor

@@ -35,6 +35,9 @@ REQUEUED = {**PREEMPTED, **AGAIN}
 CASES = [
     (facts(Reason.SIGNAL, ("RUNNING", PREEMPTED)), "preempted, in its grace", ExitAction.REQUEUE),
     (facts(Reason.SIGNAL, ("COMPLETING", REQUEUED)), "requeued already", ExitAction.REQUEUED),
+    (facts(Reason.SIGNAL, ("RUNNING", AGAIN)), "requeued already", ExitAction.REQUEUED),
+    (facts(Reason.ASKED, ("RUNNING", REQUEUED)), "requeued already", ExitAction.REQUEUED),
+    (facts(Reason.TIME_LIMIT, ("RUNNING", AGAIN)), "requeued already", ExitAction.REQUEUED),
     (facts(Reason.SIGNAL, ("COMPLETING", PREEMPTED)), "preempted for good", ExitAction.REQUEUE),
     (facts(Reason.SIGNAL, "SUSPENDED"), "suspended", ExitAction.STAY),
     (facts(Reason.TIME_LIMIT, "RUNNING"), "time limit ahead", ExitAction.REQUEUE),

@@ -8,7 +8,10 @@ from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.slurm.environment import (
     SlurmEnvironment,
     as_array_task,
+    as_worker,
     for_commands,
+    for_sbatch,
+    for_submission,
     granted_gpus,
     listed_gpus,
     outside,
@@ -162,6 +165,16 @@ def test_the_environment_of_a_submission_has_no_trace_of_a_job_around_it():
     assert outside(env) == {"SLURM_CONF": "/c", "PATH": "/bin", "SBATCH_QOS": "q"}
 
 
+@pytest.mark.parametrize("of", [for_sbatch, for_submission])
+def test_no_option_of_the_shell_reaches_sbatch(of):
+    """sbatch takes SBATCH_TIMELIMIT before the script's own line; the job's srun, SRUN_OUTPUT."""
+    shell = {
+        **{"SBATCH_TIMELIMIT": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_ARRAY_INX": "0-99"},
+        **{"SALLOC_PARTITION": "x", "SRUN_OUTPUT": "/o", "SLURM_TIMELIMIT": "1"},
+    }
+    assert of({**shell, "PATH": "/bin", "SLURM_CONF": "/c"}) == {"PATH": "/bin", "SLURM_CONF": "/c"}
+
+
 def test_the_environment_of_commands_does_not_change_what_they_print():
     """A user's SQUEUE_FORMAT is for his eyes."""
     env = {
@@ -210,3 +223,34 @@ def test_devices_are_listed_as_cuda_reads_them(text, devices):
 def test_the_gpus_that_were_granted(env, granted):
     """CUDA's variable says which, or else Slurm's how many; not every site sets the former."""
     assert granted_gpus(env) == granted
+
+
+def worker_variables(rank: int, local_rank: int, node: int, here: int) -> dict[str, str]:
+    """torch's variables of one of five workers on three nodes, in a task of Slurm's."""
+    numbers = {
+        "RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "LOCAL_WORLD_SIZE": here,
+        "WORLD_SIZE": 5, "GROUP_WORLD_SIZE": 3,
+    }  # fmt: skip
+    task = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "41", "HOME": "/h"}
+    return {**task, **{name: str(number) for name, number in numbers.items()}}
+
+
+def test_a_worker_finds_its_group_in_slurms_variables():
+    """As one srun with a task for each worker would set them; the task's own are kept."""
+    env = as_worker(worker_variables(3, 1, 1, 2), "n3,n[1-2]", "2(x2),1")
+    expected = {
+        "PROCID": "3", "LOCALID": "1", "NODEID": "1", "NTASKS": "5", "NPROCS": "5", "NNODES": "3",
+        "JOB_NUM_NODES": "3", "JOB_NODELIST": "n3,n[1-2]", "TASKS_PER_NODE": "2(x2),1",
+        "LAUNCH_NODE_IPADDR": "n3", "GTIDS": "2,3", "JOB_ID": "41",
+    }  # fmt: skip
+    assert {name: env[f"SLURM_{name}"] for name in expected} == expected
+    assert "SLURM_NTASKS_PER_NODE" not in env, "it differs"
+    assert env["HPC_ELASTIC_TASK_SLURM_PROCID"] == "0" and env["HOME"] == "/h"
+    assert env["HPC_ELASTIC_TASK_SLURM_NTASKS"] == "1"
+
+
+def test_equal_nodes_have_a_number_of_tasks_each():
+    """Where it is the same on all of them."""
+    env = as_worker(worker_variables(0, 0, 0, 2), "n[1-3]", "2(x3)")
+    assert env["SLURM_NTASKS_PER_NODE"] == "2"
+    assert SlurmEnvironment.from_env(env).hosts == ["n1", "n2", "n3"]

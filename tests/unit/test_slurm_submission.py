@@ -1,7 +1,12 @@
 """launcher=slurm: queries before a submission, what sbatch gets, and what it refuses."""
 
+import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +30,15 @@ from hpc_elastic.errors import (
 from hpc_elastic.launcher import slurm, submit
 from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.launcher.plan import RunRequest, make_plan
-from hpc_elastic.run.directory import Entry, RunSpec
+from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.parsing import Partition, Preemption, Qos, parse_node_kinds
+from hpc_elastic.slurm.parsing import (
+    Partition,
+    Preemption,
+    Qos,
+    has_submitted_nothing,
+    parse_node_kinds,
+)
 
 ENTRY = Entry("function", "f", "f.py")
 
@@ -94,9 +105,69 @@ def test_a_job_around_the_launcher_is_hidden_from_sbatch(script, sbatch, tmp_pat
     assert names >= {"SLURM_CONF", "CUDA_VISIBLE_DEVICES"}
 
 
+def test_settings_win_over_the_shells_options_of_sbatch():
+    """What names an account or a place and is not typed comes from the shell, into the settings."""
+    shell = {"SBATCH_PARTITION": "x", "SBATCH_ACCOUNT": "a", "SBATCH_WCKEY": "w", "PATH": "/bin"}
+    found = slurm.with_shell_defaults(
+        SlurmSettings(partition="gpu", sbatch={"mail-type": "x"}), shell
+    )
+    assert (found.partition, found.account, found.qos) == ("gpu", "a", None)
+    assert found.sbatch == {"wckey": "w", "mail-type": "x"}
+    kept = slurm.with_shell_defaults(SlurmSettings(sbatch={"wckey": None}), shell)
+    assert kept.sbatch == {"wckey": None}
+
+
+def test_options_of_the_shell_without_a_setting_are_named_once(capsys):
+    """SBATCH_OUTPUT would move the logs: it has no effect, and one line says so."""
+    request = RunRequest(
+        Path("/r"), RunSettings(NodeRange(1, 1), 1, SlurmSettings(time="5")), ENTRY
+    )
+    shell = {"SBATCH_OUTPUT": "/x", "SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "1", "A": "b"}
+    (found,) = slurm.adopt_shell([request], shell)
+    assert found.settings.launcher == SlurmSettings(time="5")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SBATCH_NO_REQUEUE, SBATCH_OUTPUT" in line and "TIMELIMIT" not in line
+    assert slurm.adopt_shell([request], {"SLURM_CONF": "/c"}) == [request]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "*** Maintenance on 24.12. ***\n4242",
+        "4242\nYour project has 17 hours left",
+        "4242;cluster\n",
+        "Welcome\r\nSubmitted batch job 4242\r\nBye",
+    ],
+)
+def test_the_job_id_is_found_in_what_a_wrapper_prints(script, sbatch, tmp_path, printed):
+    """Sites wrap sbatch: banners come before or after the id."""
+    (tmp_path / "printed").write_text(printed)
+    sbatch(f"cat {tmp_path}/printed")
+    assert SlurmClient().sbatch(script) == "4242"
+
+
+@pytest.mark.parametrize("printed", ["thank you", "12\n13"])
+def test_an_output_without_one_job_id_is_an_error(script, sbatch, tmp_path, printed):
+    """A wrong id would make a lost run of a running job; the job may be in the queue."""
+    (tmp_path / "printed").write_text(printed)
+    sbatch(f"cat {tmp_path}/printed")
+    with pytest.raises(SlurmCommandError, match="job id") as caught:
+        SlurmClient().sbatch(script)
+    assert not has_submitted_nothing(caught.value)
+
+
+def test_the_banner_of_a_wrapper_names_no_setting():
+    """`gres` is in `progress`; only sbatch's own lines are read, if it has any."""
+    stderr = "Upgrade in progress, mind the time limit\nsbatch: error: Invalid qos specification"
+    error = explain(stderr, SlurmSettings(qos="x", gpus_per_node=1))
+    assert isinstance(error, ConfigError) and error.key == "launcher.qos"
+
+
 def test_a_refused_array_takes_the_earlier_ones_back(tmp_path, sbatch, monkeypatch):
     """The error has the words of sbatch, and the key; nothing else is printed."""
-    sbatch(f'[ $(wc -l < {tmp_path}/calls) = 1 ] && echo 7 && exit; echo "Invalid qos" >&2; exit 1')
+    refused = LOST.format("Invalid qos specification")
+    sbatch(f"[ $(wc -l < {tmp_path}/calls) = 1 ] && echo 7 && exit; {refused}")
     cancelled = []
     monkeypatch.setattr(SlurmClient, "cancel", lambda self, ids: cancelled.append(ids))
     launchers = [SlurmSettings(partition="a"), SlurmSettings(partition="b", qos="x")]
@@ -111,27 +182,176 @@ def test_a_refused_array_takes_the_earlier_ones_back(tmp_path, sbatch, monkeypat
     assert cancelled == [["7"]]
 
 
-@pytest.mark.parametrize(
-    ("stderr", "is_free"),
-    [("Invalid qos specification", True), ("Socket timed out on send/recv operation", False)],
-)
-def test_the_directory_of_a_refused_run_can_be_used_again(tmp_path, sbatch, stderr, is_free):
-    """After a typo in a setting; not if the job may be in the queue all the same."""
-    launcher, folder = SlurmSettings(partition="a", qos="x"), tmp_path / "run"
-    run = RunRequest(folder, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
+LOST = 'echo "sbatch: error: Batch job submission failed: {}" >&2; exit 1'
+"""What sbatch does when it has no answer, and when it is refused."""
+
+
+@pytest.fixture
+def one_run(tmp_path, monkeypatch):
+    """A plan of one run, whose lost job is looked for at once: a test need not wait 20 s."""
+    monkeypatch.setattr(slurm, "_LOOKS_S", (0.0, 0.0))
+    folder = tmp_path / "run"
     folder.mkdir()
     (folder / "notes.txt").write_text("the user's own")
+    launcher = SlurmSettings(partition="a", qos="x")
+    run = RunRequest(folder, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
     plan = make_plan([run], folder / ".hpc_elastic", max_array_size=9)
-    scripts = submit.write(plan, "train").scripts
-    sbatch(f'echo "sbatch: error: Batch job submission failed: {stderr}" >&2; exit 1')
-    with pytest.raises(HpcElasticError, match=stderr), submit.withdrawn_if_refused(plan):
+    return plan, submit.write(plan, "train").scripts
+
+
+def squeue(tmp_path, text):
+    """Put a squeue beside the test's sbatch, and a controller whose jobs run."""
+    shown = "echo JobId=77 ArrayJobId=77 ArrayTaskId=0 JobState=RUNNING"
+    for name, lines in ("squeue", text), ("scontrol", shown):
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "is_free"),
+    [
+        ("Invalid qos specification", True),
+        ("Unable to contact slurm controller (connect failure)", True),
+        ("Socket timed out on send/recv operation", False),
+        ("Unable to contact slurm controller (receive failure)", False),
+        ("Communication shutdown failure", False),
+        ("Message receive failure", False),
+        ("Insane message length", False),
+        ("Zero Bytes were transmitted or received", False),
+    ],
+)
+def test_the_directory_of_a_refused_run_can_be_used_again(
+    tmp_path, sbatch, one_run, stderr, is_free
+):
+    """After a typo in a setting; not if the job may be in the queue all the same."""
+    plan, scripts = one_run
+    sbatch(LOST.format(stderr))
+    squeue(tmp_path, "exit 0")
+    with pytest.raises(HpcElasticError) as failed, submit.withdrawn_if_refused(plan):
         slurm.submit(plan, scripts)
-    assert (folder / "notes.txt").exists()
+    assert stderr in str(failed.value) and (tmp_path / "run" / "notes.txt").exists()
     if is_free:
         submit.write(plan, "train")
     else:
+        assert "marked as cancelled" in str(failed.value)
+        assert RunDir(tmp_path / "run").cancelled.exists()
         with pytest.raises(RunDirectoryError, match="run_dir of `launch`"):
             submit.write(plan, "train")
+
+
+def test_a_job_whose_answer_was_lost_is_adopted(tmp_path, sbatch, one_run, capsys):
+    """Else it would train unknown to everybody, beside the one that the user submits again."""
+    plan, (script,) = one_run
+    calls = sbatch(LOST.format("Socket timed out on send/recv operation"))
+    squeue(tmp_path, f"[ -e {tmp_path}/up ] && echo '77|0|{script}' && exit; touch {tmp_path}/up")
+    assert slurm.submit(plan, [script]).job_ids == ["77"]
+    assert script.with_suffix(".jobid").read_text() == "77\n"
+    assert "answer of sbatch was lost" in capsys.readouterr().err
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_one_job_stands_for_the_result_of_the_runs(tmp_path, sbatch, one_run, capsys):
+    """It starts when their tasks are over, on one CPU, and exits as `hpc-elastic wait` does."""
+    plan, (script,) = one_run
+    (array,) = plan.arrays
+    array = replace(array, launcher=replace(array.launcher, result_job=True))
+    calls = sbatch("echo 77")
+    jobs = slurm.submit(replace(plan, arrays=(array,)), [script])
+    assert jobs.job_ids == ["77"] and jobs.result_job == "77"
+    assert "--dependency=afterok:77" in capsys.readouterr().err
+    first, second = calls.read_text().splitlines()
+    assert str(script) in first and "--dependency=afterany:77" in second
+    text = (script.parent / "result-0.sbatch").read_text()
+    assert "#SBATCH --cpus-per-task=1" in text and "#SBATCH --qos=x" in text
+    assert f"-m hpc_elastic wait {tmp_path / 'run'} &\n" in text
+
+
+def test_the_result_job_outlives_its_time_limit(tmp_path, sbatch, one_run):
+    """It requeues itself before: what depends on it waits on; its exit code is the command's."""
+    plan, (script,) = one_run
+    launcher = replace(plan.arrays[0].launcher, result_job=True, time="7")
+    arrays = (replace(plan.arrays[0], launcher=launcher),)
+    sbatch("echo 77")
+    slurm.submit(replace(plan, arrays=arrays), [script])
+    text = (script.parent / "result-0.sbatch").read_text()
+    assert "#SBATCH --time=7\n" in text and "#SBATCH --signal=B:USR1@120\n" in text
+    waits = tmp_path / "waits"
+    over = f"while [ ! -e {tmp_path}/over ]; do sleep 0.05; done"
+    waits.write_text(f"touch {tmp_path}/up; {over}; exit 3")
+    requeue = tmp_path / "bin" / "scontrol"
+    requeue.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/told; touch {tmp_path}/over\n')
+    requeue.chmod(0o755)
+    job = script.parent / "job"
+    job.write_text(text.replace(sys.executable, f"/bin/sh {waits}"))
+    with subprocess.Popen(["bash", str(job)], env={**os.environ, "SLURM_JOB_ID": "55"}) as bash:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.02)
+        bash.send_signal(signal.SIGUSR1)
+    assert bash.returncode == 3 and (tmp_path / "told").read_text() == "requeue 55\n"
+
+
+def test_without_its_result_job_nothing_is_submitted(tmp_path, sbatch, one_run):
+    """Whoever depends on it would wait for ever."""
+    plan, (script,) = one_run
+    (array,) = plan.arrays
+    array = replace(array, launcher=replace(array.launcher, result_job=True))
+    refusal = "sbatch: error: Batch job submission failed: Invalid qos specification"
+    sbatch(f'case "$*" in *afterany*) echo "{refusal}" >&2; exit 1;; esac; echo 77')
+    cancels = tmp_path / "bin" / "scancel"
+    cancels.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/cancelled\n')
+    cancels.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"launcher\.qos"):
+        slurm.submit(replace(plan, arrays=(array,)), [script])
+    assert "77" in (tmp_path / "cancelled").read_text()
+
+
+def test_a_silent_slurm_leaves_runs_that_end_at_their_start(tmp_path, sbatch, one_run):
+    """Nothing is known, and nothing can be cancelled: the error says both."""
+    plan, (script,) = one_run
+    sbatch(LOST.format("Message receive failure"))
+    squeue(tmp_path, "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SubmissionError, match=r"could not be cancelled.*marked as cancelled"):
+        slurm.submit(plan, [script])
+    assert RunDir(tmp_path / "run").cancelled.exists()
+
+
+def test_a_job_whose_id_cannot_be_written_is_cancelled(tmp_path, sbatch, one_run, monkeypatch):
+    """At a full quota; no process would know of it."""
+    plan, (script,) = one_run
+    sbatch("echo 77")
+    squeue(tmp_path, f"echo '77|0|{script}'")
+    cancelled = []
+    monkeypatch.setattr(SlurmClient, "cancel", lambda self, ids: cancelled.extend(ids))
+
+    def fail(self, job_id):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(ArrayFiles, "submitted_as", fail)
+    with pytest.raises(SubmissionError, match="quota exceeded: its job was cancelled"):
+        slurm.submit(plan, [script])
+    assert cancelled == ["77"]
+
+
+def test_an_array_that_cannot_be_taken_back_ends_at_its_start(tmp_path, sbatch, monkeypatch):
+    """The controller goes away between two arrays; the error of scancel does not hide sbatch's."""
+    down = "sbatch: error: Unable to contact slurm controller (connect failure)"
+    sbatch(f"[ $(wc -l < {tmp_path}/calls) = 1 ] && echo 7 && exit; echo '{down}' >&2; exit 1")
+
+    def fail(self, ids):
+        raise SlurmCommandError(["scancel", *ids], 1, "scancel: Unable to contact")
+
+    monkeypatch.setattr(SlurmClient, "cancel", fail)
+    runs = [
+        RunRequest(
+            tmp_path / name, RunSettings(NodeRange(1, 1), 1, SlurmSettings(partition=name)), ENTRY
+        )
+        for name in "ab"
+    ]
+    plan = make_plan(runs, tmp_path / ".hpc_elastic", max_array_size=9)
+    with pytest.raises(SubmissionError, match=r"connect failure.*7 could not be cancelled"):
+        slurm.submit(plan, submit.write(plan, "train").scripts)
+    assert all(RunDir(run.dir).cancelled.exists() for run in plan.runs)
 
 
 def test_without_slurm_the_error_says_where_to_go(script, tmp_path, monkeypatch):
@@ -142,6 +362,42 @@ def test_without_slurm_the_error_says_where_to_go(script, tmp_path, monkeypatch)
         slurm.submit_script(script, 1, client)
     error = slurm.refusal(failed.value, SlurmSettings(), client)
     assert isinstance(error, SubmissionError) and "launcher=local" in str(error)
+
+
+def test_a_controller_that_does_not_answer_is_not_taken_for_a_missing_slurm():
+    """The remedy is another one."""
+
+    class Silent(SlurmClient):
+        def max_array_size(self) -> int:
+            raise SlurmCommandError(["scontrol"], None, "no answer within 65 s")
+
+    with pytest.raises(SubmissionError, match="scontrol ping"):
+        slurm.max_array_size(dry_run=False, client=Silent())
+
+
+def test_a_site_without_arrays_is_told_so():
+    """MaxArraySize=0 is no number of tasks."""
+
+    class NoArrays(SlurmClient):
+        def max_array_size(self) -> int:
+            return 0
+
+    with pytest.raises(SubmissionError, match="no job arrays"):
+        slurm.max_array_size(dry_run=False, client=NoArrays())
+
+
+@pytest.mark.parametrize(
+    ("optimize", "warnings", "environ", "lost"),
+    [
+        (0, [], {}, ""),
+        (1, [], {}, "-O (PYTHONOPTIMIZE=1)"),
+        (2, ["error"], {}, "-W error (PYTHONWARNINGS=error), -OO (PYTHONOPTIMIZE=2)"),
+        (1, ["error"], {"PYTHONOPTIMIZE": "1", "PYTHONWARNINGS": "ignore,error"}, ""),
+    ],
+)
+def test_flags_of_python_that_workers_lack_are_named(optimize, warnings, environ, lost):
+    """`python -O train.py`: assertions would hold in the workers, without a word."""
+    assert submit.lost_flags(optimize, warnings, environ) == lost
 
 
 class OnePartition:
@@ -155,6 +411,44 @@ class OnePartition:
         self.asked.append(partition)
         short = Partition("short", num_nodes=4, max_time_s=1800.0)
         return Preemption(partitions=(short,), grace_s=60, kill_wait_s=30)
+
+
+class GpusIn:
+    """A cluster whose partition `gpu` alone has GPUs, or whose GPUs Slurm does not know."""
+
+    def __init__(self, kinds: str = "gpu:a100:4|64|1000\n(null)|32|1000") -> None:
+        self.kinds = kinds
+
+    def preemption(self, partition: str | None, qos: str | None = None) -> Preemption:
+        """Return nothing of interest."""
+        return Preemption()
+
+    def node_kinds(self, partition: str | None):
+        """Return the kinds of nodes."""
+        rows = self.kinds.splitlines()
+        wanted = {"gpu": rows[:1], "cpu": rows[-1:], None: rows}[partition]
+        return parse_node_kinds("\n".join(wanted))
+
+
+def test_a_worker_for_each_gpu_needs_nodes_with_gpus(capsys):
+    """Else each node would be tried in turn. Where Slurm knows of no GPU at all it is a note."""
+
+    def run(partition: str, nproc: str = "gpu", **share) -> list[RunRequest]:
+        launcher = SlurmSettings(partition=partition, **share)
+        return [RunRequest(Path("run"), RunSettings(NodeRange(1, 1), nproc, launcher), ENTRY)]
+
+    with pytest.raises(ConfigError, match=r"nproc_per_node='gpu'.*partition cpu.*no GPU"):
+        slurm.query_partitions(run("cpu"), GpusIn())
+    slurm.query_partitions(run("gpu"), GpusIn())
+    slurm.query_partitions(run("cpu", "auto"), GpusIn())
+    assert capsys.readouterr().err == ""
+    slurm.query_partitions(run("cpu"), GpusIn("(null)|32|1000"))
+    assert "Slurm lists no GPU" in capsys.readouterr().err
+    slurm.query_partitions(run("gpu", "auto", cpus_per_node=4), GpusIn())
+    assert "requests none: set launcher.gpus_per_node" in capsys.readouterr().err
+    slurm.query_partitions(run("gpu", "auto", gpus_per_node=1), GpusIn())
+    slurm.query_partitions(run("cpu", "auto", cpus_per_node=4), GpusIn())
+    assert capsys.readouterr().err == ""
 
 
 def with_minimum(least: int, **settings) -> list[RunRequest]:
@@ -346,6 +640,39 @@ def test_where_plans_are_hidden_harvest_is_a_ladder(capsys):
     assert "sched/builtin starts no task in a gap" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("terms", "named"),
+    [
+        ({"sbatch": {"contiguous": True}}, "launcher.sbatch.contiguous"),
+        ({"sbatch": {"switches": "1@10"}}, "launcher.sbatch.switches"),
+        ({"constraint": "[rack1|rack2]"}, "launcher.constraint"),
+        ({"sbatch": {"constraint": "[a|b]"}}, "launcher.sbatch.constraint"),
+        ({"sbatch": {"contiguous": True, "switches": 1}, "coallocate_min": True}, None),
+        ({"constraint": "[a|b]", "coallocate_min": True}, None),
+        ({"sbatch": {"contiguous": False}, "constraint": "a|b"}, None),
+        ({"pools": [PoolSettings(nodes=4, constraint="[a|b]")]}, "launcher.constraint"),
+    ],
+)
+def test_what_only_a_job_of_several_nodes_can_have_is_said_to_have_no_effect(terms, named, capsys):
+    """Each node is a job of its own: once, for all runs of a sweep, with the key that helps."""
+    for most in 4, 1:  # of one node nothing is to be said
+        settings = RunSettings(NodeRange(1, most), 1, SlurmSettings(time="9", **terms))
+        requests = [RunRequest(Path(f"/sweep/{n}"), settings, ENTRY) for n in range(2)]
+        slurm.query_partitions(requests, OnePartition())
+        said = capsys.readouterr().err
+        assert said.count("has no effect") == (named is not None and most == 4)
+        assert not said or (named in said and "launcher.coallocate_min=true" in said)
+
+
+def test_the_qos_of_another_account_is_not_harvested():
+    """Nor that of another cluster with the same accounting: sbatch would refuse the run."""
+    offers = Offers({**BY_QOS, "ClusterName": "here"})
+    offered = {("here", "p"): {"standby"}, ("here", "q"): set()}
+    offers.offered_qos = lambda user, *where: frozenset(offered[where])
+    assert harvested(offers, account="p").qos == "standby"
+    assert harvested(offers, account="q").qos is None
+
+
 def test_the_site_is_queried_only_for_auto():
     """A ladder needs nothing of it; a task shorter than the least slot has its own length."""
     offers = Offers()
@@ -373,8 +700,13 @@ def test_each_pool_is_harvested_as_it_says():
         ("Invalid qos specification", {"qos": "x"}, "qos"),
         ("Requested time limit is invalid (missing or exceeds some limit)", {"time": "9"}, "time"),
         ("Invalid generic resource (gres) specification", {"gpus_per_node": 9}, "gpus_per_node"),
+        ("User's group not permitted to use this partition", {"partition": "x"}, "partition"),
+        ("Memory required by task is not available", {"mem": "9T"}, "mem"),
+        ("CPU count specification invalid", {"cpus_per_node": 999}, "cpus_per_node"),
+        ("Invalid time-min specification (exceeds job's time or other limits)",
+         {"time": "9", "time_min": "8"}, "time_min"),
     ],
-)
+)  # fmt: skip
 def test_a_refused_setting_is_named(stderr, settings, key):
     """Slurm does not name the flag; the error has the key, its value and Slurm's words."""
     error = explain(f"sbatch: error: {stderr}", SlurmSettings(**settings))
@@ -415,6 +747,21 @@ def test_what_no_node_has_together_is_named_together():
     assert "launcher.gpus_per_node=6, launcher.cpus_per_node=128" in str(error)
 
 
+def test_partitions_are_listed_where_the_nodes_of_one_are_not(script, sbatch):
+    """sinfo may fail for the partition that does not exist."""
+
+    class Client(SlurmClient):
+        def partitions(self) -> list[str]:
+            return ["gpu", "cpu"]
+
+        def node_kinds(self, partition: str | None):
+            raise SlurmCommandError(["sinfo"], 1, "no such partition")
+
+    refused = SlurmCommandError(["sbatch"], 1, "sbatch: error: invalid partition specified: x")
+    error = slurm.refusal(refused, SlurmSettings(partition="x"), Client())
+    assert "there are cpu, gpu" in str(error)
+
+
 def test_an_unknown_partition_is_told_with_those_that_exist():
     """The near miss and the partitions of the cluster are in the message."""
     stderr = "sbatch: error: invalid partition specified: gpuu\nsbatch: error: Batch job failed"
@@ -427,7 +774,16 @@ def test_an_unknown_partition_is_told_with_those_that_exist():
 @pytest.mark.parametrize(
     ("stderr", "remedy"),
     [
-        ("Job violates accounting/QOS policy (job submit limit, ...)", "limits"),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "a limit of your account or QOS",
+        ),
+        ("QOSMaxSubmitJobPerUserLimit", "QOSMaxSubmitJobPerUserLimit"),
+        ("Maintenance in progress until 6 pm, mind the time limit of your QOS", "Maintenance"),
+        ("Rate limit exceeded, please retry momentarily", "try again"),
+        ("System submissions disabled", "try again later"),
+        ("Partition in DOWN state", "another launcher.partition"),
+        ("MaxJobCount limit reached", "takes no more jobs"),
         ("Unable to contact slurm controller (connect failure)", "SLURM_CONF"),
         ("Invalid time specification (pos=0): x Invalid --begin specification", "--begin"),
         ("something new", "something new"),

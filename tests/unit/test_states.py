@@ -136,3 +136,9 @@ def test_the_time_left_is_a_length_of_time(text, seconds):
 def test_a_node_of_a_larger_job_goes_by_the_job(task, name, job):
     """Slurm requeues and postpones the job as a whole."""
     assert (queue_name(task), job_of(task)) == (name, job)
+
+
+def test_times_in_unix_seconds_are_not_local_time(monkeypatch):
+    """In the hour in which daylight saving ends a local time has two meanings."""
+    fields = "7|N/A|7|PENDING|0||1:00|N/A|1793494800|BeginTime|"
+    assert parse_squeue(fields, 1793494740.0)["7"].starts_in_s == 60.0

@@ -11,8 +11,10 @@ import pytest
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import control
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.forecast import IDLE
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.node_value import NodeDemand
+from hpc_elastic.slurm.parsing import usable_state
 from hpc_elastic.slurm.sweep_queue import (
     KEPT_AWAY_S,
     NodeSupply,
@@ -43,13 +45,22 @@ def queued(name: str, low: int, *tasks: str, **fields) -> QueuedRun:
             "over": TaskState(task, "COMPLETED"),
             "leaves": TaskState(task, "COMPLETING", node="n9"),
         }
-        states[task] = known.get(word) or TaskState(task, "RUNNING", node=word)
+        waits = TaskState(task, "PENDING", word) if word[:1].isupper() else None
+        states[task] = known.get(word) or waits or TaskState(task, "RUNNING", node=word)
     return QueuedRun(name, low, states, **fields)
 
 
 def four(*, whole: bool = True, **states: str) -> NodeSupply:
     """Return a cluster of four nodes, all allocated but as told."""
     return NodeSupply({**dict.fromkeys(("n1", "n2", "n3", "n4"), "allocated"), **states}, whole)
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxGRESPerUser", "AssocGrpGRES", "MaxJobsPerAccount"])
+def test_a_limit_of_the_user_is_named_and_idle_nodes_do_not_count(reason):
+    """GPUs a user: the nodes that are idle are for others; they are given back at once."""
+    run = queued("b", 3, "n4", reason, reason)
+    why = why_blocked([run], 0, four(n1="idle", n2="idle"))
+    assert why is not None and reason in why and "other runs" not in why
 
 
 def test_a_run_that_lacks_what_others_train_with_waits_in_vain():
@@ -66,6 +77,18 @@ def test_a_run_waits_for_what_others_than_the_sweep_have(states):
     """Jobs of other users end, and idle nodes are given soon: `below_min_timeout_s` counts."""
     runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
     assert why_blocked(runs, 1, four(**states)) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "is_idle"),
+    [("idle~", True), ("idle#", True), ("idle*", False), ("idle@", False), ("idle-", False),
+     ("planned", False), ("mixed", False)],
+)  # fmt: skip
+def test_a_node_that_saves_power_is_idle(state, is_idle):
+    """Slurm starts it for a task; on a cloud all idle nodes are such."""
+    run = queued("a", 1, "waits")
+    assert four(n4=state).num_idle(run) == is_idle
+    assert (usable_state(state) in IDLE) == (is_idle or state in ("planned", "idle-"))
 
 
 @pytest.mark.parametrize("state", ["down", "down*", "drained", "allocated*", "draining"])
@@ -239,6 +262,7 @@ class FakeClient:
         self.delays: list[float] = []
         self.scripts: list[Path] = []
         self.num_asked = 0
+        self.waits_in: str | None = None
         self.second = TaskState("7_2", "PENDING", "BeginTime", starts_in_s=AWAY)
         self.third = TaskState("7_3", "PENDING", "Resources")
 
@@ -252,9 +276,13 @@ class FakeClient:
         """The scripts of the user's jobs."""
         return self.scripts
 
+    def pending_partitions(self, job_ids):
+        """Where the submissions' tasks wait."""
+        return self.waits_in
+
     def each_node(self, partition):
         """The nodes."""
-        assert partition == "low"
+        assert partition == (self.waits_in or "low")
         return self.states
 
     def postpone(self, tasks, delay_s, *, time_limit_s=None):
@@ -284,6 +312,14 @@ def two_runs(tmp_path) -> list[RunDir]:
 def queue_of(run: RunDir, client: FakeClient) -> SweepQueue:
     """Return the queue as this run's leader sees it."""
     return SweepQueue(run, run.load(), None, client)
+
+
+def test_tasks_that_were_moved_start_on_nodes_of_the_partition_where_they_wait(two_runs):
+    """What squeue lists counts, not the submission, nor the environment of this task."""
+    client = FakeClient()
+    client.waits_in = "new"
+    queue_of(two_runs[0], client).let_others_start()
+    assert client.started == ["7_2"]
 
 
 def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
@@ -370,6 +406,13 @@ def test_the_next_nodes_are_divided_by_what_the_runs_report(two_runs, monkeypatc
     now[0] = 100.0
     two_runs[0].status.write_text("{")
     assert first.let_others_start() == (2,), "nothing is known of it"
+    odd = ('{"step_times": [1]}', '{"step_times": {"a": 1}}', '{"step_times": {"2": null}}',
+           '{"total_steps": "many"}', '{"total_steps": 1e999}', '{"total_steps": 9, "step": {}}',
+           '{"step_times": {"1": NaN, "2": -1}, "total_steps": 9}')  # fmt: skip
+    for text in odd:
+        now[0] += 100.0
+        two_runs[0].status.write_text(text)
+        assert len(first.let_others_start()) == 1, "a sibling's file ends no leader"
 
 
 def test_without_the_setting_every_run_grows(two_runs):

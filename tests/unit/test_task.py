@@ -1,6 +1,8 @@
 """The start of a task: which node of which run it is, and what is said when that is not clear."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -161,3 +163,14 @@ def test_a_coallocated_job_sees_to_its_end_once_its_run_has_ended(array, monkeyp
     for task in tasks:
         start_module._leave_coallocated_job(task)
     assert asked == [("70.1", tasks[0].logs)]
+
+
+def test_a_limit_of_cpu_time_of_the_submitting_shell_is_raised():
+    """Slurm hands a login node's `ulimit -t` to the task; SIGXCPU would end its workers."""
+    text = (
+        "import resource as r; from hpc_elastic.agent.task_main import _raise_limits\n"
+        "r.setrlimit(r.RLIMIT_CPU, (60, 6000)); _raise_limits()\n"
+        "assert r.getrlimit(r.RLIMIT_CPU) == (6000, 6000)\n"
+        "files = r.getrlimit(r.RLIMIT_NOFILE); assert files[0] >= min(files[1], 4096)\n"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True)

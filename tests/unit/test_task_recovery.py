@@ -6,8 +6,14 @@ import pytest
 from groups import A, B, C, D, decisions, machine, notes, running, training
 
 from hpc_elastic.rendezvous.effects import ClearHolds, Exclude
+from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
-from hpc_elastic.rendezvous.task_recovery import GIVE_UP_S, START_TRIES
+from hpc_elastic.rendezvous.task_recovery import (
+    GIVE_UP_S,
+    OUTAGE_TRIES,
+    START_TRIES,
+    LostTaskRecovery,
+)
 from hpc_elastic.slurm.job_state import TaskState
 
 
@@ -166,6 +172,14 @@ def test_a_node_that_cannot_start_a_task_is_avoided_at_once():
     assert notes(m.slurm_answered(view(not_launched(0, "node9")), 11.0, 11.0), "start_failed") == []
 
 
+def test_a_host_that_is_excluded_while_a_group_trains_does_not_fence_it():
+    """An entry would be the end of its workers: they could save nothing more."""
+    m = lost()
+    index = m.run.entry.index
+    m.slurm_answered(view(not_launched(0, "node9")), 10.0, 10.0)
+    assert m.run.policy.excluded == ("node9",) and m.run.entry.index == index
+
+
 def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
     """Its setup may be wrong; a second task that fails there makes the node more likely."""
     m = lost()
@@ -176,16 +190,49 @@ def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
     assert m.run.policy.excluded == ("node9",)
 
 
-def test_a_task_that_fails_everywhere_is_not_tried_for_ever():
+@pytest.mark.parametrize(("trained", "tries"), [(False, 3), (True, 11)])
+def test_a_task_that_fails_everywhere_is_not_tried_for_ever(trained, tries):
     """It is not the fault of a node; the run avoids at most as many nodes as it may have."""
     m, back, failures = lost(), [], []
-    for attempt in range(9):
-        now, failed = 100.0 * attempt, not_launched(attempt, f"node{10 + attempt}")
+    m.run.recovery.has_trained = trained
+    for attempt in range(15):
+        now, failed = 1000.0 * attempt, not_launched(attempt, f"node{10 + attempt}")
         failures += notes(m.slurm_answered(view(failed), now, now), "start_failed")
-        back += restarted(m, failed, now + 2.0)
-    assert back == [(D.task,)] * (START_TRIES - 1)
-    assert [note.fields["again"] for note in failures][:START_TRIES] == [True, True, False]
+        for pause_s in (2.0, 700.0, 702.0):
+            back += restarted(m, failed, now + pause_s)
+    assert set(back) == {(D.task,)}
+    again = [note.fields["again"] for note in failures]
+    assert again[:tries] == [True] * (tries - 1) + [False]
     assert len(m.run.policy.excluded) <= m.run.rules.max_nodes
+
+
+def test_an_outage_of_the_file_system_does_not_end_tasks_for_good():
+    """A run that has trained tries them for an hour, more and more rarely, on any node."""
+    m, now, tried = lost(), 10.0, []
+    for attempt in range(1, START_TRIES + OUTAGE_TRIES + 1):
+        failed = TaskState(B.task, "FAILED", "NonZeroExitCode", f"node{attempt}", restarts=attempt)
+        last, began = [], now
+        while not last and now < began + 1000.0:
+            answer = m.slurm_answered(view(failed), now, now)
+            last = [effect for effect in answer if isinstance(effect, ClearHolds)]
+            now += 2.0
+        tried += [(now - began, dict(effect.failed_on)[B.task]) for effect in last]
+    assert len(tried) == START_TRIES + OUTAGE_TRIES - 1
+    assert [pause_s < 10.0 for pause_s, _ in tried] == [True] * 2 + [False] * OUTAGE_TRIES
+    assert 3000.0 < now - 10.0 - 1000.0 < 3600.0
+    assert {hosts for _, hosts in tried[2:]} == {()}
+    assert not m.run.awaits_tasks and m.run.recovery.num_over == 1
+
+
+def test_what_is_known_of_restarts_is_bounded():
+    """Of attempts that Slurm does not report any more nothing is kept."""
+    m = lost()
+    for attempt in range(50):
+        for pause_s in (0.0, 2.5):
+            now = 100.0 * attempt + pause_s
+            restarted(m, TaskState(D.task, "PREEMPTED", restarts=attempt), now)
+    recovery = m.run.recovery
+    assert len(recovery._restarted) <= 1 and len(recovery._last_tried) <= 1
 
 
 def test_failed_starts_are_counted_from_zero_once_the_task_has_joined():
@@ -200,6 +247,23 @@ def test_failed_starts_are_counted_from_zero_once_the_task_has_joined():
     m.slurm_answered(view(not_launched(8, "node9", B.task)), 22.0, 22.0)
     assert m.run.recovery.tried_hosts(B.task) == ("node9",)
     assert restarted(m, not_launched(8, "node9", B.task), 24.0) == [(B.task,)]
+
+
+def test_tasks_of_two_arrays_with_one_index_are_two_tasks():
+    """Each pool has an array; a task and the one that replaces it have one slot."""
+    recovery = LostTaskRecovery()
+
+    def fail(task: str, host: str, slot: int) -> list[str]:
+        state = replace(not_launched(0, host, task), slot=slot)
+        return [host for f in recovery.failed_starts({task: state}, {}, {}) for host in f.hosts]
+
+    assert fail("100_0", "node1", 0) == ["node1"]
+    assert fail("101_0", "node2", 4) == ["node2"]
+    assert fail("205_0", "node3", 0) == ["node1", "node3"], "it was submitted in place of 100_0"
+    recovery.on_join(Agent("101_0", 1, 4, "node5", 1))
+    assert recovery.tried_hosts("101_0") == () and recovery.tried_hosts("205_0") != ()
+    recovery.on_join(Agent("207_0", 0, 0, "node5", 1))
+    assert recovery.tried_hosts("205_0") == ()
 
 
 def test_slurm_is_queried_about_tasks_that_have_not_joined_yet():

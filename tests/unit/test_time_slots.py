@@ -101,7 +101,8 @@ def test_nobody_watches_tasks_of_a_run_that_has_no_node(fitter):
 class Queue:
     """A client with a running and two waiting tasks; records the limits that are set."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: str = "planned") -> None:
+        self.idle = idle
         self.set: dict[str, float] = {}
         self.asked: list[str] = []
 
@@ -119,7 +120,7 @@ class Queue:
     def each_node(self, partition):
         """One is idle, and two are busy."""
         self.asked.append("each_node")
-        return {"n1": "planned", "n2": "allocated", "n3": "mixed", "n4": "drained"}
+        return {"n1": self.idle, "n2": "allocated", "n3": "mixed", "n4": "drained"}
 
     def queue(self, *, only_waiting):
         """The node is needed in eleven minutes."""
@@ -132,13 +133,15 @@ class Queue:
         self.set |= dict.fromkeys(tasks, limit_s / 60)
 
 
-@pytest.mark.parametrize("is_ladder", [False, True])
-def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder):
-    """Its limits are spread over the lengths, although a leader watches."""
+@pytest.mark.parametrize(
+    ("is_ladder", "idle"), [(False, "planned"), (False, "idle~"), (True, "planned")]
+)
+def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder, idle):
+    """Its limits are spread over the lengths, although a leader watches; else a hole is filled."""
     monkeypatch.setattr(time_slots, "jobs_of", lambda spec: ["7"])
     monkeypatch.setattr(time_slots.time, "time", lambda: NOW)
     monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
-    queue = Queue()
+    queue = Queue(idle)
     spec = RunSpec(
         "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
         time_s=FULL_S, time_min_s=240.0, time_ladder=is_ladder,
@@ -148,6 +151,23 @@ def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder):
     assert queue.set == ({"7_1": 22, "7_2": 4} if is_ladder else {"7_1": 9})
     check = ["each_node", "queue"]
     assert queue.asked == ([] if is_ladder else ["config", *check, *check])
+
+
+def test_a_task_that_was_moved_fills_the_holes_of_the_partition_where_it_waits(monkeypatch):
+    """By `scontrol update` or a plugin of the site: neither the setting nor the environment."""
+    monkeypatch.setattr(time_slots, "jobs_of", lambda spec: ["7"])
+    monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
+    queue, looked_at = Queue(), []
+    monkeypatch.setattr(queue, "each_node", lambda name: looked_at.append(name) or {"n1": "idle"})
+    moved = [planned((), None, "7", "new"), planned((), None, "8", "low")]
+    monkeypatch.setattr(queue, "queue", lambda **_: moved)
+    spec = RunSpec(
+        "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
+        time_s=FULL_S, time_min_s=240.0, partition="low",
+    )  # fmt: skip
+    slots = TimeSlots([(spec, range(3))], "other", queue, leads=True)
+    assert slots.fit() and slots.fit()
+    assert looked_at == ["low", "new"]
 
 
 def test_the_next_tasks_fit_where_a_job_may_end_early(fitter):

@@ -19,6 +19,7 @@ from made_events import (
     trains,
 )
 
+from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.sentences import lines, sentence
 from hpc_elastic.run.event_schema import problems
 
@@ -239,7 +240,7 @@ TOLD = {
     "excluded": (
         [event(10.0, "host_failure", host="node1", strikes=2, why="CUDA error"),
          event(10.0, "excluded", host="node1", why="CUDA error", hosts_left=3)],
-        "node1 is not used any more: CUDA error; 3 other hosts left"),
+        "node1 is not used for up to an hour: CUDA error; 3 other hosts left"),
     "crash loop": (
         [event(10.0, "crash_loop", attempts=3, checkpoint=None)],
         "the workers failed 3 times in a row without any checkpoint: no further try"),
@@ -266,6 +267,9 @@ TOLD = {
         [event(10.0, "preflight", 1, host="node1", check="space", reason="no space left",
                fit=False, excluded=True)],
         "node1 failed its health check: no space left; it is not used any more"),
+    "a GPU that may be about to fail": (
+        [event(10.0, "gpus_not_measured", 1, host="node1", why="GPU is lost")],
+        "the GPUs of node1 cannot be measured: GPU is lost"),
     "a spare": (
         [event(10.0, "warm_worker_died", 1, host="node1", why="SIGKILL")],
         "the warm worker of node1 ended by itself (SIGKILL): the next restart takes longer "
@@ -282,6 +286,11 @@ TOLD = {
                tensors="default.w", heals=True)],
         "step 300: the state of r1 (host node1, rank 0) differs from that of its peers in "
         "default.w; it heals. Check this node's hardware"),
+    "a replica that cannot heal": (
+        [event(10.0, "heal_failed", 1, worker="r1 (host node1, rank 0)",
+               reason="HealError: out of memory")],
+        "r1 (host node1, rank 0) cannot take over the state, and is kept out for a time: "
+        "HealError: out of memory"),
     "a node that came and went": (
         [node(9.0, 2), notice(9.5, 2), left(10.0, 2)],
         "node2 was preempted (SIGTERM, 5 s grace); it was not in the group"),
@@ -368,7 +377,7 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
             group(12.0, 2, 0), event(20.0, "nodes_requeued", 1, delay_s=400.0)]  # fmt: skip
     assert [sentence(entry) for entry in timeline([*TWO, *lost])[-2:]] == [
         "node1 was lost (it sent no heartbeat any more); group 2 -> 1 node; formed again after 2 s",
-        "node1 is not used any more: fell silent; 1 other host left",
+        "node1 is not used for up to an hour: fell silent; 1 other host left",
     ]
 
 
@@ -412,6 +421,39 @@ def test_another_replica_may_lead_without_loss():
     assert replicas(event(10.0, "leader", 1, term=2)) == [
         "node0, the leader, was unreachable for a while, node1 leads now"
     ]
+
+
+def test_a_replica_that_was_silent_is_not_told_as_ended_by_slurm_afterwards():
+    """Its task is ended when its node can be reached again; nor is it told by an earlier loss."""
+    told = replicas(
+        gone(5.0, 1, "silent"),
+        event(5.0, "replica_left", 1, host="node1", nodes=2),
+        group(6.0, 2, 0, 1, 2, placed=[]),
+        gone(6.1, 1, "its own connections were lost"),  # by a leader of before
+        group(6.2, 3, 0, 1, 2, placed=[]),
+        gone(20.0, 1, "its connection closed"),
+        event(20.0, "replica_left", 1, host="node1", nodes=2),
+        notice(80.0, 1),
+        left(81.0, 1),
+    )
+    assert [line.partition(";")[0] for line in told] == [
+        "node1 was lost (it sent no heartbeat any more)",
+        "2 -> 3 replicas",
+        "still 3 replicas",
+        "node1 was lost (its agent or its node died)",
+    ]
+
+
+def test_replicas_that_all_went_back_to_the_queue_train_on_in_a_new_group():
+    """None of them has trained on meanwhile."""
+    told = replicas(
+        event(10.0, "nodes_requeued", 0, nodes=3, hosts=["node0", "node1", "node2"], all=True,
+              delay_s=50.0),
+        *(event(10.2, "nodes_requeued", number, attempt=0, delay_s=50.0) for number in range(3)),
+        *(node(70.0, number, 1) for number in range(3)),
+        group(71.0, 2, 10, 11, 12, placed=["7_0", "7_1", "7_2"]),
+    )  # fmt: skip
+    assert "trained on" not in told[-1] and "again 3 replicas" in told[-1]
 
 
 def test_replicas_that_are_lost_for_different_reasons_are_told_apart():
@@ -473,3 +515,10 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
     assert "it took 8 s" in told[2] and "ada resumed the run" in told[3]
     assert "it took 10 s" in told[-1] and not any("nobody trains" in text for text in told)
     assert "the run failed" not in sentence(timeline([*first, let_go_on, *again])[-1])
+
+
+def test_a_member_of_a_later_round_is_not_lost():
+    """A leader that was cut off itself reports others as lost; the next round shows them."""
+    told = [*begun(0, 1), group(2.0, 1, 0, 1), gone(10.0, 1, "silent"), group(12.0, 2, 0, 1)]
+    assert EventIndex(told).attempt("7_1", 0).lost_at is None
+    assert EventIndex(told[:-1]).attempt("7_1", 0).lost_at == 10.0

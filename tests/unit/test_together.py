@@ -22,6 +22,7 @@ class Slurm:
         self.told: list[tuple[str, tuple[str, ...]]] = []
         self.restarts = dict.fromkeys((f"7_{n}" for n in range(NUM)), 2)
         self.starts: dict[str, float] = {}
+        self.limits: dict[str, float] = {}
         self._fails = fails
         self._lock = Lock()
 
@@ -52,6 +53,8 @@ class Slurm:
         """Note when they start."""
         self._note("postpone", *tasks)
         self.starts |= dict.fromkeys(tasks, delay_s)
+        if time_limit_s is not None:
+            self.limits |= dict.fromkeys(tasks, time_limit_s)
 
     def count(self, *what: str) -> int:
         """How often it was told one of these."""
@@ -98,6 +101,24 @@ def test_what_fails_for_all_each_does_for_itself(tmp_path, monkeypatch, fails):
     assert slurm.starts == dict.fromkeys(slurm.restarts, RETURN_DELAY_S)
 
 
+def test_each_task_gets_the_time_limit_of_its_own_pool(tmp_path):
+    """Those of one array have one limit; a task of another pool has its own."""
+    slurm, limits = Slurm(), {"7": 3600.0, "8": 60.0, "9": None}
+    names = [f"{job}_{n}" for job in limits for n in range(3)]
+    slurm.restarts = dict.fromkeys(names, 2)
+
+    def leave(name: str) -> None:
+        queue = CombinedRequests(tmp_path / "departing", slurm, name, 2)
+        queue.tasks(limits)
+        queue.requeue(name)
+        queue.postpone([name], 5.0, time_limit_s=limits[name[0]])
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(leave, names))
+    assert slurm.limits == {name: limits[name[0]] for name in names if name[0] != "9"}
+    assert slurm.starts == dict.fromkeys(names, 5.0) and slurm.count("requeue all") < len(names)
+
+
 def test_a_wish_of_an_earlier_attempt_ends_no_later_one(tmp_path):
     """Its agent was killed over it, and Slurm has requeued the task since."""
     folder = tmp_path / "departing"
@@ -119,6 +140,8 @@ def test_the_first_task_asks_for_the_time_limits_of_all(tmp_path):
     slurm.restarts["7_1"] = 3
     assert CombinedRequests(tmp_path / "departing", slurm, "7_1", 3).time_left_s() == 3600.0
     assert slurm.count("tasks") == 3
+    given_up = CombinedRequests(tmp_path / "other", slurm, "7_1", 2)
+    assert given_up.time_left_s() is None, "the limit is that of the attempt in its place"
 
 
 def test_an_answer_is_not_older_than_the_question(tmp_path):

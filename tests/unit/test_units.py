@@ -189,6 +189,63 @@ def test_without_a_spare_the_group_shrinks_by_a_unit():
     assert list(m.run.participants.joined) == [A]
 
 
+# ---- sizes that are listed ----------------------------------------------------------------
+
+
+def of_sizes(*agents: Agent, sizes=(1, 2, 4), **changes):
+    """A run with some sizes only, whose first round has closed."""
+    m = machine(min_nodes=sizes[0], max_nodes=sizes[-1], node_counts=sizes, **changes)
+    for agent in agents:
+        m.join(agent, 0.0)
+    m.slurm_answered(running(*agents), 0.0, 0.0)
+    return m
+
+
+def test_a_group_has_a_listed_size():
+    """The nodes that are over wait; the group grows when there are enough for the next size."""
+    m = of_sizes(A, B, C)
+    assert m.run.ranks.members == (A, B) and list(m.run.participants.joined) == [C]
+    (note,) = notes(m.tick(1.0), "scale_up_decision")
+    assert (note.fields["admit"], note.fields["why"]) == (
+        "not now", "the group grows by 2 nodes at a time",
+    )  # fmt: skip
+    (told,) = decisions(m.join(D, 2.0))
+    assert kind(told) == "stop"
+    m.join(A, 3.0)
+    m.join(B, 3.0)
+    m.slurm_answered(running(A, B, C, D), 4.0, 4.0)
+    assert m.run.ranks.members == (A, B, C, D)
+
+
+def test_a_group_shrinks_to_a_listed_size():
+    """The members of the lowest ranks go on; what is over takes the place of the next lost one."""
+    m = of_sizes(A, B, C, D)
+    m.agent_lost(B, "lost", 1.0)
+    for agent in (A, C, D):
+        m.join(agent, 1.5)
+    m.slurm_answered(running(A, C, D), 2.0, 2.0)
+    assert m.run.ranks.members == (A, C)
+    m.agent_lost(A, "lost", 3.0)
+    m.join(C, 3.5)
+    m.slurm_answered(running(C, D), 4.0, 4.0)
+    assert m.run.ranks.members == (C, D)
+
+
+def test_a_node_that_no_listed_size_needs_returns_to_the_queue():
+    """After the time that a node waits for others."""
+    m = of_sizes(A, B, C, below_min_timeout_s=10.0)
+    (requeued,) = decisions(m.tick(2000.0))
+    assert requeued.agents == (C,)
+
+
+def test_growth_is_limited_to_listed_sizes():
+    """A share of nodes between two sizes is the lower one."""
+    m = of_sizes(A, B, C, D)
+    m.run.growth.share = 3
+    m.tick(100.0)
+    assert m.run.growth.max_nodes == 2
+
+
 # ---- replicas -----------------------------------------------------------------------------
 
 

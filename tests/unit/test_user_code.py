@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,21 +37,28 @@ def test_entry_of_a_module_function():
 
 @pytest.mark.parametrize("as_module", [False, True])
 def test_entry_of_a_main_function(tmp_path, as_module):
-    """A function of the script is found by the file, or by the module that `python -m` ran."""
+    """A function of the script is found by the file, or by the module that `python -m` ran.
+
+    A link stays one, since scripts look for files beside themselves; its folder for imports is that
+    of its target, as Python has it.
+    """
     (tmp_path / "package").mkdir()
+    (tmp_path / "link").mkdir()
     script = tmp_path / "package" / "train.py"
+    link = tmp_path / "link" / "train.py"
+    link.symlink_to("../package/train.py")
     script.write_text(
         "from hpc_elastic.launcher.user_code import entry_of\ndef main(): pass\n"
         "import json, dataclasses\nif __name__ == '__main__':\n"
         "    print(json.dumps(dataclasses.asdict(entry_of(main, 'hydra'))))\n"
     )
-    argv = ["-m", "package.train"] if as_module else [str(script)]
+    argv = ["-m", "package.train"] if as_module else [str(link)]
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
     )
     entry = Entry(**json.loads(done.stdout))
-    expected = (None, "package.train") if as_module else (str(script), None)
+    expected = (None, "package.train") if as_module else (str(link), None)
     assert (entry.script, entry.module) == expected
     assert entry.sys_path[0] == str(tmp_path if as_module else script.parent)
     assert entry.cwd == str(tmp_path)
@@ -79,6 +88,18 @@ def test_a_script_that_would_submit_itself_again_is_refused(tmp_path, last, refu
         assert 'if __name__ == "__main__"' in done.stderr
 
 
+def test_a_function_of_the_main_block_is_refused(tmp_path):
+    """Workers do not run that block; they would find it out on the node."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from hpc_elastic.launcher.user_code import entry_of\nif __name__ == '__main__':\n"
+        "    def main(): pass\n    entry_of(main, 'hydra')\n"
+    )
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    assert "define it above" in done.stderr
+
+
 def test_functions_without_a_name_are_refused():
     """Workers import the function by name: a nested one or a lambda has none."""
 
@@ -88,6 +109,19 @@ def test_functions_without_a_name_are_refused():
     for function in (nested, lambda: None):
         with pytest.raises(ConfigError, match="module level"):
             entry_of(function, "function")
+
+
+def test_a_decorator_that_hides_the_functions_name_is_named():
+    """To move the function to module level does not help: it is there."""
+
+    def logged(function):
+        def wrapper(config):
+            return function(config)
+
+        return wrapper
+
+    with pytest.raises(ConfigError, match=r"functools\.wraps"):
+        entry_of(logged(parse_git_status), "hydra")
 
 
 def test_search_path_leaves_out_what_every_interpreter_has():
@@ -215,6 +249,75 @@ def test_own_files_are_those_outside_of_sweeps():
     """A folder with .hpc_elastic in it is the output of a sweep, whole."""
     listed = ["a.py", "m/x/.hpc_elastic/array-0.json", "m/x/0/run.json", "m/y.py"]
     assert own_files(listed) == ["a.py", "m/y.py"]
+
+
+EDITABLE = """
+import json, os, site, sys
+site.addsitedir(sys.argv[1])
+from hpc_elastic.launcher import user_code
+import pathlib
+import pkg.train
+entry = user_code.entry_of(pkg.train.main, "function")
+(entry,) = user_code.take_snapshot([entry], pathlib.Path(sys.argv[2]))
+print(json.dumps(entry.sys_path))
+"""
+IMPORTS = """
+import json, site, sys
+site.addsitedir(sys.argv[1])
+sys.path[:0] = json.loads(sys.argv[2])
+import pkg.train
+print(pkg.train.__file__)
+"""
+
+
+def test_a_package_of_an_editable_install_is_imported_from_the_copy(tmp_path):
+    """setuptools imports it by a finder; a console script may be called from another checkout."""
+    pytest.importorskip("setuptools")
+    project, elsewhere, packages = (tmp_path / name for name in ("project", "elsewhere", "site"))
+    (project / "pkg").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "a.txt").touch()
+    commit_all(elsewhere)
+    (project / "pkg" / "__init__.py").touch()
+    (project / "pkg" / "train.py").write_text("def main(): pass\n")
+    (project / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "pkg"\nversion = "1"\n[tool.setuptools]\npackages = ["pkg"]\n'
+    )
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+
+    def python(text: str, *args: object, cwd: Path) -> str:
+        argv = [sys.executable, "-c", text, *map(str, args)]
+        return subprocess.run(argv, cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+    python(build, tmp_path, cwd=project)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, packages, "zip")
+    (info,) = packages.glob("*.dist-info")
+    origin = {"url": project.as_uri(), "dir_info": {"editable": True}}  # pip writes it
+    (info / "direct_url.json").write_text(json.dumps(origin))
+    commit_all(project)
+    paths = python(EDITABLE, packages, tmp_path / "s", cwd=elsewhere).splitlines()[-1]
+    assert "pkg/train.py" in copied(tmp_path / "s" / "code")
+    imported = python(IMPORTS, packages, paths, cwd=elsewhere).strip()
+    assert imported == str(tmp_path / "s" / "code" / "pkg" / "train.py")
+
+
+def test_a_checkout_behind_a_link_is_copied_too(checkout, tmp_path):
+    """PYTHONPATH may name it by another path than git does."""
+    (tmp_path / "home").symlink_to(checkout)
+    entry = replace(entry_in(checkout), sys_path=[str(tmp_path / "home" / "pkg")])
+    (found,) = take_snapshot([entry], tmp_path / "s")
+    assert found.sys_path == [str(tmp_path / "s" / "code" / "pkg")]
+
+
+def test_a_script_behind_a_link_is_that_of_the_copy(checkout, tmp_path):
+    """A link in the checkout is one in the copy; one elsewhere leads to the copy of its target."""
+    (tmp_path / "outside.py").symlink_to(checkout / "train.py")
+    code = tmp_path / "code"
+    for script, found in [(checkout / "link", "link"), (tmp_path / "outside.py", "train.py")]:
+        entry = replace(entry_in(checkout), script=str(script))
+        assert remap(entry, checkout, code).script == str(code / found)
 
 
 def test_remap_keeps_what_lies_elsewhere():

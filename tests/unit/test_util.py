@@ -1,12 +1,13 @@
 """Helpers of all packages: counts and durations as text, waiting for descriptors."""
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
 
 import pytest
 
-from hpc_elastic._util import counted, duration, node_time, readable, short
+from hpc_elastic._util import counted, duration, node_time, patiently, readable, short
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,23 @@ def test_a_year_may_be_waited_for():
     assert readable(read, timeout_s=365 * 86400.0) == [read]
     os.close(read)
     os.close(write)
+
+
+def test_a_call_is_repeated_while_the_system_is_full():
+    """With growing pauses, and not for ever; another error is none that passes."""
+    pauses, errors = [], [errno.ENOSPC, errno.EDQUOT, errno.EMFILE]
+
+    def work():
+        if errors:
+            raise OSError(errors.pop(), "full")
+        return 7
+
+    assert patiently(work, pauses.append) == 7
+    assert pauses == sorted(set(pauses)) and len(pauses) == 3
+    errors += [errno.EAGAIN] * 100
+    with pytest.raises(BlockingIOError):
+        patiently(work, pauses.append)
+    errors[:] = [errno.EACCES]
+    with pytest.raises(PermissionError):
+        patiently(work, pauses.append)
+    assert sum(pauses) < 200 and not errors

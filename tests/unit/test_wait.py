@@ -260,6 +260,17 @@ def test_a_status_that_is_damaged_ends_no_wait(run, name, value):
     assert watch.wait()[0].status == "succeeded"
 
 
+def test_what_is_wrong_with_a_training_is_printed_once_when_it_happens(run):
+    """It goes on: nobody would look."""
+    shown = Shown()
+    watch = waiter(Script([[RUNNING]]), [run], shown)
+    write_status(run, warnings=["the loss is nan at step 3 (rank 0)"])
+    watch.poll_runs()
+    write_status(run, step=4, warnings=["the loss is nan at step 3 (rank 0)"])
+    watch.poll_runs()
+    assert shown.messages == ["[0] lr=0.1: the loss is nan at step 3 (rank 0)"]
+
+
 def test_the_error_behind_a_restart_is_printed_once_when_it_happens(run):
     """With its host and rank; those before a run was resumed are no news, nor is a late file."""
     events = run.dir / "events"

@@ -96,7 +96,7 @@ class Node:
         self.folder = folder
         self.run = RunDir(folder / "run")
         worker_main = "hpc_elastic.agent.worker_main"
-        self.command = (sys.executable, "-u", "-m", worker_main, str(self.run.path))
+        self.command = (sys.executable, "-uP", "-m", worker_main, str(self.run.path))
 
     def entry(self, qualname: str, *args: object, imports: tuple[str, ...] = ("json",)) -> None:
         """Say what the workers call; before the warm workers are started."""
@@ -116,8 +116,12 @@ class Node:
     def start(self, pool: WarmWorkerPool, number: int = 1):
         """Start one worker; from a warm one where there is a compatible one."""
         os.environ["HPC_ELASTIC_ROUND"] = str(number)
-        env = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(number)}
-        with made_from(pool):
+        ones = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+        env = {
+            "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", **dict.fromkeys(ones, "1"),
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+        }  # fmt: skip
+        with made_from(pool, "n1", "1"):
             return start_processes(
                 "default", self.command[0], {0: self.command[1:]}, {0: env}, RoundLogs(self.folder)
             )

@@ -89,6 +89,15 @@ def test_a_shorter_time_limit_that_fits_in_a_gap_is_found(cluster, capsys, tmp_p
     assert not [path for path in tmp_path.iterdir() if path.name in ("multirun", "outputs")]
 
 
+def test_a_run_of_listed_sizes_has_no_other(cluster, capsys):
+    """Two nodes are idle, and one of them trains until there are three."""
+    cluster()
+    given = ["nodes=1:3", "nproc_per_node=2", "launcher.time=2:00:00"]
+    found = when(capsys, *given, "launcher.world_sizes=[2,6]")
+    assert [step["nodes"] for step in found["shapes"][0]["growth"]] == [1, 3]
+    assert when(capsys, *given)["shapes"][0]["growth"][0]["nodes"] == 2
+
+
 def test_a_standby_qos_starts_in_the_gap_with_its_own_time_limit(cluster, capsys):
     """No shorter time limit is better; that it is preempted then is a note."""
     cluster(test=starts(0))

@@ -40,6 +40,7 @@ check fails; then the seed and the folder with all files of the runs are printed
 _SETTINGS: dict[str, Any] = {"max_restarts": 100_000, "agent": {"hang_timeout_s": 20.0}}
 """Settings other than the defaults: each killed worker uses a restart, and the detection of a hang
 would take a minute."""
+_MIN_REPLICAS = 3
 _RECOVERY_S = 300.0
 """For the runs to recover from a fault. It bounds hanging, and measures nothing."""
 
@@ -49,7 +50,7 @@ def main() -> int:
     options = _parse_options()
     seed = options.seed if options.seed is not None else int(time.time())
     out, progress = Console(highlight=False, width=options.width), Console(stderr=True)
-    faults = plan(seed, options.minutes)
+    faults = plan(seed, options.minutes, ft=options.ft)
     out.print(f"seed {seed}, {options.minutes:g} minutes")
     if options.plan:
         out.print(checks.plan_table(faults))
@@ -62,7 +63,7 @@ def main() -> int:
     try:
         config = SandboxConfig(name=options.sandbox, nodes=NUM_NODES + 1, slurm=options.slurm)
         with _folder() as folder, _sandbox(config) as sandbox:
-            record = run_soak(sandbox, folder / "disk", faults, options.minutes, report)
+            record = run_soak(sandbox, folder / "disk", faults, options, report)
             found = checks.run_checks(record, sandbox, folder / "alone")
             out.print(checks.fault_table(record))
             if unused := checks.unused_faults(record):
@@ -73,6 +74,7 @@ def main() -> int:
                 with contextlib.suppress(shutil.Error):  # files that vanish meanwhile
                     shutil.copytree(folder / "disk", folder / "kept", symlinks=True)
                 again = f"scripts/soak --seed {seed} --minutes {options.minutes:g}"
+                again += " --ft" * options.ft
                 slurm = f" --slurm {options.slurm}" if options.slurm else ""
                 out.print(f"FAILED. The same faults again: {again}{slurm}")
                 out.print(f"files: {folder / 'kept'}")
@@ -126,13 +128,20 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--slurm", choices=sorted(SUITES), help="release of Slurm (default: the machine's own)"
     )
+    parser.add_argument(
+        "--ft", action="store_true", help=f"nodes are replicas; {_MIN_REPLICAS} of them make a step"
+    )
     parser.add_argument("--plan", action="store_true", help="print the faults, and do nothing")
     parser.add_argument("--width", type=int, default=160, help="width of the tables (default 160)")
     return parser.parse_args()
 
 
 def run_soak(
-    sandbox: SlurmSandbox, folder: Path, faults: Sequence[Fault], minutes: float, report: Report
+    sandbox: SlurmSandbox,
+    folder: Path,
+    faults: Sequence[Fault],
+    options: argparse.Namespace,
+    report: Report,
 ) -> SoakRecord:
     """Start two runs, inject faults, let the runs finish, and wait for their ends.
 
@@ -140,16 +149,20 @@ def run_soak(
         sandbox: An idle one, whose nodes see the folder.
         folder: A file system for the runs alone.
         faults: The plan.
-        minutes: For how long faults are injected.
+        options: Of the command: for how many minutes, and whether nodes are replicas.
         report: Receives lines on the course for people.
     """
     os.environ.update(sandbox.env)
-    run = _submit_run(training.train, folder, num_tasks(faults), NUM_NODES)
-    companion = _submit_run(training.train_with_handler, folder / "companion", 1, 1)
+    train, least = (training.train_replica, _MIN_REPLICAS) if options.ft else (training.train, 1)
+    nodes = f"{least}:{num_tasks(faults)}"
+    run = _submit_run(train, folder, nodes, NUM_NODES, ft=options.ft)
+    # no siblings: replicas below their minimum would return their nodes, and wait for none
+    other = {"sbatch": {"nice": 1}} if options.ft else {}
+    companion = _submit_run(training.train_with_handler, folder / "companion", "1", 1, **other)
     record = SoakRecord(run.run.path, companion.run.path)
     targets = SoakTargets(sandbox, run, companion, folder)
     try:
-        _Soak(targets, record, report).inject_faults(faults, minutes)
+        _Soak(targets, record, report).inject_faults(faults, options.minutes)
     except (SandboxError, _RunEndedError) as e:
         record.problem = str(e)
     finally:
@@ -162,21 +175,26 @@ def run_soak(
 
 
 def _submit_run(
-    train: Callable[[str], dict[str, Any]], folder: Path, num_tasks: int, num_nodes: int
+    train: Callable[[str], dict[str, Any]],
+    folder: Path,
+    nodes: str,
+    num_nodes: int,
+    **settings: Any,
 ) -> RunMonitor:
     """Submit a run.
 
     Args:
         train: Its training function.
         folder: The folder of its files.
-        num_tasks: Number of its tasks; some do not come back.
+        nodes: Its fewest nodes, and the number of its tasks; some do not come back.
         num_nodes: How many of them run at a time, at most.
+        settings: Further ones.
     """
     run = folder / "run"
     with contextlib.redirect_stdout(io.StringIO()):  # how to attach to it
         launch(
-            train, str(folder), nodes=f"1:{num_tasks}", nproc_per_node=1, launcher="slurm",
-            run_dir=run, wait=False, array_parallelism=num_nodes, **_SETTINGS,
+            train, str(folder), nodes=nodes, nproc_per_node=1, launcher="slurm",
+            run_dir=run, wait=False, array_parallelism=num_nodes, **_SETTINGS, **settings,
         )  # fmt: skip
     return RunMonitor(RunDir(run), folder / training.CHECKPOINTS, num_nodes)
 

@@ -84,7 +84,9 @@ def run_checks(record: SoakRecord, sandbox: SlurmSandbox, work: Path) -> list[So
             SoakCheck("progress.jsonl is of one leader at a time", _interleaved_leaders(run)),
         ]
         if not ended and result is not None:
-            files = sorted((path / result["results"]).glob("rank-*.json"))
+            folder = path / result["results"]
+            folders = folder.parent.glob("*.replica-*") if ".replica-" in folder.name else [folder]
+            files = sorted(file for each in folders for file in each.glob("rank-*.json"))
             ranks = [json.loads(file.read_text()) for file in files]
             loss = tuple(_wrong_loss(ranks, work / path.parent.name))
             checks += [

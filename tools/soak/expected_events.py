@@ -120,7 +120,9 @@ def explain(
     overlapping = [o for o in others if o.group == injected.group and o is not injected]
     began = min(o.time for o in [injected, *overlapping])
     during = [e for e in timeline if began - _CLOCK_S <= e.time <= injected.until + _CLOCK_S]
-    changes = tuple(e for e in during if {cause.what for cause in e.causes} - set(_JOINED))
+    changes = tuple(
+        e for e in during if not e.is_open and {cause.what for cause in e.causes} - set(_JOINED)
+    )
     if not (injected.fault.kind.causes or injected.fault.kind.timeline_kind):
         return Explanation(ExplanationKind.NOT_EXPECTED, changes)
     entries = tuple(e for e in during if _named_hosts(e, injected) or _is_own_entry(e, injected))

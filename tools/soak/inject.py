@@ -6,8 +6,9 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import psutil
 
 from hpc_elastic.checkpoint.manifest import MANIFEST
 from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
 from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import Event, EventReader
@@ -23,7 +24,7 @@ from hpc_elastic.shared_files import read_json
 from hpc_elastic.worker.shared_page import SharedPage
 from slurm_sandbox import SlurmSandbox, disk
 from slurm_sandbox.daemons import init_of
-from slurm_sandbox.processes import CommandError, namespace_members, wait_until
+from slurm_sandbox.processes import CommandError, namespace_members, run_command, wait_until
 from slurm_sandbox.state import load_state
 from soak import training
 from soak.plan import Fault
@@ -31,6 +32,7 @@ from soak.plan import Fault
 _TIMEOUT_S = 60.0
 _FLAP_S = 0.4
 """Length of a break of a loose cable, and of the contact after it; no node times out."""
+_LONG_LOG_BYTES = 1 << 30
 _WORKER_OUTPUT = re.compile(r"/round-\d+\.rank-\d+\.out$")
 _SHARED_PAGE = re.compile(r"/worker-\d+$")
 _NODE_DAEMONS = ("node_init.py", "slurmd")
@@ -94,8 +96,16 @@ class RunMonitor:
     @property
     def hosts(self) -> list[str]:
         """The nodes of the last group, in rank order, as of the last `refresh`."""
-        rounds = self._index.rounds
-        return [member.host for member in rounds[-1].members] if rounds else []
+        return [member.host for member in self._members]
+
+    @property
+    def _members(self) -> list[TaskAttempt]:
+        """The members of the last round; replicas leave without another one."""
+        if not self._index.rounds:
+            return []
+        last = self._index.rounds[-1]
+        ends = "replica_left", "nodes_requeued"
+        return [m for m in last.members if not any(e in m.ends_after(last.time) for e in ends)]
 
     @property
     def leader(self) -> str:
@@ -111,8 +121,7 @@ class RunMonitor:
 
     def attempt_on(self, host: str) -> tuple[str, int] | None:
         """Return the task of the last group on a node, and its attempt; None if there is none."""
-        members = self._index.rounds[-1].members
-        return next(((m.task, m.attempt) for m in members if m.host == host), None)
+        return next(((m.task, m.attempt) for m in self._members if m.host == host), None)
 
     def is_healthy(self, since: int) -> bool:
         """Return whether the run trains on all usable nodes, and has saved since.
@@ -124,17 +133,25 @@ class RunMonitor:
         if not events.rounds:
             return False
         last = events.rounds[-1]
-        number, members = last.number, last.members
+        number, members = last.number, self._members
         stops = [e for e in events.of("round_stopped", after=last.time) if e["round"] == number]
         num_usable = self._num_nodes - len(read_json(self.run.excluded) or {})
         # A run of one node writes no event that its round ends: its leader leaves with the node.
         leaves = any(member.notice is not None for member in members)
         if stops or leaves or len(members) < num_usable:
             return False
-        if not all(number in member.first_steps for member in members):
-            return False
-        first = max(int(member.first_steps[number]["step"]) for member in members)
-        return self.saved_step > max(since, first)
+        firsts = [self._first_step(events.rounds, member) for member in members]
+        return None not in firsts and self.saved_step > max(since, *filter(None, firsts))
+
+    @staticmethod
+    def _first_step(rounds: Sequence[Round], member: TaskAttempt) -> int | None:
+        """Return the first step of a member's workers; None before it is made.
+
+        Replicas start in the last round that has placed them, others in each round.
+        """
+        placed = [r for r in rounds if r.placed is None or member.task in r.placed]
+        first = member.first_steps.get(placed[-1].number) if placed else None
+        return None if first is None else int(first["step"])
 
 
 def agent_on(sandbox: SlurmSandbox, node: str) -> psutil.Process | None:
@@ -349,6 +366,16 @@ def _freeze_leader(i: _Injection) -> FaultHit:
     return FaultHit((host,))
 
 
+def _freeze_long(i: _Injection) -> FaultHit:
+    """Stop two nodes if possible: replicas are then below their minimum."""
+    hosts = [i.choose_host_to_silence()]
+    with contextlib.suppress(NoTargetError):
+        hosts.append(i.choose_host_to_silence())
+    for host in hosts:
+        i.sandbox.pause_node(host)
+    return FaultHit(tuple(hosts))
+
+
 def _flap(i: _Injection, host: str) -> None:
     """Cut a node off again and again: TCP backs off with each lost packet, and 3 s pass quickly."""
     for _ in range(max(1, round(i.fault.duration_s / (2 * _FLAP_S)))):
@@ -369,6 +396,37 @@ def _freeze_worker(i: _Injection, host: str) -> None:
     i.targets.undo.callback(resume)
 
 
+def _kill_after_long_log(i: _Injection, host: str) -> None:
+    worker = i.worker_on(host)
+    log = Path(f"/proc/{worker.pid}/fd/2").readlink()
+    size = log.stat().st_size
+
+    def shorten() -> None:
+        with contextlib.suppress(FileNotFoundError):  # files of early rounds are removed
+            os.truncate(log, size)
+
+    os.truncate(log, size + _LONG_LOG_BYTES)
+    i.targets.undo.callback(shorten)
+    worker.kill()
+
+
+def _clear_shm(i: _Injection, host: str) -> None:
+    """Remove what systemd-logind removes at the end of a user's last session (RemoveIPC)."""
+    worker = i.worker_on(host)
+    shutil.rmtree(_shared_pages(worker)[0].parent)
+    worker.kill()
+
+
+def _fill_shm(i: _Injection, host: str) -> None:
+    """Put a disk without room over the folder of an agent; no file can be made in it."""
+    worker = i.worker_on(host)
+    enter = ["nsenter", f"--target={worker.ppid()}", "--mount", "--pid"]
+    folder = str(_shared_pages(worker)[0].parent)
+    run_command([*enter, "mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", folder])
+    i.targets.undo.callback(run_command, [*enter, "umount", "--lazy", folder])
+    worker.kill()
+
+
 def _kill_agent(i: _Injection, host: str) -> None:
     agent = agent_on(i.sandbox, host)
     if agent is None:
@@ -377,10 +435,15 @@ def _kill_agent(i: _Injection, host: str) -> None:
 
 
 def _early_exit(i: _Injection, host: str) -> None:
+    _order(i, host, i.chance.choice(["sys.exit", "os._exit"]), 0)
+
+
+def _order(i: _Injection, host: str, what: str, argument: float) -> None:
+    """Let a worker on a node do one of `training.ORDERS`."""
     i.worker_on(host)  # wait until there is one
-    order = i.targets.disk / training.EXIT.format(host=host)
-    order.write_text(i.chance.choice(sorted(training.EARLY_EXITS)))
-    wait_until(f"the worker on {host} exits", lambda: not order.exists(), _TIMEOUT_S)
+    order = i.targets.disk / training.ORDER.format(host=host)
+    order.write_text(f"{what} {argument:.0f}")
+    wait_until(f"{what} by the worker on {host}", lambda: not order.exists(), _TIMEOUT_S)
 
 
 def _cancel(i: _Injection, host: str) -> None:
@@ -461,12 +524,17 @@ def _failed_saves(targets: SoakTargets) -> dict[int, int]:
     counts: dict[int, int] = {}
     for worker in (w for host in targets.run.hosts for w in workers_on(targets.sandbox, host)):
         try:
-            paths = [m.path for m in worker.memory_maps() if _SHARED_PAGE.search(m.path)]
+            paths = _shared_pages(worker)
             pages = [SharedPage(Path(f"/proc/{worker.pid}/root{path}")) for path in paths]
         except (psutil.Error, OSError):  # it has just ended
             pages = []
         counts[worker.pid] = sum(page.read().num_unsaved for page in pages)
     return counts
+
+
+def _shared_pages(worker: psutil.Process) -> list[Path]:
+    """Return the files that a worker shares with its agent."""
+    return [Path(m.path) for m in worker.memory_maps() if _SHARED_PAGE.search(m.path)]
 
 
 def _damage_checkpoint(i: _Injection) -> FaultHit:
@@ -521,8 +589,13 @@ INJECTORS: dict[str, Callable[[_Injection], FaultHit]] = {
         lambda i, host: i.sandbox.pause_node(host), _Injection.choose_host_to_silence
     ),
     "freeze-leader": _freeze_leader,
+    "freeze-long": _freeze_long,
+    "slow-worker": _on_host(lambda i, host: _order(i, host, "slow", i.fault.duration_s)),
     "freeze-worker": _on_host(_freeze_worker),
     "kill-worker": _on_host(lambda i, host: i.worker_on(host).kill()),
+    "long-log": _on_host(_kill_after_long_log),
+    "clear-shm": _on_host(_clear_shm),
+    "full-shm": _on_host(_fill_shm),
     "early-exit": _on_host(_early_exit),
     "kill-agent": _on_host(_kill_agent, lambda i: i.choose_host(set(i.run.hosts) - {i.run.leader})),
     "kill-leader": _on_host(_kill_agent, lambda i: i.choose_host({i.run.leader})),

@@ -48,6 +48,7 @@ class FaultKind:
         may_overlap: Whether it may overlap another fault, and another one may overlap it.
         needs_slurm: Whether Slurm has to answer when it is injected.
         stops_slurm: Whether Slurm does not answer while it lasts.
+        ft: Whether it is for replicas (``ft=true``) alone.
     """
 
     name: str
@@ -64,6 +65,7 @@ class FaultKind:
     may_overlap: bool = False
     needs_slurm: bool = False
     stops_slurm: bool = False
+    ft: bool = False
 
 
 _ALL = (
@@ -99,10 +101,29 @@ _ALL = (
         may_overlap=True,
     ),
     FaultKind(
+        "freeze-long", "every process of {hosts} stopped for longer than a minute", _SILENT,
+        duration_s=(62.0, 75.0), recovery_s=100.0, counts_against_host=True,
+    ),
+    FaultKind(
+        "slow-worker", "the worker of {hosts} makes no step for longer than its peers wait for it",
+        duration_s=(100.0, 130.0), recovery_s=150.0, ft=True,
+    ),
+    FaultKind(
         "freeze-worker", "the worker of {hosts} stopped (SIGSTOP)", _FAILED, "hang",
         recovery_s=45.0,
     ),
     FaultKind("kill-worker", "the worker of {hosts} killed", _FAILED, may_overlap=True),
+    FaultKind(
+        "long-log", "the worker of {hosts} killed after 1 GB of stderr (a sparse file)", _FAILED,
+    ),
+    FaultKind(
+        "clear-shm", "the run's folder in /dev/shm of {hosts} removed, then its worker killed",
+        _FAILED,
+    ),
+    FaultKind(
+        "full-shm", "the run's folder in /dev/shm of {hosts} full, and its worker killed", _FAILED,
+        duration_s=(4.0, 8.0), recovery_s=30.0,
+    ),
     FaultKind("early-exit", "the worker of {hosts} ends early with exit code 0", _FAILED),
     FaultKind(
         "kill-agent", "the agent of {hosts}, a follower, killed", frozenset({"node_lost"}),
@@ -191,14 +212,16 @@ class Fault:
         return f"{what} (overlaps the one before)" if self.overlaps else what
 
 
-def plan(seed: int, minutes: float) -> list[Fault]:
+def plan(seed: int, minutes: float, *, ft: bool = False) -> list[Fault]:
     """Return the faults, in order: more than there is time for.
 
     Args:
         seed: The same seed gives the same faults; with more minutes, more of them.
         minutes: For how long faults are injected.
+        ft: Whether the nodes of the run are replicas.
     """
     chance = random.Random(seed)
+    all_kinds = [kind for kind in _ALL if ft or not kind.ft]
     faults: list[Fault] = []
     num_silenced, total_s = 0, 0.0
 
@@ -220,7 +243,7 @@ def plan(seed: int, minutes: float) -> list[Fault]:
         )
 
     while True:
-        for kind in chance.sample([*KINDS.values()], len(KINDS)):
+        for kind in chance.sample(all_kinds, len(all_kinds)):
             if not is_allowed(kind):
                 continue
             total_s += kind.recovery_s

@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,17 +26,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic import Checkpointer, should_checkpoint
+from hpc_elastic import Checkpointer, ft, report
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import GlobalBatch
 from hpc_elastic.shared_files import is_there
 
 FINISH = "finish"
 """The file that ends the training."""
-EXIT = "exit-{host}"
-"""The file that makes a worker on a node exit; its content is a key of `EARLY_EXITS`."""
-EARLY_EXITS: dict[str, Callable[[int], NoReturn]] = {"sys.exit": sys.exit, "os._exit": os._exit}
-"""Ways to exit with code 0 before the function has returned."""
+ORDER = "order-{host}"
+"""The file with an order for a worker on a node: a key of `ORDERS`, and its argument."""
 CHECKPOINTS = "checkpoints"
 NUM_SAMPLES, BATCH = 480, 24
 EVERY_STEPS = 20
@@ -58,8 +57,29 @@ def train(folder: str) -> dict[str, Any]:
     Returns:
         The outcome of this rank, see `_Training.outcome`.
     """
-    finish = Path(folder, FINISH)
-    return _train(Path(folder, CHECKPOINTS), lambda epoch: is_there(finish))
+    return _train(Path(folder, CHECKPOINTS))
+
+
+def train_replica(folder: str) -> dict[str, Any]:
+    """Train as `train` does, as one of the replicas of a run with ``ft=true``."""
+    torch.set_num_threads(1)
+    training, pg = _Training(), ft.ProcessGroupGloo()
+    manager = ft.Manager(pg, training.load, training.healing_state, min_replica_size=1)
+    training.sampler = ElasticSampler(NUM_SAMPLES, BATCH, seed=0, manager=manager)
+    training.state |= {"sampler": training.sampler, "manager": manager}
+    reduce = partial(manager.allreduce, reduce_op=dist.ReduceOp.SUM)
+    with Checkpointer(training.state, Path(folder, CHECKPOINTS)) as checkpoints:
+        checkpoints.load_latest()
+        model = ft.DistributedDataParallel(manager, training.net)
+        for batch in training.batches(_ENDLESS):
+            manager.begin_step()
+            training.step(model, batch, lambda t: reduce(t).wait(), manager.should_commit)
+            training.pause(Path(folder))
+            checkpoints.save_if_due(training.sampler.step, every_steps=EVERY_STEPS)
+    outcome = training.outcome(pg.size())
+    _KEPT.append(model)
+    manager.shutdown()
+    return outcome
 
 
 def train_with_handler(folder: str) -> dict[str, Any]:
@@ -70,7 +90,7 @@ def train_with_handler(folder: str) -> dict[str, Any]:
 
 def train_undisturbed(folder: Path, num_epochs: int) -> dict[str, Any]:
     """Train a number of epochs without a pause; called by one process outside of any run."""
-    return _train(folder / CHECKPOINTS, lambda epoch: epoch + 1 >= num_epochs, in_one_go=True)
+    return _train(folder / CHECKPOINTS, num_epochs)
 
 
 class _Training:
@@ -78,6 +98,8 @@ class _Training:
 
     Attributes:
         state: Everything that is saved.
+        seen: How often each sample was trained, and how often a worker has seen `FINISH`: it is
+            the same on all, so that all end after the same epoch.
     """
 
     def __init__(self) -> None:
@@ -88,26 +110,64 @@ class _Training:
         self.net = nn.Sequential(nn.Linear(_WIDTH, 16), nn.Tanh(), nn.Linear(16, _WIDTH)).double()
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
         self.sampler = ElasticSampler(NUM_SAMPLES, BATCH, seed=0)
-        self.seen = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
+        self.seen = torch.zeros(NUM_SAMPLES + 1, dtype=torch.int64)
+        self.is_finishing = False
         self.state = {
             "net": self.net, "optimizer": self.optimizer, "sampler": self.sampler,
             "seen": self.seen,
         }  # fmt: skip
 
-    def step(self, model: nn.Module, batch: GlobalBatch) -> None:
-        """Make one step."""
+    def healing_state(self) -> dict[str, Any]:
+        """Return what a replica receives from a peer."""
+        parts = self.net.state_dict(), self.optimizer.state_dict()
+        return dict(zip(("net", "optimizer"), parts, strict=True)) | {"seen": self.seen}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what a peer has sent."""
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.seen.copy_(state["seen"])
+
+    def batches(self, num_epochs: int) -> Iterator[GlobalBatch]:
+        """Yield the batches until the last epoch, or until the end of one with `FINISH` in it."""
+        loader = DataLoader(self.data, batch_sampler=self.sampler)
+        for _ in self.sampler.epochs(num_epochs):
+            yield from self.sampler.batches(loader)
+            if self.seen[-1]:
+                return
+
+    def step(
+        self,
+        model: nn.Module,
+        batch: GlobalBatch,
+        reduce: Callable[[torch.Tensor], object] = dist.all_reduce,
+        commits: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Make one step, if it commits."""
         self.optimizer.zero_grad()
         trained = torch.zeros_like(self.seen)
+        trained[-1] = self.is_finishing
         for (x, index), weight in batch.micro_batches(model):
             loss: torch.Tensor = weight * nn.functional.mse_loss(model(x), x)
             loss.backward()  # type: ignore[no-untyped-call]
             trained[index] += 1
-        self.optimizer.step()
-        dist.all_reduce(trained)
-        self.seen += trained
+        reduce(trained)
+        if commits():
+            self.optimizer.step()
+            self.seen += trained
+
+    def pause(self, folder: Path) -> None:
+        """Wait a little, and look for `FINISH` and for an order."""
+        time.sleep(PAUSE_S)
+        self.is_finishing = is_there(folder / FINISH)
+        order = folder / ORDER.format(host=socket.gethostname())
+        if is_there(order):
+            what, argument = order.read_text().split()
+            order.unlink()
+            ORDERS[what](int(argument))
 
     @torch.no_grad()
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self, world_size: int) -> dict[str, Any]:
         """Return the outcome of this rank.
 
         ``times_seen`` holds the distinct counts of samples: one number if all were trained equally
@@ -120,52 +180,41 @@ class _Training:
         return {
             "epochs": self.sampler.epoch,
             "loss": loss.item(),
-            "world_size": dist.get_world_size(),
+            "world_size": world_size,
             "digest": hashlib.sha256(content).hexdigest(),
-            "times_seen": sorted(set(self.seen.tolist())),
+            "times_seen": sorted(set(self.seen[:-1].tolist())),
         }
 
 
-def _train(
-    folder: Path, is_last: Callable[[int], bool], *, in_one_go: bool = False
-) -> dict[str, Any]:
+def _train(folder: Path, num_epochs: int | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     training = _Training()
     with Checkpointer(training.state, folder) as checkpoints:
         checkpoints.load_latest()
         model = DistributedDataParallel(training.net)
-        loader = DataLoader(training.data, batch_sampler=training.sampler)
-        for epoch in training.sampler.epochs(_ENDLESS):
-            for batch in training.sampler.batches(loader):
-                training.step(model, batch)
-                if in_one_go:
-                    continue
-                time.sleep(PAUSE_S)
-                _exit_on_request(folder.parent)
-                if should_checkpoint(batch.step, every_steps=EVERY_STEPS):
-                    checkpoints.save(batch.step)
-            if _rank_0_value(is_last(epoch)):
-                break
-    outcome = training.outcome()
+        for batch in training.batches(num_epochs or _ENDLESS):
+            training.step(model, batch)
+            if num_epochs is None:
+                training.pause(folder.parent)
+                checkpoints.save_if_due(batch.step, every_steps=EVERY_STEPS)
+    outcome = training.outcome(dist.get_world_size())
     _KEPT.append(model)
     dist.destroy_process_group()
     return outcome
 
 
-def _exit_on_request(folder: Path) -> None:
-    request = folder / EXIT.format(host=socket.gethostname())
-    if is_there(request):
-        how = request.read_text()
-        request.unlink()
-        EARLY_EXITS[how](0)
+def _be_slow(seconds: int) -> None:
+    """Make no step for some time, with signs of life."""
+    for _ in range(seconds):
+        time.sleep(1.0)
+        report()
 
 
-def _rank_0_value(value: bool) -> bool:
-    """Return the value of rank 0, on all ranks."""
-    shared = torch.tensor(int(value))
-    dist.broadcast(shared, 0)
-    return bool(shared)
+ORDERS: dict[str, Callable[[int], None]] = {
+    "sys.exit": sys.exit, "os._exit": os._exit, "slow": _be_slow,
+}  # fmt: skip
+"""Ways to exit before the function has returned, and to be slow."""
 
 
 if __name__ == "__main__":

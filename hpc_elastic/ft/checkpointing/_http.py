@@ -334,7 +334,8 @@ class Offer:
         raw: The bytes of each tensor.
         pieces: The same as one stream.
         num_clients: Number of destinations that are announced.
-        timeout_s: How long they may take.
+        timeout_s: How long they may take without any progress.
+        since: When it was made, or the last block was sent.
     """
 
     step: int
@@ -551,5 +552,6 @@ class StateServer:
             yield
         finally:
             with self._changed:
+                offer.since = time.monotonic()
                 self._num_reading -= 1
                 self._changed.notify_all()

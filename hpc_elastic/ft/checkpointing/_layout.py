@@ -474,8 +474,8 @@ def reader(raw: torch.Tensor) -> Callable[[int, int], memoryview]:
 
     def read(begin: int, end: int) -> memoryview:
         # A stream of its own: the training's next kernels are not waited for.
-        bounce = torch.empty(end - begin, dtype=torch.uint8, pin_memory=True)
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(raw.device), torch.cuda.stream(stream):
+            bounce = torch.empty(end - begin, dtype=torch.uint8, pin_memory=True)
             stream.wait_event(written)
             bounce.copy_(raw[begin:end], non_blocking=True)
         stream.synchronize()

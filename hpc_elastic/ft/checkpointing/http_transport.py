@@ -164,7 +164,7 @@ class HTTPTransport(CheckpointTransport[T]):
             src_rank: Replica rank of the best source, for messages.
             metadata: What one source's `metadata` returned, or a JSON list of several.
             step: Which step it must be at.
-            timeout: For everything.
+            timeout: For the first byte, and then without any progress.
 
         Raises:
             HealError: No source gave it; the message has the reason of each.
@@ -203,7 +203,7 @@ class HTTPTransport(CheckpointTransport[T]):
             sources: What their `metadata` returned, the best first.
             step: Which step the state must be at.
             plan: Called once with the layout, on a thread of this call.
-            timeout: For everything.
+            timeout: As that of `recv_checkpoint`.
             is_enough: Whether these ranges suffice; called often.
 
         Returns:
@@ -351,7 +351,7 @@ class Fetch:
             sources: `StateServer.url` of each, the best first.
             key: Known to all replicas.
             step: Of the state.
-            timeout_s: For everything.
+            timeout_s: Until the first block, and from each to the next, of any source.
             num_connections: In all, if there are fewer sources; one to each at least.
             plan: Called once with the layout.
             is_enough: Whether these ranges suffice; called often.
@@ -608,6 +608,7 @@ class Fetch:
             for view in views:
                 checksum.update(view)
             sums.append(checksum.digest())
+            self._until = time.monotonic() + self._timeout_s
         rest = head.num_bytes - (request.end - request.begin)
         _http.check_sums(key, request.nonce, sums, _http.receive(connection, rest))
 

@@ -92,7 +92,7 @@ class CheckpointTransport(ABC, Generic[T]):
             src_rank: Replica rank of the (best) source.
             metadata: What its `metadata` returned; with `multi_source` a JSON list of several.
             step: Which step it must be at.
-            timeout: How long it may take.
+            timeout: How long it may take without any progress.
 
         Raises:
             HealError: It could not be fetched; the own state is unchanged, unless `in_place`.

@@ -190,7 +190,7 @@ def task_env(
         "SLURM_STEP_NODELIST": nodelist.compress(nodes),
         "SLURM_STEP_NUM_NODES": str(len(nodes)),
         "SLURM_STEP_NUM_TASKS": str(len(placed)),
-        "SLURM_STEP_TASKS_PER_NODE": repeat_counts(per_node),
+        "SLURM_STEP_TASKS_PER_NODE": nodelist.repeat_counts(per_node),
         "SLURM_STEP_LAUNCHER_PORT": str(_FIRST_PORT + (job.number or 0) % 20000 + number),
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
         "SLURM_DISTRIBUTION": "cyclic",
@@ -221,8 +221,8 @@ def _job_env(job: Job, cpus: int) -> dict[str, str]:
         "SLURM_NODELIST": nodes,
         "SLURM_JOB_NUM_NODES": str(count),
         "SLURM_NNODES": str(count),
-        "SLURM_JOB_CPUS_PER_NODE": repeat_counts([cpus] * count),
-        "SLURM_TASKS_PER_NODE": repeat_counts(tasks_per_node(request.num_tasks, count)),
+        "SLURM_JOB_CPUS_PER_NODE": nodelist.repeat_counts([cpus] * count),
+        "SLURM_TASKS_PER_NODE": nodelist.repeat_counts(tasks_per_node(request.num_tasks, count)),
         "SLURM_NTASKS": str(request.num_tasks),
         "SLURM_NPROCS": str(request.num_tasks),
         "SLURM_JOB_USER": user_name(),
@@ -270,12 +270,6 @@ def tasks_per_node(num_tasks: int, num_nodes: int) -> list[int]:
     """Return the number of tasks of each node."""
     least, more = divmod(num_tasks, num_nodes)
     return [least + (i < more) for i in range(num_nodes)]
-
-
-def repeat_counts(numbers: Sequence[int]) -> str:
-    """Return numbers as Slurm does: ``2(x3),1``."""
-    groups = [(number, len(list(same))) for number, same in itertools.groupby(numbers)]
-    return ",".join(f"{n}(x{count})" if count > 1 else str(n) for n, count in groups)
 
 
 def user_name() -> str:

@@ -40,6 +40,8 @@ class SandboxConfig:
             ``a-z 0-9 _``.
         nodes: Number of nodes, 1 to 200.
         gpus_per_node: Number of pretended GPUs of a node; 0 for none.
+        gpus: What the nodes have instead, in order, as in ``--gres``: ``gpu:a100:2,gpu:1g.10gb:1``
+            or ``gpu:4,shard:8``. The last one is that of further nodes, too.
         grace_s: Seconds between a preemption's first SIGTERM and its second.
         kill_wait_s: Seconds between a job's SIGTERM and its SIGKILL.
         cpus_per_node: CPUs that each node claims, whatever the machine has.
@@ -67,6 +69,7 @@ class SandboxConfig:
     name: str = "default"
     nodes: int = 4
     gpus_per_node: int = 2
+    gpus: tuple[str, ...] = ()
     grace_s: int = 5
     kill_wait_s: int = 5
     cpus_per_node: int = 8
@@ -108,6 +111,26 @@ class SandboxConfig:
     def node_names(self) -> tuple[str, ...]:
         """The nodes' names, ``node1`` first."""
         return tuple(f"node{number}" for number in range(1, self.nodes + 1))
+
+    @property
+    def num_devices(self) -> int:
+        """The most GPUs that a node has."""
+        return max(len(gpu_types(gres)) for gres in self.gres.values())
+
+    @property
+    def gres(self) -> dict[str, str]:
+        """The generic resources of each node; empty if it has none."""
+        same = f"gpu:{self.gpus_per_node}" if self.gpus_per_node else ""
+        given = (*self.gpus, *[self.gpus[-1] if self.gpus else same] * self.nodes)
+        return dict(zip(self.node_names, given, strict=False))
+
+
+def gpu_types(gres: str) -> list[str]:
+    """Return the type of each GPU in generic resources; empty for one without a type."""
+    found: list[str] = []
+    for kind, *words in (resource.split(":") for resource in gres.split(",")):
+        found += [":".join(words[:-1])] * int(words[-1]) if kind == "gpu" else []
+    return found
 
 
 @dataclass(frozen=True)
@@ -335,11 +358,12 @@ def _accounting_lines(layout: Layout) -> list[str]:
 
 def _node_lines(config: SandboxConfig, layout: Layout) -> list[str]:
     shape = f"CPUs={config.cpus_per_node} RealMemory=65536"
-    gres = f" Gres=gpu:{config.gpus_per_node}" if config.gpus_per_node else ""
-    types = ["GresTypes=gpu"] if config.gpus_per_node else []
+    has_shards = any("shard:" in gres for gres in config.gres.values())
+    types = [f"GresTypes=gpu{',shard' * has_shards}"] if any(config.gres.values()) else []
     return types + [
-        f"NodeName={node} NodeAddr={layout.address(node)} {shape}{gres} State=UNKNOWN"
-        for node in config.node_names
+        f"NodeName={node} NodeAddr={layout.address(node)} {shape}"
+        f"{gres and f' Gres={gres}'} State=UNKNOWN"
+        for node, gres in config.gres.items()
     ]
 
 
@@ -357,9 +381,18 @@ def _partition_lines(config: SandboxConfig) -> list[str]:
 
 def gres_conf(config: SandboxConfig, layout: Layout) -> str:
     """Return the text of gres.conf; empty without GPUs."""
-    return "".join(
-        f"Name=gpu File={layout.gpu_device(index)}\n" for index in range(config.gpus_per_node)
-    )
+    if not config.gpus:
+        devices = map(layout.gpu_device, range(config.gpus_per_node))
+        return "".join(f"Name=gpu File={device}\n" for device in devices)
+    lines: list[str] = []
+    for node, gres in config.gres.items():
+        for index, kind in enumerate(gpu_types(gres)):
+            of_type = f" Type={kind}" if kind else ""
+            file = layout.gpu_device(index)
+            lines.append(f"NodeName={node} Name=gpu{of_type} File={file}\n")
+        shards = [resource for resource in gres.split(",") if resource.startswith("shard:")]
+        lines += [f"NodeName={node} Name=shard Count={each[6:]}\n" for each in shards]
+    return "".join(lines)
 
 
 def cgroup_conf(version: tuple[int, int]) -> str:

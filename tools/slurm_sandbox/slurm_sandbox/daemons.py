@@ -64,7 +64,7 @@ def write_files(config: SandboxConfig, layout: Layout) -> None:
         layout.slurm_conf.with_name(name).write_text(text)
     layout.home.mkdir()
     os.chown(layout.home, USER_ID, USER_ID)
-    for index in range(config.gpus_per_node):
+    for index in range(config.num_devices):
         os.mknod(layout.gpu_device(index), 0o666 | 0o020000, os.makedev(1, 3))
     layout.munge_key.write_bytes(os.urandom(128))
     layout.munge_key.chmod(0o400)

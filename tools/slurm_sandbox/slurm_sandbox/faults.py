@@ -106,8 +106,9 @@ def cut_node(state: State, node: str) -> None:
 
 
 def reconnect_node(state: State, node: str) -> None:
-    """Connect a node to the network again."""
+    """Connect a node to the network again, and let all its packets through."""
     network.set_link(state.layout, node, up=True)
+    network.impair(state.layout, node)
 
 
 def make_read_only(state: State, node: str, *, spool: bool = False) -> None:

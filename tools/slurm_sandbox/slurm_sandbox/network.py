@@ -6,7 +6,7 @@ import ipaddress
 import json
 import socket
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .config import Layout, SandboxConfig
 from .processes import SandboxError, run_command
@@ -126,6 +126,48 @@ def set_link(layout: Layout, node: str, *, up: bool) -> None:
     """Connect or disconnect a node at the switch."""
     state = "up" if up else "down"
     run_command(["ip", "-n", layout.switch, "link", "set", node, state])
+
+
+def impair(layout: Layout, node: str, *, cut: Iterable[str] = (), loss: float = 0.0) -> None:
+    """Drop packets that a node sends; this replaces what was dropped before.
+
+    Args:
+        layout: The sandbox's places.
+        node: The node.
+        cut: Nodes that none of its packets reach.
+        loss: Share of all packets that are lost, at random.
+    """
+    inside = ["ip", "netns", "exec", layout.namespace(node), "tc"]
+    run_command([*inside, "qdisc", "del", "dev", "eth0", "clsact"], check=False)
+    program = drop_program([layout.address(other) for other in cut], loss)
+    if len(program) > 1:
+        text = f"{len(program)}," + ",".join(" ".join(map(str, line)) for line in program)
+        run_command([*inside, "qdisc", "add", "dev", "eth0", "clsact"])
+        command = ["filter", "add", "dev", "eth0", "egress", "bpf", "da", "bytecode", text]
+        run_command([*inside, *command])
+
+
+_LD_WORD, _LD_HALF, _EQUAL, _ABOVE, _RETURN = 0x20, 0x28, 0x15, 0x35, 0x06
+_PROTOCOL, _RANDOM, _DESTINATION = 0xFFFFF000, 0xFFFFF038, 0xFFF00010
+"""SKF_AD_OFF of the protocol and of a random number; the destination in the header of IPv4."""
+_IPV4, _PASS, _DROP = 0x0800, 0xFFFFFFFF, 2
+
+
+def drop_program(cut: Sequence[str], loss: float) -> list[tuple[int, int, int, int]]:
+    """Return a filter in classic BPF that drops packets to addresses, and a share of all; pure.
+
+    It needs no kernel module, unlike netem and the packet filters.
+    """
+    lost = [
+        (_LD_WORD, 0, 0, _RANDOM),
+        (_ABOVE, 1, 0, int(loss * 0xFFFFFFFF)),
+        (_RETURN, 0, 0, _DROP),
+    ]
+    towards = [(_LD_WORD, 0, 0, _DESTINATION)] if cut else []
+    for address in cut:
+        towards += [(_EQUAL, 0, 1, int(ipaddress.IPv4Address(address))), (_RETURN, 0, 0, _DROP)]
+    is_ipv4 = [(_LD_HALF, 0, 0, _PROTOCOL), (_EQUAL, 0, len(towards), _IPV4)] if cut else []
+    return [*(lost if loss else []), *is_ipv4, *towards, (_RETURN, 0, 0, _PASS)]
 
 
 def link_state(layout: Layout, node: str) -> str:

@@ -248,6 +248,19 @@ class SlurmSandbox:
         """Connect a node to the network again; `wait_idle` waits until Slurm has noticed."""
         self._apply(faults.reconnect_node, node)
 
+    def impair(self, node: str | int, *, cut: Sequence[str | int] = (), loss: float = 0.0) -> None:
+        """Drop packets that a node sends; without arguments it sends all again.
+
+        Args:
+            node: The node.
+            cut: Nodes that none of its packets reach, while it reaches all others. They still
+                send to it, but no connection comes up without its answers.
+            loss: Share of all its packets that are lost, at random.
+        """
+        with self._locked_state() as state:
+            others = [node_name(other, state.config) for other in cut]
+            network.impair(state.layout, node_name(node, state.config), cut=others, loss=loss)
+
     def make_read_only(self, node: str | int, *, spool: bool = False) -> None:
         """Make files read-only on a node, as after a disk's error; open files stay writable.
 

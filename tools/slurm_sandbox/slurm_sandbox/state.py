@@ -20,7 +20,7 @@ from .processes import Process, SandboxError, wait_until
 
 DEFAULT_ROOT = Path("/run/hpc-elastic-sandbox")
 _LOCK_TIMEOUT_S = 180.0
-_TUPLES = ("open_paths", "extra_lines")
+_TUPLES = ("gpus", "open_paths", "extra_lines")
 
 
 class NotUpError(SandboxError):
@@ -62,12 +62,13 @@ def to_text(state: State) -> str:
 
 
 def from_text(text: str) -> State:
-    """Parse the text of `to_text`."""
+    """Parse the text of `to_text`, also of an earlier version, which lacks settings of this one."""
     content = json.loads(text)
     config, layout = content["config"], content["layout"]
+    tuples = {name: tuple(config[name]) for name in _TUPLES if name in config}
     tree = layout["tree"] and Path(layout["tree"])
     return State(
-        config=SandboxConfig(**{**config, **{name: tuple(config[name]) for name in _TUPLES}}),
+        config=SandboxConfig(**{**config, **tuples}),
         layout=Layout(**{**layout, "directory": Path(layout["directory"]), "tree": tree}),
         processes={name: Process(**entry) for name, entry in content["processes"].items()},
         ready=content["ready"],

@@ -1,0 +1,261 @@
+"""Whose a directory of checkpoints is: one run's, whose restarts go on from what is in it.
+
+    <directory>/owner.json    run, its directory, the keys of its state, since when
+
+Two runs with one directory would remove each other's checkpoints, and a restart would go on from
+the other's. So a run marks its directory when a script makes its `Checkpointer`, and every commit
+looks at the mark again, right before its rename. A mark is replaced only on purpose
+(``CheckpointOptions(take_over=...)`` names the owner that loses it), or where its run is over and
+has left no checkpoint.
+
+Outside of a run there is no identity, so that a script started by hand goes on from its own
+checkpoints: all such scripts are one owner, `NO_RUN`. ``torchrun --rdzv-backend=slurm`` has an
+identity, but the next submission of the same script has another. It is one of these owners, and the
+last group that opens a directory has it: an earlier one that still lives commits nothing any more.
+What is only read gets no mark.
+
+Directories without a mark, of hpc_elastic 0.2.0, get the mark of the first run that opens them.
+Without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpc_elastic.config.parse import fits
+from hpc_elastic.errors import CheckpointError, ConfigError, DamagedFileError, InexactError
+from hpc_elastic.run import fencing
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import create_atomic, is_there, parse_json, read_listed, write_atomic
+
+MARK = "owner.json"
+NO_RUN = "no run"
+"""The id of all scripts that no run started."""
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Of a file system without hard links."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The content of a mark.
+
+    Attributes:
+        run: The run's id; `NO_RUN` outside of one.
+        path: The run directory; empty outside of a run.
+        restarts: Whether the run keeps its id when it is started again.
+        boundary: See `CheckpointOptions.boundary`.
+        keys: Of the state.
+        host: Where the mark was written.
+        created: When, in Unix seconds.
+        nonce: Makes the mark different from any other.
+    """
+
+    run: str
+    path: str = ""
+    restarts: bool = False
+    boundary: bool = True
+    keys: list[str] = field(default_factory=list)
+    host: str = ""
+    created: float = 0.0
+    nonce: str = ""
+
+    @classmethod
+    def current(cls, keys: Iterable[str] = (), *, boundary: bool = True) -> Owner:
+        """Return this process, as the owner of what it saves.
+
+        Raises:
+            RunDirectoryError: its run cannot be read.
+            OSError: its run directory cannot be listed.
+        """
+        kind = {"boundary": boundary, "keys": sorted(keys)}
+        at = {"host": socket.gethostname(), "created": time.time(), "nonce": os.urandom(8).hex()}
+        entry = fencing.own_entry()
+        if entry is None:
+            return cls(NO_RUN, **kind, **at)  # type: ignore[arg-type]
+        run = RunDir(entry.parent.parent.absolute())
+        restarts = is_there(run.spec)
+        name = run.load().run_id if restarts else f"{run.path.name}-{_digest(str(run.path))}"
+        return cls(name, str(run.path), restarts, **kind, **at)  # type: ignore[arg-type]
+
+    @property
+    def in_run(self) -> bool:
+        """Whether it is a run, or a job step of ``torchrun --rdzv-backend=slurm``."""
+        return self.run != NO_RUN
+
+    def is_over(self) -> bool:
+        """Return whether its run has surely ended, or is removed."""
+        if not self.restarts:
+            return False
+        run = RunDir(Path(self.path))
+        with contextlib.suppress(OSError):
+            return run.is_over or (run.path.parent.is_dir() and not is_there(run.path))
+        return False
+
+    def __str__(self) -> str:
+        """Return it as a message names it."""
+        name = f"the run {self.run} ({self.path})" if self.in_run else "a script outside of a run"
+        what = "" if self.boundary else ", whose saves there are not where it goes on (boundary)"
+        keys = f", with the state {', '.join(self.keys)}" if self.keys else ""
+        return f"{name}{what}{keys}"
+
+
+@dataclass(frozen=True)
+class OwnerVerdict:
+    """What an owner may do with a directory.
+
+    Attributes:
+        marks: It marks the directory now.
+        problem: Why it may not save there; None if it may.
+        at_once: Whether that ends its training, since it cannot go on there after a restart either.
+    """
+
+    marks: bool = False
+    problem: ConfigError | None = None
+    at_once: bool = False
+
+
+def judge(
+    directory: Path, mark: Owner | None, mine: Owner, take_over: str | None, *, is_empty: bool
+) -> OwnerVerdict:
+    """Decide whether an owner may save to a directory (pure).
+
+    Args:
+        directory: Of the checkpoints.
+        mark: The directory's.
+        mine: The owner that would save.
+        take_over: Id of the owner that is to be replaced.
+        is_empty: Whether nothing is lost with the mark's owner: it is over, without a checkpoint.
+            Where there is no mark: whether there is no checkpoint.
+    """
+    if mark is None:
+        return OwnerVerdict(marks=mine.in_run and (mine.boundary or is_empty))
+    if take_over == mark.run and mark.run != mine.run:
+        return OwnerVerdict(marks=True)
+    is_mine = mark.run == mine.run
+    if is_mine or not (mark.restarts or mine.restarts):
+        if mark.boundary == mine.boundary:
+            return OwnerVerdict(marks=mine.in_run and not is_mine)
+        remedy = (
+            f"it holds the checkpoints of {mark}; a Checkpointer whose saves are "
+            f"{'boundaries' if mine.boundary else 'no boundaries'} would remove them: give it a "
+            "directory of its own"
+        )
+        return OwnerVerdict(problem=InexactError("directory", str(directory), remedy))
+    if is_empty and mine.in_run:
+        return OwnerVerdict(marks=True)
+    remedy = (
+        f"it holds the checkpoints of {mark}: give another directory; or, to go on from them and "
+        f"keep that one from saving there, options=CheckpointOptions(take_over={mark.run!r})"
+    )
+    problem = InexactError("directory", str(directory), remedy)
+    return OwnerVerdict(problem=problem, at_once=mine.in_run and mine.boundary)
+
+
+def claim(directory: Path, mine: Owner, take_over: str | None, *, has_steps: bool) -> OwnerVerdict:
+    """Decide whether an owner may save to a directory, and mark it if need be (rank 0).
+
+    Args:
+        directory: Of the checkpoints; it exists.
+        mine: The owner that would save.
+        take_over: Id of the owner that is to be replaced.
+        has_steps: Whether there are checkpoints.
+
+    Raises:
+        ConfigError: the mark is damaged.
+        OSError: it cannot be read or written.
+    """
+    while True:
+        mark = read(directory)
+        is_empty = not has_steps and (mark is None or mark.is_over())
+        verdict = judge(directory, mark, mine, take_over, is_empty=is_empty)
+        if not verdict.marks or write(directory, mine, replaces=mark is not None):
+            return verdict
+
+
+def require(directory: Path, mine: Owner) -> None:
+    """Return if a directory is an owner's still, right before a commit; mark it if it has no mark.
+
+    Raises:
+        CheckpointError: it is another's.
+        ConfigError: the mark is damaged.
+        OSError: it cannot be read or written.
+    """
+    while (mark := read(directory)) is None:
+        write(directory, mine, replaces=False)
+    is_mine = mark.run == mine.run or not (mine.in_run or mark.restarts)
+    if not is_mine or mark.boundary != mine.boundary:
+        raise CheckpointError(
+            f"{directory} belongs to {mark} now, so nothing else is saved there: stop one of the "
+            "two, and give it another directory"
+        )
+
+
+def read(directory: Path) -> Owner | None:
+    """Return whose a directory is; None if it has no mark.
+
+    Raises:
+        ConfigError: the mark is damaged.
+        OSError: it cannot be read.
+    """
+    path = directory / MARK
+    try:
+        text = read_listed(path)
+        return None if text is None else _parse(text, path)
+    except (DamagedFileError, IsADirectoryError, TypeError) as e:
+        raise _damaged(path) from e
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(text: str, path: Path) -> Owner:
+    """Return the mark that a file holds; the same file is read at each commit.
+
+    Raises:
+        DamagedFileError: it is no JSON.
+        TypeError: it is no mark.
+    """
+    mark = Owner(**parse_json(text, path))
+    if not fits(mark, Owner):
+        raise TypeError(f"{path} is no mark of an owner")
+    return mark
+
+
+def _damaged(path: Path) -> ConfigError:
+    remedy = "the owner of the checkpoints is unknown: remove it if they are this run's"
+    return ConfigError("directory", str(path), remedy)
+
+
+def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
+    """Mark a directory; return False if another owner was first.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(asdict(mine), indent=2) + "\n"
+    if not replaces:
+        try:
+            return create_atomic(directory / MARK, text)
+        except OSError as e:
+            if e.errno not in _NO_LINKS:
+                raise
+    write_atomic(directory / MARK, text)
+    return True
+
+
+def tag(run: str) -> str:
+    """Return what the names of a run's unfinished saves have of it: hexadecimal digits."""
+    return _digest(run)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

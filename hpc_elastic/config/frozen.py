@@ -1,0 +1,475 @@
+"""A config of Hydra's as plain data, and the same config again in another process.
+
+A worker gets the config that Hydra composed: its interpolations as written, its structured types,
+its flags. Nothing is pickled, and nothing is composed a second time, since the files and classes
+that it was composed from may have changed by then. A frozen config has two parts:
+
+- *values*, which Hydra writes to ``config.yaml`` too, interpolations unresolved;
+- *types*, a JSON tree of what YAML cannot hold: for each node that is not what
+  ``OmegaConf.create`` would make of its value, its class, its types by import path, its flags.
+
+A resolver is called where the config is read, as by Hydra alone. Its result must not differ
+between ranks and restarts if it depends on the moment, so such *calls* are recorded at the
+submission (`Recorder`) and answered from the record in the workers (`answer_calls`).
+
+The structure of OmegaConf's nodes, and its table of resolvers, are private: they are used in this
+module only (`tests/unit/test_frozen_config.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import time
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, Union, cast
+
+import omegaconf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf, UnionNode
+from omegaconf.basecontainer import BaseContainer
+
+from hpc_elastic.errors import ConfigError
+
+FROZEN_FILE = "frozen.json"
+"""File of the types and the calls, beside Hydra's ``config.yaml``."""
+
+Types = dict[str, Any]
+"""What is special about a node: ``kind`` (its class), ``ref``, ``object``, ``key``, ``element``
+(types), ``optional``, ``flags``, ``value`` (type of an untyped value), ``keys`` (their Enum), and
+``in``, the same of its children by position. Empty for a node that ``OmegaConf.create`` makes."""
+
+_PLAIN = (bool, int, float, str, bytes)
+_UNION = "|"
+
+
+class Frozen(NamedTuple):
+    """A config as plain data."""
+
+    values: Any
+    types: Types
+
+
+# ---- nodes
+
+
+@dataclass(frozen=True)
+class Interpolation:
+    """A text of a config that refers to something else, with its node and its dotted name."""
+
+    node: Any
+    name: str
+    text: str
+
+    def value(self) -> Any:
+        """Return its value, as a reader of the config would get it."""
+        return self.node._get_parent_container()[self.node._key()]
+
+
+@dataclass
+class Encoder:
+    """Makes configs plain, and collects what the caller has to look at.
+
+    Attributes:
+        interpolations: All interpolations.
+        lost: Types that a worker could not import, by the dotted name of their first node.
+    """
+
+    interpolations: list[Interpolation] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+
+    def encode(self, node: Any, name: str = "", skip: Sequence[str] = ()) -> Frozen:
+        """Return a node as plain data.
+
+        Args:
+            node: A node of a config, attached to the whole.
+            name: Its dotted name in the whole.
+            skip: Keys of its own that are left out.
+
+        Raises:
+            ConfigError: A value is an object, which cannot be written.
+        """
+        raw, found = node._value(), self._types(node, name)
+        if isinstance(node, UnionNode) and isinstance(raw, Node):
+            values, inner = self.encode(raw, name)
+            return Frozen(values, {**found, "in": inner} if found else inner)
+        if isinstance(node, DictConfig | ListConfig) and isinstance(raw, dict | list):
+            if isinstance(raw, list):
+                return Frozen(list(self._children(enumerate(raw), found, name).values()), found)
+            return Frozen(self._mapping(raw, found, name, skip), found)
+        if isinstance(raw, str) and "${" in raw:
+            self.interpolations.append(Interpolation(node, name, raw))
+        return Frozen(self._leaf(raw, found, name), found)
+
+    def _mapping(
+        self, content: dict[Any, Node], found: Types, name: str, skip: Sequence[str]
+    ) -> dict[Any, Any]:
+        for key in content:
+            if isinstance(key, Enum):
+                found["keys"] = self._type(type(key), name)
+        kept = ((key, node) for key, node in content.items() if key not in skip)
+        return self._children(kept, found, name)
+
+    def _children(
+        self, content: typing.Iterable[tuple[Any, Node]], found: Types, name: str
+    ) -> dict[Any, Any]:
+        values, below = {}, {}
+        for at, (key, child) in enumerate(content):
+            plain_key = key.name if isinstance(key, Enum) else key
+            inner = f"{name}.{plain_key}" if name else str(plain_key)
+            values[plain_key], special = self.encode(child, inner)
+            if special:
+                below[str(at)] = special
+        if below:
+            found["in"] = below
+        return values
+
+    def _leaf(self, raw: Any, found: Types, name: str) -> Any:
+        if isinstance(raw, Enum | Path):
+            kind = type(raw) if isinstance(raw, Enum) else Path
+            if "kind" not in found and (written := self._type(kind, name)) is not None:
+                found["value"] = written
+            return raw.name if isinstance(raw, Enum) else str(raw)
+        if raw is None or isinstance(raw, _PLAIN):
+            return str(raw) if isinstance(raw, str) else raw
+        remedy = "an object cannot be written: make it in the function, by _target_ or a resolver"
+        raise ConfigError(name, raw, remedy)
+
+    def _types(self, node: Node, name: str) -> Types:
+        """Return what is special about a node itself."""
+        meta: Any = node._metadata
+        raw = node._value()
+        found: Types = {}
+        default: type = DictConfig if isinstance(raw, dict) else omegaconf.AnyNode
+        default = ListConfig if isinstance(raw, list) else default
+        if type(node) is not default:
+            found["kind"] = type(node).__name__
+        container = isinstance(node, DictConfig | ListConfig)
+        plain_object = {DictConfig: dict, ListConfig: list}.get(type(node))
+        if meta.object_type is not plain_object and container:
+            found["object"] = self._type(meta.object_type, name)
+        if meta.ref_type is not Any and type(node) not in _BY_CLASS:
+            found["ref"] = self._type(meta.ref_type, name)
+        if container:
+            if isinstance(node, DictConfig) and meta.key_type is not Any:
+                found["key"] = self._type(meta.key_type, name)
+            if meta.element_type is not Any:
+                found["element"] = self._type(meta.element_type, name)
+        if not meta.optional:
+            found["optional"] = False
+        flags = {flag: value for flag, value in (meta.flags or {}).items() if value is not None}
+        if flags and not isinstance(node, UnionNode):
+            found["flags"] = flags
+        if type(node) in (omegaconf.EnumNode, UnionNode) and found["ref"] is None:
+            return {}  # its class is lost: an untyped value
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _type(self, hint: Any, name: str) -> Any:
+        try:
+            return _type_path(hint)
+        except (AttributeError, ImportError, TypeError, ValueError):
+            shown = f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', hint)}"
+            self.lost.setdefault(shown, name)
+            return None
+
+
+_BY_CLASS = (
+    omegaconf.BooleanNode, omegaconf.BytesNode, omegaconf.FloatNode, omegaconf.IntegerNode,
+    omegaconf.PathNode, omegaconf.StringNode,
+)  # fmt: skip
+"""Classes of nodes that have one type."""
+
+
+def decode(frozen: Frozen) -> Any:
+    """Return the node that `Encoder.encode` has made plain.
+
+    Raises:
+        ImportError: A class is not where it was at the submission.
+    """
+    return _decode(frozen.values, frozen.types, None, None)
+
+
+def _decode(raw: Any, special: Types, key: Any, parent: Any) -> Any:
+    default = "DictConfig" if isinstance(raw, dict) else "AnyNode"
+    default = "ListConfig" if isinstance(raw, list) else default
+    kind = special.get("kind", default)
+    if kind == "UnionNode":
+        node: Any = UnionNode(None, _type_at(special["ref"]), key=key)
+        inner = special.get("in")
+        node.__dict__["_content"] = raw if inner is None else _decode(raw, inner, key, node)
+    elif kind == "DictConfig":
+        node = DictConfig({} if isinstance(raw, dict) else raw, key=key)
+        if isinstance(raw, dict):
+            enum = _type_at(special["keys"]) if "keys" in special else None
+            names = getattr(enum, "__members__", {})
+            pairs = [(names.get(name, name), value) for name, value in raw.items()]
+            node.__dict__["_content"] = dict(_decoded(pairs, special, node))
+    elif kind == "ListConfig":
+        node = ListConfig([] if isinstance(raw, list) else raw, key=key)
+        if isinstance(raw, list):
+            pairs = list(enumerate(raw))
+            node.__dict__["_content"] = [child for _, child in _decoded(pairs, special, node)]
+    else:
+        node = _decoded_leaf(kind, raw, special, key)
+    meta = node._metadata
+    for name, given in (("ref_type", "ref"), ("object_type", "object"), ("key_type", "key"),
+                        ("element_type", "element")):  # fmt: skip
+        if given in special:
+            setattr(meta, name, _type_at(special[given]))
+    meta.optional = special.get("optional", True)
+    if "flags" in special:
+        meta.flags = dict(special["flags"])
+    node._set_parent(parent)
+    return node
+
+
+def _decoded(
+    pairs: Sequence[tuple[Any, Any]], special: Types, parent: Node
+) -> Iterator[tuple[Any, Any]]:
+    below = special.get("in", {})
+    for at, (key, raw) in enumerate(pairs):
+        yield key, _decode(raw, below.get(str(at), {}), key, parent)
+
+
+def _decoded_leaf(kind: str, raw: Any, special: Types, key: Any) -> Any:
+    if kind == "EnumNode":
+        return omegaconf.EnumNode(_type_at(special["ref"]), raw, key=key)
+    if "value" in special:
+        of = _type_at(special["value"])
+        raw = of[raw] if issubclass(of, Enum) else of(raw)
+    node_class = getattr(omegaconf, kind)
+    return node_class(raw, key=key)
+
+
+def whole_config(task: Frozen, hydra: Frozen) -> DictConfig:
+    """Return the user's config with the ``hydra`` node in it, as Hydra composes it."""
+    below = {**task.types.get("in", {}), str(len(task.values)): hydra.types}
+    values = {**task.values, "hydra": hydra.values}
+    return cast(DictConfig, decode(Frozen(values, {**task.types, "in": below})))
+
+
+# ---- types
+
+
+def _type_path(hint: Any) -> Any:
+    """Return the import path of a class, or a list of origin and arguments of a generic one."""
+    if hint is None or hint is type(None):
+        return "None" if hint is None else "types:NoneType"
+    arguments = [_type_path(each) for each in typing.get_args(hint)]
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return [_UNION, *arguments]
+    if hint is Any or arguments:
+        return [f"{hint.__module__}:{hint.__name__}", *arguments] if arguments else "typing:Any"
+    module = hint.__module__
+    main_spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if module == "__main__" and main_spec is not None:
+        module = main_spec.name  # run by `python -m`: a worker imports it by this name
+    path = f"{module}:{hint.__qualname__}"
+    if _named(path) is not hint and module == hint.__module__:
+        raise ValueError(path)
+    return path
+
+
+def _type_at(path: Any) -> Any:
+    if isinstance(path, list):
+        arguments = tuple(_type_at(each) for each in path[1:])
+        origin = Union if path[0] == _UNION else _named(path[0])
+        return origin[arguments]
+    return _named(path)
+
+
+def _named(path: str) -> Any:
+    module, _, qualname = path.partition(":")
+    if path == "None":
+        return None
+    try:
+        found: Any = importlib.import_module(module)
+        for name in qualname.split("."):
+            found = getattr(found, name)
+    except AttributeError as e:
+        raise ImportError(f"the config has values of {qualname}, which {module} lacks") from e
+    return found
+
+
+# ---- calls of resolvers
+
+_PURE = ("hydra", "python_version")
+_ENV = "oc.env"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a resolver with constants.
+
+    Attributes:
+        name: Of the resolver.
+        args: The texts of the arguments.
+        result: What it returned at the submission, in JSON form.
+        is_fixed: Whether all workers get this result. Otherwise it is the answer only where the
+            worker cannot give one: the resolver or the variable does not exist there.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    result: Any
+    is_fixed: bool
+
+
+class Recorder:
+    """Records the calls of resolvers while configs of one sweep are read (login node).
+
+    The result of a resolver depends on the moment if the resolver has a cache, as OmegaConf asks
+    for in that case, or if it has another result in the next second. One wait serves all resolvers
+    of the first job.
+    """
+
+    def __init__(self) -> None:
+        self._depends: dict[str, bool] = {"now": True}
+        self._calls: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._again: dict[str, Callable[[], Any]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Call]]:
+        """Yield a list that holds, after the block, the calls in the block."""
+        calls: list[Call] = []
+        self._calls, self._again, began = {}, {}, time.time()
+        resolvers = BaseContainer._resolvers
+        theirs = {name: each for name, each in resolvers.items() if self._is_recorded(name)}
+        ours = {name: self._recorded(name, each) for name, each in theirs.items()}
+        resolvers.update(ours)
+        try:
+            yield calls
+        finally:
+            for name, each in theirs.items():
+                if resolvers.get(name) is ours[name]:
+                    resolvers[name] = each
+        self._classify(began)
+        calls += [
+            Call(name, args, result, self._depends.get(name, False))
+            for (name, args), result in self._calls.items()
+        ]
+
+    @staticmethod
+    def _is_recorded(name: str) -> bool:
+        return name == _ENV or not (name.startswith("oc.") or name in _PURE)
+
+    def _recorded(self, name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        inner = inspect.getclosurevars(theirs).nonlocals
+        if inner.get("use_cache"):
+            self._depends[name] = True
+        reads_config = any(inner.get(f"pass_{what}") for what in ("parent", "node", "root"))
+
+        def resolver(config: Any, parent: Any, node: Any, args: Any, texts: Any) -> Any:
+            result = theirs(config, parent, node, args, texts)
+            key = (name, tuple(texts))
+            if reads_config or key in self._calls or any("${" in text for text in texts):
+                return result
+            if name == _ENV and (args[0] not in os.environ):
+                return result
+            try:
+                self._calls[key] = _to_json(result)
+            except TypeError:
+                return result
+            if name not in self._depends and name != _ENV:
+                before = self._calls[key]
+                self._again[name] = lambda: (
+                    _to_json(theirs(config, parent, node, args, texts)) != before
+                )
+            return result
+
+        return resolver
+
+    def _classify(self, began: float) -> None:
+        """Call each new resolver a second time, in another second."""
+        again, self._again = self._again, {}
+        if not again:
+            return
+        time.sleep(max(0.0, int(began) + 1 - time.time()))
+        for name, differs in again.items():
+            try:
+                self._depends[name] = bool(differs())
+            except Exception:  # what a resolver raises is the worker's to see
+                self._depends[name] = True
+
+
+@contextmanager
+def answer_calls(calls: Sequence[Call], configs: Sequence[Any]) -> Iterator[None]:
+    """Answer calls of resolvers from the record (worker).
+
+    Args:
+        calls: What the submission recorded.
+        configs: Configs with a cache of results. Hydra registers ``now`` again at times, and then
+            the cache answers.
+    """
+    resolvers = BaseContainer._resolvers
+    before = dict(resolvers)
+    answers: dict[str, dict[tuple[str, ...], Call]] = {}
+    for call in calls:
+        answers.setdefault(call.name, {})[call.args] = call
+    for name, of_name in answers.items():
+        resolvers[name] = _answering(name, before.get(name), of_name)
+        for config in configs:
+            fixed = {args: _from_json(c.result) for args, c in of_name.items() if c.is_fixed}
+            OmegaConf.get_cache(config)[name].update(fixed)
+    try:
+        yield
+    finally:
+        resolvers.clear()
+        resolvers.update(before)
+
+
+def _answering(
+    name: str, theirs: Callable[..., Any] | None, calls: Mapping[tuple[str, ...], Call]
+) -> Callable[..., Any]:
+    def resolver(config: Any, parent: Any, node: Any, args: Any, texts: Any) -> Any:
+        call = calls.get(tuple(texts))
+        is_answered = call is not None and (
+            call.is_fixed or theirs is None or (name == _ENV and args[0] not in os.environ)
+        )
+        if is_answered:
+            return _from_json(cast(Call, call).result)
+        if theirs is None:
+            raise LookupError(f"resolver {name!r} is not registered when workers import the script")
+        return theirs(config, parent, node, args, texts)
+
+    return resolver
+
+
+def _to_json(value: Any) -> Any:
+    """Return the JSON form of a result.
+
+    Raises:
+        TypeError: It is an object, which the worker makes itself.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is list:
+        return [_to_json(each) for each in value]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _to_json(each) for key, each in value.items()}}
+    if type(value) is tuple:
+        return {"tuple": [_to_json(each) for each in value]}
+    if type(value) is float or isinstance(value, Path):
+        return {"float" if type(value) is float else "path": str(value)}
+    raise TypeError(f"{type(value)} has no JSON form")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, of),) = value.items()
+    if kind == "dict":
+        return {key: _from_json(each) for key, each in of.items()}
+    return tuple(_from_json(each) for each in of) if kind == "tuple" else _OF_TEXT[kind](of)
+
+
+_OF_TEXT: dict[str, Callable[[str], Any]] = {"float": float, "path": Path}

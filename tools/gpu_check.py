@@ -401,7 +401,8 @@ def check_checkpoint(place: Place) -> Facts:
         saver.wait()
         facts |= {"held_up_s": held, "held_up_gb_per_s": num_bytes / held / GB}
         facts |= {"total_s": time.monotonic() - begin, "step_slower_by": busy / alone - 1.0}
-    is_pinned = saver._snapshots._is_pinned
+    saver._snapshots.wait_until_warm()
+    is_pinned = saver._snapshots.num_pinned >= num_bytes
     facts["buffer_is_pinned"] = is_pinned
     require(is_pinned or place.is_cpu, "the buffer is not pinned: copies are several times slower")
     saver.close()

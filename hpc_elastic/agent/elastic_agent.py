@@ -77,7 +77,7 @@ from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.slurm.environment import as_worker
+from hpc_elastic.slurm.environment import as_worker, of_slot
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.worker.shared_page import (
     RESULTS_VARIABLE,
@@ -586,7 +586,7 @@ class WorkerProcess(SubprocessHandler):
             default if file is None else file.fileno()
             for file, default in ((self._stdout, 1), (self._stderr, 2))
         ]
-        env = as_worker(env, *self._group)
+        env = of_slot(as_worker(env, *self._group), self.local_rank_id)
         warm = self._warm_workers.take_worker(self.local_rank_id, args, env, outputs)
         return warm if warm is not None else super()._popen(args, env)
 

@@ -1,12 +1,17 @@
-"""A matrix product on each GPU of this process: ``python -m hpc_elastic.agent.gpu_check``.
+"""A matrix product on each GPU of this process: ``python -m hpc_elastic.agent.gpu_check [NUMA]``.
 
-It prints one line of JSON: ``{"problem": null}``, or the problem. The numbers are small integers,
-so that every order of addition gives the same sum in each precision.
+It prints one line of JSON: ``{"problem": null, "cpus": []}``, or the problem. The numbers are small
+integers, so that every order of addition gives the same sum in each precision.
+
+NUMA is a value of ``launcher.agent.numa``: then ``cpus`` are those near each GPU. Only a process
+that has opened the GPUs knows where they are.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,17 +40,33 @@ def problem_of(devices: Sequence[torch.device]) -> str | None:
         return next(filter(None, pool.map(of_one, devices)), None)
 
 
-def main() -> None:
+def cpus_near(num_gpus: int, numa: str) -> list[list[int]]:
+    """Return the CPUs to which torch would bind the worker of each GPU.
+
+    Its function has a private name; test_preflight fails if torch changes it.
+    """
+    binding = importlib.import_module("torch.numa.binding")
+    options = binding.NumaOptions(binding.AffinityMode(numa))
+    find = binding._get_logical_cpus_to_bind_to
+    return [sorted(find(gpu_index=i, numa_options=options)) for i in range(num_gpus)]
+
+
+def main(numa: str | None = None) -> None:
     """Check every device."""
-    problem = None
+    problem, cpus = None, list[list[int]]()
     if torch.version.cuda or torch.version.hip:
         try:
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
             problem = problem_of(devices) if devices else "torch sees no GPU"
         except RuntimeError as e:
             problem = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-    print(json.dumps({"problem": problem}))
+        if numa is not None and problem is None:
+            try:
+                cpus = cpus_near(len(devices), numa)
+            except Exception as e:  # the system's files, or torch's function
+                print(f"launcher.agent.numa={numa}: {type(e).__name__}: {e}", file=sys.stderr)
+    print(json.dumps({"problem": problem, "cpus": cpus}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -54,7 +54,7 @@ from hpc_elastic.shared_files import Mount, read_bytes
 from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
-from hpc_elastic.slurm.environment import NVIDIA_GPUS, granted_gpus
+from hpc_elastic.slurm.environment import NVIDIA_GPUS, granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
@@ -62,7 +62,7 @@ from hpc_elastic.slurm.sweep_queue import SweepQueue
 from hpc_elastic.slurm.time_slots import TimeSlots
 from hpc_elastic.transport import interface, socket_filter
 from hpc_elastic.transport.auth import of_generation
-from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE
+from hpc_elastic.worker.shared_page import CPUS_VARIABLE, DIRECTORY_VARIABLE
 
 _log = logging.getLogger(__name__)
 
@@ -229,6 +229,7 @@ class NodeAgent:
         is_given = self._task.spec.interface is not None
         os.environ |= interface.group_variables(self._interface.name, is_given=is_given)
         os.environ[DIRECTORY_VARIABLE] = str(self._control.path)
+        os.environ[CPUS_VARIABLE] = json.dumps(checks.cpus if checks is not None else [])
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM: a notice
         prepare_environment(self._task, self._nproc)
         session = self._session = self._open_session()
@@ -415,7 +416,7 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
     """
     if isinstance(wanted, int):
         return wanted
-    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    gpus = 0 if wanted == "cpu" else len(mig_slices(os.environ)) or torch.cuda.device_count()
     is_without = gpus == 0 and not is_local and not granted_gpus(os.environ)
     if wanted == "auto" and is_without and any(NVIDIA_GPUS.glob("*")):
         remedy = "set launcher.gpus_per_node, or nproc_per_node=1 to train on the CPU"

@@ -207,8 +207,15 @@ def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     return Problem("gpus", reason)
 
 
-def check_gpu_arithmetic(granted: Sequence[str]) -> Problem | None:
+def check_gpu_arithmetic(
+    granted: Sequence[str], numa: str | None = None, cpus: list[list[int]] | None = None
+) -> Problem | None:
     """Multiply matrices on each GPU in a process of its own.
+
+    Args:
+        granted: The task's GPUs (`granted_gpus`).
+        numa: ``launcher.agent.numa``.
+        cpus: Receives the CPUs near each GPU, if `numa` is given and they are known.
 
     Raises:
         OSError: The process cannot be started, which shows nothing about the GPUs.
@@ -216,9 +223,14 @@ def check_gpu_arithmetic(granted: Sequence[str]) -> Problem | None:
     if not granted:
         return None
     try:
-        check = [sys.executable, "-P", "-m", "hpc_elastic.agent.gpu_check"]
+        check = [sys.executable, "-P", "-m", "hpc_elastic.agent.gpu_check", *filter(None, [numa])]
         done = _util.run(check, timeout_s=_GPU_CHECK_S)
-        problem = json.loads(done.stdout.strip().splitlines()[-1])["problem"]
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        problem = found["problem"]
+        if cpus is not None and numa is not None:
+            cpus += found["cpus"]
+            if not cpus and not problem:
+                _log.error("workers are not bound to CPUs: %s", done.stderr.strip()[-300:])
     except subprocess.TimeoutExpired:
         problem = f"a product of matrices is not done after {_GPU_CHECK_S:.0f} s"
     except (ValueError, LookupError, TypeError):
@@ -234,9 +246,14 @@ class Preflight:
         folder: The task's logs, on the shared file system.
         granted: Its GPUs (`granted_gpus`).
         shared: Whether others may use them.
+        numa: ``launcher.agent.numa``.
     """
 
-    def __init__(self, folder: Path, granted: Sequence[str], *, shared: bool) -> None:
+    def __init__(
+        self, folder: Path, granted: Sequence[str], *, shared: bool, numa: str | None = None
+    ) -> None:
+        self.cpus: list[list[int]] = []
+        """The CPUs near each GPU, with `numa`, once there are `problems`, or none."""
         self._problems: list[Problem] = []
         self._threads = [
             threading.Thread(target=self._run, args=checks, daemon=True, name="preflight")
@@ -248,7 +265,7 @@ class Preflight:
                 ),
                 (
                     lambda: check_gpus(granted, shared=shared),
-                    lambda: check_gpu_arithmetic(granted),
+                    lambda: check_gpu_arithmetic(granted, numa, self.cpus),
                 ),
             )
         ]
@@ -283,7 +300,7 @@ def start_checks(task: Task) -> Preflight:
     """Start the checks of a task's node (agent, before it imports torch)."""
     granted = [] if task.spec.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
     shared = task.spec.launcher == "local" or "SLURM_SHARDS_ON_NODE" in os.environ
-    return Preflight(task.logs, granted, shared=shared)
+    return Preflight(task.logs, granted, shared=shared, numa=task.spec.agent.numa)
 
 
 def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:

@@ -54,7 +54,7 @@ from hpc_elastic.agent.stacks import main_thread_load_s, process_state
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.shared_files import read_json
-from hpc_elastic.slurm.environment import GPUS, listed_gpus
+from hpc_elastic.slurm.environment import GPUS, listed_gpus, mig_slices, of_slot
 from hpc_elastic.worker.shared_page import WARM_WORKER_VARIABLE
 
 _log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class WarmWorkerPool:
 
     def _start(self, slot: int, *, paced: bool) -> None:
         """Start a warm worker as torch starts a worker; an error is only logged."""
-        env, cwd = dict(os.environ), _cwd()
+        env, cwd = of_slot(os.environ, slot), _cwd()
         try:
             ours, theirs = socket.socketpair()
             with theirs, contextlib.ExitStack() as on_error:
@@ -512,7 +512,7 @@ def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices
     if wanted == "cpu":
         return cpus
     gpus = len(listed_gpus(env[GPUS])) if GPUS in env else num_devices
-    return max(1, min(gpus, num_devices))
+    return max(1, len(mig_slices(env)) or min(gpus, num_devices))
 
 
 def prepare_environment(task: Task, num_workers: int) -> None:

@@ -51,6 +51,7 @@ from hpc_elastic.errors import HpcElasticError, InexactError, PermanentError
 from hpc_elastic.run import arguments, ownership
 from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.shared_files import make_folder, write_atomic
+from hpc_elastic.slurm.environment import mig_slices
 from hpc_elastic.transport import socket_filter
 from hpc_elastic.worker import optimizer_steps, process_group
 from hpc_elastic.worker.reporting import (
@@ -61,6 +62,7 @@ from hpc_elastic.worker.reporting import (
 )
 from hpc_elastic.worker.shared_page import (
     AGENT_VARIABLE,
+    CPUS_VARIABLE,
     DIRECTORY_VARIABLE,
     RESULTS_VARIABLE,
     ROUND_VARIABLE,
@@ -98,8 +100,13 @@ def main(argv: list[str]) -> int:
         with contextlib.suppress(OSError, RuntimeError):
             stacks.register_handler(Path(control), int(local_rank))
     sys.stdout, sys.stderr = _unfailing(sys.stdout), _unfailing(sys.stderr)
-    environment = dict(os.environ)
     own_page()  # by the agent's LOCAL_RANK: a script may change it
+    _bind_to_cpus()
+    if mig_slices(
+        os.environ
+    ):  # it is GPU 0 of this process, as torchrun --virtual-local-rank has it
+        os.environ["LOCAL_RANK"] = "0"
+    environment = dict(os.environ)
     pid = os.getpid()
     phase = "import"
     try:
@@ -197,6 +204,16 @@ def _wait_for_use(warm_worker: str, run: RunDir) -> None:
         if spec.entry.kind != "function":
             modules.append("hpc_elastic.agent.hydra_job")
     wait_for_use(warm_worker, modules)
+
+
+def _bind_to_cpus() -> None:
+    """Keep all threads, those of later ones too, on the CPUs that are near this worker's GPU."""
+    cpus = json.loads(os.environ.get(CPUS_VARIABLE, "[]"))
+    if cpus:
+        near = cpus[int(os.environ["LOCAL_RANK"]) % len(cpus)]
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended, or the cgroup has other CPUs now
+                os.sched_setaffinity(int(thread.name), near)
 
 
 def _prepare_torch(run: RunDir, group: GroupCheck | None = None) -> None:

@@ -271,7 +271,6 @@ class Peer:
 
     rank: int
     node: int
-    local_rank: int
     address: str
     port: int
 
@@ -286,8 +285,8 @@ def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
     if len(nodes) == 1:
         return None
     following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
-    there = sorted((p for p in peers if p.node == following), key=lambda peer: peer.local_rank)
-    return there[me.local_rank % len(there)]
+    here, there = ([p for p in peers if p.node == node] for node in (me.node, following))
+    return there[here.index(me) % len(there)]
 
 
 def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
@@ -303,12 +302,11 @@ def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
     node = int(os.environ.get("GROUP_RANK", hashed))
     number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
     words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
-    local_rank = int(os.environ.get("LOCAL_RANK", str(group.rank)))
-    rows = group.gather([node, local_rank, port, version, *words])
+    rows = group.gather([node, port, version, *words])
     order = list(dict.fromkeys(row[0] for row in rows))
     peers = []
-    for rank, (node, local_rank, port, version, *words) in enumerate(rows):
+    for rank, (node, port, version, *words) in enumerate(rows):
         number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
         kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
-        peers.append(Peer(rank, order.index(node), local_rank, str(kind(number)), port))
+        peers.append(Peer(rank, order.index(node), str(kind(number)), port))
     return peers

@@ -2,7 +2,8 @@
 
 Fresh memory costs many times the copy itself, since each page is a fault. So the buffer is made and
 touched in the background as soon as its size is known, and kept; it is pinned where the state is on
-a GPU.
+a GPU. Both go in pieces, and a save comes in between: it copies into what there is, and waits for
+no pinning, of which 20 GB take many seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import ctypes
 import errno
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from hpc_elastic.checkpoint.files import FileLayout, HostSnapshot, address_of, l
 from hpc_elastic.checkpoint.sharding import ShardPiece
 from hpc_elastic.checkpoint.state import Flat
 
-_TOUCH_BYTES = 16 << 20
+_PIECE_BYTES = 64 << 20
+_YIELD_S = 0.001
 
 
 class Snapshots:
@@ -29,11 +32,20 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._is_pinned: bool | None = None
-        self._lock = threading.Lock()
+        self._num_touched = self._num_pinned = 0
+        """Bytes from the beginning of the buffer."""
+        self._gpu: torch.device | None = None
+        """None too if the system pins no more."""
+        self._lock, self._is_wanted = threading.Lock(), False
+        self._warm_up: threading.Thread | None = None
         self._pieces: Sequence[ShardPiece] | None = None
         self._layout = FileLayout((), (), 0)
         self._views: tuple[mmap.mmap, list[torch.Tensor]] | None = None
+
+    @property
+    def num_pinned(self) -> int:
+        """Bytes of the buffer that are pinned."""
+        return self._num_pinned
 
     def warm_up(self, flat: Flat, num_bytes: int) -> None:
         """Begin to make the buffer in the background; it ends early if the program does.
@@ -42,17 +54,19 @@ class Snapshots:
             flat: The state; it has whether memory is to be pinned.
             num_bytes: What a snapshot will probably take.
         """
-
-        def reserve() -> None:
-            try:
+        try:
+            with self._lock:
                 self._reserve(flat, num_bytes)
-            except Exception as e:
-                if not is_out_of_memory(e):  # the first save meets that again, and logs it
-                    raise
+        except Exception as e:
+            if not is_out_of_memory(e):  # the first save meets that again, and logs it
+                raise
+        else:
+            self._prepare()
 
-        thread = threading.Thread(target=reserve, name="checkpoint-warm-up")
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: the first save makes it
-            thread.start()
+    def wait_until_warm(self) -> None:
+        """Wait until all is done in the background that is possible."""
+        if self._warm_up is not None:
+            self._warm_up.join()
 
     def copy(
         self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
@@ -65,15 +79,25 @@ class Snapshots:
             Exception: there is no memory for the buffer, by `is_out_of_memory`.
         """
         layout = self._layout_of(pieces)
-        memory = self._reserve(flat, layout.num_bytes)
-        devices = set()
-        for piece, to in zip(layout.pieces, self._views_of(memory), strict=True):
-            source = piece.view(flat.tensors[piece.fqn])
-            to.copy_(source, non_blocking=source.is_cuda)
-            devices.add(source.device)
-        for device in devices:
-            if device.type == "cuda":
+        self._is_wanted = True
+        with self._lock:
+            self._is_wanted = False
+            memory = self._reserve(flat, layout.num_bytes)
+            devices = set()
+            placed = zip(layout.pieces, layout.begins, self._views_of(memory), strict=True)
+            for piece, begin, to in placed:
+                source = piece.view(flat.tensors[piece.fqn])
+                if source.is_cuda:
+                    devices.add(source.device)
+                    for part, to_part in _within_pieces(source, to, begin):
+                        to_part.copy_(part, non_blocking=True)
+                else:
+                    to.copy_(source)
+            for device in devices:
                 torch.cuda.current_stream(device).synchronize()
+            self._num_touched = max(self._num_touched, layout.num_bytes)
+        if self._gpu is not None:
+            self._prepare()
         data = [memoryview(memory)[: layout.num_bytes]]
         return HostSnapshot(layout, data, flat.values, rank_values, keep=memory)
 
@@ -93,34 +117,55 @@ class Snapshots:
         return HostSnapshot(layout, data, flat.values, rank_values, keep=tensors)
 
     def _reserve(self, flat: Flat, num_bytes: int) -> mmap.mmap:
-        """Return memory of at least a size, every page of it touched."""
-        with self._lock:
-            if self._map is not None and len(self._map) >= num_bytes:
-                return self._map
-            gpu = next((t.device for t in flat.tensors.values() if t.is_cuda), None)
-            if self._is_pinned is None:
-                self._is_pinned = gpu is not None
-            if self._map is not None and self._is_pinned:
-                _cudart().cudaHostUnregister(address_of(self._map))
-            self._map = None
-            num_bytes = max(num_bytes, mmap.PAGESIZE)
-            made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # A DataLoader's workers are forked: they would make each page a fault again.
-            made.madvise(mmap.MADV_DONTFORK)
-            address = address_of(made)
-            for begin in range(0, num_bytes, _TOUCH_BYTES):
-                if not threading.main_thread().is_alive():
-                    break
-                ctypes.memset(address + begin, 0, min(_TOUCH_BYTES, num_bytes - begin))
-            if self._is_pinned:
-                with torch.cuda.device(gpu):  # of this thread: else it has a context on GPU 0
-                    error = _cudart().cudaHostRegister(address, num_bytes, 0)
-                    self._is_pinned = int(error) == 0
-                    if not self._is_pinned:
-                        with contextlib.suppress(RuntimeError):  # else the next kernel raises it
-                            torch.zeros(1, device=gpu)
-            self._map = made
-            return made
+        """Return memory of at least a size."""
+        if self._map is not None and len(self._map) >= num_bytes:
+            return self._map
+        if self._map is not None:
+            for begin in range(0, self._num_pinned, _PIECE_BYTES):
+                _cudart().cudaHostUnregister(address_of(self._map) + begin)
+        else:
+            self._gpu = next((t.device for t in flat.tensors.values() if t.is_cuda), None)
+        self._map, self._num_touched, self._num_pinned = None, 0, 0
+        num_bytes = max(num_bytes, mmap.PAGESIZE)
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A DataLoader's workers are forked: they would make each page a fault again.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        return self._map
+
+    def _prepare(self) -> None:
+        """Touch and pin the buffer in the background, unless that is under way."""
+
+        def prepare() -> None:
+            while threading.main_thread().is_alive():
+                if self._is_wanted:  # a lock is not fair
+                    time.sleep(_YIELD_S)
+                    continue
+                with self._lock:
+                    if not self._prepare_piece():
+                        return
+
+        if self._warm_up is None or not self._warm_up.is_alive():
+            self._warm_up = threading.Thread(target=prepare, name="checkpoint-warm-up")
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: a save does without
+                self._warm_up.start()
+
+    def _prepare_piece(self) -> bool:
+        """Pin the next piece, or touch it; return whether there may be another one."""
+        assert self._map is not None
+        address, size = address_of(self._map), len(self._map)
+        if self._gpu is not None and self._num_pinned < size:
+            begin, end = self._num_pinned, min(self._num_pinned + _PIECE_BYTES, size)
+            with torch.cuda.device(self._gpu):  # of this thread: else it has a context on GPU 0
+                if int(_cudart().cudaHostRegister(address + begin, end - begin, 0)) == 0:
+                    self._num_pinned, self._num_touched = end, max(end, self._num_touched)
+                    return True
+                with contextlib.suppress(RuntimeError):  # else the next kernel raises it
+                    torch.zeros(1, device=self._gpu)
+                self._gpu = None
+        begin, end = self._num_touched, min(self._num_touched + _PIECE_BYTES, size)
+        ctypes.memset(address + begin, 0, end - begin)
+        self._num_touched = end
+        return end < size
 
     def _layout_of(self, pieces: Sequence[ShardPiece]) -> FileLayout:
         if pieces is not self._pieces:  # the planner keeps its list while the structure is the same
@@ -135,6 +180,32 @@ class Snapshots:
                 views.append(data.view(getattr(torch, piece.dtype)).view(piece.sizes))
             self._views = memory, views
         return self._views[1]
+
+
+def _within_pieces(
+    source: torch.Tensor, to: torch.Tensor, begin: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the parts of a copy, each inside a piece: CUDA copies to no two registered ranges.
+
+    Args:
+        source: On a GPU.
+        to: Contiguous, of the same shape.
+        begin: Its place in the buffer, in bytes.
+    """
+    left = [(source, to)]
+    while left:
+        source, to = left.pop()
+        room = _PIECE_BYTES - begin % _PIECE_BYTES
+        if to.nbytes <= room:
+            yield source, to
+            begin += to.nbytes
+            continue
+        row_bytes = to[0].nbytes
+        num = room // row_bytes
+        if num == 0:
+            left += [(source[1:], to[1:]), (source[0], to[0])]
+        else:
+            left += [(source[num:], to[num:]), (source[:num], to[:num])]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -237,6 +237,9 @@ def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterato
         remedy = "with ft=true every node is taken in: leave it out"
         yield ConfigError("launcher.sweep_growth", settings.sweep_growth, remedy)
     yield from timeouts.contradictions(settings)
+    if settings.agent.numa is not None and not settings.agent.preflight:
+        remedy = "the preflight finds where the GPUs are: leave it on, or leave out numa"
+        yield ConfigError("launcher.agent.preflight", False, remedy)
     key, limit = "launcher.max_agents", getattr(settings, "max_agents", None)
     if isinstance(settings, SlurmSettings):
         # with coallocate_min the min part is no part of the array

@@ -82,6 +82,10 @@ class AgentSettings:
     one, 1800 s for ranks that stand while one waits in a collective; 0 or false: never."""
     preflight: bool = True
     """Check a node (GPUs, arithmetic, space, clock) before it joins; a node that fails is left."""
+    numa: Literal["node", "socket", "exclusive", "core-complex"] | None = None
+    """Bind each worker, and so its pinned memory, to CPUs near its GPU, as ``torchrun
+    --numa-binding``: ``node`` is those of the GPU's NUMA node. null: not bound, as with torchrun.
+    It needs ``preflight``, and torch 2.9 or newer."""
     metrics_port: int | None = None
     """Serve this node's OpenMetrics on this port of 127.0.0.1, beside the text file that is always
     written; null: no port."""

@@ -202,6 +202,22 @@ def listed_gpus(text: str) -> list[str]:
     return list(takewhile(lambda e: e.isdigit() or e.startswith(("GPU-", "MIG-")), entries))
 
 
+def mig_slices(env: Mapping[str, str]) -> list[str]:
+    """Return the MIG slices that a task was given, if it was given nothing else.
+
+    CUDA shows a process the first one of CUDA_VISIBLE_DEVICES alone.
+    Source: https://docs.nvidia.com/datacenter/tesla/mig-user-guide/#cuda-device-enumeration
+    """
+    gpus = listed_gpus(env.get(GPUS, ""))
+    return gpus if all(gpu.startswith("MIG-") for gpu in gpus) else []
+
+
+def of_slot(env: Mapping[str, str], slot: int) -> dict[str, str]:
+    """Return the environment of a node's worker: the node's, with one MIG slice of several."""
+    slices = mig_slices(env)
+    return {**env, GPUS: slices[slot % len(slices)]} if slices else dict(env)
+
+
 def as_array_task(
     array_job_id: int, index: int, *, node_name: str, cpus: int, restart_count: int = 0
 ) -> dict[str, str]:

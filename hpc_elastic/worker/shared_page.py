@@ -37,6 +37,8 @@ WARM_WORKER_VARIABLE = "HPC_ELASTIC_WARM_WORKER"
 """Set for a process that is started ahead of its use (`hpc_elastic.agent.warm_workers`)."""
 DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
 AGENT_VARIABLE = "HPC_ELASTIC_AGENT_PID"
+CPUS_VARIABLE = "HPC_ELASTIC_CPUS"
+"""The CPUs near each GPU of the node, by local rank: JSON (``launcher.agent.numa``)."""
 LONGEST_PAUSE_S = 60.0
 """A worker that stays at a checkpoint continues by itself after this long."""
 LONGEST_WAIT_S = 60.0

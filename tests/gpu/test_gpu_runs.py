@@ -1,6 +1,7 @@
 """Runs of the README's script on a machine with GPUs."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -13,18 +14,23 @@ from hpc_elastic.agent.preflight import check_gpus
 ROOT = Path(__file__).parents[2]
 
 
+def train(folder, env, *overrides):
+    """Run the README's script as its run, up to the end."""
+    for name in ("train.py", "train.yaml"):
+        (folder / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "train.py", "launcher=local", *overrides, "epochs=2"],
+        cwd=folder, env=env, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = folder.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "succeeded"
+
+
 def test_the_first_command_trains_by_nccl_with_a_gpu_for_each_worker(gpus, tmp_path):
     """Two nodes share the machine's GPUs; no worker touches another's."""
     machine = gpus(count=4)
-    for name in ("train.py", "train.yaml"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    done = subprocess.run(
-        [sys.executable, "train.py", "launcher=local", "nodes=1:2", "epochs=2"],
-        cwd=tmp_path, env=machine.environment(), text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    (result,) = tmp_path.rglob("result.json")
-    assert json.loads(result.read_text())["status"] == "succeeded"
+    train(tmp_path, machine.environment(), "nodes=1:2")
     communicators = machine.events("nccl_init")
     assert not machine.events("duplicate_gpu")
     assert {event["size"] for event in communicators} == {4}
@@ -33,6 +39,56 @@ def test_the_first_command_trains_by_nccl_with_a_gpu_for_each_worker(gpus, tmp_p
     assert all(
         contexts[event["host"], event["pid"]] == {event["device"]} for event in communicators
     )
+
+
+def test_each_worker_has_a_slice_of_mig(gpus, tmp_path):
+    """CUDA shows one to each process, so the script's ``cuda:LOCAL_RANK`` is that one."""
+    machine = gpus(count=2, mig=True)
+    env = machine.environment() | {"CUDA_VISIBLE_DEVICES": "MIG-0,MIG-1"}
+    train(tmp_path, env, "nodes=1")
+    communicators = machine.events("nccl_init")
+    assert sorted(event["device"] for event in communicators) == [0, 1]
+    contexts = machine.contexts()
+    assert all(
+        contexts[event["host"], event["pid"]] == {event["device"]} for event in communicators
+    )
+
+
+BINDS = """
+import os
+from hpc_elastic import launch
+
+def cpus():
+    return sorted(os.sched_getaffinity(0))
+
+if __name__ == "__main__":
+    print(dict(launch(cpus, agent={"numa": "node"})))
+"""
+MOUNTS = """
+set -e
+for bus in 01 02; do
+    mkdir -p pci/0000:$bus:00.0 node/node$((10#$bus - 1))
+    echo $((10#$bus - 1)) >pci/0000:$bus:00.0/numa_node
+    echo $((10#$bus - 1)) >node/node$((10#$bus - 1))/cpulist
+done
+mount --bind pci /sys/bus/pci/devices
+mount --bind node /sys/devices/system/node
+exec "$@"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the files of the system are replaced")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_worker_is_bound_to_the_numa_node_of_its_gpu(gpus, tmp_path):
+    """Each GPU has a NUMA node of one CPU. The processes were warm before they were bound."""
+    (tmp_path / "binds.py").write_text(BINDS)
+    unshared = ["unshare", "--mount", "bash", "-c", MOUNTS, "-", sys.executable, "binds.py"]
+    done = subprocess.run(
+        unshared, cwd=tmp_path, env=gpus(count=2).environment(), text=True, capture_output=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "{0: [0], 1: [1]}" in done.stdout
 
 
 @pytest.mark.parametrize(

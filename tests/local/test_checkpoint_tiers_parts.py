@@ -153,10 +153,7 @@ def test_a_copy_that_breaks_off_leaves_nothing(tmp_path, memory, receiver):
 
 def peers(*nodes_: int) -> list[Peer]:
     """Return workers on these nodes."""
-    return [
-        Peer(rank, node, nodes_[:rank].count(node), f"10.0.0.{node}", 1)
-        for rank, node in enumerate(nodes_)
-    ]
+    return [Peer(rank, node, f"10.0.0.{node}", 1) for rank, node in enumerate(nodes_)]
 
 
 @pytest.mark.parametrize(

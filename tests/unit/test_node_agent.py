@@ -52,6 +52,14 @@ def test_a_node_with_gpus_whose_task_has_none_does_not_train_on_a_cpu(
     assert num_workers(1, cpus=16) == num_workers("auto", cpus=16, is_local=True) == 1
 
 
+def test_a_node_has_a_worker_for_each_slice_of_mig(monkeypatch):
+    """torch counts one, since CUDA shows one to a process."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2,MIG-3")
+    assert num_workers("auto", cpus=16) == num_workers("gpu", cpus=16) == 3
+    assert num_workers(2, cpus=16) == 2
+
+
 @pytest.mark.parametrize(("known", "since"), [({}, 0), ({"SCRIPT_STARTED": "-600"}, -600)])
 def test_the_time_limit_counts_from_the_job_s_start(monkeypatch, known, since):
     """A release without SLURM_JOB_END_TIME: a setup of ten minutes is a part of the limit."""

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.numa import binding
 from torch.overrides import TorchFunctionMode
 
 from hpc_elastic import _util
@@ -451,3 +452,45 @@ def test_a_process_that_can_not_be_started_says_nothing_of_the_gpus(tmp_path, mo
     monkeypatch.setattr(_util, "run", run)
     assert Preflight(tmp_path, ["0"], shared=True).problems() == []
     assert "no more processes" in caplog.text
+
+
+def test_cpus_near_a_gpu_are_those_of_its_numa_node(monkeypatch):
+    """By torch's own function, from the system's files; only CPUs of the task count."""
+    files = {
+        "/sys/bus/pci/devices/0000:01:00.0/numa_node": "1\n",
+        "/sys/bus/pci/devices/0000:02:00.0/numa_node": "-1\n",
+        "/sys/devices/system/node/node1/cpulist": "2-3,6-7\n",
+        "/sys/devices/system/node/node0/cpulist": "0-1,4-5\n",
+    }
+    place = {"pci_domain_id": 0, "pci_device_id": 0}
+    properties = [SimpleNamespace(**place, pci_bus_id=bus) for bus in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    monkeypatch.setattr(binding, "open", lambda path: io.StringIO(files[path]), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert gpu_check.cpus_near(2, "node") == [[2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("numa", "printed", "expected", "logged"),
+    [
+        ("node", '{"problem": null, "cpus": [[0], [1]]}', [[0], [1]], ""),
+        ("node", '{"problem": null, "cpus": []}', [], "not bound to CPUs"),
+        (None, '{"problem": null, "cpus": []}', [], ""),
+    ],
+)
+def test_the_preflight_has_the_cpus_near_each_gpu(
+    tmp_path, monkeypatch, caplog, numa, printed, expected, logged
+):
+    """The process that checks the GPUs knows them."""
+    asked = []
+
+    def run(argv, *, timeout_s):
+        asked.extend(argv[4:])
+        return subprocess.CompletedProcess(argv, 0, printed, "no such file")
+
+    monkeypatch.setattr(preflight, "check_gpus", lambda *_, **__: None)
+    monkeypatch.setattr(_util, "run", run)
+    checks = Preflight(tmp_path, ["0", "1"], shared=True, numa=numa)
+    assert (checks.problems(), checks.cpus) == ([], expected)
+    assert asked == ([] if numa is None else [numa])
+    assert (logged in caplog.text) and bool(caplog.text) == bool(logged)

@@ -242,6 +242,13 @@ def test_an_unknown_key_is_refused_with_what_may_have_been_meant(config, message
     assert message in str(refusal(config))
 
 
+def test_workers_are_not_bound_without_the_preflight():
+    """It finds where the GPUs are."""
+    error = refusal(slurm(agent={"numa": "node", "preflight": False}))
+    assert error.key == "launcher.agent.preflight" and "leave out numa" in str(error)
+    assert "core-complex" in str(refusal(slurm(agent={"numa": "nodes"})))
+
+
 @pytest.mark.parametrize("old", RENAMED)
 def test_a_key_that_was_renamed_is_refused_with_its_present_name(old):
     """And the present name is a key of the same group."""

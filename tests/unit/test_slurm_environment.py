@@ -14,6 +14,7 @@ from hpc_elastic.slurm.environment import (
     for_submission,
     granted_gpus,
     listed_gpus,
+    of_slot,
     outside,
 )
 
@@ -247,6 +248,22 @@ def test_a_worker_finds_its_group_in_slurms_variables():
     assert "SLURM_NTASKS_PER_NODE" not in env, "it differs"
     assert env["HPC_ELASTIC_TASK_SLURM_PROCID"] == "0" and env["HOME"] == "/h"
     assert env["HPC_ELASTIC_TASK_SLURM_NTASKS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("granted", "of_workers"),
+    [
+        ("MIG-1,MIG-2,MIG-3", ["MIG-1", "MIG-2", "MIG-3", "MIG-1"]),
+        ("MIG-1", ["MIG-1"] * 4),
+        ("0,1", ["0,1"] * 4),
+        ("0,MIG-1", ["0,MIG-1"] * 4),
+    ],
+)
+def test_each_worker_has_a_slice_of_mig_of_its_own(granted, of_workers):
+    """CUDA shows a process the first one only. Whole GPUs are numbered by LOCAL_RANK."""
+    env = {"CUDA_VISIBLE_DEVICES": granted, "HOME": "/h"}
+    assert [of_slot(env, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == of_workers
+    assert of_slot({"HOME": "/h"}, 1) == {"HOME": "/h"}
 
 
 def test_equal_nodes_have_a_number_of_tasks_each():

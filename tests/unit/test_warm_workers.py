@@ -439,6 +439,7 @@ def test_which_variables_can_be_handed_over(name, fitting):
         ("gpu", {"CUDA_VISIBLE_DEVICES": "2,3"}, 4, 2),
         ("auto", {"CUDA_VISIBLE_DEVICES": ""}, 4, 1),
         ("auto", {"CUDA_VISIBLE_DEVICES": "0,1"}, 0, 1),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2,MIG-3"}, 1, 3),
     ],
 )
 def test_the_workers_of_a_node_are_counted_without_torch(wanted, env, num_devices, expected):

@@ -39,6 +39,7 @@ class SimulatedGpus:
         pinned_mb: Of the host, at most; a pin beyond that fails. None is without a limit.
         delay_us: Before each operation of a stream.
         copy_mb_s: Rate of copies; 0 is without a limit.
+        pin_mb_s: Rate at which memory of the host is pinned; 0 is without a limit.
         exclusive: EXCLUSIVE_PROCESS mode: a GPU has the context of one process at most.
         mig: CUDA shows one GPU to each process, the first of CUDA_VISIBLE_DEVICES.
         nccl_error_ms: From a peer's death to NCCL's asynchronous error; below 0 is never.
@@ -55,6 +56,7 @@ class SimulatedGpus:
     pinned_mb: int | None = None
     delay_us: int = 0
     copy_mb_s: int = 0
+    pin_mb_s: int = 0
     exclusive: bool = False
     mig: bool = False
     nccl_error_ms: int = 300

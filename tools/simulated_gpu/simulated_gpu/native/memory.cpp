@@ -60,6 +60,19 @@ bool is_pinned(const void* pointer) {
   return static_cast<const char*>(pointer) < found->first + found->second;
 }
 
+// Whether a range of the host lies in one pinned range, or outside of all: CUDA copies no other.
+bool is_of_one_kind(const void* pointer, size_t size) {
+  std::lock_guard<std::mutex> guard(lock);
+  char* begin = static_cast<char*>(const_cast<void*>(pointer));
+  auto next = pinned->upper_bound(begin);
+  if (next != pinned->begin()) {
+    auto before = std::prev(next);
+    char* end = before->first + before->second;
+    if (begin < end) return begin + size <= end;
+  }
+  return next == pinned->end() || begin + size <= next->first;
+}
+
 cudaError_t pin(void* pointer, size_t size, const char* call) {
   const long limit_mb = setting("SIMULATED_GPU_PINNED_MB", -1);
   std::lock_guard<std::mutex> guard(lock);
@@ -171,6 +184,8 @@ API cudaError_t cudaFreeHost(void* pointer) {
 }
 API cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
   if (cudaError_t error = enter("cudaHostRegister")) return error;
+  static const long rate = setting("SIMULATED_GPU_PIN_MB_S", 0);
+  if (rate) usleep(size / rate);
   if (is_pinned(pointer)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   return pin(pointer, size, "cudaHostRegister");
 }
@@ -203,6 +218,8 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMem
   if (cudaError_t error = enter("cudaMemcpyAsync")) return error;
   char *target = host_view(to), *source = host_view(from);
   const bool reads_host = !is_on_device(from), writes_host = !is_on_device(to);
+  if ((reads_host && !is_of_one_kind(from, size)) || (writes_host && !is_of_one_kind(to, size)))
+    return fail(cudaErrorInvalidValue);
   if (reads_host && !writes_host && !is_pinned(from)) {
     auto staged = std::make_shared<std::vector<char>>(source, source + size);
     enqueue(stream, [=] { transfer(target, staged->data(), size); });

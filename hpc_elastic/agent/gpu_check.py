@@ -1,7 +1,8 @@
 """A matrix product on each GPU of this process: ``python -m hpc_elastic.agent.gpu_check [NUMA]``.
 
-It prints one line of JSON: ``{"problem": null, "cpus": []}``, or the problem. The numbers are small
-integers, so that every order of addition gives the same sum in each precision.
+It prints one line of JSON: ``{"problem": null, "slow": null, "cpus": []}``, or what is wrong. The
+numbers are small integers, so that every order of addition gives the same sum in each precision.
+A GPU is slow if it makes less than `_SLOW` of the products of the median GPU of the node.
 
 NUMA is a value of ``launcher.agent.numa``: then ``cpus`` are those near each GPU. Only a process
 that has opened the GPUs knows where they are.
@@ -12,12 +13,15 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 
 import torch
 
 _SIZE = 1024
+_MEASURED_S, _SLOW = 0.2, 0.7
 _ROUNDED = 2**-7, 1.0
 """Relative and absolute tolerance of sums that are rounded to bfloat16."""
 
@@ -40,6 +44,26 @@ def problem_of(devices: Sequence[torch.device]) -> str | None:
         return next(filter(None, pool.map(of_one, devices)), None)
 
 
+def slow_gpu(devices: Sequence[torch.device]) -> str | None:
+    """Return which GPU computes slower than the others of the node, at the same time as they do."""
+
+    def rate(device: torch.device) -> float:
+        a = torch.ones(_SIZE, _SIZE).to(device, torch.float32)
+        begin, num = time.monotonic(), 0
+        while num == 0 or time.monotonic() < begin + _MEASURED_S:
+            (a @ a)[0, 0].item()  # once it is there
+            num += 1
+        return num / (time.monotonic() - begin)
+
+    with ThreadPoolExecutor(max(1, len(devices))) as pool:
+        rates = list(pool.map(rate, devices))
+    share, device = min(zip(rates, devices, strict=True), key=lambda each: each[0])
+    share /= median(rates)
+    return (
+        f"GPU {device.index} computes at {share:.0%} of the others' rate" if share < _SLOW else None
+    )
+
+
 def cpus_near(num_gpus: int, numa: str) -> list[list[int]]:
     """Return the CPUs to which torch would bind the worker of each GPU.
 
@@ -53,11 +77,12 @@ def cpus_near(num_gpus: int, numa: str) -> list[list[int]]:
 
 def main(numa: str | None = None) -> None:
     """Check every device."""
-    problem, cpus = None, list[list[int]]()
+    problem, slow, cpus = None, None, list[list[int]]()
     if torch.version.cuda or torch.version.hip:
         try:
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
             problem = problem_of(devices) if devices else "torch sees no GPU"
+            slow = slow_gpu(devices) if problem is None else None
         except RuntimeError as e:
             problem = f"{type(e).__name__}: {str(e).splitlines()[0]}"
         if numa is not None and problem is None:
@@ -65,7 +90,7 @@ def main(numa: str | None = None) -> None:
                 cpus = cpus_near(len(devices), numa)
             except Exception as e:  # the system's files, or torch's function
                 print(f"launcher.agent.numa={numa}: {type(e).__name__}: {e}", file=sys.stderr)
-    print(json.dumps({"problem": problem, "cpus": cpus}))
+    print(json.dumps({"problem": problem, "slow": slow, "cpus": cpus}))
 
 
 if __name__ == "__main__":

@@ -178,6 +178,8 @@ class HangWatch:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         wanted_s = _BUSY_SHARE * (time.monotonic() - since)
+        control, places = self._workers[0].dump.parent, [w.local_rank for w in self._workers]
+        collectives = stacks.take_collectives(control, places)
         found = []
         for sampler, clock in zip(samplers, self._clocks, strict=True):
             pid, worker, computes = sampler.pid, sampler.worker, False
@@ -198,8 +200,10 @@ class HangWatch:
             waits = (
                 waiting_collective(dumps[-1]) if dumps and state in ("stands", "moves") else None
             )
-            found.append(RankState(worker.files.rank, worker.local_rank, state, seen.place, waits,
-                                   str(worker.files.stack)))  # fmt: skip
+            found.append(RankState(
+                worker.files.rank, worker.local_rank, state, seen.place, waits,
+                str(worker.files.stack), collectives=collectives.get(worker.local_rank, {}),
+            ))  # fmt: skip
         self._write(found, samplers)
         return found
 

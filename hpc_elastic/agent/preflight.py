@@ -1,7 +1,8 @@
 """Health checks of a node before it joins, run beside the imports so that they cost no time.
 
 GPUs         All GPUs of the task are there, and other users' data fills less than half of each
-             (nvidia-smi, if installed).
+             (nvidia-smi, if installed). Signs of a GPU that is, or will be, slower than the others
+             are only reported: `_SIGNS`, and the rate of the products below.
 Arithmetic   A product of integer matrices is exact: on the CPU, and on each GPU in a process of its
              own (`gpu_check`), which holds no GPU memory afterwards.
 Space        In /dev/shm, which data loaders and shared pages use, and in the folder of the logs.
@@ -50,6 +51,15 @@ _QUERY = [
     "--format=csv,noheader,nounits",
 ]
 _NOT_MEASURED = ("[N/A]", "[Not Supported]")
+_WIDTH, _WIDEST = "pcie.link.width.current", "pcie.link.width.max"
+_SIGNS = {
+    "ecc.errors.uncorrected.volatile.total": (("0",), "uncorrected ECC errors"),
+    "clocks_throttle_reasons.hw_slowdown": (("Not Active",), "slowed down by heat or power"),
+    _WIDTH: ((), "lanes of its PCIe link are down"),
+    "remapped_rows.pending": (("0", "No"), "rows of memory that a reset replaces"),
+    "remapped_rows.failure": (("0", "No"), "rows of memory that cannot be replaced"),
+}
+"""What nvidia-smi shows of a sound GPU, and what another value is a sign of."""
 _INFOROM_CORRUPTED = 14
 """nvidia-smi(1): a warning about a memory for the board's own records, with which GPUs work."""
 
@@ -207,6 +217,38 @@ def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     return Problem("gpus", reason)
 
 
+def check_gpu_health(granted: Sequence[str]) -> Problem | None:
+    """Look for signs of a GPU that slows the others down; none where nvidia-smi shows none.
+
+    Source: nvidia-smi(1), and ``nvidia-smi --help-query-gpu``, ``--help-query-remapped-rows``.
+    """
+    if not granted or shutil.which("nvidia-smi") is None:
+        return None
+    gpus: dict[str, dict[str, str]] = {}
+    for query, uuid, names in (
+        ("gpu", "uuid", ["index", *list(_SIGNS)[:3], _WIDEST]),
+        ("remapped-rows", "gpu_uuid", list(_SIGNS)[3:]),
+    ):
+        fields = [uuid, *names]
+        ask = [f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
+        try:
+            done = _util.run(["nvidia-smi", *ask], timeout_s=_NVIDIA_SMI_S)
+        except subprocess.TimeoutExpired:
+            return None  # `check_gpus` meets that as well
+        for row in done.stdout.splitlines() if done.returncode in (0, _INFOROM_CORRUPTED) else ():
+            values = [value.strip() for value in row.split(",")]
+            if len(values) == len(fields):
+                gpus.setdefault(values[0], {}).update(zip(fields, values, strict=True))
+    signs = []
+    for uuid, gpu in gpus.items():
+        if not {"?", uuid, gpu.get("index")} & {*granted}:
+            continue
+        for name, (well, sign) in _SIGNS.items():
+            if name in gpu and gpu[name] not in (*(well or (gpu[_WIDEST],)), *_NOT_MEASURED):
+                signs.append(f"GPU {gpu.get('index', uuid)}: {sign} ({gpu[name]})")
+    return Problem("gpus", "; ".join(signs), is_nodes=False) if signs else None
+
+
 def check_gpu_arithmetic(
     granted: Sequence[str], numa: str | None = None, cpus: list[list[int]] | None = None
 ) -> Problem | None:
@@ -231,6 +273,8 @@ def check_gpu_arithmetic(
             cpus += found["cpus"]
             if not cpus and not problem:
                 _log.error("workers are not bound to CPUs: %s", done.stderr.strip()[-300:])
+        if problem is None and found.get("slow"):
+            return Problem("gpus", found["slow"], is_nodes=False)
     except subprocess.TimeoutExpired:
         problem = f"a product of matrices is not done after {_GPU_CHECK_S:.0f} s"
     except (ValueError, LookupError, TypeError):
@@ -267,6 +311,7 @@ class Preflight:
                     lambda: check_gpus(granted, shared=shared),
                     lambda: check_gpu_arithmetic(granted, numa, self.cpus),
                 ),
+                (lambda: check_gpu_health(granted),),
             )
         ]
         self._wait_s = _WAIT_S + (_NVIDIA_SMI_S + _GPU_CHECK_S if granted else 0.0)

@@ -1,31 +1,44 @@
-"""The stacks of a worker's threads, taken from outside in any state of the worker.
+"""The stacks of a worker's threads, and its collectives, taken from outside.
+
+The stacks are to be had in any state of the worker.
 
 ``py-spy`` is used if it is installed and permitted. Otherwise the worker itself writes its stacks:
 at its start it registers faulthandler on `ASK`, a signal that nothing else uses. The handler is in
 C: it also runs while a thread holds the interpreter lock in a call that never returns, but not in a
 stopped process (SIGSTOP). The stacks go to a file in the node's memory. A worker that has not
 registered yet gets no signal, since that would kill it.
+
+What a worker's GPU waits for is in no stack. torch records the collectives of NCCL; a thread of the
+worker reads that record when the agent opens a pipe, unless the interpreter lock is held.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic import _util
+from hpc_elastic.shared_files import write_atomic
 
 ASK = signal.SIGRTMAX - 9
 """Real-time signals have no predefined meaning; glibc uses the first two, below SIGRTMIN."""
 _SETTLED_S = 0.05
 _WRITTEN_WITHIN_S = 2.0
 _PY_SPY_WITHIN_S = 5.0
+_RECORD = "_dump_nccl_trace_json"
+"""torch's private function; a build without NCCL has none."""
+_ANSWERED_WITHIN_S = 1.0
 
 
 def stacks_file(control: Path, local_rank: int) -> Path:
@@ -67,6 +80,65 @@ def take_stacks(pid: int, file: Path) -> str | None:
         if size == before and size > 0:
             break
     return file.read_text(errors="replace") or None
+
+
+def answer_collectives(control: Path, local_rank: int) -> None:
+    """Let the agent take this process's collectives (worker, once torch is imported)."""
+    record = getattr(sys.modules.get("torch._C._distributed_c10d"), _RECORD, None)
+    if record is None:
+        return
+    pipe, answer = _collectives_files(control, local_rank)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe, 0o600)
+
+    def answer_each() -> None:
+        with contextlib.suppress(OSError):  # the folder is gone: it is restored without a pipe
+            while True:
+                pipe.open("rb").close()  # once the agent opens it
+                write_atomic(answer, json.dumps(last_collectives(json.loads(record(True, False)))))
+
+    threading.Thread(target=answer_each, name="collectives", daemon=True).start()
+
+
+def last_collectives(record: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return number, name and end of the last collective of each group (pure).
+
+    Args:
+        record: Of torch's flight recorder. Source:
+            https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+    """
+    last: dict[str, list[Any]] = {}
+    for entry in record.get("entries", ()):
+        group, number = entry["process_group"][0], entry["collective_seq_id"]
+        if not entry["is_p2p"] and number > last.get(group, [0])[0]:
+            name = entry["profiling_name"].removeprefix("nccl:")
+            last[group] = [number, name, entry["state"] == "completed"]
+    return last
+
+
+def take_collectives(control: Path, local_ranks: Sequence[int]) -> dict[int, dict[str, list[Any]]]:
+    """Return what `last_collectives` says of the workers that answer (agent)."""
+    asked, taken = list[int](), dict[int, dict[str, list[Any]]]()
+    for local_rank in local_ranks:
+        pipe, answer = _collectives_files(control, local_rank)
+        with contextlib.suppress(OSError):  # no pipe, or nobody reads it
+            answer.unlink(missing_ok=True)
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            asked.append(local_rank)
+    deadline = time.monotonic() + _ANSWERED_WITHIN_S
+    while len(taken) < len(asked) and time.monotonic() < deadline:
+        time.sleep(_SETTLED_S)
+        for local_rank in asked:
+            with contextlib.suppress(OSError, ValueError):  # not yet
+                answer = _collectives_files(control, local_rank)[1]
+                taken[local_rank] = json.loads(answer.read_text())
+    return taken
+
+
+def _collectives_files(control: Path, local_rank: int) -> tuple[Path, Path]:
+    """Return the pipe by which a worker is asked, and the file of its answer."""
+    answer = control / f"worker-{local_rank}.collectives"
+    return answer.with_suffix(".ask"), answer
 
 
 def process_state(pid: int) -> str | None:

@@ -96,9 +96,11 @@ def main(argv: list[str]) -> int:
         _wait_for_use(warm_worker, run)  # it receives the environment
     os.environ[RUN_DIR_VARIABLE] = str(run.path)
     control, local_rank = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("LOCAL_RANK")
+    place = None
     if control is not None and local_rank is not None:
+        place = Path(control), int(local_rank)
         with contextlib.suppress(OSError, RuntimeError):
-            stacks.register_handler(Path(control), int(local_rank))
+            stacks.register_handler(*place)
     sys.stdout, sys.stderr = _unfailing(sys.stdout), _unfailing(sys.stderr)
     own_page()  # by the agent's LOCAL_RANK: a script may change it
     _bind_to_cpus()
@@ -118,7 +120,7 @@ def main(argv: list[str]) -> int:
         world_size = 1 if spec.ft else int(environment.get("WORLD_SIZE", "1"))
         check = world_size, spec.require_group
         group = GroupCheck(*check)
-        after_import("torch", lambda: _prepare_torch(run, group))
+        after_import("torch", lambda: _prepare_torch(run, group, place))
         after_import("torch.distributed.rendezvous", lambda: keep_own_stores(environment))
         if not entry.is_command:  # whose children are what they are under torchrun
             free_children()
@@ -216,14 +218,17 @@ def _bind_to_cpus() -> None:
                 os.sched_setaffinity(int(thread.name), near)
 
 
-def _prepare_torch(run: RunDir, group: GroupCheck | None = None) -> None:
+def _prepare_torch(
+    run: RunDir, group: GroupCheck | None = None, place: tuple[Path, int] | None = None
+) -> None:
     """Let data loaders withstand a notice, and hook into every optimizer step of this process.
 
     It is reported, for scripts that report none themselves, and the present process group is held
     until the end of this process. Where the script's DistributedDataParallel is the last to hold
     it, that destroys the group when the user's function returns, with the interpreter lock, and
     waits for a thread of gloo's that may be waiting for the lock (seen with torch 2.13): all work
-    is done, and nothing ever ends. Compiled graphs are kept for the next worker.
+    is done, and nothing ever ends. Compiled graphs are kept for the next worker. A worker with NCCL
+    answers the agent's questions about its collectives, by its folder and local rank in `place`.
     """
     import torch.distributed as dist
 
@@ -242,6 +247,8 @@ def _prepare_torch(run: RunDir, group: GroupCheck | None = None) -> None:
         if size is not None:
             world = dist.group.WORLD
             if not kept_groups or kept_groups[-1] is not world:
+                if place is not None and not kept_groups and "nccl" in dist.get_backend():
+                    stacks.answer_collectives(*place)
                 kept_groups.append(world)
         if group is not None:
             group.on_step(size or 0)

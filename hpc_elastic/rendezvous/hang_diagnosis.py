@@ -15,9 +15,11 @@ Not hung    while a rank is busy with something long that is no step (a checkpoi
             Before the first step, an *assumed* limit proves nothing unless a rank waits in a
             collective: the script may make no steps that can be counted.
 
-Blame       goes to ranks that are stopped or silent. Otherwise it goes to the ranks outside the
-            place of the majority; if some of these are in a collective and others in none, to those
-            in none. Without a majority, ranks in a collective wait for those in none. If all ranks
+Blame       goes to ranks that are stopped or silent. Otherwise it goes to the ranks that have not
+            enqueued a collective of NCCL in which others wait, where torch has recorded those: a
+            stack shows no more than a wait for the GPU. Otherwise to the ranks outside the place of
+            the majority; if some of these are in a collective and others in none, to those in none.
+            Without a majority, ranks in a collective wait for those in none. If all ranks
             are at the same place, or all are in collectives without a majority, no single rank is
             to blame, and the message states that.
 
@@ -27,8 +29,9 @@ The group is then restarted as after any failure of a worker (`failure_policy`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpc_elastic.rendezvous.effects import Effect, Message, Note, Send
 from hpc_elastic.rendezvous.log_entry import Agent, Failure
@@ -57,6 +60,8 @@ class RankState:
         waits_in: The collective, or similar call, that it is in; None if none is known.
         stack: Path of the file with its stacks.
         time: Unix seconds of its last sign of life.
+        collectives: The last one that it has enqueued in each group of NCCL, by the group's name:
+            its number, its name, and whether it is done.
     """
 
     rank: int
@@ -66,11 +71,21 @@ class RankState:
     waits_in: str | None = None
     stack: str | None = None
     time: float = 0.0
+    collectives: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def awaited(self) -> dict[str, int]:
+        """The number of the collective that it waits for, by group."""
+        return {group: n for group, (n, _, is_done) in self.collectives.items() if not is_done}
 
     @property
     def where(self) -> str:
         """Its place as text."""
-        return f"in {self.waits_in} ({self.place})" if self.waits_in else f"at {self.place}"
+        at = f"in {self.waits_in} ({self.place})" if self.waits_in else f"at {self.place}"
+        for group in self.awaited:
+            number, name, _ = self.collectives[group]
+            return f"{at}, where {name} {number} of group {group} is not done"
+        return at
 
 
 _RankOfAgent = tuple[Agent, RankState]
@@ -118,10 +133,27 @@ def diagnose_hang(found: Sequence[_RankOfAgent], stall: Stall) -> HangFinding | 
     moving_is_work = stall.stalled_s < MOVING_FACTOR * stall.limit_s
     if not found or states & {"busy", "done"} or (moving_is_work and "moves" in states):
         return None
-    blamed = _outliers(found)
+    blamed = _absent(found) or _outliers(found)
     if not blamed or len(blamed) == len(found):
         return HangFinding(tuple(found[:1]), _describe_places(found), shared=True)
     return HangFinding(blamed, _describe_places(f for f in found if f not in blamed))
+
+
+def _absent(found: Sequence[_RankOfAgent]) -> tuple[_RankOfAgent, ...]:
+    """Return the ranks that have not enqueued a collective in which others wait.
+
+    Those among them that wait for none themselves, if there are any.
+    """
+    newest: dict[str, int] = {}
+    for _, state in found:
+        for group, number in state.awaited.items():
+            newest[group] = max(number, newest.get(group, 0))
+    absent = tuple(
+        (agent, state)
+        for agent, state in found
+        if any(newest.get(group, 0) > last[0] for group, last in state.collectives.items())
+    )
+    return tuple(f for f in absent if not f[1].awaited) or absent
 
 
 def _outliers(found: Sequence[_RankOfAgent]) -> tuple[_RankOfAgent, ...]:

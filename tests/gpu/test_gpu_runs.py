@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.preflight import check_gpus
+from hpc_elastic.agent.preflight import Problem, check_gpu_health, check_gpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,14 +91,61 @@ def test_a_worker_is_bound_to_the_numa_node_of_its_gpu(gpus, tmp_path):
     assert "{0: [0], 1: [1]}" in done.stdout
 
 
+HANGS = """
+import os, time
+import torch
+import torch.distributed as dist
+from hpc_elastic import launch
+
+def train():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    w = torch.ones(1, device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([w], 0.1)
+    for step in range(8):
+        if step == 5 and dist.get_rank() == 1:
+            time.sleep(3600)
+        w.grad = torch.ones(1, device="cuda")
+        dist.all_reduce(w.grad)
+        torch.cuda.synchronize()
+        optimizer.step()
+        time.sleep(0.2)
+
+if __name__ == "__main__":
+    launch(train, agent={"hang_timeout_s": 2}, max_restarts=0, run_dir="run")
+"""
+
+
+def test_the_rank_that_does_not_join_a_collective_is_named(gpus, tmp_path):
+    """Of two ranks, one waits for its GPU: no stack shows for what, but torch has recorded it."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = subprocess.run(
+        [sys.executable, "hangs.py"], cwd=tmp_path, env=gpus(count=2).environment(), text=True,
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode != 0
+    (log,) = (tmp_path / "run/events").iterdir()
+    events = map(json.loads, log.read_text().splitlines())
+    (hang,) = [event for event in events if event["kind"] == "hang"]
+    assert [blamed["rank"] for blamed in hang["ranks"]] == [1] and not hang["shared"]
+    assert "where all_reduce 6 of group 0 is not done" in hang["others"]
+
+
 @pytest.mark.parametrize(
-    ("smi", "problem"),
-    [("well", None), ("inforom", None), ("not-measured", None), ("lost", "GPU is lost")],
-)
-def test_what_a_node_with_such_an_nvidia_smi_is_fit_for(gpus, monkeypatch, smi, problem):
-    """A warning, or memory that is not measured, is no reason to leave a node."""
+    ("smi", "problem", "signs"),
+    [
+        ("well", None, None), ("inforom", None, None), ("not-measured", None, None),
+        ("lost", "GPU is lost", None),
+        ("worn", None, "GPU 1: uncorrected ECC errors (3); GPU 1: slowed down by heat or power "
+         "(Active); GPU 1: lanes of its PCIe link are down (8); GPU 1: rows of memory that a reset "
+         "replaces (1)"),
+    ],
+)  # fmt: skip
+def test_what_a_node_with_such_an_nvidia_smi_is_fit_for(gpus, monkeypatch, smi, problem, signs):
+    """A warning, or memory that is not measured, is no reason to leave a node. Wear is told."""
     for name, value in gpus(count=2, smi=smi).environment().items():
         if name == "PATH" or name.startswith("SIMULATED_GPU_"):
             monkeypatch.setenv(name, value)
-    found = check_gpus(["0", "1"], shared=False)
+    found, told = check_gpus(["1"], shared=False), check_gpu_health(["1"])
     assert (found is None) if problem is None else (problem in found.reason)
+    assert told == (signs and Problem("gpus", signs, is_nodes=False))

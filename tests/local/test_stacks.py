@@ -1,5 +1,6 @@
 """The stacks of a worker that is stuck, by py-spy where it may look, else by faulthandler."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -156,3 +158,31 @@ def test_a_worker_that_is_stopped_has_no_stack_but_a_state(folder, start, no_py_
         assert text is None and stacks.process_state(worker.pid) == "T"
     finally:
         worker.send_signal(signal.SIGCONT)
+
+
+RECORD = """
+{"entries": [
+ {"process_group": ["0", "default_pg"], "collective_seq_id": 7, "is_p2p": false,
+  "profiling_name": "nccl:all_reduce", "state": "completed"},
+ {"process_group": ["0", "default_pg"], "collective_seq_id": 8, "is_p2p": false,
+  "profiling_name": "nccl:broadcast", "state": "scheduled"},
+ {"process_group": ["0", "default_pg"], "collective_seq_id": 8, "is_p2p": true,
+  "profiling_name": "nccl:send 0->1", "state": "scheduled"},
+ {"process_group": ["a1", "tp"], "collective_seq_id": 3, "is_p2p": false,
+  "profiling_name": "nccl:all_gather", "state": "completed"}
+]}
+"""
+EXPECTED = {"0": [8, "broadcast", False], "a1": [3, "all_gather", True]}
+
+
+def test_a_worker_answers_with_its_last_collectives(tmp_path, monkeypatch):
+    """By a pipe and a thread, as often as it is asked. One that does not answer costs a second."""
+    record = SimpleNamespace(**{stacks._RECORD: lambda *_: RECORD})
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", record)
+    stacks.answer_collectives(tmp_path, 0)
+    os.mkfifo(tmp_path / "worker-1.ask")
+    for _ in range(3):
+        assert stacks.take_collectives(tmp_path, [0, 1, 2]) == {0: EXPECTED}
+    reader = os.open(tmp_path / "worker-1.ask", os.O_RDONLY | os.O_NONBLOCK)
+    assert stacks.take_collectives(tmp_path, [0, 1]) == {0: EXPECTED}
+    os.close(reader)

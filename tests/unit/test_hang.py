@@ -57,6 +57,36 @@ def test_ranks_that_are_to_blame(places, blamed, shared):
     assert ([s.rank for _, s in finding.blamed], finding.shared) == (blamed, shared)
 
 
+WAITS = {"g": (6, "all_reduce", False)}
+BEHIND, DONE = {"g": (5, "all_reduce", True)}, {"g": (6, "all_reduce", True)}
+BOTH = {**BEHIND, "h": (2, "broadcast", False)}
+LATE = {"h": (1, "broadcast", True)}
+
+
+@pytest.mark.parametrize(
+    ("collectives", "blamed", "shared"),
+    [
+        ((WAITS, BEHIND), [1], False),  # of two at the same place
+        ((WAITS, BEHIND, BEHIND), [1, 2], False),
+        ((WAITS, WAITS), [0], True),  # a kernel before it, or the network
+        ((WAITS, DONE), [0], True),  # it is done there, so that this one has joined
+        ((WAITS, {}), [0], True),  # not of the group, or one without a record
+        ((WAITS, BOTH, LATE), [2], False),  # one waits for another one in another group
+        ((BEHIND, BEHIND), [0], True),
+    ],
+)
+def test_a_rank_that_has_not_joined_a_collective_of_nccl_is_to_blame(collectives, blamed, shared):
+    """All stacks show a wait for the GPU, or something that waits for it."""
+    found = [
+        (agent, replace(state, collectives=theirs))
+        for (agent, state), theirs in zip(
+            ranks(*[WAITER] * len(collectives)), collectives, strict=True
+        )
+    ]
+    finding = diagnose_hang(found, STALL)
+    assert ([s.rank for _, s in finding.blamed], finding.shared) == (blamed, shared)
+
+
 @pytest.mark.parametrize("working", ["busy", "done", "moves"])
 def test_a_group_with_a_working_rank_is_not_hung(working):
     """A rank works if it is busy, has returned or moves."""

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -494,3 +495,36 @@ def test_the_preflight_has_the_cpus_near_each_gpu(
     assert (checks.problems(), checks.cpus) == ([], expected)
     assert asked == ([] if numa is None else [numa])
     assert (logged in caplog.text) and bool(caplog.text) == bool(logged)
+
+
+def test_a_gpu_that_is_slower_than_the_others_of_its_node_is_told(monkeypatch, tmp_path):
+    """It is no reason to leave the node."""
+    times = iter(range(1000))
+    monkeypatch.setattr(gpu_check, "ThreadPoolExecutor", lambda _: contextlib.nullcontext(OneByOne))
+    monkeypatch.setattr(gpu_check, "_SIZE", 2)
+    slow = {}
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: next(times) * slow["s"])
+
+    def to(tensor, device, _):
+        slow["s"] = 0.1 if device.index == 2 else 0.01
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    devices = [torch.device("cuda", i) for i in range(4)]
+    told = gpu_check.slow_gpu(devices)
+    assert re.fullmatch(r"GPU 2 computes at \d+% of the others' rate", told)
+    assert gpu_check.slow_gpu(devices[:2]) is None
+
+
+class OneByOne:
+    """A pool without threads."""
+
+    map = staticmethod(map)
+
+
+def test_what_is_told_of_a_slow_gpu_keeps_no_node_out(monkeypatch):
+    """Of the process that computes, beside a sum that is right."""
+    answer = '{"problem": null, "slow": "GPU 1 computes at 40%", "cpus": []}'
+    done = subprocess.CompletedProcess([], 0, answer, "")
+    monkeypatch.setattr(_util, "run", lambda *_, **__: done)
+    assert check_gpu_arithmetic(["0", "1"]) == Problem("gpus", "GPU 1 computes at 40%", False)

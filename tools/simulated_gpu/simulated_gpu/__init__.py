@@ -46,7 +46,8 @@ class SimulatedGpus:
         nccl_abort_ms: Duration of an abort.
         nccl_hanging_init: No communicator comes up.
         smi: What nvidia-smi shows: ``well``, ``lost`` (an error, exit code 15), ``inforom`` (a
-            warning, exit code 14), ``not-measured`` ([N/A]), ``hang``.
+            warning, exit code 14), ``not-measured`` ([N/A]), ``hang``,
+            ``worn`` (ECC errors, heat, a narrow PCIe link).
     """
 
     libraries: Libraries

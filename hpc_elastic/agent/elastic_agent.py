@@ -313,6 +313,7 @@ class ElasticAgent(LocalElasticAgent):
             ),
             place=workplace.place,
             alone=None if replica is None else (replica.me, workplace.events.write),
+            gpus_fail=workplace.observer.gpus_fail,
         )  # fmt: skip
         world_size = None if replica is not None else round_.world_size
         self._training = TrainingWatch(world_size, workplace.place.host, workplace.events)

@@ -82,6 +82,7 @@ class HangWatch:
         place: The node.
         alone: The agent, and what writes its events, if its workers are a replica: then it decides
             by itself. None otherwise.
+        gpus_fail: Returns whether the node's GPUs cannot be measured.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class HangWatch:
         first_step: FirstStepLimit,
         place: NodeIdentity,
         alone: tuple[Agent, Callable[..., None]] | None = None,
+        gpus_fail: Callable[[], bool] = lambda: False,
     ) -> None:
         now = time.monotonic()
         self._leader = leader
         self._workers = workers
         self._place = place
         self._alone = alone
+        self._gpus_fail = gpus_fail
         self._clocks = [StepClock(after_s, now, first_step.limit_s) for _ in workers]
         self._first_step = first_step
         self._answered = 0
@@ -203,6 +206,7 @@ class HangWatch:
             found.append(RankState(
                 worker.files.rank, worker.local_rank, state, seen.place, waits,
                 str(worker.files.stack), collectives=collectives.get(worker.local_rank, {}),
+                gpus_fail=self._gpus_fail(),
             ))  # fmt: skip
         self._write(found, samplers)
         return found

@@ -151,6 +151,8 @@ class GpuMeter:
         self._granted = granted if shutil.which("nvidia-smi") is not None else ()
         self._on_failure: Callable[[str], object] | None = on_failure
         self._last, self._next = Sample(), -math.inf
+        self.fails = False
+        """Whether the last measurement failed."""
 
     def measure(self, now: float) -> Sample:
         """Return the values, at most `GPUS_EVERY_S` old; after a failure, none for ten times that.
@@ -160,8 +162,9 @@ class GpuMeter:
         if self._granted and now >= self._next:
             try:
                 self._last, pause_s = gpu_sample(list_gpus(), self._granted), GPUS_EVERY_S
+                self.fails = False
             except (OSError, ValueError, subprocess.TimeoutExpired) as e:
-                self._last, pause_s = Sample(), 10 * GPUS_EVERY_S
+                self._last, pause_s, self.fails = Sample(), 10 * GPUS_EVERY_S, True
                 _log.info("the use of the GPUs is not measured: %s", e)
                 if self._on_failure is not None:
                     self._on_failure(str(e))
@@ -396,6 +399,10 @@ class WorkerObserver:
             **({"bad_loss": bad[0]} if bad else {}),
         }  # fmt: skip
         return {**progress, "loads": [loads.number, loads.last]} if loads.number else progress
+
+    def gpus_fail(self) -> bool:
+        """Return whether the GPUs cannot be measured."""
+        return self._gpu_meter.fails
 
     def sample(self) -> Sample:
         """Return the present values, and measure the loads."""

@@ -85,7 +85,7 @@ _DOUBTLESS = re.compile(
 _DOUBTFUL = re.compile(
     r"CUDA (driver )?error|CUDA-capable device|CUDA initialization|cudaErrorDevicesUnavailable"
     r"|cuda[A-Za-z]*Error|HIP error|NVML|no NVIDIA driver|cuDNN error|CUBLAS_STATUS"
-    r"|Input/output error|Stale file handle",
+    r"|nvidia-smi fails|Input/output error|Stale file handle",
     re.IGNORECASE,
 )
 _SCRIPTS_FAULT = re.compile(

@@ -17,7 +17,8 @@ Not hung    while a rank is busy with something long that is no step (a checkpoi
 
 Blame       goes to ranks that are stopped or silent. Otherwise it goes to the ranks that have not
             enqueued a collective of NCCL in which others wait, where torch has recorded those: a
-            stack shows no more than a wait for the GPU. Otherwise to the ranks outside the place of
+            stack shows no more than a wait for the GPU. Otherwise to those on nodes where
+            nvidia-smi fails, the sign of a dying GPU. Otherwise to the ranks outside the place of
             the majority; if some of these are in a collective and others in none, to those in none.
             Without a majority, ranks in a collective wait for those in none. If all ranks
             are at the same place, or all are in collectives without a majority, no single rank is
@@ -62,6 +63,7 @@ class RankState:
         time: Unix seconds of its last sign of life.
         collectives: The last one that it has enqueued in each group of NCCL, by the group's name:
             its number, its name, and whether it is done.
+        gpus_fail: Whether nvidia-smi hangs or fails on its node.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class RankState:
     stack: str | None = None
     time: float = 0.0
     collectives: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    gpus_fail: bool = False
 
     @property
     def awaited(self) -> dict[str, int]:
@@ -82,6 +85,8 @@ class RankState:
     def where(self) -> str:
         """Its place as text."""
         at = f"in {self.waits_in} ({self.place})" if self.waits_in else f"at {self.place}"
+        if self.gpus_fail:
+            at += ", and nvidia-smi fails on its node"
         for group in self.awaited:
             number, name, _ = self.collectives[group]
             return f"{at}, where {name} {number} of group {group} is not done"
@@ -133,7 +138,8 @@ def diagnose_hang(found: Sequence[_RankOfAgent], stall: Stall) -> HangFinding | 
     moving_is_work = stall.stalled_s < MOVING_FACTOR * stall.limit_s
     if not found or states & {"busy", "done"} or (moving_is_work and "moves" in states):
         return None
-    blamed = _absent(found) or _outliers(found)
+    on_failing_gpus = tuple(f for f in found if f[1].gpus_fail)
+    blamed = _absent(found) or on_failing_gpus or _outliers(found)
     if not blamed or len(blamed) == len(found):
         return HangFinding(tuple(found[:1]), _describe_places(found), shared=True)
     return HangFinding(blamed, _describe_places(f for f in found if f not in blamed))

@@ -7,6 +7,7 @@ from groups import A, B, C
 from leaders import of, rejoin, say, told, training
 
 from hpc_elastic.rendezvous.effects import Append, Note
+from hpc_elastic.rendezvous.failure_policy import strikes_of
 from hpc_elastic.rendezvous.hang_diagnosis import (
     ANSWER_S,
     RankState,
@@ -85,6 +86,18 @@ def test_a_rank_that_has_not_joined_a_collective_of_nccl_is_to_blame(collectives
     ]
     finding = diagnose_hang(found, STALL)
     assert ([s.rank for _, s in finding.blamed], finding.shared) == (blamed, shared)
+
+
+def test_a_node_where_nvidia_smi_fails_is_to_blame_for_a_hang():
+    """Of two nodes as well, by a strike against it. If it fails on all, it says nothing."""
+    sound, failing = ranks(HERE, HERE)
+    failing = B, replace(failing[1], gpus_fail=True)
+    finding = diagnose_hang([sound, failing], STALL)
+    assert [agent for agent, _ in finding.blamed] == [B] and not finding.shared
+    (failed,) = hang_failures(finding, 61.0, 3)
+    assert "(train.py:40 in step), and nvidia-smi fails on its node, while 1 rank" in failed.message
+    assert strikes_of(failed) == 1
+    assert diagnose_hang([failing, failing], STALL).shared
 
 
 @pytest.mark.parametrize("working", ["busy", "done", "moves"])

@@ -145,10 +145,11 @@ def test_the_use_of_the_tasks_own_gpus_is_measured(tmp_path, monkeypatch):
     assert (sample.gpu_use_ratio, sample.gpu_memory_ratio) == (pytest.approx(0.6), 0.5)
     listed.write_text("Unable to determine the device handle")
     assert meter.measure(every_s - 1) == sample and meter.measure(every_s) == Sample()
-    assert meter.measure(11 * every_s) == Sample()
+    assert meter.measure(11 * every_s) == Sample() and meter.fails
     assert failures == ["Unable to determine the device handle"]
     lines.append("3, GPU-d, [N/A], [N/A], [N/A]")
     listed.write_text("\n".join(lines))
     assert meter.measure(12 * every_s) == Sample() and meter.measure(21 * every_s) == sample
+    assert not meter.fails
     of_all = metrics.GpuMeter(["?", "?", "?"], print).measure(0.0)
     assert (of_all.gpu_use_ratio, of_all.gpu_memory_ratio) == (pytest.approx(0.6), 0.9)

@@ -76,7 +76,7 @@ def train(cfg: DictConfig, net: nn.Module, data: TensorDataset) -> None:
                 loss = weight * cross_entropy(model(images), labels)
                 loss.backward()
             optimizer.step()  # if all went well; else the same batch comes again
-            report(step=sampler.step, loss=loss.item(), total_steps=sampler.total_steps)
+            report(step=sampler.step, loss=loss, total_steps=sampler.total_steps)
             time.sleep(cfg.pause_s)
             checkpointer.save_if_due(sampler.step, every_s=cfg.save_every_s)
         if manager.participating_rank() == 0:

@@ -10,6 +10,7 @@ The text is that of Python's own manual, a byte a token. See docs/howto/fault-to
 
 import hashlib
 import math
+import os
 import time
 from pydoc_data.topics import topics
 
@@ -100,8 +101,10 @@ def main(cfg: DictConfig) -> float:
 
 def set_up(cfg: DictConfig) -> tuple[torch.device, GPT, Passages, Passages]:
     """Start torch.distributed; return the device, the model, and the text in two parts."""
-    is_cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if is_cuda else "cpu")
+    device = torch.device("cpu")
+    if is_cuda := torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
     torch.manual_seed(cfg.seed)
     text = "".join(topics[name] for name in sorted(topics)).encode()
@@ -152,7 +155,7 @@ def train(cfg: DictConfig, model: nn.Module, data: Dataset, device: torch.device
             optimizer.step()  # if all went well; else the same batch comes again
             set_learning_rate(adam, cfg, sampler.step, total_steps)  # a part of the peers' state
             report(
-                step=sampler.step, loss=loss.item(), total_steps=sampler.total_steps,
+                step=sampler.step, loss=loss, total_steps=sampler.total_steps,
                 lr=adam.param_groups[0]["lr"],
             )  # fmt: skip
             time.sleep(cfg.pause_s)

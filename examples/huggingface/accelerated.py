@@ -47,7 +47,7 @@ def main(cfg: DictConfig) -> dict[str, object]:
             loss = cross_entropy(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
-            report(step=sampler.step, loss=loss.item(), total_steps=sampler.total_steps)
+            report(step=sampler.step, loss=loss, total_steps=sampler.total_steps)
             time.sleep(cfg.pause_s)
             checkpointer.save_if_due(sampler.step, every_s=cfg.save_every_s)
     checkpointer.save(sampler.step)

@@ -65,7 +65,7 @@ def main(cfg: DictConfig) -> dict[str, float]:
             loss = cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            report(step=stream.step, loss=loss.item(), total_steps=stream.total_steps)
+            report(step=stream.step, loss=loss, total_steps=stream.total_steps)
             time.sleep(cfg.pause_s)
             checkpointer.save_if_due(stream.step, every_s=cfg.save_every_s)
     checkpointer.save(stream.step)

@@ -117,11 +117,11 @@ def last_collectives(record: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def take_collectives(control: Path, local_ranks: Sequence[int]) -> dict[int, dict[str, list[Any]]]:
-    """Return what `last_collectives` says of the workers that answer (agent)."""
+    """Return the `last_collectives` of the workers that answer (agent)."""
     asked, taken = list[int](), dict[int, dict[str, list[Any]]]()
     for local_rank in local_ranks:
         pipe, answer = _collectives_files(control, local_rank)
-        with contextlib.suppress(OSError):  # no pipe, or nobody reads it
+        with contextlib.suppress(OSError):  # no pipe, or no thread reads it
             answer.unlink(missing_ok=True)
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
             asked.append(local_rank)

@@ -3,7 +3,7 @@
 Fresh memory costs many times the copy itself, since each page is a fault. So the buffer is made and
 touched in the background as soon as its size is known, and kept; it is pinned where the state is on
 a GPU. Both go in pieces, and a save comes in between: it copies into what there is, and waits for
-no pinning, of which 20 GB take many seconds.
+no pinning; that of 20 GB takes many seconds.
 """
 
 from __future__ import annotations

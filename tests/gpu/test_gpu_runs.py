@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +40,26 @@ def test_the_first_command_trains_by_nccl_with_a_gpu_for_each_worker(gpus, tmp_p
     assert all(
         contexts[event["host"], event["pid"]] == {event["device"]} for event in communicators
     )
+
+
+def test_replicas_of_a_sharded_model_train_by_nccl(gpus, tmp_path):
+    """FSDP2 over the GPUs of a node, ft's communicators between the nodes, each on its own GPU."""
+    machine = gpus(count=4)
+    overrides = ["launcher=local", "nodes=2", "layers=1", "context=512", "batch_size=32"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/gpt/train.py", *overrides],
+        cwd=tmp_path, env=machine.environment(), text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not machine.events("duplicate_gpu")
+    communicators, contexts = machine.events("nccl_init"), machine.contexts()
+    of_worker = Counter((event["host"], event["pid"]) for event in communicators)
+    assert len(of_worker) == 4 and min(of_worker.values()) >= 2
+    assert all(
+        contexts[event["host"], event["pid"]] == {event["device"]} for event in communicators
+    )
+    outputs = "".join(path.read_text() for path in tmp_path.rglob("round-1.rank-*.out"))
+    assert len(set(re.findall(r"parameters (\w+)", outputs))) == 1
 
 
 def test_each_worker_has_a_slice_of_mig(gpus, tmp_path):

@@ -111,13 +111,13 @@ c10::Device device_of(c10::ArrayRef<IValue> arguments) {
   return device;
 }
 
-void enqueue(c10::Device device, std::function<void()> compute) {
-  std::function<void()> work = [compute = std::move(compute), device] {
+void enqueue(c10::Device device, const std::string& name, std::function<void()> compute) {
+  std::function<void()> work = [compute = std::move(compute), device, name] {
     at::AutoDispatchBelowADInplaceOrView below;
     try {
       compute();
     } catch (const std::exception& error) {
-      fprintf(stderr, "simulated GPU: an operator failed: %s\n", error.what());
+      fprintf(stderr, "simulated GPU: %s failed: %s\n", name.c_str(), error.what());
       simulated_gpu_break(device.index(), cudaErrorLaunchFailure);
     }
   };
@@ -177,6 +177,13 @@ Stack compute_now(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments
   return results;
 }
 
+// Mean and inverse deviation are float32 on a GPU; on the CPU they have the type of the weight.
+void as_on_cpu(Stack& layer_norm_backward) {
+  const IValue& weight = layer_norm_backward[5];
+  const at::Tensor typed = weight.isTensor() ? weight.toTensor() : layer_norm_backward[1].toTensor();
+  for (size_t i : {3, 4}) layer_norm_backward[i] = layer_norm_backward[i].toTensor().to(typed.scalar_type());
+}
+
 void compute(const c10::OperatorHandle& op, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
   const auto& schema = op.schema();
@@ -191,7 +198,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
     for (size_t i = 0; i < count; i++)
       if (is_written(schema.arguments()[i]) && results.size() < schema.returns().size()) results.push_back(arguments[i]);
     Stack cpu = convert(schema, arguments, Place::kCpu, device);
-    enqueue(device, [op, cpu]() mutable { op.callBoxed(cpu); });
+    enqueue(device, schema.name(), [op, cpu]() mutable { op.callBoxed(cpu); });
   } else {
     Stack metas;
     const bool returns_tensors = std::all_of(schema.returns().begin(), schema.returns().end(), [](const auto& result) {
@@ -211,7 +218,8 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
         results.push_back(on_device(value, device));
         into.push_back(convert(results.back(), Place::kCpu, device, false));
       }
-      enqueue(device, [op, cpu, into]() mutable {
+      enqueue(device, schema.name(), [op, cpu, into]() mutable {
+        if (op.schema().name() == "aten::native_layer_norm_backward") as_on_cpu(cpu);
         op.callBoxed(cpu);
         copy_results(cpu, into);
       });
@@ -227,7 +235,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   if (!self.is_cuda() || !source.is_cuda()) return at::native::copy_(self, source, non_blocking);
   if (self.device() != source.device()) synchronize(source.device());
   at::Tensor to = view_of(self), from = view_of(source);
-  enqueue(self.device(), [to, from]() mutable { to.copy_(from); });
+  enqueue(self.device(), "copy_", [to, from]() mutable { to.copy_(from); });
   return self;
 }
 
@@ -235,6 +243,16 @@ std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, st
   if (!train.value_or(true)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return {input * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask};
+}
+
+// FSDP2's reduce-scatter: CUDA's kernel also converts, the CPU's does not.
+at::Tensor& chunk_cat(at::TensorList tensors, int64_t dim, int64_t num_chunks, at::Tensor& out) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  std::vector<at::Tensor> from;
+  for (const at::Tensor& tensor : tensors) from.push_back(view_of(tensor));
+  at::Tensor to = view_of(out);
+  enqueue(out.device(), "_chunk_cat", [=]() mutable { to.copy_(at::_chunk_cat(from, dim, num_chunks)); });
+  return out;
 }
 
 // Storage, views and copies: torch's own, which call the runtime.
@@ -256,8 +274,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     static Silent silent;
     return &silent;
   }());
+  auto& context = at::globalContext();  // attention by products, not by kernels of its own
+  context.setSDPUseFlash(false);
+  context.setSDPUseMemEfficient(false);
+  context.setSDPUseCuDNN(false);
   m.impl("copy_", copy);
   m.impl("native_dropout", dropout);
+  m.impl("_chunk_cat.out", chunk_cat);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0 || kKept.count(name.name)) continue;
@@ -270,8 +293,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     const bool is_view = std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) {
       return argument.alias_info() && !argument.alias_info()->isWrite();
     });
-    if (is_view) continue;
     const std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    if (is_view || full == "_chunk_cat.out") continue;
     m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute>());
   }
 }

@@ -394,6 +394,7 @@ def check_checkpoint(place: Place) -> Facts:
     facts: Facts = {"bytes": num_bytes, "host_copy_gb_per_s": _pinned_rate(place, state)}
     for step in (1, 2):  # the second has its buffer already
         _fill(state, step)
+        place.synchronize()  # the step has ended
         begin = time.monotonic()
         saver.save(step)
         held = time.monotonic() - begin

@@ -587,7 +587,8 @@ class WorkerProcess(SubprocessHandler):
             default if file is None else file.fileno()
             for file, default in ((self._stdout, 1), (self._stderr, 2))
         ]
-        env = of_slot(as_worker(env, *self._group), self.local_rank_id)
+        num_here = int(env["LOCAL_WORLD_SIZE"])
+        env = of_slot(as_worker(env, *self._group), self.local_rank_id, num_here)
         warm = self._warm_workers.take_worker(self.local_rank_id, args, env, outputs)
         return warm if warm is not None else super()._popen(args, env)
 

@@ -208,7 +208,7 @@ class WarmWorkerPool:
 
     def _start(self, slot: int, *, paced: bool) -> None:
         """Start a warm worker as torch starts a worker; an error is only logged."""
-        env, cwd = of_slot(os.environ, slot), _cwd()
+        env, cwd = of_slot(os.environ, slot, self._slots), _cwd()
         try:
             ours, theirs = socket.socketpair()
             with theirs, contextlib.ExitStack() as on_error:

@@ -104,9 +104,7 @@ def main(argv: list[str]) -> int:
     sys.stdout, sys.stderr = _unfailing(sys.stdout), _unfailing(sys.stderr)
     own_page()  # by the agent's LOCAL_RANK: a script may change it
     _bind_to_cpus()
-    if mig_slices(
-        os.environ
-    ):  # it is GPU 0 of this process, as torchrun --virtual-local-rank has it
+    if mig_slices(os.environ):  # GPU 0 of this process, as with torchrun --virtual-local-rank
         os.environ["LOCAL_RANK"] = "0"
     environment = dict(os.environ)
     pid = os.getpid()

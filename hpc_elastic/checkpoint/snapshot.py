@@ -96,7 +96,7 @@ class Snapshots:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
             self._num_touched = max(self._num_touched, layout.num_bytes)
-        if self._gpu is not None:
+        if self._gpu is not None and self._num_pinned < len(memory):
             self._prepare()
         data = [memoryview(memory)[: layout.num_bytes]]
         return HostSnapshot(layout, data, flat.values, rank_values, keep=memory)

@@ -17,12 +17,12 @@ Not hung    while a rank is busy with something long that is no step (a checkpoi
 
 Blame       goes to ranks that are stopped or silent. Otherwise it goes to the ranks that have not
             enqueued a collective of NCCL in which others wait, where torch has recorded those: a
-            stack shows no more than a wait for the GPU. Otherwise to those on nodes where
-            nvidia-smi fails, the sign of a dying GPU. Otherwise to the ranks outside the place of
+            stack shows no more than a wait for the GPU. Otherwise to the ranks outside the place of
             the majority; if some of these are in a collective and others in none, to those in none.
-            Without a majority, ranks in a collective wait for those in none. If all ranks
-            are at the same place, or all are in collectives without a majority, no single rank is
-            to blame, and the message states that.
+            Without a majority, ranks in a collective wait for those in none. If all ranks are at
+            the same place, or all are in collectives without a majority, those on a node where
+            nvidia-smi fails, the sign of a dying GPU. Otherwise no single rank is to blame, and the
+            message states that.
 
 The group is then restarted as after any failure of a worker (`failure_policy`).
 """
@@ -138,8 +138,9 @@ def diagnose_hang(found: Sequence[_RankOfAgent], stall: Stall) -> HangFinding | 
     moving_is_work = stall.stalled_s < MOVING_FACTOR * stall.limit_s
     if not found or states & {"busy", "done"} or (moving_is_work and "moves" in states):
         return None
-    on_failing_gpus = tuple(f for f in found if f[1].gpus_fail)
-    blamed = _absent(found) or on_failing_gpus or _outliers(found)
+    blamed = _absent(found) or _outliers(found)
+    if not blamed or len(blamed) == len(found):
+        blamed = tuple(f for f in found if f[1].gpus_fail)
     if not blamed or len(blamed) == len(found):
         return HangFinding(tuple(found[:1]), _describe_places(found), shared=True)
     return HangFinding(blamed, _describe_places(f for f in found if f not in blamed))

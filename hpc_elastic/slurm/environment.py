@@ -212,9 +212,9 @@ def mig_slices(env: Mapping[str, str]) -> list[str]:
     return gpus if all(gpu.startswith("MIG-") for gpu in gpus) else []
 
 
-def of_slot(env: Mapping[str, str], slot: int) -> dict[str, str]:
-    """Return the environment of a node's worker: the node's, with one MIG slice of several."""
-    slices = mig_slices(env)
+def of_slot(env: Mapping[str, str], slot: int, num_slots: int) -> dict[str, str]:
+    """Return the environment of one of a node's workers, which share the node's MIG slices."""
+    slices = mig_slices(env) if num_slots > 1 else []
     return {**env, GPUS: slices[slot % len(slices)]} if slices else dict(env)
 
 

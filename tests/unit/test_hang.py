@@ -89,7 +89,7 @@ def test_a_rank_that_has_not_joined_a_collective_of_nccl_is_to_blame(collectives
 
 
 def test_a_node_where_nvidia_smi_fails_is_to_blame_for_a_hang():
-    """Of two nodes as well, by a strike against it. If it fails on all, it says nothing."""
+    """If stacks name no rank: a strike against the node. If it fails on all, it says nothing."""
     sound, failing = ranks(HERE, HERE)
     failing = B, replace(failing[1], gpus_fail=True)
     finding = diagnose_hang([sound, failing], STALL)
@@ -98,6 +98,8 @@ def test_a_node_where_nvidia_smi_fails_is_to_blame_for_a_hang():
     assert "(train.py:40 in step), and nvidia-smi fails on its node, while 1 rank" in failed.message
     assert strikes_of(failed) == 1
     assert diagnose_hang([failing, failing], STALL).shared
+    elsewhere = A, replace(sound[1], **NOWHERE)
+    assert diagnose_hang([elsewhere, failing], STALL).blamed == (elsewhere,)
 
 
 @pytest.mark.parametrize("working", ["busy", "done", "moves"])

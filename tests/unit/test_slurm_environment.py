@@ -262,8 +262,9 @@ def test_a_worker_finds_its_group_in_slurms_variables():
 def test_each_worker_has_a_slice_of_mig_of_its_own(granted, of_workers):
     """CUDA shows a process the first one only. Whole GPUs are numbered by LOCAL_RANK."""
     env = {"CUDA_VISIBLE_DEVICES": granted, "HOME": "/h"}
-    assert [of_slot(env, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == of_workers
-    assert of_slot({"HOME": "/h"}, 1) == {"HOME": "/h"}
+    assert [of_slot(env, slot, 4)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == of_workers
+    assert of_slot(env, 0, 1) == env, "a command may start processes of its own"
+    assert of_slot({"HOME": "/h"}, 1, 2) == {"HOME": "/h"}
 
 
 def test_equal_nodes_have_a_number_of_tasks_each():

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.numa import binding
 from torch.overrides import TorchFunctionMode
 
 from hpc_elastic import _util
@@ -457,6 +456,7 @@ def test_a_process_that_can_not_be_started_says_nothing_of_the_gpus(tmp_path, mo
 
 def test_cpus_near_a_gpu_are_those_of_its_numa_node(monkeypatch):
     """By torch's own function, from the system's files; only CPUs of the task count."""
+    binding = pytest.importorskip("torch.numa.binding", reason="torch has it from 2.9 on")
     files = {
         "/sys/bus/pci/devices/0000:01:00.0/numa_node": "1\n",
         "/sys/bus/pci/devices/0000:02:00.0/numa_node": "-1\n",

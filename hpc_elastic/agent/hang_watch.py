@@ -8,7 +8,8 @@ A worker's clock restarts with every sign of life: a step, a report, a checkpoin
 of `should_checkpoint`. It stands still while the worker saves, waits at a checkpoint or for the
 leader's confirmation of one, and while this agent itself did not run.
 
-The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute. The
+The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute, or
+`REPLICA_MIN_LIMIT_S`. The
 time before the second step (compilation, the first batches) is no measure: there the limit is ten
 times the setting, and at least ten minutes. The first step has a limit of its own
 (`first_step_limit`). Nothing is a hang after the function has returned, or after the last step, if
@@ -102,7 +103,8 @@ class HangWatch:
         self._place = place
         self._alone = alone
         self._gpus_fail = gpus_fail
-        self._clocks = [StepClock(after_s, now, first_step.limit_s) for _ in workers]
+        least_s = MIN_LIMIT_S if alone is None else REPLICA_MIN_LIMIT_S
+        self._clocks = [StepClock(after_s, now, first_step.limit_s, least_s) for _ in workers]
         self._first_step = first_step
         self._answered = 0
         self._sampling: threading.Thread | None = None
@@ -299,6 +301,9 @@ def _message(item: Any) -> dict[str, Any]:
 
 
 MIN_LIMIT_S = 60.0
+REPLICA_MIN_LIMIT_S = 150.0
+"""A replica that waits in a collective for a slow one is not hung: the collective gives up first,
+and then the quorum leaves the slow one out."""
 START_LIMIT_S = 600.0
 LIMIT_FACTOR = 10.0
 """Factor for the median step, for the setting before the second step, and for measured starts."""
@@ -350,10 +355,18 @@ class StepClock:
         after_s: The setting: None for the default, 0 for never.
         now: Start of the worker.
         first_s: The limit before the first step; None for none.
+        least_s: Least limit of the default.
     """
 
-    def __init__(self, after_s: float | None, now: float, first_s: float | None = None) -> None:
+    def __init__(
+        self,
+        after_s: float | None,
+        now: float,
+        first_s: float | None = None,
+        least_s: float = MIN_LIMIT_S,
+    ) -> None:
         self._after_s = after_s
+        self._least_s = least_s
         self._first_s = first_s
         self._sign_at = self._updated_at = self._postponed_at = now
         self._sign: tuple[object, ...] = ()
@@ -410,7 +423,7 @@ class StepClock:
             return max(START_LIMIT_S, LIMIT_FACTOR * (self._after_s or 0.0))
         if self._after_s is not None:
             return self._after_s
-        return max(MIN_LIMIT_S, LIMIT_FACTOR * statistics.median(self._steps_s))
+        return max(self._least_s, LIMIT_FACTOR * statistics.median(self._steps_s))
 
     def is_alive(self, now: float) -> bool:
         """Return whether it has shown a recent sign of life without a step.

@@ -75,7 +75,9 @@ class AgentSettings:
     """Modules that these processes import ahead, such as ``transformers``."""
     hang_timeout_s: float | None = None
     """A group that makes no step for this long, and whose workers do not move, hangs: it is
-    restarted. null or ``auto``: 10 times the median step, at least 60 s; 0 or false: never."""
+    restarted. null or ``auto``: 10 times the median step, at least 60 s, or 150 s with ``ft=true``;
+    0 or false: never. With ``ft=true``, give more than twice the time-out of the script's
+    Manager."""
     first_step_timeout_s: float | None = None
     """A group that makes no first step for this long hangs as well. null or ``auto``: 10 times the
     longest start that the node has measured in this run, at least 600 s; before it has measured

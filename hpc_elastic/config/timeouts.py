@@ -52,6 +52,9 @@ ORDER = (
           "members that reconnect are not dropped as slow"),
     TimeoutOrder("ft.manager_relay:SILENCE_S", "ft.process_group:DEFAULT_TIMEOUT",
           "the loss of a replica's server is found before a collective gives up"),
+    TimeoutOrder("ft.process_group:DEFAULT_TIMEOUT", "agent.hang_watch:REPLICA_MIN_LIMIT_S",
+          "replicas that wait in a collective for a slow one leave it out before they count as "
+          "hung", 2.0),
 )  # fmt: skip
 """Each pair, with the reason."""
 

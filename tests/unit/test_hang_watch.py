@@ -23,6 +23,7 @@ from hpc_elastic.agent.hang_watch import (
     waiting_collective,
 )
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT
 from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S
 from hpc_elastic.worker.shared_page import WorkerStatus
 
@@ -41,6 +42,14 @@ def wait(clock: StepClock, worker: WorkerStatus, since: float, for_s: float) -> 
     """Look twice a second at a worker that publishes nothing new."""
     for i in range(1, int(2 * for_s) + 1):
         clock.update(worker, since + i / 2)
+
+
+def test_a_replica_waits_for_a_slow_one_for_longer_than_a_collective():
+    """Its collective gives up, and the quorum leaves the slow one out: that is no hang."""
+    clock = StepClock(None, 0.0, least_s=hang_watch.REPLICA_MIN_LIMIT_S)
+    for step in range(1, 10):
+        clock.update(replace(BLANK, step=step), float(step))
+    assert clock.limit_s == 150.0 > 2 * DEFAULT_TIMEOUT.total_seconds()
 
 
 @pytest.mark.parametrize(

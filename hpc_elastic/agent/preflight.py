@@ -225,9 +225,10 @@ def check_gpu_health(granted: Sequence[str]) -> Problem | None:
     if not granted or shutil.which("nvidia-smi") is None:
         return None
     gpus: dict[str, dict[str, str]] = {}
+    of_rows = [name for name in _SIGNS if name.startswith("remapped_rows.")]
     for query, uuid, names in (
-        ("gpu", "uuid", ["index", *list(_SIGNS)[:3], _WIDEST]),
-        ("remapped-rows", "gpu_uuid", list(_SIGNS)[3:]),
+        ("gpu", "uuid", ["index", *(name for name in _SIGNS if name not in of_rows), _WIDEST]),
+        ("remapped-rows", "gpu_uuid", of_rows),
     ):
         fields = [uuid, *names]
         ask = [f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits"]

@@ -9,7 +9,7 @@ stopped process (SIGSTOP). The stacks go to a file in the node's memory. A worke
 registered yet gets no signal, since that would kill it.
 
 What a worker's GPU waits for is in no stack. torch records the collectives of NCCL; a thread of the
-worker reads that record when the agent opens a pipe, unless the interpreter lock is held.
+worker reads that record when the agent writes to a pipe, unless the interpreter lock is held.
 """
 
 from __future__ import annotations
@@ -83,21 +83,29 @@ def take_stacks(pid: int, file: Path) -> str | None:
 
 
 def answer_collectives(control: Path, local_rank: int) -> None:
-    """Let the agent take this process's collectives (worker, once torch is imported)."""
+    """Let the agent take this process's collectives (worker, once torch is imported).
+
+    It is called within a step of the training, which no failure here may end.
+    """
     record = getattr(sys.modules.get("torch._C._distributed_c10d"), _RECORD, None)
     if record is None:
         return
     pipe, answer = _collectives_files(control, local_rank)
-    pipe.unlink(missing_ok=True)
-    os.mkfifo(pipe, 0o600)
 
-    def answer_each() -> None:
-        with contextlib.suppress(OSError):  # the folder is gone: it is restored without a pipe
+    def answer_each(questions: int) -> None:
+        # the folder is gone, and is restored without a pipe; or torch writes another record
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             while True:
-                pipe.open("rb").close()  # once the agent opens it
+                os.read(questions, 1024)
                 write_atomic(answer, json.dumps(last_collectives(json.loads(record(True, False)))))
 
-    threading.Thread(target=answer_each, name="collectives", daemon=True).start()
+    with contextlib.suppress(OSError, RuntimeError):  # no folder, or no thread is to be had
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe, 0o600)
+        questions = os.open(pipe, os.O_RDWR)  # for writing too: no end when the agent closes it
+        threading.Thread(
+            target=answer_each, args=(questions,), name="collectives", daemon=True
+        ).start()
 
 
 def last_collectives(record: dict[str, Any]) -> dict[str, list[Any]]:
@@ -123,8 +131,12 @@ def take_collectives(control: Path, local_ranks: Sequence[int]) -> dict[int, dic
         pipe, answer = _collectives_files(control, local_rank)
         with contextlib.suppress(OSError):  # no pipe, or no thread reads it
             answer.unlink(missing_ok=True)
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-            asked.append(local_rank)
+            question = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(question, b"?")
+                asked.append(local_rank)
+            finally:
+                os.close(question)
     deadline = time.monotonic() + _ANSWERED_WITHIN_S
     while len(taken) < len(asked) and time.monotonic() < deadline:
         time.sleep(_SETTLED_S)

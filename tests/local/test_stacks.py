@@ -186,3 +186,11 @@ def test_a_worker_answers_with_its_last_collectives(tmp_path, monkeypatch):
     reader = os.open(tmp_path / "worker-1.ask", os.O_RDONLY | os.O_NONBLOCK)
     assert stacks.take_collectives(tmp_path, [0, 1]) == {0: EXPECTED}
     os.close(reader)
+
+
+def test_a_worker_whose_folder_is_gone_trains_on(tmp_path, monkeypatch):
+    """The end of the user's last ssh session may clear it; it is asked for in a step."""
+    record = SimpleNamespace(**{stacks._RECORD: lambda *_: RECORD})
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", record)
+    stacks.answer_collectives(tmp_path / "gone", 0)
+    assert stacks.take_collectives(tmp_path / "gone", [0]) == {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import hashlib
 import itertools
 import json
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import metadata
@@ -59,6 +60,7 @@ GB = 1_000_000_000
 MB = 1_000_000
 HOST = "127.0.0.1"
 NO_GPU = 3
+CHANGES = 200
 _MOST_RANKS = 4
 _TIMEOUT = timedelta(seconds=60)
 _SHORT_S = 3.0
@@ -193,6 +195,30 @@ def check_abort(place: Place) -> Facts:
     return {**medians, "longest_abort_s": max(taken["abort_s"]), "gpu_memory_lost_mb": lost}
 
 
+def check_changes(place: Place) -> Facts:
+    """A process forms 200 groups, one after the other, and keeps nothing of the earlier ones."""
+    group, this = place.make_group(), psutil.Process()
+    x = torch.ones(MB, device=place.group_device)
+    used: list[dict[str, float]] = []
+    for quorum in range(1, CHANGES + 1):
+        place.configure(group, quorum)
+        group.allreduce([x.fill_(1.0)]).wait()
+        require((x == place.size).all(), f"quorum {quorum}: {x[0]} instead of {place.size}")
+        if quorum in (CHANGES // 2, CHANGES):  # before, pools and caches fill
+            gc.collect()
+            used.append({"host_mb": this.memory_info().rss / MB, "threads": this.num_threads()})
+            used[-1]["files"] = this.num_fds()
+            if not place.is_cpu:
+                free, total = torch.cuda.mem_get_info(place.device)
+                used[-1]["gpu_mb"] = (total - free) / MB
+    group.shutdown()
+    grown = {f"grown_{name}": value - used[0][name] for name, value in used[1].items()}
+    for name, value in grown.items():
+        most = 2 if name in ("grown_threads", "grown_files") else 32
+        require(value <= most, f"{name} by {value:.0f} in {CHANGES // 2} changes")
+    return {"changes": CHANGES, **grown}
+
+
 def check_timeout(place: Place) -> Facts:
     """An operation that misses its deadline aborts the group, and the error names it."""
     return _fail_alone(place, is_killed=False)
@@ -292,17 +318,7 @@ def check_training(place: Place) -> Facts:
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).to(place.device)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
     local = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-
-    def load(state: Facts) -> None:
-        model.load_state_dict(state["model"])
-        adam.load_state_dict(state["adam"])
-
-    manager = Manager(
-        pg=place.make_group(), load_state_dict=load, min_replica_size=1, rank=0, world_size=1,
-        state_dict=lambda: {"model": model.state_dict(), "adam": adam.state_dict()},
-        store_addr=HOST, store_port=local.port, lighthouse_addr=place.lighthouse,
-        replica_id=f"replica_{place.rank}", timeout=_TIMEOUT,
-    )  # fmt: skip
+    manager = _replica(place, local, {"model": model, "adam": adam})
     by_ddp = place.group_device == place.device
     trained = DistributedDataParallel(manager, model) if by_ddp else model
     optimizer = Optimizer(manager, adam)
@@ -338,6 +354,75 @@ def check_training(place: Place) -> Facts:
     time.sleep(0.5)  # the others complete the last step
     manager.shutdown()
     return facts
+
+
+def check_joining(place: Place) -> Facts:
+    """The last replica joins the others, which have a large state and train on meanwhile."""
+    large = nn.ParameterDict(_large_state(place)).requires_grad_(False)
+    small = nn.Linear(512, 512).to(place.device)
+    sgd = torch.optim.SGD(small.parameters(), lr=1e-3)
+    local = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    manager = _replica(place, local, {"large": large, "small": small})
+    optimizer = Optimizer(manager, sgd)
+    is_newcomer = place.rank == place.size - 1
+    _fill(large, 2 if is_newcomer else 1)
+    if is_newcomer:
+        _store(place).get("they train")
+    elif not place.is_cpu:
+        torch.cuda.reset_peak_memory_stats(place.device)
+    joined_s, num_together, ended = 0.0, 0, [time.monotonic()]
+    alone: list[float] = []
+    peak = 0
+    while num_together < 20:
+        before = manager.current_step()
+        optimizer.zero_grad()
+        small(torch.randn(64, 512, device=place.device)).square().mean().backward()
+        for p in small.parameters():
+            gradient = p.grad.to(place.group_device)  # type: ignore[union-attr]
+            manager.allreduce(gradient).wait()
+            p.grad.copy_(gradient)  # type: ignore[union-attr]
+        optimizer.step()
+        if manager.current_step() == before:
+            continue
+        ended.append(time.monotonic())
+        if manager.num_participants() == place.size:
+            joined_s = joined_s or ended[-1] - ended[0]
+            num_together += 1
+        elif not is_newcomer and not alone and len(ended) > 50:
+            alone = [b - a for a, b in itertools.pairwise(ended[-30:])]
+            if not place.is_cpu:
+                peak = torch.cuda.max_memory_allocated(place.device)
+            if place.rank == 0:
+                _store(place).set("they train", "yes")
+    facts: Facts = {}
+    if is_newcomer:
+        facts = {"joined_s": joined_s, "joined_bytes": sum(t.nbytes for t in large.values())}
+        _require_filled(large, 1)
+    else:
+        waits = [b - a for a, b in itertools.pairwise(ended[50:])]
+        facts = {"step_s": statistics.median(alone)}
+        facts["held_up_s"] = max(waits) - facts["step_s"]
+        require(facts["held_up_s"] < 10, f"a step took {max(waits):.1f} s while it joined")
+        if not place.is_cpu:
+            facts["extra_gpu_mb"] = (torch.cuda.max_memory_allocated(place.device) - peak) / MB
+    time.sleep(0.5)  # the others complete the last step
+    manager.shutdown()
+    return facts
+
+
+def _replica(place: Place, store: TCPStore, parts: dict[str, Any]) -> Manager:
+    """Return the Manager of a replica of one rank, whose state is that of these parts."""
+
+    def load(state: Facts) -> None:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+
+    return Manager(
+        pg=place.make_group(), load_state_dict=load, min_replica_size=1, rank=0, world_size=1,
+        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        store_addr=HOST, store_port=store.port, lighthouse_addr=place.lighthouse,
+        replica_id=f"replica_{place.rank}", timeout=_TIMEOUT,
+    )  # fmt: skip
 
 
 def check_virtual_ranks(place: Place) -> Facts:
@@ -442,10 +527,17 @@ def _large_state(place: Place) -> dict[str, torch.Tensor]:
     return {f"layer{i}": torch.empty(elements, device=place.device) for i in range(64)}
 
 
-def _fill(state: dict[str, torch.Tensor], step: int) -> None:
+def _fill(state: Mapping[str, torch.Tensor], step: int) -> None:
     for i, tensor in enumerate(state.values()):
         seeded = torch.Generator(tensor.device).manual_seed(1000 * step + i)
         tensor.uniform_(generator=seeded)
+
+
+def _require_filled(state: Mapping[str, torch.Tensor], step: int) -> None:
+    wanted = torch.empty_like(next(iter(state.values())))
+    for i, (name, tensor) in enumerate(state.items()):
+        wanted.uniform_(generator=torch.Generator(wanted.device).manual_seed(1000 * step + i))
+        require(torch.equal(tensor, wanted), f"{name} has other bits than it had")
 
 
 def _restore(
@@ -460,10 +552,7 @@ def _restore(
     place.synchronize()
     seconds = time.monotonic() - begin
     require(found == step, f"step {found} was restored instead of {step}")
-    wanted = torch.empty_like(next(iter(state.values())))
-    for i, (name, tensor) in enumerate(state.items()):
-        wanted.uniform_(generator=torch.Generator(wanted.device).manual_seed(1000 * step + i))
-        require(torch.equal(tensor, wanted), f"{name} has other bits than were saved")
+    _require_filled(state, step)
     return seconds
 
 
@@ -530,6 +619,7 @@ _LESS = ": a smaller --gb, or another --directory, takes less time"
 CHECKS = {
     "collectives": Check(check_collectives, "collectives of the process group"),
     "abort": Check(check_abort, "abort and configure again, ten times"),
+    "changes": Check(check_changes, f"{CHANGES} groups, one after the other", 600.0),
     "timeout": Check(check_timeout, "an operation misses its time-out", fewest=2),
     "killed": Check(check_killed, "a peer is killed (SIGKILL)", fewest=2, kills=True),
     "transports": Check(
@@ -538,6 +628,10 @@ CHECKS = {
     "training": Check(
         check_training, "replicas train, one is killed, comes back and heals", fewest=2,
         needs_group=False, kills=True, restarts=True,
+    ),
+    "joining": Check(
+        check_joining, "a replica with a large state joins", 300.0, fewest=2, needs_group=False,
+        hint=_LESS,
     ),
     "virtual_ranks": Check(check_virtual_ranks, "all ranks train, and one alone: the same bits"),
     "checkpoint": Check(
@@ -664,7 +758,7 @@ def perform(name: str, place: Place) -> Outcome:
         error, facts = "", {}
         try:
             answers = ranks.run()
-            facts = {**answers[0], "ranks": size}
+            facts = {**answers[max(answers)], **answers[0], "ranks": size}
             require(ranks.is_killed == check.kills, "the last rank was to be killed")
             if name == "training":
                 _compare(answers)

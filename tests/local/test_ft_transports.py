@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import select
 import socket
 import threading
 import time
@@ -36,6 +37,7 @@ from hpc_elastic.ft.checkpointing import (
     HealTimeoutError,
     HTTPTransport,
     UnusableStateError,
+    _http,
 )
 from hpc_elastic.ft.checkpointing._http import StateServer
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
@@ -424,6 +426,30 @@ def test_a_destination_that_dies_is_not_waited_for(transport, source, relay, sta
     waiting.result()
     with pytest.raises(HealError, match="aborted"):
         healing.result()
+
+
+def test_a_sender_with_a_full_window_hears_of_the_end():
+    """A destination that has enough goes while more is under way to it: nobody waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        destination = socket.create_connection(server.getsockname())
+        source, _ = server.accept()
+    with source:
+        _http.prepare(source, LONG.total_seconds())
+        sending = InThread(lambda: _http.send(source, [bytes(64 << 20)]))
+        eventually(lambda: is_full(source))
+        _http.cut(destination)
+        destination.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while destination.recv(1 << 20):
+                pass
+        _http.close(destination)
+        with pytest.raises(ConnectionError):
+            sending.result()
+
+
+def is_full(source: socket.socket) -> bool:
+    """Return whether no more can be sent."""
+    return not select.select([], [source], [], 0.5)[1]
 
 
 def test_a_destination_has_its_time_and_no_more(transport, relay, stall):

@@ -48,22 +48,19 @@ const std::string& process_token() {
   return *token;
 }
 
+std::string process_file(const std::string& token) { return text_setting("SIMULATED_GPU_DIR") + "/process-" + token; }
+
 // A process holds a lock on its file until it ends, in whatever namespace of processes it is.
-void hold_process_file(const std::string& directory) {
-  static std::map<std::string, bool> held;
-  static std::mutex lock;
-  std::lock_guard<std::mutex> guard(lock);
-  if (held[directory]) return;
-  held[directory] = true;
-  const int file = open((directory + "/" + process_token()).c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
+void hold_process_file() {
+  static const int file = open(process_file(process_token()).c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
   struct flock range {};
   range.l_type = F_WRLCK;
   fcntl(file, F_SETLK, &range);
 }
 
-bool has_ended(const std::string& directory, const std::string& token) {
+bool has_ended(const std::string& token) {
   if (token == process_token()) return false;
-  const int file = open((directory + "/" + token).c_str(), O_RDWR | O_CLOEXEC);
+  const int file = open(process_file(token).c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return true;
   struct flock range {};
   range.l_type = F_WRLCK;
@@ -97,7 +94,7 @@ struct ncclComm {
   }
 
   void initialize() {
-    hold_process_file(directory);
+    hold_process_file();
     const std::string mine = host_name() + ":" + std::to_string(physical_device(device)) + " " + process_token();
     write_whole(file("here", rank), mine.data(), mine.size());
     if (setting("SIMULATED_GPU_NCCL_HANGING_INIT", 0)) {
@@ -129,7 +126,7 @@ struct ncclComm {
     while (delay_ms >= 0 && !is_aborted && !is_closed) {
       usleep(50000);
       for (const std::string& member : members) {
-        if (!has_ended(directory, member)) continue;
+        if (!has_ended(member)) continue;
         usleep(delay_ms * 1000);
         if (!is_aborted && !is_closed) error = ncclRemoteError;
         log_event("nccl_error", "\"rank\": " + std::to_string(rank));

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import metadata
@@ -358,14 +358,15 @@ def check_training(place: Place) -> Facts:
 
 def check_joining(place: Place) -> Facts:
     """The last replica joins the others, which have a large state and train on meanwhile."""
-    large = nn.ParameterDict(_large_state(place)).requires_grad_(False)
+    state = _large_state(place)
+    large = nn.ParameterDict(state).requires_grad_(False)  # in the same memory
     small = nn.Linear(512, 512).to(place.device)
     sgd = torch.optim.SGD(small.parameters(), lr=1e-3)
     local = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     manager = _replica(place, local, {"large": large, "small": small})
     optimizer = Optimizer(manager, sgd)
     is_newcomer = place.rank == place.size - 1
-    _fill(large, 2 if is_newcomer else 1)
+    _fill(state, 2 if is_newcomer else 1)
     if is_newcomer:
         _store(place).get("they train")
     elif not place.is_cpu:
@@ -396,8 +397,8 @@ def check_joining(place: Place) -> Facts:
                 _store(place).set("they train", "yes")
     facts: Facts = {}
     if is_newcomer:
-        facts = {"joined_s": joined_s, "joined_bytes": sum(t.nbytes for t in large.values())}
-        _require_filled(large, 1)
+        facts = {"joined_s": joined_s, "joined_bytes": sum(t.nbytes for t in state.values())}
+        _require_filled(state, 1)
     else:
         waits = [b - a for a, b in itertools.pairwise(ended[50:])]
         facts = {"step_s": statistics.median(alone)}
@@ -527,13 +528,13 @@ def _large_state(place: Place) -> dict[str, torch.Tensor]:
     return {f"layer{i}": torch.empty(elements, device=place.device) for i in range(64)}
 
 
-def _fill(state: Mapping[str, torch.Tensor], step: int) -> None:
+def _fill(state: dict[str, torch.Tensor], step: int) -> None:
     for i, tensor in enumerate(state.values()):
         seeded = torch.Generator(tensor.device).manual_seed(1000 * step + i)
         tensor.uniform_(generator=seeded)
 
 
-def _require_filled(state: Mapping[str, torch.Tensor], step: int) -> None:
+def _require_filled(state: dict[str, torch.Tensor], step: int) -> None:
     wanted = torch.empty_like(next(iter(state.values())))
     for i, (name, tensor) in enumerate(state.items()):
         wanted.uniform_(generator=torch.Generator(wanted.device).manual_seed(1000 * step + i))

@@ -54,7 +54,7 @@ from hpc_elastic.shared_files import Mount, read_bytes
 from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
-from hpc_elastic.slurm.environment import NVIDIA_GPUS, granted_gpus, mig_slices
+from hpc_elastic.slurm.environment import driver_gpus, granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
@@ -418,7 +418,7 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
         return wanted
     gpus = 0 if wanted == "cpu" else len(mig_slices(os.environ)) or torch.cuda.device_count()
     is_without = gpus == 0 and not is_local and not granted_gpus(os.environ)
-    if wanted == "auto" and is_without and any(NVIDIA_GPUS.glob("*")):
+    if wanted == "auto" and is_without and driver_gpus():
         remedy = "set launcher.gpus_per_node, or nproc_per_node=1 to train on the CPU"
         why = f"this node has GPUs, and the task was granted none: {remedy}"
         raise errors.ConfigError("nproc_per_node", wanted, why)

@@ -64,8 +64,8 @@ from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm import requeue as requeue_module
 from hpc_elastic.slurm.environment import (
     GPUS,
-    NVIDIA_GPUS,
     as_array_task,
+    driver_gpus,
     listed_gpus,
     outside,
 )
@@ -545,7 +545,7 @@ def _num_gpus() -> int:
     try:
         done = _util.run(["nvidia-smi", "-L"], timeout_s=20.0)
     except (OSError, subprocess.TimeoutExpired):
-        return len(list(NVIDIA_GPUS.iterdir())) if NVIDIA_GPUS.is_dir() else 0
+        return len(driver_gpus())
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 

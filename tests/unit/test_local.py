@@ -411,6 +411,19 @@ def test_a_driver_without_devices_is_no_gpu(nvidia_smi):
     assert local.machine_gpus({}) == []
 
 
+def test_gpus_of_amd_are_counted_without_nvidia_smi(tmp_path, monkeypatch):
+    """By its driver: a node that has 0 as gpu_id is a CPU, and one may be hidden."""
+    for number, gpu_id in enumerate(("0", "51211", "2391")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
+    (tmp_path / "3" / "gpu_id").mkdir(parents=True)  # reading it fails, as where a cgroup hides it
+    monkeypatch.setattr("hpc_elastic.slurm.environment._AMD_NODES", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    local._num_gpus.cache_clear()
+    assert local.machine_gpus({}) == ["0", "1"]
+    local._num_gpus.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "num_nodes", "shares"),
     [

@@ -1,84 +1,132 @@
-"""A run on a cluster of nodes with GPUs: they leave, die and come, and workers are killed."""
+"""Runs on a cluster of nodes with GPUs: nodes leave, die and come; workers are killed or hang."""
 
-import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.run.events import read_events
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
-ROOT = Path(__file__).parents[2]
-NODES, GPUS, PATIENCE_S = 4, 2, 240.0
+sys.path.append(str(Path(__file__).parents[1] / "slurm"))
+
+from replicas import Replicas
+from sweeps import Sweep, eventually, train_without_end
+
+NODES = 4
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """Yield a Slurm of nodes with GPUs."""
+@pytest.fixture
+def cluster(request):
+    """Yield a Slurm of nodes with GPUs, as many as the test's parameter says."""
     if os.geteuid():
         pytest.skip("not root")
     sandbox = SlurmSandbox("gpu_nodes")
     sandbox.down()
+    config = SandboxConfig(name="gpu_nodes", nodes=NODES, gpus_per_node=request.param)
     try:
-        yield SlurmSandbox.up(SandboxConfig(name="gpu_nodes", nodes=NODES, gpus_per_node=GPUS))
+        yield SlurmSandbox.up(config)
     finally:
         sandbox.down()
 
 
-class Run:
-    """The README's script on the cluster."""
-
-    def __init__(self, cluster, machine, folder: Path, *overrides: str) -> None:
-        for name in ("train.py", "train.yaml"):
-            (folder / name).symlink_to(ROOT / name)
-        argv = [sys.executable, "train.py", "-m", "launcher=slurm", f"nodes=1:{NODES}", *overrides]
-        self.path = folder / "sweep" / "0"
-        self.process = subprocess.Popen(
-            cluster.on_login([*argv, f"hydra.sweep.dir={self.path.parent}"]), cwd=folder,
-            env={**machine.environment(), **cluster.env}, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def events(self, kind: str) -> list[dict]:
-        """Return the events of a kind."""
-        folder = self.path / "events"
-        return [e for e in read_events(folder) if e["kind"] == kind] if folder.exists() else []
-
-    def trains_on(self, num_nodes: int, after: int = 0) -> int:
-        """Wait for the first step of a later round with this number of nodes; return the round."""
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            made = {e["round"] for e in self.events("first_step")}
-            rounds = [e["number"] for e in self.events("round") if e["nodes"] == num_nodes]
-            if found := [n for n in rounds if n > after and n in made]:
-                return found[-1]
-            if self.process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"no group of {num_nodes} nodes: {self.process.communicate()[0]}")
-            time.sleep(0.5)
+@pytest.fixture
+def machine(cluster, gpus):
+    """Return the GPUs of each node."""
+    return gpus(count=cluster.config.gpus_per_node)
 
 
-def test_a_run_on_gpus_survives_what_nodes_do(cluster, gpus, tmp_path):
-    """A killed worker, a node that is preempted and comes back, one that dies: nothing is lost."""
-    machine = gpus(count=GPUS)
-    run = Run(cluster, machine, tmp_path, "epochs=20", "pause_s=0.3", "save_every_s=3")
-    number = run.trains_on(NODES)
-    workers = {(event["host"], event["pid"]) for event in machine.events("nccl_init")}
-    assert len(workers) >= NODES * GPUS
-    cluster.preempt(["node2"], for_s=5.0)
-    number = run.trains_on(NODES - 1, after=number)
-    number = run.trains_on(NODES, after=number)
-    cluster.kill_node("node3")
-    run.trains_on(NODES - 1, after=number)
-    output, _ = run.process.communicate(timeout=2 * PATIENCE_S)
-    assert run.process.returncode == 0, output
-    assert json.loads((run.path / "result.json").read_text())["status"] == "succeeded"
+@pytest.fixture
+def sweep(cluster, machine, tmp_path):
+    """Start a script of ours on the cluster, and end it with the test."""
+    started = []
+
+    def start(*overrides, script):
+        env = machine.environment() | cluster.env
+        started.append(Sweep(tmp_path, env, script, *overrides, prefix=cluster.on_login([])))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+
+
+def workers(machine, host: str | None = None) -> list[tuple[str, int]]:
+    """Return host and process id of each worker that has used NCCL, the last one last."""
+    made = [(e["host"], e["pid"]) for e in machine.events("nccl_init")]
+    return [each for each in dict.fromkeys(made) if host in (None, each[0])]
+
+
+def require_own_devices(machine) -> None:
+    """No worker has a context on the GPU of another one."""
     assert not machine.events("duplicate_gpu")
     contexts = machine.contexts()
     made = machine.events("nccl_init")
     assert all(contexts[e["host"], e["pid"]] == {e["device"]} for e in made)
-    audit = [sys.executable, "-m", "hpc_elastic", "audit", str(run.path)]
-    assert subprocess.run(audit, cwd=tmp_path, capture_output=True, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "cluster", [2, pytest.param(4, marks=pytest.mark.long)], indirect=True, ids="{} GPUs".format
+)
+def test_a_run_on_gpus_survives_what_nodes_do(cluster, machine, sweep, tmp_path):
+    """A node that is preempted and comes back, and one that dies: nothing is lost."""
+    overrides = (f"nodes=1:{NODES}", "epochs=20", "pause_s=0.3", "save_every_s=3")
+    run = sweep(*overrides, script=train_without_end(tmp_path))
+
+    def trains_on(num_nodes: int, after: int = 0) -> int:
+        """Wait for the first step of a later round with this number of nodes; return the round."""
+
+        def rounds() -> list[int]:
+            made = {e["round"] for e in run.events("first_step")}
+            found = [e["number"] for e in run.events("round") if e["nodes"] == num_nodes]
+            return [n for n in found if n > after and n in made]
+
+        eventually(rounds, f"a group of {num_nodes} nodes")
+        return rounds()[-1]
+
+    number = trains_on(NODES)
+    assert len(workers(machine)) >= NODES * machine.count
+    cluster.preempt(["node2"], for_s=5.0)
+    number = trains_on(NODES - 1, after=number)
+    number = trains_on(NODES, after=number)
+    cluster.kill_node("node3")
+    trains_on(NODES - 1, after=number)
+    output = run.output()
+    assert run.result()["status"] == "succeeded", output
+    require_own_devices(machine)
+    audit = run.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cluster", [4], indirect=True, ids="{} GPUs".format)
+def test_replicas_of_a_sharded_model_survive_what_nodes_do(cluster, machine, sweep, tmp_path):
+    """FSDP2 inside a node, ft between nodes.
+
+    A killed worker, one that hangs, a node that is preempted and comes back, and one that dies end
+    no other replica's training.
+    """
+    run = Replicas(
+        tmp_path, sweep, "gpt/train.py", f"nodes=1:{NODES}", "layers=1", "width=32", "heads=2",
+        "epochs=8", "pause_s=0.5",
+    )  # fmt: skip
+    run.train(NODES)
+    assert len(workers(machine)) >= NODES * machine.count
+    for signal, node in (("-KILL", "node1"), ("-STOP", "node4")):
+        _, pid = workers(machine, node)[-1]
+        cluster.exec_on(node, ["kill", signal, str(pid)])
+        run.train(NODES - 1)
+        run.train(NODES)
+    cluster.preempt(["node2"], for_s=5.0)
+    run.train(NODES - 1)
+    run.train(NODES)
+    cluster.kill_node("node3")
+    run.train(NODES - 1)
+    output = run.sweep.output()
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert len(set(run.fingerprints())) == 1
+    assert run.restored() == set(), "each replica came back to the others' state"
+    require_own_devices(machine)
+    audit = run.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -29,13 +29,13 @@ def gpus(slurm) -> Iterator[SlurmSandbox]:
         yield up.slurm
 
 
-def devices(slurm: SlurmSandbox, folder: Path, *flags: str) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES of the worker of each node of a run."""
-    script = folder / "show.py"
-    script.write_text(SCRIPT)
+def devices(slurm: SlurmSandbox, folder: Path, *flags: str, script: str = SCRIPT) -> dict[str, str]:
+    """Return what the worker of each node of a run writes: CUDA_VISIBLE_DEVICES."""
+    file = folder / "show.py"
+    file.write_text(script)
     argv = [sys.executable, "-m", "hpc_elastic", "run", "--launcher=slurm", "--nproc-per-node=1"]
     done = subprocess.run(
-        slurm.on_login([*argv, *flags, "--", sys.executable, str(script)]),
+        slurm.on_login([*argv, *flags, "--", sys.executable, str(file)]),
         cwd=folder, env={**os.environ, **slurm.env}, text=True, capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,3 +85,31 @@ def test_a_worker_has_the_gpus_of_its_job(gpus, tmp_path, flags, expected):
 def test_a_step_may_ask_for_fewer_gpus_than_its_job(gpus, tmp_path):
     """A flag of the user's takes the place of ours: srun refuses two ways to ask."""
     assert devices(gpus, tmp_path, ON_1, "--srun-args=['--gres=gpu:a100:1']") == {"node1": "0"}
+
+
+TRIES = """
+import errno, os, pathlib
+codes = []
+for index in range(3):
+    try:
+        os.close(os.open(f"{os.environ['DEVICES']}{index}", os.O_RDWR))
+    except OSError as e:
+        codes.append(errno.errorcode[e.errno])
+pathlib.Path(os.environ["SLURMD_NODENAME"]).write_text(
+    os.environ["CUDA_VISIBLE_DEVICES"] + " " + " ".join(codes)
+)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not Path("/sys/fs/cgroup/devices").is_dir(), reason="needs cgroups of the first version"
+)
+def test_a_worker_opens_the_devices_of_its_job_alone(slurm, tmp_path, monkeypatch):
+    """With task/cgroup and ConstrainDevices: no driver answers for its own (ENXIO) in this test."""
+    config = SandboxConfig(name="devices", nodes=1, gpus_per_node=3, constrain_devices=True)
+    for up in cluster(config, slurm):
+        monkeypatch.setenv("DEVICES", str(up.slurm.home.parent / "dev" / "gpu"))
+        found = devices(up.slurm, tmp_path, "--gpus-per-node=2", script=TRIES)
+        assert found == {"node1": "0,1 ENXIO ENXIO EPERM"}
+        assert devices(up.slurm, tmp_path, script=TRIES) == {"node1": "0,1,2 ENXIO ENXIO ENXIO"}

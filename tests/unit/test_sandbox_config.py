@@ -130,6 +130,8 @@ def test_cgroups_are_left_alone():
     """Each Slurm gets the plugin that touches no cgroup, by the version of `slurmd -V`."""
     assert texts.cgroup_conf(texts.parse_version("slurm-wlm 22.05.8")) == "CgroupPlugin=cgroup/v1\n"
     assert texts.cgroup_conf(texts.parse_version("slurm 24.11.5")) == "CgroupPlugin=disabled\n"
+    text = texts.cgroup_conf((26, 5), constrain_devices=True)
+    assert text == "CgroupPlugin=cgroup/v1\nConstrainDevices=yes\n"
     with pytest.raises(ValueError, match="no version"):
         texts.parse_version("")
 

@@ -63,6 +63,8 @@ class SandboxConfig:
         nfs_options: Mount options of those clients, as in nfs(5): ``acregmin``, ``acregmax``,
             ``acdirmin``, ``acdirmax``, ``actimeo``, ``cto``, ``nocto``; and ``dirty``, the seconds
             after which data of a file that stays open is sent (default 30).
+        constrain_devices: A task may open the devices of its own GPUs alone (task/cgroup with
+            ConstrainDevices); needs a machine with cgroups of the first version.
         extra_lines: Lines appended to slurm.conf.
     """
 
@@ -83,6 +85,7 @@ class SandboxConfig:
     open_paths: tuple[str, ...] = ()
     nfs: str = ""
     nfs_options: str = ""
+    constrain_devices: bool = False
     extra_lines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -312,7 +315,7 @@ SlurmctldLogFile={place}/log/slurmctld.log
 SlurmdLogFile={place}/log/%n.log
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/{"cgroup" if config.constrain_devices else "none"}
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
@@ -395,7 +398,7 @@ def gres_conf(config: SandboxConfig, layout: Layout) -> str:
     return "".join(lines)
 
 
-def cgroup_conf(version: tuple[int, int]) -> str:
+def cgroup_conf(version: tuple[int, int], *, constrain_devices: bool = False) -> str:
     """Return the text of cgroup.conf, by which slurmd leaves the machine's cgroups alone.
 
     By default slurmd refuses to start where it cannot create cgroups. Later releases have the
@@ -404,7 +407,10 @@ def cgroup_conf(version: tuple[int, int]) -> str:
 
     Args:
         version: Slurm's version, such as (22, 5).
+        constrain_devices: See `SandboxConfig`; then there are cgroups ``slurm_NODE`` for devices.
     """
+    if constrain_devices:
+        return "CgroupPlugin=cgroup/v1\nConstrainDevices=yes\n"
     plugin = "disabled" if version >= (24, 5) else "cgroup/v1"
     return f"CgroupPlugin={plugin}\n"
 

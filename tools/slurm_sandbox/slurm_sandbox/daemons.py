@@ -40,6 +40,8 @@ _ACCOUNTING_TIMEOUT_S = 60.0
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 """Reset in daemons: a caller may ignore them, and then every job below the daemon would, too."""
 _GATE = 'read -r go || exit 1; exec "$@" </dev/null'
+_NVIDIA = 195
+"""Major number of NVIDIA's devices (devices.txt in Linux); without its driver none opens."""
 _UNAVAILABLE = ("down", "drain", "fail")
 
 
@@ -53,7 +55,7 @@ def write_files(config: SandboxConfig, layout: Layout) -> None:
     files = {
         "slurm.conf": texts.slurm_conf(config, layout),
         "gres.conf": texts.gres_conf(config, layout),
-        "cgroup.conf": texts.cgroup_conf(version),
+        "cgroup.conf": texts.cgroup_conf(version, constrain_devices=config.constrain_devices),
         "hosts": texts.hosts(config, layout, os.uname().nodename),
         "nsswitch.conf": texts.nsswitch_conf(_read("/etc/nsswitch.conf")),
         "passwd": texts.passwd(_read("/etc/passwd"), layout),
@@ -65,7 +67,7 @@ def write_files(config: SandboxConfig, layout: Layout) -> None:
     layout.home.mkdir()
     os.chown(layout.home, USER_ID, USER_ID)
     for index in range(config.num_devices):
-        os.mknod(layout.gpu_device(index), 0o666 | 0o020000, os.makedev(1, 3))
+        os.mknod(layout.gpu_device(index), 0o666 | 0o020000, os.makedev(_NVIDIA, index))
     layout.munge_key.write_bytes(os.urandom(128))
     layout.munge_key.chmod(0o400)
     for path in (layout.munge_key, layout.munge_key.parent):  # munged insists on both
@@ -200,6 +202,14 @@ def start_slurmd(state: State, node: str) -> State:
     started = f"the first process of {node}"
     wait_for_daemon(state, node, started, lambda: init_of(state, node) is not None)
     return state
+
+
+def remove_cgroups(config: SandboxConfig) -> None:
+    """Remove the cgroups that the nodes' slurmd have made for devices; no process is left there."""
+    for node in config.node_names:
+        top = Path("/sys/fs/cgroup/devices", f"slurm_{node}")
+        for folder in sorted(top.glob("**/"), reverse=True):
+            folder.rmdir()
 
 
 def init_of(state: State, node: str) -> Process | None:

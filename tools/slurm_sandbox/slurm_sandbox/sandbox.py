@@ -503,6 +503,8 @@ def _take_down(state: State) -> None:
     for name in reversed([name for name in state.processes if name not in nodes]):
         if not kill_process(state.processes[name]):
             raise SandboxError(f"{name} (pid {state.processes[name].pid}) does not end")
+    if state.config.constrain_devices:
+        daemons.remove_cgroups(state.config)
     nfs.remove_clients(state)
     network.remove_network(state.layout)
     remove_directory(state)

@@ -28,7 +28,7 @@ _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def driver_gpus() -> list[Path]:
-    """Return a folder for each GPU of this machine, whoever may use it; no driver is called."""
+    """Return a folder for each GPU of this machine, granted or not; no driver is called."""
     found = list(NVIDIA_GPUS.glob("*"))
     for path in _AMD_NODES.glob("*/gpu_id"):
         with suppress(OSError):  # a cgroup may hide it

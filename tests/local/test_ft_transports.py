@@ -428,7 +428,7 @@ def test_a_destination_that_dies_is_not_waited_for(transport, source, relay, sta
         healing.result()
 
 
-def test_a_sender_with_a_full_window_hears_of_the_end():
+def test_a_sender_with_a_full_window_notices_the_end():
     """A destination that has enough goes while more is under way to it: nobody waits for it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         destination = socket.create_connection(server.getsockname())

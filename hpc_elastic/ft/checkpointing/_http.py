@@ -227,7 +227,7 @@ def prepare(sock: socket.socket, timeout_s: float) -> None:
 def close(sock: socket.socket) -> None:
     """End a connection for both sides, even if a forked process has it too; any thread.
 
-    At once: a peer that waits with a full window (RFC 9293, 3.8.6.1) would not hear of a mere end.
+    By a reset: a sender that waits with a full window (RFC 9293, 3.8.6.1) would not notice less.
     """
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

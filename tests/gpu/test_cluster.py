@@ -109,7 +109,7 @@ def test_replicas_of_a_sharded_model_survive_what_nodes_do(cluster, machine, swe
     """
     run = Replicas(
         tmp_path, sweep, "gpt/train.py", f"nodes=1:{NODES}", "layers=1", "width=32", "heads=2",
-        "epochs=8", "pause_s=0.5",
+        "epochs=4", "pause_s=0.5",
     )  # fmt: skip
     run.train(NODES)
     assert len(workers(machine)) >= NODES * machine.count

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import faulthandler
 import gc
 import hashlib
@@ -28,6 +29,7 @@ import platform
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,12 +47,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from hpc_elastic._util import run
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, MemoryTier
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer
+from hpc_elastic.ft.block_int8 import sum_quantized
 from hpc_elastic.ft.checkpointing import HTTPTransport
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
 from hpc_elastic.ft.coordination import LighthouseServer
@@ -64,6 +68,7 @@ CHANGES = 200
 _MOST_RANKS = 4
 _TIMEOUT = timedelta(seconds=60)
 _SHORT_S = 3.0
+_SKIPPED = "skipped"
 _LOG_LINES = 60
 _context = mp.get_context("forkserver")
 
@@ -103,6 +108,11 @@ class Place:
         return torch.device("cuda", self.rank % torch.cuda.device_count())
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether the GPUs are those of tools/simulated_gpu, which compute on the CPU."""
+        return not self.is_cpu and "Simulated" in torch.cuda.get_device_name()
+
+    @property
     def group_device(self) -> torch.device:
         """The device of the tensors that its process group takes."""
         return self.device if self.has_nccl else torch.device("cpu")
@@ -128,6 +138,10 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
+class CheckSkippedError(Exception):
+    """A check cannot run here, for this reason."""
+
+
 def require(is_right: object, what: str) -> None:
     """Raise AssertionError unless something is right, also with ``python -O``."""
     if not is_right:
@@ -150,6 +164,11 @@ def check_collectives(place: Place) -> Facts:
     parts = [torch.empty_like(x) for _ in range(place.size)]
     group.allgather([parts], [x.fill_(place.rank)]).wait()
     require(all((p == i).all() for i, p in enumerate(parts)), "allgather")
+    values = torch.linspace(-1.0, 1.0, 5000, device=device)
+    rounded = values.clone()
+    sum_quantized(group, rounded).wait()
+    off = (rounded - place.size * values).abs().max().item()
+    require(off <= place.size / 127, f"the sum by 8-bit integers is off by {off}")
     group.barrier().wait()
     require(group.errored() is None, f"errored: {group.errored()}")
     shares_gpu = not place.is_cpu and place.size > torch.cuda.device_count()
@@ -428,15 +447,8 @@ def _replica(place: Place, store: TCPStore, parts: dict[str, Any]) -> Manager:
 
 def check_virtual_ranks(place: Place) -> Facts:
     """A training of all ranks together, and of each alone, with the same bits."""
-    host, port = place.address.rsplit(":", 1)
-    store = PrefixStore("virtual", TCPStore(host, int(port), is_master=False))
+    _init_group(place, "virtual")
     device = place.group_device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=store, timeout=_TIMEOUT,
-        rank=place.rank, world_size=place.size,
-    )  # fmt: skip
     data = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
 
     def train(group: Any) -> tuple[str, float]:
@@ -469,6 +481,152 @@ def check_virtual_ranks(place: Place) -> Facts:
     dist.barrier()
     dist.destroy_process_group()
     return {"state": together[0]}
+
+
+def check_sharded(place: Place) -> Facts:
+    """A model that is sharded over all ranks (FSDP2) trains as a whole one, and is restored."""
+    _init_group(place, "sharded")
+    data = torch.randn(4 * place.size, 256, generator=torch.Generator().manual_seed(1))
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        return net.to(place.group_device), torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        x = batch.to(place.group_device)
+        optimizer.zero_grad()
+        (net(x) - x).square().mean().backward()
+        optimizer.step()
+
+    whole, of_whole = build()
+    net, _ = build()
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    saver = Checkpointer({"model": net, "optimizer": optimizer}, Path(place.folder, "sharded"))
+    for step in range(1, 6):
+        train(whole, of_whole, data)
+        train(net, optimizer, data[place.rank :: place.size])
+        if step == 3:
+            saver.save(step)
+            saver.wait()
+    far = 0.0
+    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+        far = max(far, (ours.full_tensor() - theirs).abs().max().item())  # type: ignore[attr-defined]
+    require(far < 1e-4, f"after 5 steps it differs from a whole one by {far}")
+    require(saver.load_latest() == 3, "its checkpoint was not found")
+    saver.close()
+    for _ in range(2):
+        train(net, optimizer, data[place.rank :: place.size])
+    again = 0.0
+    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+        again = max(again, (ours.full_tensor() - theirs).abs().max().item())  # type: ignore[attr-defined]
+    require(again < 1e-4, f"restored, it differs from a whole one by {again}")
+    dist.destroy_process_group()
+    return {"differs_by": far, "restored_differs_by": again}
+
+
+def check_compiled(place: Place) -> Facts:
+    """A compiled model (torch.compile) with averaged gradients trains as the plain one."""
+    if place.is_simulated:
+        raise CheckSkippedError("no compiler for simulated GPUs")
+    _init_group(place, "compiled")
+    net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(place.group_device)
+    for p in net.parameters():
+        dist.broadcast(p.detach(), 0)
+    plain = copy.deepcopy(net)
+    begin, losses = time.monotonic(), []
+    for inner, kept in ((torch.compile(net), net), (plain, plain)):
+        model = nn.parallel.DistributedDataParallel(inner)
+        optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+        for step in range(5):
+            torch.manual_seed(step * place.size + place.rank)
+            x = torch.randn(64, 256, device=place.group_device)
+            loss = (model(x) - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    require(abs(losses[0] - losses[1]) < 1e-3, f"losses, compiled and plain: {losses}")
+    dist.destroy_process_group()
+    return {"seconds": time.monotonic() - begin, "losses_differ_by": abs(losses[0] - losses[1])}
+
+
+def check_copies(place: Place) -> Facts:
+    """All ranks copy from their devices at once: the rate of one alone, and of each then."""
+    num_bytes = min(place.num_bytes, GB)
+    state = {"x": torch.empty(num_bytes // 4, device=place.device)}
+    alone = 0.0
+    if place.rank == 0:
+        alone = _pinned_rate(place, state)
+    _meet(place, "alone")
+    together = _pinned_rate(place, state)
+    _meet(place, "together")
+    return {"bytes": num_bytes, "alone_gb_per_s": alone, "together_gb_per_s": together}
+
+
+RUN = """
+import json, os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+
+begun = time.time()
+is_cuda = torch.cuda.is_available()
+if is_cuda:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if is_cuda else "gloo")
+x = torch.ones(1000, device="cuda" if is_cuda else "cpu")
+dist.all_reduce(x)
+assert (x == dist.get_world_size()).all()
+first = pathlib.Path("first")
+if dist.get_rank() == 0 and not first.exists():
+    first.write_text(str(time.time()))
+    sys.exit(3)  # the next group has workers that have imported torch already
+if dist.get_rank() == 0:
+    pathlib.Path("facts").write_text(json.dumps({
+        "workers": dist.get_world_size(),
+        "restart_s": begun - float(first.read_text()),
+        "async_error_handling": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    }))
+dist.destroy_process_group()
+"""
+
+
+def check_run(place: Place) -> Facts:
+    """A run of this package: the preflight of the GPUs, a worker for each, and a restart."""
+    folder = Path(place.folder, "run")
+    folder.mkdir()
+    (folder / "train.py").write_text(RUN)
+    cpu = ["--nproc-per-node=2"] if place.is_cpu else []
+    argv = [sys.executable, "-m", "hpc_elastic", "run", "--launcher=local", *cpu]
+    argv = ["env", f"--chdir={folder}", *argv, "--", sys.executable, "train.py"]
+    done = run(argv, timeout_s=100.0)
+    require(done.returncode == 0, f"{done.stdout}{done.stderr}"[-2000:])
+    facts: Facts = json.loads((folder / "facts").read_text())
+    wanted = 2 if place.is_cpu else torch.cuda.device_count()
+    require(facts["workers"] == wanted, f"{facts['workers']} workers for {wanted} GPUs")
+    return facts
+
+
+def _init_group(place: Place, name: str) -> None:
+    """Form torch's own group of all ranks."""
+    host, port = place.address.rsplit(":", 1)
+    store = PrefixStore(name, TCPStore(host, int(port), is_master=False))
+    device = place.group_device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=store, timeout=_TIMEOUT,
+        rank=place.rank, world_size=place.size,
+    )  # fmt: skip
+
+
+def _meet(place: Place, name: str) -> None:
+    """Wait until all ranks have come here."""
+    store = _store(place)
+    if store.add(f"{name}/here", 1) == place.size:
+        store.set(f"{name}/all", "yes")
+    store.get(f"{name}/all")
 
 
 def check_checkpoint(place: Place) -> Facts:
@@ -559,7 +717,7 @@ def _restore(
 
 def _matmul_s(place: Place, count: int) -> float:
     """Return the median seconds of a step of matrix products, which uses the device alone."""
-    size = 256 if place.is_cpu or "Simulated" in torch.cuda.get_device_name() else 8192
+    size = 256 if place.is_cpu or place.is_simulated else 8192
     a, taken = torch.rand(size, size, device=place.device), []
     for _ in range(count):
         begin = time.monotonic()
@@ -635,6 +793,12 @@ CHECKS = {
         hint=_LESS,
     ),
     "virtual_ranks": Check(check_virtual_ranks, "all ranks train, and one alone: the same bits"),
+    "sharded": Check(check_sharded, "a sharded model (FSDP2) trains, and is restored"),
+    "compiled": Check(check_compiled, "a compiled model trains as the plain one", 300.0),
+    "copies": Check(
+        check_copies, "all ranks copy from their devices at once", needs_group=False
+    ),
+    "run": Check(check_run, "a run: preflight, a worker for each GPU, a restart", fewest=0),
     "checkpoint": Check(
         check_checkpoint, "a large state is saved and restored", 300.0, fewest=0, hint=_LESS
     ),
@@ -734,7 +898,12 @@ def _serve(check: Callable[[Place], Facts], place: Place, log: str, pipe: Connec
     if not place.is_cpu:
         torch.cuda.set_device(place.device)
     try:
-        pipe.send(("", check(place)))
+        facts = check(place)
+        if not place.is_cpu:
+            require(len(used := own_gpus()) <= 1, f"this rank has contexts on {used}")
+        pipe.send(("", facts))
+    except CheckSkippedError as e:
+        pipe.send(("", {_SKIPPED: str(e)}))
     except Exception as e:
         traceback.print_exc()
         pipe.send((f"{type(e).__name__}: {e}", {}))
@@ -742,6 +911,17 @@ def _serve(check: Callable[[Place], Facts], place: Place, log: str, pipe: Connec
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a communicator that was aborted may wait in its destructor
+
+
+def own_gpus() -> set[str]:
+    """Return the GPUs on which this process has a context; none if nvidia-smi does not know it."""
+    ask = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
+    try:
+        lines = run(ask, timeout_s=20.0).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    rows = (line.split(", ") for line in lines if line.count(", ") == 1)
+    return {gpu for pid, gpu in rows if pid == str(os.getpid())}
 
 
 def perform(name: str, place: Place) -> Outcome:
@@ -760,6 +940,8 @@ def perform(name: str, place: Place) -> Outcome:
         try:
             answers = ranks.run()
             facts = {**answers[max(answers)], **answers[0], "ranks": size}
+            if _SKIPPED in facts:
+                return Outcome(name, "skipped", check.what, {}, facts[_SKIPPED])
             require(ranks.is_killed == check.kills, "the last rank was to be killed")
             if name == "training":
                 _compare(answers)

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from simulated_gpu import SimulatedGpus
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def run_ranks(

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 def run_ranks(

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from hpc_elastic.run.events import read_events
 
-PATIENCE_S = 180.0
+PATIENCE_S = 300.0
 """With processes that import torch, and perhaps a framework, on a busy machine."""
 
 

@@ -19,7 +19,7 @@ from hpc_elastic.run.event_schema import problems
 from hpc_elastic.run.events import read_events
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = float(os.environ.get("HPC_ELASTIC_PATIENCE_S", "120"))
+PATIENCE_S = float(os.environ.get("HPC_ELASTIC_PATIENCE_S", "240"))
 SLOWLY = ("epochs=8", "pause_s=0.25")  # a minute, unless the test lets it hurry
 _PAUSE = "time.sleep(cfg.pause_s)"
 _IMPORT = "import time\n"

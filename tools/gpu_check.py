@@ -3,11 +3,13 @@
     ./scripts/gpu_check                         # on a machine with GPUs, about ten minutes
     ./scripts/gpu_check --gb 5 --directory /scratch/me
     ./scripts/gpu_check --cpu --gb 0.05         # a rehearsal of the same lines: gloo, CPU tensors
+    srun --gpus-per-node=4 ./scripts/gpu_check  # on a node of a cluster
 
 Each check runs in processes of its own, one a rank and a GPU, up to four. It ends with the facts
 that it has measured, with an error, or at its limit; then the stacks of all threads are in its log.
 On a single GPU, two ranks share it if NCCL allows that. Otherwise groups have one rank there, and
-replicas average their gradients by gloo.
+replicas average their gradients by gloo. After each check a rank may have a context on its own GPU
+alone (nvidia-smi). `hpc-elastic doctor` tests NCCL between nodes.
 
 Exit codes: 0 all checks that could run are well; 1 one has failed; 2 wrong arguments; 3 there is no
 GPU here, so nothing was checked. The report has no host names.

@@ -107,8 +107,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
-    """Limit the time of a test, and seed it: of random models one in a hundred has no gradient."""
-    torch.manual_seed(0)
+    """Limit the time of a test, and seed it."""
+    torch.manual_seed(0)  # of random models, one in thirty has a parameter that no step changes
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 2.0)
     try:
         return (yield)

@@ -126,7 +126,6 @@ def test_replicas_of_a_sharded_model_survive_what_nodes_do(cluster, machine, swe
     output = run.sweep.output()
     assert run.sweep.result()["status"] == "succeeded", output
     assert len(set(run.fingerprints())) == 1
-    assert run.restored() == set(), "each replica came back to the others' state"
     require_own_devices(machine)
     audit = run.audit()
     assert audit.returncode == 0, audit.stdout + audit.stderr

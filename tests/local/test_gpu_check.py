@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check"
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the script in an empty folder."""
     return subprocess.run(
-        [SCRIPT, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        [SCRIPT, *arguments], cwd=folder, capture_output=True, text=True, timeout=900, check=False
     )
 
 

@@ -350,10 +350,7 @@ def check_training(place: Place) -> Facts:
         optimizer.zero_grad()
         trained(torch.randn(64, 512, device=place.device)).square().mean().backward()
         if not by_ddp:
-            for p in model.parameters():
-                gradient = p.grad.to(place.group_device)  # type: ignore[union-attr]
-                manager.allreduce(gradient).wait()
-                p.grad.copy_(gradient)  # type: ignore[union-attr]
+            _average_gradients(place, manager, model)
         optimizer.step()
         if manager.current_step() == before:
             failed += 1
@@ -399,10 +396,7 @@ def check_joining(place: Place) -> Facts:
         before = manager.current_step()
         optimizer.zero_grad()
         small(torch.randn(64, 512, device=place.device)).square().mean().backward()
-        for p in small.parameters():
-            gradient = p.grad.to(place.group_device)  # type: ignore[union-attr]
-            manager.allreduce(gradient).wait()
-            p.grad.copy_(gradient)  # type: ignore[union-attr]
+        _average_gradients(place, manager, small)
         time.sleep(0.1)  # a model of this size does not take less
         optimizer.step()
         if manager.current_step() == before:
@@ -431,6 +425,14 @@ def check_joining(place: Place) -> Facts:
     time.sleep(0.5)  # the others complete the last step
     manager.shutdown()
     return facts
+
+
+def _average_gradients(place: Place, manager: Manager, module: nn.Module) -> None:
+    """Average a module's gradients over the replicas, by the device that their group takes."""
+    for p in module.parameters():
+        gradient = p.grad.to(place.group_device)  # type: ignore[union-attr]
+        manager.allreduce(gradient).wait()
+        p.grad.copy_(gradient)  # type: ignore[union-attr]
 
 
 def _replica(place: Place, store: TCPStore, parts: dict[str, Any]) -> Manager:
@@ -491,10 +493,10 @@ def check_sharded(place: Place) -> Facts:
     _init_group(place, "sharded")
     data = torch.randn(4 * place.size, 256, generator=torch.Generator().manual_seed(1))
 
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
-        return net.to(place.group_device), torch.optim.AdamW(net.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(place.group_device)
+    whole = copy.deepcopy(net)
+    fully_shard(net)
 
     def train(net: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
         x = batch.to(place.group_device)
@@ -502,9 +504,12 @@ def check_sharded(place: Place) -> Facts:
         (net(x) - x).square().mean().backward()
         optimizer.step()
 
-    whole, of_whole = build()
-    net, _ = build()
-    fully_shard(net)
+    def distance() -> float:
+        pairs = zip(net.parameters(), whole.parameters(), strict=True)
+        apart = [(p.full_tensor() - q).abs().max() for p, q in pairs]  # type: ignore[attr-defined]
+        return torch.stack(apart).max().item()
+
+    of_whole = torch.optim.AdamW(whole.parameters(), lr=1e-3)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     saver = Checkpointer({"model": net, "optimizer": optimizer}, Path(place.folder, "sharded"))
     for step in range(1, 6):
@@ -513,17 +518,13 @@ def check_sharded(place: Place) -> Facts:
         if step == 3:
             saver.save(step)
             saver.wait()
-    far = 0.0
-    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
-        far = max(far, (ours.full_tensor() - theirs).abs().max().item())  # type: ignore[attr-defined]
+    far = distance()
     require(far < 1e-4, f"after 5 steps it differs from a whole one by {far}")
     require(saver.load_latest() == 3, "its checkpoint was not found")
     saver.close()
     for _ in range(2):
         train(net, optimizer, data[place.rank :: place.size])
-    again = 0.0
-    for ours, theirs in zip(net.parameters(), whole.parameters(), strict=True):
-        again = max(again, (ours.full_tensor() - theirs).abs().max().item())  # type: ignore[attr-defined]
+    again = distance()
     require(again < 1e-4, f"restored, it differs from a whole one by {again}")
     dist.destroy_process_group()
     return {"differs_by": far, "restored_differs_by": again}

@@ -8,12 +8,11 @@ A worker's clock restarts with every sign of life: a step, a report, a checkpoin
 of `should_checkpoint`. It stands still while the worker saves, waits at a checkpoint or for the
 leader's confirmation of one, and while this agent itself did not run.
 
-The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute, or
-`REPLICA_MIN_LIMIT_S`. The
-time before the second step (compilation, the first batches) is no measure: there the limit is ten
-times the setting, and at least ten minutes. The first step has a limit of its own
-(`first_step_limit`). Nothing is a hang after the function has returned, or after the last step, if
-the script reports it (``report(total_steps=...)``).
+The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute, of
+a replica `REPLICA_MIN_LIMIT_S`. The time before the second step (compilation, the first batches) is
+no measure: there the limit is ten times the setting, and at least ten minutes. The first step has a
+limit of its own (`first_step_limit`). Nothing is a hang after the function has returned, or after
+the last step, if the script reports it (``report(total_steps=...)``).
 
 All workers of a node are sampled at the same time, and for no longer than `WITHIN_S`: a node that
 does not answer the leader counts as hung. Workers that are not sampled by then are left out.

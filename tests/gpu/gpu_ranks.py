@@ -74,6 +74,14 @@ def run_ranks(
     return found
 
 
+def require_own_devices(machine: SimulatedGpus) -> None:
+    """No rank of NCCL has a context on the GPU of another one."""
+    assert not machine.events("duplicate_gpu")
+    contexts = machine.contexts()
+    made = machine.events("nccl_init")
+    assert all(contexts[e["host"], e["pid"]] == {e["device"]} for e in made)
+
+
 def _run(
     function: Callable[..., Any],
     place: tuple[int, int, str],

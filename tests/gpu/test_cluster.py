@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_ranks import require_own_devices
 from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 sys.path.append(str(Path(__file__).parents[1] / "slurm"))
@@ -56,14 +57,6 @@ def workers(machine, host: str | None = None) -> list[tuple[str, int]]:
     """Return host and process id of each worker that has used NCCL, the last one last."""
     made = [(e["host"], e["pid"]) for e in machine.events("nccl_init")]
     return [each for each in dict.fromkeys(made) if host in (None, each[0])]
-
-
-def require_own_devices(machine) -> None:
-    """No worker has a context on the GPU of another one."""
-    assert not machine.events("duplicate_gpu")
-    contexts = machine.contexts()
-    made = machine.events("nccl_init")
-    assert all(contexts[e["host"], e["pid"]] == {e["device"]} for e in made)
 
 
 @pytest.mark.parametrize(

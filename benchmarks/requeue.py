@@ -39,8 +39,9 @@ from requeue.candidates import (
     submitits_checkpoint,
 )
 
+from hpc_elastic.run.task_name import job_of
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.job_state import Phase, job_of
+from hpc_elastic.slurm.job_state import Phase
 from slurm_sandbox import SandboxConfig
 
 OURS = "hpc_elastic"

@@ -50,13 +50,14 @@ from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import Mount, read_bytes
-from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm import quarantine, requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.environment import driver_gpus, granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
-from hpc_elastic.slurm.job_state import TaskState, queue_name
+from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.slurm.sweep_queue import SweepQueue
 from hpc_elastic.slurm.time_slots import TimeSlots
@@ -155,7 +156,7 @@ def _leave_job(task: Task, events: EventLog, reason: Reason) -> int:
     )  # fmt: skip
     host = task.slurm.node_name if task.spec.launcher == "slurm" else None
     if host is not None:
-        requeue.lift_own_quarantine(task.run, task.name, host, SlurmClient())
+        quarantine.lift_own_quarantine(task.run, task.name, host, SlurmClient())
     means, fields = meaning(known[0]) if known else None, {}
     if known and known[0].reason is Reason.SIGNAL:
         if means is not None:

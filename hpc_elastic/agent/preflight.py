@@ -33,7 +33,7 @@ from hpc_elastic.agent.task_context import Task
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
 from hpc_elastic.slurm.environment import granted_gpus
-from hpc_elastic.slurm.requeue import excluded
+from hpc_elastic.slurm.quarantine import excluded
 from hpc_elastic.slurm.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from hpc_elastic.errors import HpcElasticError, RunDirectoryError
 from hpc_elastic.run import ownership
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec
 from hpc_elastic.shared_files import read_text
-from hpc_elastic.slurm import requeue, scheduler
+from hpc_elastic.slurm import run_tasks, scheduler
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
 
 
@@ -82,6 +82,6 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     spec = ownership.load_own(run, run.rdzv, run.first_term, run.event_logs, run.tasks, run.hydra)
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
     if REPLACEMENT in slurm.variables:  # its answer may have been lost, and another one submitted
-        superseded = superseded or not requeue.is_recorded(spec, slurm.task_name)
+        superseded = superseded or not run_tasks.is_recorded(spec, slurm.task_name)
     slot = int(runs[index]["slot"])
     return Task(run, spec.of_slot(slot), slot, slurm, is_coallocated, len(runs), superseded)

@@ -30,7 +30,7 @@ from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.slurm.forecast import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
-from hpc_elastic.slurm.requeue import current_names
+from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import take_snapshot
 
 

@@ -26,6 +26,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launcher.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
 from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.run.task_name import index_of
 from hpc_elastic.slurm.forecast import FAR_S, ExpectedStart
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
@@ -431,8 +432,12 @@ def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
         if waits is None or len(alike) < 3:
             yield from ((task, 1) for task in alike)
         else:
-            last = alike[-1].task.rpartition("_")[2]
-            yield replace(alike[0], task=f"{alike[0].task} to {last}"), len(alike)
+            first, last = alike[0].task, alike[-1].task
+            index = index_of(last)
+            yield (
+                replace(alike[0], task=f"{first} to {last if index is None else index}"),
+                len(alike),
+            )
 
 
 def _state(task: RunTask, num: int) -> Text:

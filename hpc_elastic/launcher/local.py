@@ -59,9 +59,10 @@ from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.batch_script import TASK_MODULE, python_path
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
-from hpc_elastic.run.directory import RunDir, Submission, task_name
+from hpc_elastic.run.directory import RunDir, Submission
+from hpc_elastic.run.task_name import task_name
 from hpc_elastic.shared_files import read_json, write_atomic
-from hpc_elastic.slurm import requeue as requeue_module
+from hpc_elastic.slurm import quarantine
 from hpc_elastic.slurm.environment import (
     GPUS,
     as_array_task,
@@ -493,7 +494,7 @@ class LocalJobs:
             return
         self._check_runs_at = time.monotonic() + _CHECK_RUNS_S
         over = {run: run.is_over for run in {t.run for t in self._tasks if t.is_pending}}
-        excluded = {run: requeue_module.excluded(run) for run in over if not over[run]}
+        excluded = {run: quarantine.excluded(run) for run in over if not over[run]}
         for task in self._tasks:
             if task.is_pending:
                 task.skipped = over[task.run]

@@ -85,8 +85,9 @@ from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location, r
 from hpc_elastic.report.progress_log import Point, read_points
 from hpc_elastic.run import events, ownership
 from hpc_elastic.run.directory import SUBMISSION, RunDir
+from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import is_there, write_atomic
-from hpc_elastic.slurm.job_state import TaskState, job_of
+from hpc_elastic.slurm.job_state import TaskState
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from typing import Any, Literal
 from hpc_elastic._util import counted
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.run.directory import Entry, task_name
+from hpc_elastic.run.directory import Entry
+from hpc_elastic.run.task_name import task_name
 
 SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s", "result_job")
 """Settings of the submission itself: one value for all runs of a sweep."""

@@ -20,6 +20,7 @@ from hpc_elastic.errors import DamagedFileError, RunDirectoryError, WorkerGroupE
 from hpc_elastic.run.directory import RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
+from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import (
     VALUE_BYTES,
     is_there,
@@ -29,7 +30,7 @@ from hpc_elastic.shared_files import (
     read_text,
     write_atomic,
 )
-from hpc_elastic.slurm.job_state import TaskState, queue_name
+from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import states_of
 
 _LONGEST_NAME = 200

@@ -28,7 +28,7 @@ from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import is_there, read_json, read_yaml
 from hpc_elastic.slurm.job_state import Phase, TaskState
-from hpc_elastic.slurm.requeue import current_names
+from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 STALE_S = 30.0

@@ -46,8 +46,9 @@ from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, RunSpec, Submission
 from hpc_elastic.run.registry import user
+from hpc_elastic.run.task_name import job_of
 from hpc_elastic.shared_files import read_json, write_atomic
-from hpc_elastic.slurm import forecast, parsing, requeue
+from hpc_elastic.slurm import forecast, parsing, run_tasks
 from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.nodelist import expand
@@ -93,7 +94,7 @@ class SlurmJobs:
         if not self.job_ids:
             return {}
         own = [Submission(self.sweep / SUBMISSION)]
-        listed = requeue.list_followed(self.client, own, self.job_ids)
+        listed = run_tasks.list_followed(self.client, own, self.job_ids)
         for slots in self.time_slots:
             slots.fit_if_due()
         return listed
@@ -101,7 +102,7 @@ class SlurmJobs:
     def cancel(self) -> None:
         """Cancel the arrays, running tasks and replacements included."""
         if self.job_ids:
-            replacements = requeue.followed([Submission(self.sweep / SUBMISSION)]).values()
+            replacements = run_tasks.followed([Submission(self.sweep / SUBMISSION)]).values()
             self.client.cancel([*self.job_ids, *replacements])
 
     def release(self) -> str:
@@ -255,7 +256,7 @@ def submit_script(
     )
     try:
         jobs = ArrayExecutor(script, client, flags).submit_array([task] * num_tasks)
-        job_id = jobs[0].job_id.partition("_")[0]
+        job_id = job_of(jobs[0].job_id)
     except SlurmCommandError as e:
         if has_submitted_nothing(e) or (found := _look_for(files, client)) is None:
             raise
@@ -609,7 +610,7 @@ def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> fl
         return None
     client = client or SiteClient(env=dict(os.environ))
     partitions = client.all_partitions()
-    jobs = forecast.ahead_of(client.queue(), filter(None, requeue.jobs_of(spec)))
+    jobs = forecast.ahead_of(client.queue(), filter(None, run_tasks.jobs_of(spec)))
     now, starts = time.time(), list[float]()
     for own in fitted:
         chosen = selected(partitions, own.partition)

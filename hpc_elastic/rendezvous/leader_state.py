@@ -74,7 +74,8 @@ from hpc_elastic.rendezvous.replica_state import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
-from hpc_elastic.slurm.job_state import TaskState, queue_name
+from hpc_elastic.run.task_name import queue_name
+from hpc_elastic.slurm.job_state import TaskState
 
 DRAIN_LEFT_S = 7 * 24 * 3600.0
 """A drained node may be used to the end of its job; it is left at the next checkpoint."""

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send, hosts_of
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, RoundRules
-from hpc_elastic.slurm.job_state import Phase, TaskState, queue_name, remedy_of_end
+from hpc_elastic.run.task_name import queue_name
+from hpc_elastic.slurm.job_state import Phase, TaskState, remedy_of_end
 
 SURE_S = 5.0
 """A wait must be pointless for this long before the run requeues its nodes: for some seconds Slurm

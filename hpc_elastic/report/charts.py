@@ -17,6 +17,7 @@ from typing import Any
 
 from hpc_elastic._util import node_time
 from hpc_elastic.report.node_time import KINDS
+from hpc_elastic.run.task_name import index_of, job_of
 
 Spec = dict[str, Any]
 Values = Mapping[str, Any]
@@ -114,8 +115,8 @@ def lanes_of(report: Values) -> list[str]:
 
     def order(name: str) -> tuple[Any, ...]:
         """Sort 7_2 before 7_10."""
-        job, _, tail = name.rpartition("_")
-        return (job, 0, int(tail)) if tail.isdecimal() else (name, 1, 0)
+        index = index_of(name)
+        return (name, 1, 0) if index is None else (job_of(name), 0, index)
 
     return sorted(names, key=order)[:MOST_LANES]
 
@@ -126,9 +127,9 @@ def _lanes(report: Values) -> Chart | None:
         return None
     shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
     height = next(high for most, high in _LANE if len(lanes) <= most)
-    parts = {name: name.rpartition("_") for name in lanes}
-    one_job = len({job for job, _, _ in parts.values()}) == 1  # then its id is left out
-    labels = {name: f"task {tail}" if one_job else name for name, (_, _, tail) in parts.items()}
+    jobs = {f"{job_of(name)}_" for name in lanes}
+    one_job = jobs.pop() if len(jobs) == 1 else None  # then its id is left out
+    labels = {name: f"task {name.removeprefix(one_job)}" if one_job else name for name in lanes}
     y = {"field": "task", "type": "nominal", "title": " ",
          "scale": {"domain": list(labels.values())},
          "axis": {"labelOverlap": True, "labelLimit": 90, "ticks": False}}  # fmt: skip

@@ -26,6 +26,7 @@ from typing import Literal
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import AGENT_LOG, RunDir, Submission
 from hpc_elastic.run.log_index import Index
+from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import (
     LATEST_TIME,
     lines_in,
@@ -34,9 +35,8 @@ from hpc_elastic.shared_files import (
     parse_json,
     status_of,
 )
-from hpc_elastic.slurm.job_state import queue_name
 from hpc_elastic.slurm.nodelist import compress_indices
-from hpc_elastic.slurm.requeue import current_names
+from hpc_elastic.slurm.run_tasks import current_names
 
 Stream = Literal["out", "err", "agent", "slurm", "local"]
 

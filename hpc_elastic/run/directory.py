@@ -69,6 +69,7 @@ from typing import Any, Literal
 from hpc_elastic.config.parse import fits
 from hpc_elastic.config.schema import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.run.task_name import task_name
 from hpc_elastic.shared_files import (
     LATEST_TIME,
     create_atomic,
@@ -541,8 +542,3 @@ class Submission:
         """Return the job ids of the arrays that were submitted, by number."""
         ids = {array.number: array.job_id for array in self.arrays()}
         return {number: job_id for number, job_id in ids.items() if job_id}
-
-
-def task_name(job_id: str, index: int, *, coallocated: bool = False) -> str:
-    """Return a task's name: ``<array job id>_<index>``; if co-allocated ``<job id>.<node id>``."""
-    return f"{job_id}{'.' if coallocated else '_'}{index}"

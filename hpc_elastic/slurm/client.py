@@ -27,8 +27,9 @@ from pathlib import Path
 
 from hpc_elastic import _util
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.run.task_name import index_of, job_of, queue_name
 from hpc_elastic.slurm import environment, parsing
-from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
+from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.nodelist import compress, compress_indices
 
 _log = logging.getLogger(__name__)
@@ -538,11 +539,11 @@ def _compact(tasks: Iterable[str]) -> Iterator[str]:
     """Yield ``123_[1-5,7]`` for the elements of an array, and other names as they are."""
     elements: dict[str, list[int]] = {}
     for task in dict.fromkeys(map(queue_name, tasks)):
-        job, _, index = task.partition("_")
-        if index.isdecimal():
-            elements.setdefault(job, []).append(int(index))
-        else:
+        index = index_of(task)
+        if index is None:
             yield task
+        else:
+            elements.setdefault(job_of(task), []).append(index)
     for job, indices in elements.items():
         yield f"{job}_[{compress_indices(indices)}]"
 

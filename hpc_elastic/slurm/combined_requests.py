@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.run.task_name import job_of, queue_name
 from hpc_elastic.shared_files import (
     create_atomic,
     make_folder,
@@ -44,7 +45,7 @@ from hpc_elastic.shared_files import (
     write_atomic,
 )
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
+from hpc_elastic.slurm.job_state import Phase, TaskState
 
 _log = logging.getLogger(__name__)
 

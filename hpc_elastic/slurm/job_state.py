@@ -106,16 +106,6 @@ class TaskState:
         return _PHASE_OF.get(self.state, Phase.COMPLETING)
 
 
-def queue_name(task: str) -> str:
-    """Return the name of a task for squeue and scontrol: of a node of a larger job, the job's."""
-    return task.partition(".")[0]
-
-
-def job_of(task: str) -> str:
-    """Return the job id, of the array or of the job of several nodes, that a task is a part of."""
-    return queue_name(task).partition("_")[0]
-
-
 # ---- Reasons for which a task waits, or has ended, and what to do about it
 # Slurm takes tasks that can never start and keeps them pending, unless the site has set
 # EnforcePartLimits. The rows cover the reasons of 22.05 to 26.05 (slurm_job_reason in

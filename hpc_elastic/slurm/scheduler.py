@@ -29,16 +29,18 @@ from typing import Any, cast
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError, SlurmError
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission
+from hpc_elastic.run.task_name import job_of, node_of, queue_name
 from hpc_elastic.shared_files import is_there, read_json, read_text, write_atomic
-from hpc_elastic.slurm import nodelist, requeue
+from hpc_elastic.slurm import nodelist, quarantine, run_tasks
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.combined_requests import FEWEST, CombinedRequests
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide
-from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
+from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
 from hpc_elastic.slurm.parsing import JobIdentity, is_refused
-from hpc_elastic.slurm.requeue import TaskQueue, current_names
+from hpc_elastic.slurm.requeue import TaskQueue
+from hpc_elastic.slurm.run_tasks import current_names
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ class Scheduler:
         Raises:
             RunDirectoryError: A task is a process on another machine.
         """
-        jobs = requeue.all_jobs(self._spec)
+        jobs = run_tasks.all_jobs(self._spec)
         names = [place.queue_name(job) for place, ids in jobs.items() for job in ids]
         if self._local is not None:
             self._local.require_this_machine(names)
@@ -150,7 +152,7 @@ class Scheduler:
         wanted = set(map(job_of, map(queue_name, tasks)))
         arrays = {
             job: submission.array(place.array)
-            for place, jobs in requeue.all_jobs(self._spec).items()
+            for place, jobs in run_tasks.all_jobs(self._spec).items()
             for job in jobs
             if job in wanted
         }
@@ -239,12 +241,12 @@ class Scheduler:
         if restarted:
             limits: dict[float | None, list[str]] = {}
             for name in restarted:
-                limits.setdefault(requeue.limit_of(self._spec, name), []).append(name)
+                limits.setdefault(run_tasks.limit_of(self._spec, name), []).append(name)
             for limit_s, names in limits.items():
                 self._queue.postpone(names, RELEASE_DELAY_S, time_limit_s=limit_s)
         waiting = {name for name, state in states.items() if state.phase is Phase.PENDING}
         if waiting.union(restarted):
-            self._queue.exclude([*waiting.union(restarted)], requeue.excluded(self._run))
+            self._queue.exclude([*waiting.union(restarted)], quarantine.excluded(self._run))
         if failures:
             raise failures[0]
 
@@ -259,7 +261,7 @@ class Scheduler:
         except SlurmCommandError as e:
             if not is_refused(e):
                 raise
-            requeue.resubmit(self._run, name, self._slurm)
+            run_tasks.resubmit(self._run, name, self._slurm)
             return False
         if self._run.is_over:  # cancelled since `facts` were read
             self._queue.cancel([name])
@@ -272,7 +274,7 @@ class Scheduler:
         """Let a task of Slurm's avoid nodes, and release it if a node could not start it."""
         was_unobserved = state.phase is Phase.PENDING or state.state == _NODE_FAIL
         for node in alive_on if was_unobserved else ():
-            requeue.quarantine_node(self._run, name, node, self._slurm)
+            quarantine.quarantine_node(self._run, name, node, self._slurm)
         self._slurm.exclude([name], failed_on)
         if state.is_launch_held:
             self._slurm.end_hold(name)
@@ -286,7 +288,7 @@ class Scheduler:
             tasks: Names as in `list_tasks`.
         """
         if self._local is None:
-            requeue.lift_quarantine(self._run, tasks, self._slurm, time.time())
+            quarantine.lift_quarantine(self._run, tasks, self._slurm, time.time())
 
     def exclude_nodes(self, hosts: Iterable[str], why: str, until: float) -> None:
         """Let no task of the run start on these nodes until a time.
@@ -298,7 +300,7 @@ class Scheduler:
             why: The reason, for people.
             until: Unix seconds; the next `end_exclusions` after it ends the exclusion.
         """
-        requeue.remember_excluded(self._run, hosts, why, until)
+        quarantine.remember_excluded(self._run, hosts, why, until)
         tasks = self.list_tasks().items()
         if waiting := [name for name, state in tasks if state.phase is not Phase.ENDED]:
             self._queue.exclude(waiting, hosts)
@@ -309,7 +311,7 @@ class Scheduler:
         A task that may still run on such a node avoids it until `lift_quarantine`.
         """
         now = time.time()
-        known = requeue.excluded(self._run).items()
+        known = quarantine.excluded(self._run).items()
         over = {host for host, exclusion in known if exclusion.until <= now}
         if not over:
             return
@@ -318,7 +320,7 @@ class Scheduler:
         for host in sorted(over):
             left = {name for name in waiting if is_there(self._run.avoided / f"{name}@{host}")}
             self._queue.exclude([name for name in waiting if name not in left], (), but=[host])
-        requeue.forget_excluded(self._run, now)
+        quarantine.forget_excluded(self._run, now)
         _log.info("the run may start on %s again", ", ".join(sorted(over)))
 
     @property
@@ -328,7 +330,7 @@ class Scheduler:
 
     def _list_jobs(self) -> dict[str, TaskState]:
         """Return what the queue lists of the run's jobs, by queue name; also of other runs."""
-        jobs = dict.fromkeys(job for job in requeue.jobs_of(self._spec) if job)
+        jobs = dict.fromkeys(job for job in run_tasks.jobs_of(self._spec) if job)
         return self._queue.tasks(jobs)
 
     def _with_node(self, state: TaskState) -> TaskState:
@@ -491,11 +493,11 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
         listed: What the queue lists, by queue name; also of other runs.
     """
     jobs: dict[str, JobNodes] = {}
-    job = requeue.jobs_of(spec)[0] if spec.coallocate_min else None  # its slots are the first
+    job = run_tasks.jobs_of(spec)[0] if spec.coallocate_min else None  # its slots are the first
     if job is not None:
         nodes = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
         jobs = {job: nodes} if nodes else {}
-    slots = requeue.slots_of(spec)
+    slots = run_tasks.slots_of(spec)
     states = states_of(slots, listed, jobs)
     return {name: replace(state, slot=slots[name]) for name, state in states.items()}
 
@@ -518,16 +520,16 @@ def states_of(
     states: dict[str, TaskState] = {}
     split: dict[str, Sequence[TaskState]] = {}
     for task in tasks:
-        job, _, node_id = task.partition(".")
+        job, node = queue_name(task), node_of(task)
         if job not in listed:
             continue
-        if not node_id:
+        if node is None:
             states[task] = listed[job]
             continue
         if job not in split:
             split[job] = _by_node(listed[job], (jobs or {}).get(job))
-        nodes, at = split[job], int(node_id)
-        states[task] = replace(nodes[at] if at < len(nodes) else listed[job], task=task)
+        nodes = split[job]
+        states[task] = replace(nodes[node] if node < len(nodes) else listed[job], task=task)
     return states
 
 

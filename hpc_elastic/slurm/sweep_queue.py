@@ -34,15 +34,17 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError
-from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission, task_name
+from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission
 from hpc_elastic.run.fencing import last_index
+from hpc_elastic.run.task_name import index_of, job_of, task_name
 from hpc_elastic.shared_files import is_there, parse_json, read_json, read_text
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
-from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, job_of, remedy, wait_of
+from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, remedy, wait_of
 from hpc_elastic.slurm.node_value import NodeDemand, share_nodes
 from hpc_elastic.slurm.parsing import usable_state
-from hpc_elastic.slurm.requeue import excluded, followed, list_followed
+from hpc_elastic.slurm.quarantine import excluded
+from hpc_elastic.slurm.run_tasks import followed, list_followed
 
 AWAY_S = 12.0
 """A task whose start lies further ahead stays away; one that requeues itself is back sooner."""
@@ -154,7 +156,7 @@ class QueuedRun:
 
     def size(self, task: str) -> int:
         """Return the number of nodes of a task: one, or those of the co-allocated job."""
-        return 1 if "_" in task else self.num_coallocated
+        return self.num_coallocated if index_of(task) is None else 1
 
 
 @dataclass(frozen=True)

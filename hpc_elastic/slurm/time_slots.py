@@ -39,11 +39,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.run.task_name import index_of, job_of, queue_name
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.forecast import BUSY, IDLE, ahead_of
-from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
-from hpc_elastic.slurm.requeue import current_names, jobs_of
+from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.slurm.run_tasks import current_names, jobs_of
 
 _log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class TimeSlots:
                     continue
                 for state in states[slots.start : slots.stop]:
                     # a co-allocated job, which has no index, is never in a hole
-                    if state and state.phase is Phase.PENDING and "_" in state.task:
+                    if state and state.phase is Phase.PENDING and index_of(state.task) is not None:
                         waiting.append(state)
             if not waiting:
                 return False

@@ -1,7 +1,7 @@
 """Submissions to a Slurm whose every answer may be lost, late or an error.
 
 The code under test is real: `launcher.submit` with its files, `launcher.slurm`, `SlurmClient`,
-`requeue.resubmit`, and what a task looks up first (`agent.task_context`). Only the commands are
+`run_tasks.resubmit`, and what a task looks up first (`agent.task_context`). Only the commands are
 simulated (`_util.run`). At each call the effect is carried out, is not, or comes later; the answer
 is true, an error, lost or old; the calling process may die, or get Ctrl-C. The user acts on the
 text. After an error that leaves the directory free, the submission is repeated there, else in
@@ -40,7 +40,7 @@ from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir, Submission
 from hpc_elastic.slurm import client as client_module
-from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment, as_array_task
 from simulation.campaign import Tally
@@ -238,8 +238,8 @@ class SubmissionSimulator:
         self._start_jobs(1.0)
         run = RunDir(plan.runs[0].dir)
         spec = run.load()
-        for place in rng.sample(requeue.places(spec), rng.choice([0, 1, 2])):
-            job = requeue.all_jobs(spec)[place][-1]
+        for place in rng.sample(run_tasks.places(spec), rng.choice([0, 1, 2])):
+            job = run_tasks.all_jobs(spec)[place][-1]
             elements = self.jobs[int(job)].elements
             elements[_WHOLE if place.index is None else place.index] = ENDED
             task = place.queue_name(job)
@@ -247,7 +247,7 @@ class SubmissionSimulator:
             def peer(task: str = task) -> None:
                 for _ in range(3):
                     with contextlib.suppress(SlurmCommandError):
-                        requeue.resubmit(run, task, SlurmClient(10, env={"PATH": "/bin"}))
+                        run_tasks.resubmit(run, task, SlurmClient(10, env={"PATH": "/bin"}))
                         return
 
             for _ in range(rng.choice([1, 1, 2])):
@@ -262,7 +262,7 @@ class SubmissionSimulator:
     def _cancel(self, run: RunDir) -> None:
         """Let the user cancel the run, with a Slurm that answers."""
         mark_cancelled(run, print)
-        for jobs in requeue.all_jobs(run.load()).values():
+        for jobs in run_tasks.all_jobs(run.load()).values():
             for job in jobs:
                 self._cancel_job(job)
 
@@ -450,7 +450,7 @@ class SubmissionSimulator:
     def _named(self, plan: Plan) -> set[str]:
         """Return the job ids that records of a submission name."""
         submission = Submission(plan.submission)
-        later = [requeue.replacements(array).values() for array in submission.arrays()]
+        later = [run_tasks.replacements(array).values() for array in submission.arrays()]
         return {
             *submission.job_ids().values(),
             *(job for places in later for jobs in places for job in jobs),

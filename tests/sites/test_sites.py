@@ -14,7 +14,7 @@ from hpc_elastic.errors import SubmissionError
 from hpc_elastic.launcher import control, submit
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.launcher.run_view import AbsenceTimer, read_view
-from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm import quarantine, requeue, run_tasks
 from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.forecast import expected_start
 from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, remedy, wait_of
@@ -28,19 +28,19 @@ def test_submit(site, tmp_path):
     """A submission is one job, which its record names."""
     started = Started(tmp_path / "s", 1)
     assert site.tasks() == [f"{started.jobs.job_ids[0]}_0"]
-    assert requeue.current_names(started.runs[0].load()) == site.tasks()
+    assert run_tasks.current_names(started.runs[0].load()) == site.tasks()
 
 
 def test_sweep(site, tmp_path):
     """Each run has its task, under the name that its record has."""
     started = Started(tmp_path / "s", 2)
-    names = [name for run in started.runs for name in requeue.current_names(run.load())]
+    names = [name for run in started.runs for name in run_tasks.current_names(run.load())]
     assert sorted(site.tasks()) == sorted(names) and len(names) == 2
 
 
 def running(site, started) -> str:
     """Wait until a run's task runs; return its name."""
-    (task,) = requeue.current_names(started.runs[0].load())
+    (task,) = run_tasks.current_names(started.runs[0].load())
     site.wait_until(lambda: site.tasks("RUNNING") == [task], "it runs")
     return task
 
@@ -73,7 +73,7 @@ def test_preempt(site, tmp_path, monkeypatch):
     site.wait_until(
         lambda: "JobState=COMPLETED" in site.run(shown).stdout, "the other job has had the node"
     )
-    (now,) = requeue.current_names(run.load())
+    (now,) = run_tasks.current_names(run.load())
     site.wait_until(lambda: site.tasks("RUNNING") == [now], "it runs again")
     again = site.run(["squeue", "-h", "-r", "-j", now, "-O", "RestartCnt:0"]).stdout.strip()
     assert (now, again) != (task, "0")
@@ -125,7 +125,7 @@ def test_resume(site, tmp_path, monkeypatch):
     control.resume(run.path, [])
     assert run.load().generation == 1
     site.wait_until(site.tasks, "it is back")
-    assert requeue.current_names(run.load()) == site.tasks()
+    assert run_tasks.current_names(run.load()) == site.tasks()
 
 
 # ---- what is different at each site
@@ -181,11 +181,11 @@ def test_a_node_without_power_is_rid_of_a_lost_task(site, tmp_path):
     """The quarantine lasts while it boots, and ends when it has no power."""
     started, task = waiting(site, tmp_path)
     run, client, power = started.runs[0], started.client, tmp_path / "site/power"
-    requeue.quarantine_node(run, task.task, "node1", client)
+    quarantine.quarantine_node(run, task.task, "node1", client)
     avoided = []
     for state in ("IDLE+CLOUD+POWERING_UP", "IDLE+CLOUD+POWERED_DOWN"):
         power.write_text(state)
-        requeue.lift_quarantine(run, [task.task], client, time.time())
+        quarantine.lift_quarantine(run, [task.task], client, time.time())
         avoided.append(client.excluded(task.task))
     assert avoided == [("node1",), ()]
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide
 from hpc_elastic.slurm.job_state import Phase
-from hpc_elastic.slurm.requeue import current_names, requeue_or_exit
+from hpc_elastic.slurm.requeue import requeue_or_exit
+from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import Scheduler
 
 DEADLINE_S = 60
@@ -161,7 +162,7 @@ def test_replacements_go_with_their_run(run):
     """They are cancelled with the other tasks that wait when the run ends."""
     job = run.submit(1, "--exclusive --nodelist=node4")
     wait_for(lambda: run.states() == {f"{job}_0": "RUNNING"})
-    name = requeue.resubmit(run.dir, f"{job}_0", run.client)
+    name = run_tasks.resubmit(run.dir, f"{job}_0", run.client)
     assert name is not None
     assert run.states() == {name: "PENDING"}  # its node is busy
     run.scheduler.cancel_pending()

@@ -13,13 +13,11 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.quarantine import excluded, forget_excluded, remember_excluded
 from hpc_elastic.slurm.requeue import (
     PARENT_REQUEUES,
     RETURN_DELAY_S,
-    excluded,
-    forget_excluded,
     predict_exit_action,
-    remember_excluded,
     requeue_after,
     requeue_or_exit,
 )

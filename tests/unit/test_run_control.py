@@ -33,7 +33,7 @@ from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, decode_signed, resume_entry
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run.directory import Submission
-from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm import requeue, run_tasks
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task
 from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.job_state import Phase, TaskState
@@ -147,7 +147,7 @@ def test_a_task_from_before_has_no_part_in_the_run(tmp_path):
     files.tasks.write_text(json.dumps({"runs": [{"dir": str(run.path), "slot": 0}]}))
     variables = as_array_task(5, 0, node_name="n", cpus=1)
     assert find_task(files.tasks, SlurmEnvironment.from_env(variables)).superseded
-    assert not requeue.is_of(run.load(), "5_0") and requeue.is_of(run.load(), "8_0")
+    assert not run_tasks.is_of(run.load(), "5_0") and run_tasks.is_of(run.load(), "8_0")
 
 
 class Client:

@@ -10,10 +10,10 @@ from arrays import GONE, ME, run_of, write_table
 from hpc_elastic.errors import LocalQueueError, SlurmCommandError
 from hpc_elastic.launcher.run_view import read_view
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm import requeue as requeue_module
+from hpc_elastic.slurm import quarantine, run_tasks
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
-from hpc_elastic.slurm.requeue import current_names
+from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, Scheduler, take_snapshot
 
 
@@ -147,9 +147,9 @@ def test_a_coallocated_job_that_was_replaced_is_seen_by_the_nodes_that_it_has_no
     submitted(tmp_path, a0="70")
     run = spec(tmp_path, [(0, 0), (0, 1)], coallocate_min=True)
     files = Submission(tmp_path).array(0)
-    requeue_module.folder(files).mkdir()
-    (place,) = set(requeue_module.places(run))
-    (requeue_module.folder(files) / f"{place.label}.1").write_text("90\n")
+    run_tasks.folder(files).mkdir()
+    (place,) = set(run_tasks.places(run))
+    (run_tasks.folder(files) / f"{place.label}.1").write_text("90\n")
     files.nodes.write_text('{"attempt": 0, "hosts": ["n3", "n4"]}')
     now = TaskState("90", "RUNNING", node="n4")
     expected = {"90.0": ("NODE_FAIL", "n3"), "90.1": ("RUNNING", "n4")}
@@ -345,7 +345,7 @@ def test_an_exclusion_that_has_ended_is_forgotten_by_the_run_and_by_its_tasks(tm
     for _ in range(2):
         scheduler.end_exclusions()
     assert client.readmitted == [(["70_0"], "n3")]
-    assert set(requeue_module.excluded(run)) == {"n4"}
+    assert set(quarantine.excluded(run)) == {"n4"}
 
 
 # ---- the tasks of many runs

@@ -1,0 +1,192 @@
+"""The nodes that the tasks of a run avoid: for good, or until a node is rid of a lost task.
+
+    <run>/excluded_nodes.json     nodes that all tasks avoid until a time, and why
+
+The node that a task was lost with: it starts there again only when that is rid of it.
+Slurm gives up a node that does not answer (SlurmdTimeout), and requeues its tasks. Where the node
+was only cut off, or stood still, their last attempts live on and are ended when it is back. But
+it is given work in that same moment, and still has the job id of a task that comes back too soon:
+Slurm drains the node ("Duplicate jobid") then, and holds the task ("launch failed requeued
+held"), however long the node was away (measured on 22.05 and 26.05). So a task whose end was not
+observed avoids its last node, by ExcNodeList,
+
+- until that has been up for ``RID_S``, as the run's leaders observe it, or has no power; or
+- until its last attempt, which notices its requeue late, exits in good order.
+
+    <run>/avoided/<task>@<node>   that is why the task avoids the node; in it, since when that is
+                                  up again (Unix seconds)
+
+What a task avoids for other reasons has no such file, and stays as it is. While it waits, other
+tasks of its array that stand behind it do not start on the node either: of an array in which one
+element cannot start Slurm tries no other in that round (22.05 and 26.05).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.task_name import queue_name
+from hpc_elastic.shared_files import is_there, make_folder, read_json, read_text, write_atomic
+from hpc_elastic.slurm.client import SlurmClient
+
+_log = logging.getLogger(__name__)
+
+RID_S = 60.0
+"""Seconds that what is left of a task may run on a node that is back.
+
+Twice the KillWait that Slurm has by default: our processes end on its SIGTERM, others at the
+SIGKILL that follows.
+"""
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Why the run's tasks avoid a node, and until when (Unix seconds).
+
+    One that is lifted stays known, once for each node: a task that ran then still avoids the node,
+    until it is requeued.
+    """
+
+    why: str
+    until: float
+    is_lifted: bool = False
+
+
+def excluded(run: RunDir) -> Mapping[str, Exclusion]:
+    """Return the nodes that the run's tasks avoid; none if unreadable.
+
+    An exclusion without an end, of an earlier version, has ended.
+    """
+    return {host: e for host, e in _known_excluded(run).items() if not e.is_lifted}
+
+
+def _known_excluded(run: RunDir) -> Mapping[str, Exclusion]:
+    try:
+        known = {str(k): v for k, v in (read_json(run.excluded) or {}).items()}
+        return {
+            host: Exclusion(str(v["why"]), float(v["until"]), bool(v.get("is_lifted")))
+            if isinstance(v, dict)
+            else Exclusion(str(v), 0.0)
+            for host, v in known.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def remember_excluded(run: RunDir, hosts: Iterable[str], why: str, until: float) -> None:
+    """Record nodes that the run's tasks are to avoid until a time.
+
+    The leader does so, and every agent whose node fails its checks: so the file is read again, in
+    case another one has written it at the same moment.
+    """
+    new = dict.fromkeys(hosts, Exclusion(why, until))
+    for _ in range(5):
+        known = _known_excluded(run).items()
+        kept = {h: e for h, e in known if h not in new or (e.until >= until and not e.is_lifted)}
+        _write_excluded(run, {**new, **kept})
+        time.sleep(random.uniform(0.0, 0.2))
+        if new.keys() <= excluded(run).keys():
+            break
+
+
+def forget_excluded(run: RunDir, now: float) -> None:
+    """Record that the run's tasks may start again on nodes whose exclusion has ended."""
+    known = _known_excluded(run).items()
+    _write_excluded(run, {h: e if e.until > now else replace(e, is_lifted=True) for h, e in known})
+
+
+def _write_excluded(run: RunDir, known: Mapping[str, Exclusion]) -> None:
+    text = json.dumps({host: vars(exclusion) for host, exclusion in known.items()}, indent=1)
+    write_atomic(run.excluded, text + "\n")
+
+
+def avoided_nodes(run: RunDir, task: str) -> tuple[list[str], list[str]]:
+    """Return the nodes that a task avoids from now on, and those whose exclusion has ended."""
+    known, now = _known_excluded(run), time.time()
+    hosts = [host for host, exclusion in known.items() if exclusion.until > now]
+    quarantine = f"{queue_name(task)}@"
+    over = [h for h in known if h not in hosts and not is_there(run.avoided / (quarantine + h))]
+    return hosts, over
+
+
+def quarantine_node(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
+    """Let a task that waits avoid its last node for now.
+
+    Raises:
+        SlurmCommandError: Slurm does not answer; the task may start there.
+        OSError: The run's directory cannot be written; likewise.
+    """
+    name = queue_name(task)
+    if node in (client.excluded(name) or ()) and node not in excluded(run):
+        return  # by this, or because the user has excluded it
+    make_folder(run.avoided)
+    (run.avoided / f"{name}@{node}").touch(0o644)
+    client.exclude([name], [node])
+    _log.warning("%s does not start on %s until that is rid of it", name, node)
+
+
+def lift_own_quarantine(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
+    """Let this task, which ends here now and has been requeued meanwhile, come here again.
+
+    For its agent, once it has set the start of the next attempt (`requeue_or_exit`).
+    """
+    file = run.avoided / f"{queue_name(task)}@{node}"
+    try:
+        if is_there(file):
+            _lift_quarantine(run, file, client)
+    except (SlurmCommandError, OSError) as e:
+        _log.warning("%s may not start on %s for another minute: %s", task, node, e)
+
+
+def lift_quarantine(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
+    """Let tasks start on the nodes that they avoid for now, where these are rid of them (leader).
+
+    To be called again and again: the time that a node has been up counts from the first call, of
+    any leader, that finds it so.
+
+    Args:
+        run: The run.
+        tasks: Those of its tasks that are gone; others are handled when they are.
+        client: Runs Slurm's commands, about nodes that one of these tasks avoids.
+        now: Unix time. The next leader's clock may differ by seconds, which do not matter here.
+
+    Raises:
+        SlurmCommandError: Slurm does not answer; to be tried again.
+        OSError: The run's directory cannot be read or written; likewise.
+    """
+    gone = set(map(queue_name, tasks))
+    try:
+        avoided = [file for file in run.avoided.iterdir() if file.name.partition("@")[0] in gone]
+    except FileNotFoundError:
+        return
+    is_up = {node: client.is_up(node) for node in {file.name.partition("@")[2] for file in avoided}}
+    is_off = {node: not up and client.is_off(node) for node, up in is_up.items()}
+    for file in avoided:
+        node = file.name.partition("@")[2]
+        up = is_up[node]
+        if is_off[node]:  # a cloud's instance that was taken back: nothing is left on it
+            _lift_quarantine(run, file, client)
+            continue
+        try:
+            since = float(read_text(file))
+        except (FileNotFoundError, ValueError):
+            since = None
+        if (since is not None) != up:
+            write_atomic(file, str(now) if up else "")
+        elif since is not None and now - since >= RID_S:
+            _lift_quarantine(run, file, client)
+
+
+def _lift_quarantine(run: RunDir, file: Path, client: SlurmClient) -> None:
+    """Let a task that waits start on a node, unless the run has come to avoid that for good."""
+    task, _, node = file.name.partition("@")
+    if node in excluded(run) or client.readmit(task, node):
+        file.unlink(missing_ok=True)

@@ -125,7 +125,7 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
         left.append(args[:3])
 
     monkeypatch.setattr(module.requeue, "requeue_or_exit", requeue_or_exit)
-    monkeypatch.setattr(module.requeue, "lift_own_quarantine", leave)
+    monkeypatch.setattr(module.quarantine, "lift_own_quarantine", leave)
     spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path), max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
@@ -176,7 +176,7 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
 
     monkeypatch.setattr(module, "SlurmClient", Client)
     monkeypatch.setattr(module.requeue, "requeue_or_exit", requeue_or_exit)
-    monkeypatch.setattr(module.requeue, "lift_own_quarantine", lambda *_: None)
+    monkeypatch.setattr(module.quarantine, "lift_own_quarantine", lambda *_: None)
     spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run=None, spec=spec, slurm=slurm)

@@ -197,7 +197,7 @@ def test_nodes_that_two_exclude_at_once_are_both_avoided(tmp_path, monkeypatch):
     def overwritten(path, text):
         write(path, others.pop() if others else text)
 
-    monkeypatch.setattr(requeue, "write_atomic", overwritten)
+    monkeypatch.setattr(quarantine, "write_atomic", overwritten)
     quarantine.remember_excluded(run, ["n3"], "CUDA error", 90.0)
     assert quarantine.excluded(run) == {
         "n1": quarantine.Exclusion("gpu", 0.0),

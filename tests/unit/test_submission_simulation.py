@@ -52,7 +52,7 @@ def not_marked(monkeypatch):
 
 def all_replace(monkeypatch):
     """Let a task train that was submitted in another's place and has no record."""
-    monkeypatch.setattr(task_context.requeue, "is_recorded", lambda spec, task: True)
+    monkeypatch.setattr(task_context.run_tasks, "is_recorded", lambda spec, task: True)
 
 
 @pytest.mark.parametrize("seed", [1128, 4359, 14587, 15631])

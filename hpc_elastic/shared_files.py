@@ -37,8 +37,9 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +62,8 @@ LINE_BYTES = 4 << 20
 """Longest of these lines; a longer one is left out."""
 NESTED = 200
 """Deepest nesting of JSON: Python fails at some hundred levels."""
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Errors of link(2) on a file system without hard links."""
 LATEST_TIME = 1e11
 """Unix seconds; a later time in a file of a run is invalid."""
 _OPENING_S = 5.0
@@ -95,9 +98,6 @@ def write_atomic(
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     """Create a file in one step; return False if another process has created it.
 
-    If the reply to link(2) is lost, the file is there although the call failed. Only its content
-    identifies its creator: a count of links may come from a cache, and inode numbers may change.
-
     Args:
         path: The file.
         text: Its content, different from that of any other caller.
@@ -107,16 +107,13 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
         OSError: It is not there, and could not be made.
     """
     staged = _stage(path, text, mode, path.parent)
+    put, read = partial(os.link, staged, path), partial(read_bytes, path)
+    steps = create_once(put, partial(names_in, path.parent), path.name, read, text.encode())
     try:
-        os.link(staged, path)
-    except OSError:
-        if not is_there(path):
-            raise
-        return read_bytes(path) == text.encode()
+        return carried_out(steps)
     finally:
         with contextlib.suppress(OSError):
             staged.unlink()
-    return True
 
 
 def owner_writes(path: str, flags: int) -> int:
@@ -667,6 +664,45 @@ def carried_out(steps: Steps[T]) -> T:
     except StopIteration as over:
         value: T = over.value
         return value
+
+
+def create_once(
+    put: Callable[[], None],
+    names: Callable[[], Collection[object]],
+    name: object,
+    read: Callable[[], object],
+    content: object,
+) -> Steps[bool]:
+    """Create a file that exactly one process creates; return False if another process has done so.
+
+    link(2) fails if the name exists, on NFS too. If its reply is lost, the file is there although
+    the call failed. Only its content identifies its creator: a count of links may come from a
+    cache, and inode numbers may change.
+
+    Args:
+        put: Writes the file completely under another name, and links it to its own.
+        names: Lists the folder anew.
+        name: The file's name among them.
+        read: Opens the file anew and returns its content.
+        content: Different from that of any other process.
+
+    Raises:
+        OSError: It is not there, and could not be made; the same content may be tried again.
+    """
+    try:
+        yield put
+    except OSError:
+        if name not in (yield names):
+            raise
+        return bool((yield read) == content)
+    return True
+
+
+def numbers_in(names: Iterable[str], prefix: str, suffix: str = "") -> set[int]:
+    """Return each n of the names ``<prefix><n><suffix>``."""
+    found = (n for n in names if n.startswith(prefix) and n.endswith(suffix))
+    numbers = (n[len(prefix) : len(n) - len(suffix)] for n in found)
+    return {int(number) for number in numbers if number.isdecimal()}
 
 
 # ---- The mount of a folder: its file system, and how old an answer may be there

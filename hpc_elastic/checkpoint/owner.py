@@ -21,7 +21,6 @@ Without torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
@@ -36,14 +35,18 @@ from hpc_elastic.config.parse import fits
 from hpc_elastic.errors import CheckpointError, ConfigError, DamagedFileError, InexactError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.shared_files import create_atomic, is_there, parse_json, read_listed, write_atomic
+from hpc_elastic.shared_files import (
+    NO_HARD_LINKS,
+    create_atomic,
+    is_there,
+    parse_json,
+    read_listed,
+    write_atomic,
+)
 
 MARK = "owner.json"
 NO_RUN = "no run"
 """The id of all scripts that no run started."""
-
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Of a file system without hard links."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
         try:
             return create_atomic(directory / MARK, text)
         except OSError as e:
-            if e.errno not in _NO_LINKS:
+            if e.errno not in NO_HARD_LINKS:
                 raise
     write_atomic(directory / MARK, text)
     return True

@@ -6,7 +6,6 @@ Every call may block as long as the file system does; `islands` calls them in a 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -29,7 +28,7 @@ from hpc_elastic.ft.outer_round import (
     staged_name,
 )
 from hpc_elastic.ft.tensor_file import TensorFile, write_tensors
-from hpc_elastic.shared_files import names_in, read_listed, remove_behind
+from hpc_elastic.shared_files import NO_HARD_LINKS, names_in, read_listed, remove_behind
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ class IslandFolder:
         try:
             os.link(staged, self.path / name)
         except OSError as e:
-            if e.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            if e.errno in NO_HARD_LINKS:
                 raise RunDirectoryError(
                     f"{self.path}: the file system has no hard links ({e.strerror}), by which "
                     "islands agree: give a folder on one that has, such as NFS, Lustre or GPFS"

@@ -41,7 +41,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from hpc_elastic.errors import ConfigError, DamagedFileError
-from hpc_elastic.shared_files import Steps
+from hpc_elastic.shared_files import Steps, create_once
 
 _ROUND = re.compile(r"round\.(\d{1,12})\.json")
 _STATE = re.compile(r"state\.(\d{1,12})\.[0-9a-f]+\.safetensors")
@@ -494,17 +494,17 @@ class RoundSteps:
                 settled = view.last.settled.get(self._island, 0) if view.last else 0
                 listed = last_numbers(view.names).get(self._island, 0)
                 self._unsure = self._last_number = max(settled, listed, self._last_number) + 1
-            number = self._unsure
-            try:
-                yield partial(self._files.put_contribution, self._island, number, head, movement)
-            except OSError as e:
-                if (yield partial(self._files.read_head, self._island, number)) != head:
-                    if not isinstance(e, FileExistsError):
-                        raise
-                    self._unsure = None  # another process of the same name has it
-                    continue
+            files, key = self._files, (self._island, self._unsure)
+            is_own = yield from create_once(
+                partial(files.put_contribution, *key, head, movement),
+                files.names,
+                contribution_name(*key),
+                partial(files.read_head, *key),
+                head,
+            )
             self._unsure = None
-            return number
+            if is_own:  # else another process of the same name has it
+                return key[1]
 
     def of_state(self, last: OuterRound, step: Callable[[], T]) -> Steps[T | None]:
         """Carry out a step that reads the state after a round, the newest one.
@@ -571,11 +571,6 @@ class RoundSteps:
 
     def _create(self, closed: OuterRound) -> Steps[bool]:
         """Create a round; False if its index is taken."""
-        try:
-            yield partial(self._files.put_round, closed)
-        except OSError:
-            if round_name(closed.index) not in (yield self._files.names):
-                raise
-            found: OuterRound | None = yield partial(self._files.read_round, closed.index)
-            return found == closed
-        return True
+        files, index = self._files, closed.index
+        put, read = partial(files.put_round, closed), partial(files.read_round, index)
+        return (yield from create_once(put, files.names, round_name(index), read, closed))

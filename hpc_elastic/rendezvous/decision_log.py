@@ -19,6 +19,7 @@ from hpc_elastic.errors import DamagedFileError, RunDirectoryError
 from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, decode_signed
 from hpc_elastic.run.fencing import entries_in, entry_path
 from hpc_elastic.shared_files import (
+    NO_HARD_LINKS,
     RemovalWatch,
     carried_out,
     owner_writes,
@@ -28,7 +29,6 @@ from hpc_elastic.shared_files import (
 )
 from hpc_elastic.transport.auth import is_signed, sign
 
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _NOT_WRITABLE = (errno.EACCES, errno.EROFS)
 
 
@@ -69,7 +69,7 @@ class DecisionLog:
         try:
             return carried_out(LogSteps(self).create(entry))
         except OSError as e:
-            if e.errno in _NO_HARD_LINKS:
+            if e.errno in NO_HARD_LINKS:
                 raise RunDirectoryError(
                     f"{self.path}: the file system has no hard links ({e.strerror}), by which the "
                     "nodes of a run agree: put hydra.sweep.dir on one that has, such as NFS, "

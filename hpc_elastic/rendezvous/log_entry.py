@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
-from hpc_elastic.shared_files import Steps
+from hpc_elastic.shared_files import Steps, create_once
 from hpc_elastic.transport.auth import is_signed, sign
 
 T = TypeVar("T")
@@ -297,11 +297,8 @@ def _counters(raw: dict[str, Any]) -> FailureCounters:
 
 
 # ---- Reading and creating entries on a file system with caches (pure)
-# - An entry is written completely under another name, and then linked to its own: link(2) fails if
-#   the name exists, on NFS too, so that exactly one agent creates each index.
-# - If the reply to link(2) is lost, the content of the existing entry shows which agent created it:
-#   it has the leader and the decision. A count of links may come from a cache, and inode numbers
-#   may change.
+# - Exactly one agent creates each index (`create_once`): the content of an entry, with its leader
+#   and its decision, shows which.
 # - The last entry is found in a listing, never by opening the next one's path: a client caches
 #   for a minute that a name is absent.
 # - The file under the other name is removed *behind*: a removal may hang for as long as a dead
@@ -374,14 +371,8 @@ class LogSteps:
         Raises:
             OSError: It failed; the entry may be tried again.
         """
-        try:
-            yield partial(self._files.put, entry)
-        except OSError:
-            if entry.index not in (yield self._files.indices):
-                raise
-            found: LogEntry | None = yield partial(self._files.read, entry.index)
-            return found == entry
-        return True
+        put, read = partial(self._files.put, entry), partial(self._files.read, entry.index)
+        return (yield from create_once(put, self._files.indices, entry.index, read, entry))
 
 
 # ---- The first failure among several failed workers (pure)

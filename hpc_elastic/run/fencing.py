@@ -19,18 +19,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 from hpc_elastic.errors import CheckpointFencedError
-from hpc_elastic.shared_files import names_listed, read_text
+from hpc_elastic.shared_files import names_listed, numbers_in, read_text
 
 VARIABLE = "HPC_ELASTIC_FENCE"
 """Path of the entry that formed the worker's group."""
 REPLICA_VARIABLE = "HPC_ELASTIC_FENCE_REPLICA"
 """``task:attempt:replica`` of a worker of a replica; not set for other workers."""
-
-_NAME = re.compile(r"entry\.(\d+)\.json")
 
 
 def check_fence() -> None:
@@ -108,10 +105,9 @@ def entries_in(folder: Path) -> frozenset[int]:
 
     The folder is opened again, so that a client of NFS queries the server.
     """
-    return frozenset(n for name in names_listed(folder) if (n := number(name)))
+    return frozenset(numbers_in(names_listed(folder), "entry.", ".json"))
 
 
 def number(name: str) -> int:
     """Return the number in the name of an entry's file; 0 for another file."""
-    m = _NAME.fullmatch(name)
-    return int(m[1]) if m else 0
+    return max(numbers_in([name], "entry.", ".json"), default=0)

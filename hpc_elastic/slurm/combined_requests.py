@@ -39,6 +39,7 @@ from hpc_elastic.shared_files import (
     create_atomic,
     make_folder,
     names_in,
+    numbers_in,
     read_json,
     read_undelegated,
     remove_behind,
@@ -194,8 +195,7 @@ class CombinedRequests:
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             names = names_in(self._folder)
-            numbers = (name.removeprefix("batch.") for name in names)
-            batches = {int(n): self._read(f"batch.{n}") for n in numbers if n.isdecimal()}
+            batches = {n: self._read(f"batch.{n}") for n in numbers_in(names, "batch.")}
             taken = {wish for batch in batches.values() for wish in batch.get("wishes", ())}
             mine = [n for n, batch in batches.items() if own in batch.get("wishes", ())]
             if mine:
@@ -245,8 +245,7 @@ class CombinedRequests:
 
     def _last(self, kind: str) -> int:
         """Return the highest n of the files ``<kind>.<n>``; 0 if there is none."""
-        numbers = (name.removeprefix(f"{kind}.") for name in names_in(self._folder))
-        return max((int(number) for number in numbers if number.isdecimal()), default=0)
+        return max(numbers_in(names_in(self._folder), f"{kind}."), default=0)
 
     def _read(self, name: str) -> dict[str, Any]:
         return read_json(self._folder / name, read_undelegated) or {}

@@ -1,4 +1,4 @@
-"""The tasks of a run in Slurm's queue: their places, their names, and who has replaced whom.
+"""The tasks of a run in Slurm's queue: their places, their names and their replacements.
 
 Slurm refuses to requeue what was submitted with ``--no-requeue``, on a site's orders, once it has
 ended. The same script is submitted again then, for the one element of its array (or for the

@@ -10,7 +10,7 @@ from arrays import run_of
 
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.run.directory import Submission
-from hpc_elastic.slurm import quarantine, requeue, run_tasks
+from hpc_elastic.slurm import quarantine, run_tasks
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import run_states
 
@@ -191,7 +191,7 @@ def test_a_replacement_avoids_the_nodes_that_the_run_avoids(tmp_path):
 
 def test_nodes_that_two_exclude_at_once_are_both_avoided(tmp_path, monkeypatch):
     """Each reads the list, and writes it: what was lost that way is written again."""
-    run, write = run_of(tmp_path, "70", [(0, 0)]), requeue.write_atomic
+    run, write = run_of(tmp_path, "70", [(0, 0)]), quarantine.write_atomic
     others = ['{"n1": "gpu"}']
 
     def overwritten(path, text):

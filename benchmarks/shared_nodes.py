@@ -24,7 +24,7 @@ from evidence.show import options, present
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from hpc_elastic.slurm.node_value import NodeDemand, StepTimeModel, share_nodes
+from hpc_elastic.site.value import NodeDemand, StepTimeModel, share_nodes
 from simulation.sweep import Figures, Scaling, SweepSimulation
 
 NUM_RUNS, LARGEST = 8, 8
@@ -47,7 +47,7 @@ NOISE = 0.01
 ABOUT = About(
     title="Several runs on too few nodes",
     measured="In virtual time, with the real leaders and the real decisions among runs "
-    "(slurm/sweep_queue, slurm/node_value). (1) The share of the held node time in which the run "
+    "(site/siblings, site/value). (1) The share of the held node time in which the run "
     "of a task does not train, starts of 4 s included: runs of ten minutes on four nodes, as one "
     "sweep, and as independent runs that find each other within a minute; each run alone waits "
     "for below_min_timeout_s. (2) Eight runs of one to eight nodes on 4 to 16 nodes, of which "

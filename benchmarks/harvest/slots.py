@@ -6,7 +6,7 @@ are planned from there on. `SHAPES` are the ways of asking:
 
 ``qos``     a preemptible QOS with NoReserve: backfill plans such a task as one minute, so it fits
             any hole; it runs until another job needs the node, and then has the grace.
-``time_min``  ``launcher.time_min=2``: the real `hpc_elastic.slurm.time_slots.LimitFitter` gives the
+``time_min``  ``launcher.time_min=2``: the real `hpc_elastic.site.limits.LimitFitter` gives the
             waiting tasks limits that fit the holes, as it sees them.
 ``ladder``  tasks of fixed lengths, enough of each; the longest one that fits starts.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harvest.holes import Holes
-from hpc_elastic.slurm.time_slots import CHECK_S, LimitFitter
+from hpc_elastic.site.limits import CHECK_S, LimitFitter
 
 PASS_S = 30.0
 AWAY_S = 10.0

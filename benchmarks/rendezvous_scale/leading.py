@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,14 +50,10 @@ class IdleScheduler:
         """Return the states of all tasks."""
         return self._view
 
-    def let_others_start(self, lost: Iterable[str], *, grows: bool) -> Sequence[int | None]:
-        """Start nothing: there are no other runs."""
-        return ()
-
     def _do_nothing(self, *_: object) -> None:
-        """Nothing is queued, and there are no other runs."""
+        """Nothing is queued."""
 
-    cancel_pending = postpone_pending = why_blocked = _do_nothing
+    cancel_pending = postpone_pending = _do_nothing
     clear_holds = readmit = exclude = log_of = _do_nothing
 
 

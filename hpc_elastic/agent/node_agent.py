@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -52,6 +52,7 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import Mount, read_bytes
+from hpc_elastic.site import QueuePolicy
 from hpc_elastic.slurm import quarantine, requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
@@ -59,8 +60,6 @@ from hpc_elastic.slurm.environment import driver_gpus, granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
-from hpc_elastic.slurm.sweep_queue import SweepQueue
-from hpc_elastic.slurm.time_slots import TimeSlots
 from hpc_elastic.transport import interface, socket_filter
 from hpc_elastic.transport.auth import of_generation
 from hpc_elastic.worker.shared_page import CPUS_VARIABLE, DIRECTORY_VARIABLE
@@ -187,18 +186,12 @@ class NodeAgent:
         self._control = control
         self._notices = notices
         self._scheduler = Scheduler(task.run, task.spec)
-        self._sweep: SweepQueue | None = None
-        """The queue as the run and its siblings share it; None without Slurm."""
+        self._queue: QueuePolicy | None = None
+        """What the queue lets the run do; None without Slurm."""
         if task.spec.launcher == "slurm":
-            self._sweep = SweepQueue(
-                task.run, task.spec, task.slurm.partition, SlurmClient(),
-                note=events.write,
-            )  # fmt: skip
-        self._time_slots = [
-            TimeSlots([(spec, slots)], task.slurm.partition, SlurmClient(), leads=True)
-            for slots, spec in task.spec.shares
-            if spec.restored_limit_s is not None
-        ]
+            self._queue = QueuePolicy(
+                task.run, task.spec, task.slurm.partition, SlurmClient(), note=events.write
+            )
         name, is_local = task.slurm.node_name, task.spec.launcher == "local"
         self._interface = interface.LOOPBACK
         if not is_local:
@@ -249,10 +242,8 @@ class NodeAgent:
             notice = self._notices.current
             reason = Reason(session.departed.reason) if notice is None else notice.reason
             code = _leave_job(self._task, self._events, reason)
-            for slots in self._time_slots:
-                with _logged("waiting tasks of the run may start late"):
-                    if slots.has_fitted:  # this agent led
-                        slots.fit()
+            if self._queue is not None:
+                self._queue.leave_run()
             return code
         verdict = session.verdict
         if verdict is not None and verdict.status == REMOVED["status"]:
@@ -371,7 +362,8 @@ class NodeAgent:
                 max_failed_rounds=spec.max_failed_rounds,
                 max_requeues=spec.max_requeues, min_efficiency=spec.min_efficiency,
                 ft=spec.ft, unit_nodes=spec.unit_nodes, node_counts=tuple(spec.node_counts),
-                in_sweep=self._sweep is not None, fits_time_limits=bool(self._time_slots),
+                in_sweep=self._queue is not None,
+                fits_time_limits=any(own.restored_limit_s is not None for _, own in spec.shares),
             ),
             liveness=HeartbeatConfig.of(
                 settings.heartbeat_interval_s, settings.heartbeat_timeout_s, spec.max_nodes,
@@ -381,9 +373,9 @@ class NodeAgent:
             log=DecisionLog(run.rdzv, secret),
             make_status_writer=partial(StatusWriter, run, spec.run_id, events),
             scheduler=RunScheduler(
-                run, self._scheduler, RoundStores(self._interface.address), self._sweep,
-                self._time_slots,
+                run, self._scheduler, RoundStores(self._interface.address), self._queue
             ),
+            queue=self._queue,
             notices=RunFiles(run),
             generation=spec.generation,
             timing=leader.LeaderTiming.of(self._mount),
@@ -452,13 +444,11 @@ class RunScheduler:
         run: RunDir,
         scheduler: Scheduler,
         stores: RoundStores,
-        sweep: SweepQueue | None = None,
-        time_slots: Sequence[TimeSlots] = (),
+        queue: QueuePolicy | None = None,
     ) -> None:
         self._run = run
         self._scheduler = scheduler
-        self._sweep = sweep
-        self._time_slots = time_slots
+        self._queue = queue
         self.make_store = stores.make
 
     def view(self) -> Mapping[str, TaskState] | None:
@@ -471,44 +461,8 @@ class RunScheduler:
         """Remove the run's pending tasks from the queue; other runs may start in its place."""
         with _logged("pending tasks of the run were not cancelled"):
             self._scheduler.cancel_pending()
-        self.let_others_start((), ends=True)
-
-    def why_blocked(self, lost: Mapping[str, int]) -> str | None:
-        """Return why other runs of the user keep this one from its nodes; None if they do not."""
-        with _logged("the other runs of the user cannot be listed"):
-            return None if self._sweep is None else self._sweep.why_blocked(lost)
-        return None
-
-    def let_others_start(
-        self, lost: Iterable[str], *, ends: bool = False, grows: bool = True
-    ) -> Sequence[int | None]:
-        """Start postponed siblings if there are idle nodes for them.
-
-        Args:
-            lost: The tasks of the run that are lost.
-            ends: Whether this run ends.
-            grows: Whether its other tasks may start too.
-
-        Returns:
-            See `LeaderScheduler`.
-        """
-        with _logged("other runs of the user may start late"):
-            if self._sweep is not None:
-                return self._sweep.let_others_start(lost, ends=ends, grows=grows)
-        return ()
-
-    def drained(self, hosts: Collection[str]) -> Mapping[str, str]:
-        """Return those of some hosts that are drained, each with its state."""
-        with _logged("whether nodes are drained is not known"):
-            if hosts and self._sweep is not None:
-                return SlurmClient().drained_nodes(hosts)
-        return {}
-
-    def fit_time_limits(self) -> None:
-        """Let the waiting tasks of the run fit between other jobs, if a check is due."""
-        with _logged("waiting tasks of the run may start late"):
-            for slots in self._time_slots:
-                slots.fit_if_due()
+        if self._queue is not None:
+            self._queue.end_run()
 
     def postpone_pending(self, delay_s: float) -> None:
         """Let no pending task of the run start before `delay_s` from now."""

@@ -28,7 +28,7 @@ from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
-from hpc_elastic.slurm.forecast import ExpectedStart, expected_start
+from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import take_snapshot

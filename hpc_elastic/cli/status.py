@@ -27,7 +27,7 @@ from hpc_elastic.launcher.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd,
 from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.run.task_name import index_of
-from hpc_elastic.slurm.forecast import FAR_S, ExpectedStart
+from hpc_elastic.site import FAR_S, ExpectedStart
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 _QUERY_INTERVAL_S, _SETTLED_QUERY_INTERVAL_S = 10.0, 60.0
@@ -152,7 +152,7 @@ class CachedQuery:
         if all(share.time_min_s is None for _, share in spec.shares):
             return details
         if time.monotonic() - self._gap_asked_at >= _SETTLED_QUERY_INTERVAL_S:
-            from hpc_elastic.launcher.slurm import next_gap
+            from hpc_elastic.site import next_gap
 
             self._gap_asked_at, self._gap_at = time.monotonic(), None
             with contextlib.suppress(HpcElasticError, OSError, ValueError):  # Slurm's plan remains

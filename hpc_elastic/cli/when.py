@@ -20,9 +20,20 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.submit import dry_run
 from hpc_elastic.errors import SlurmCommandError, SubmissionError
 from hpc_elastic.shared_files import read_text
-from hpc_elastic.slurm import forecast as outlooks
+from hpc_elastic.site import (
+    FAR_S,
+    NO_RESERVE_S,
+    SAME_S,
+    Outlook,
+    Shape,
+    TaskTerms,
+    outlook,
+    shapes,
+    soonest,
+    time_limit_of,
+    without_excluded,
+)
 from hpc_elastic.slurm import parsing
-from hpc_elastic.slurm.forecast import FAR_S, NO_RESERVE_S, SAME_S, Outlook, Shape, TaskTerms
 
 if TYPE_CHECKING:
     from hpc_elastic.config.schema import RunSettings, SlurmSettings
@@ -172,7 +183,6 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import is_coallocated
-    from hpc_elastic.launcher.slurm import time_limit_of, without_excluded
     from hpc_elastic.run.directory import ArrayFiles, RunDir
     from hpc_elastic.shared_files import read_json
     from hpc_elastic.slurm.client import SiteClient
@@ -190,7 +200,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     }
     states = {node: state for each in listed.values() for node, state in each.items()}
     jobs, now = client.queue(), time.time()
-    found = outlooks.outlook(
+    found = outlook(
         without_excluded(states, settings.launcher), jobs, now,
         partitions=names, are_jobs_hidden=parsing.hides_jobs(config),
     )  # fmt: skip
@@ -203,7 +213,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         here = frozenset(listed[launcher.partition])
         pools.append(TaskTerms(limit_s, gap_s, len(slots), here))
         notes += [note] if note else []
-    own, *shorter = outlooks.shapes(found, pools, settings.nodes, now)
+    own, *shorter = shapes(found, pools, settings.nodes, now)
     tested, refused = _tests(client, scripts, settings, now)
     notes += refused
     own = replace(
@@ -217,9 +227,9 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         )
     if len(runs) > 1:
         notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
-    shapes = [own, *shorter]
-    best = outlooks.soonest(shapes, settings.nodes, coallocated=is_coallocated(settings))
-    return RunForecast(now, settings, names, own.limit_s, found, shapes, best, tuple(notes))
+    found_shapes = [own, *shorter]
+    best = soonest(found_shapes, settings.nodes, coallocated=is_coallocated(settings))
+    return RunForecast(now, settings, names, own.limit_s, found, found_shapes, best, tuple(notes))
 
 
 def _gap(

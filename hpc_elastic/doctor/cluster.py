@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.launcher.slurm import with_shell_defaults
 from hpc_elastic.run.registry import user
+from hpc_elastic.site import NodeState
 from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.parsing import Partition, Qos, is_nothing, parse_number
 
@@ -187,7 +189,7 @@ def query_cluster(
         partitions=tuple(query("partitions", client.all_partitions, [])),
         version=query("version", lambda: client.version("sbatch"), ""),
         controllers=query("ping", client.ping, ""),
-        nodes=query("nodes", lambda: client.node_states(settings.partition), {}),
+        nodes=query("nodes", lambda: _count_nodes(client, settings.partition), {}),
         accounting=accounting,
         qos=tuple(qos),
         offered_qos=offered,
@@ -195,3 +197,11 @@ def query_cluster(
         refusal=refused,
         problems=problems,
     )
+
+
+def _count_nodes(client: SiteClient, partition: str | None) -> dict[str, int]:
+    """Return the number of nodes by state, without the marks that keep no task away."""
+    counts = Counter[str]()
+    for state, number in client.node_states(partition).items():
+        counts[NodeState.parse(state).name] += number
+    return dict(counts)

@@ -12,16 +12,13 @@ from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, un
 from hpc_elastic.doctor.probe_task import FolderFacts
 from hpc_elastic.errors import near_miss
 from hpc_elastic.shared_files import LOCAL, SANDBOX, Mount
+from hpc_elastic.site import NodeState
 from hpc_elastic.slurm.parsing import Partition, Qos, enforces_qos, preemptible_qos
 
 _SHORT_KILL_WAIT_S = 10
 _SHORT_TIME_S = 600.0
 _MIN_JOB_AGE_S = 60
 _TESTED = (22, 5)
-_DEAD = (
-    *("down", "drained", "draining", "fail", "failing", "unknown", "no_respond", "not_responding"),
-)
-"""States of nodes that take no jobs."""
 
 
 def check_cluster(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Finding]:
@@ -120,8 +117,7 @@ def _size(cluster: ClusterFacts, partitions: list[Partition], settings: RunSetti
     check, most, least = "slurm.nodes", settings.nodes.max, settings.nodes.min
     why = "each node of a run is a task of its own; below the minimum a run waits"
     total = sum(p.num_nodes for p in partitions)
-    # a star means that the node does not answer
-    dead = sum(n for s, n in cluster.nodes.items() if s.endswith("*") or s.lower() in _DEAD)
+    dead = sum(n for state, n in cluster.nodes.items() if NodeState.parse(state).is_lost)
     found = f"{counted(total, 'node')}, {dead} of them out of service; up to {most} are asked for"
     if total and total < least:
         remedy = f"nodes={total} or a minimum below, or a larger partition"

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import socket
 import sys
 import time
@@ -61,12 +60,10 @@ from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.shared_files import make_folder, parse_json, read_bytes, read_text, write_atomic
+from hpc_elastic.site import QueuePolicy
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.scheduler import QueueSnapshot, Scheduler, moved
-from hpc_elastic.slurm.sweep_queue import SweepQueue
-
-_log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _CANCEL_AGAIN_S = 5.0
@@ -174,10 +171,7 @@ def cancel(
     mark_cancelled(run, warn)
     left = _end_tasks(scheduler, target, wait_s, warn)
     if spec.launcher == "slurm":  # other runs may stay away until its nodes are free
-        try:
-            SweepQueue(run, spec, None, SlurmClient()).let_others_start(ends=True)
-        except (SlurmError, OSError, RunDirectoryError) as e:
-            _log.warning("other runs of the user may start minutes later: %s", e)
+        QueuePolicy(run, spec, None, SlurmClient()).end_run()
     if read_result_status(run) is not None:
         run.cancelled.unlink(missing_ok=True)  # it has ended by itself in the meantime
     return left

@@ -8,12 +8,11 @@ the script.
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,7 +25,6 @@ from submitit.core.utils import DelayedSubmission
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
-from hpc_elastic.config.resolve import resolve
 from hpc_elastic.config.schema import Nproc, RunSettings, SlurmSettings
 from hpc_elastic.errors import (
     ConfigError,
@@ -44,25 +42,20 @@ from hpc_elastic.launcher.batch_script import (
 )
 from hpc_elastic.launcher.plan import Plan, RunRequest
 from hpc_elastic.launcher.run_handle import mark_cancelled
-from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, RunSpec, Submission
-from hpc_elastic.run.registry import user
+from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
 from hpc_elastic.run.task_name import job_of
-from hpc_elastic.shared_files import read_json, write_atomic
-from hpc_elastic.slurm import forecast, parsing, run_tasks
+from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.site import TimeSlots, choose_terms, time_slots_of
+from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.nodelist import expand
 from hpc_elastic.slurm.parsing import (
     NodeKind,
     Partition,
     Preemption,
-    Qos,
     could_not_start,
     has_submitted_nothing,
-    preemptible_qos,
-    selected,
 )
-from hpc_elastic.slurm.time_slots import TimeSlots
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
 """Slurm's default, for a machine without Slurm on which a script is only rendered."""
@@ -221,17 +214,6 @@ def _take_back(
 def _has_fitted_limits(settings: RunSettings) -> bool:
     """Return whether a pool of the run has launcher.time_min."""
     return any(isinstance(own, SlurmSettings) and own.time_min for _, own in settings.shares)
-
-
-def time_slots_of(specs: Iterable[RunSpec], client: SlurmClient) -> list[TimeSlots]:
-    """Return what fits the time limits of some runs, for those whose limits are not fixed."""
-    groups: dict[object, list[tuple[RunSpec, range]]] = {}
-    for spec in specs:
-        for slots, share in spec.shares:
-            if share.restored_limit_s is not None:
-                key = share.partition, share.time_s, share.time_min_s
-                groups.setdefault(key, []).append((spec, slots))
-    return [TimeSlots(group, None, client) for group in groups.values()]
 
 
 def submit_script(
@@ -427,81 +409,6 @@ def query_partitions(
     return found
 
 
-# ---- launcher.harvest
-
-_LEAST_SLOT = "5"
-"""``launcher.time_min`` where it is not given, in minutes."""
-
-
-@dataclass(frozen=True)
-class HarvestSite:
-    """What a cluster offers to a run that fills gaps.
-
-    Attributes:
-        config: Settings of slurm.conf.
-        partitions: The partitions.
-        qos: Preemptible QOS with the flag NoReserve that this user may name: backfill takes their
-            jobs for jobs of a minute, so they start in any gap, and planned jobs preempt them.
-    """
-
-    config: Mapping[str, str]
-    partitions: Sequence[Partition] = ()
-    qos: Sequence[Qos] = ()
-
-    @classmethod
-    def query(cls, client: SiteClient, account: str | None) -> HarvestSite:
-        """Query Slurm for runs of an account.
-
-        What it does not answer is missing: then gaps are filled without it.
-        """
-        config: Mapping[str, str] = {}
-        try:
-            config = client.config()
-            partitions = client.all_partitions()
-            preemptible = preemptible_qos(client.all_qos(), config)
-            names = user(), config.get("ClusterName"), account
-            offered = client.offered_qos(*names) if preemptible else frozenset()
-        except SlurmCommandError:  # no accounting, or it is private
-            return cls(config)
-        if not parsing.enforces_qos(config):
-            offered |= {qos.name for qos in preemptible}
-        found = (q for q in preemptible if "NoReserve" in q.flags and q.name in offered)
-        return cls(config, partitions, [q for q in found if "REQUEUE" in q.mode(config)])
-
-
-def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSettings, str]:
-    """Return settings without ``harvest=auto``, and the reason as a sentence (pure).
-
-    Args:
-        launcher: The settings of a run or of one of its pools, with launcher.harvest.
-        site: What the cluster offers; not read unless it is ``auto``.
-    """
-    usual = min(_LEAST_SLOT, launcher.time or "", key=lambda time: time_limit_s(time) or math.inf)
-    slots = replace(launcher, time_min=launcher.time_min or usual)
-    shown = f"launcher.time_min={slots.time_min}"
-    if launcher.harvest == "ladder":
-        return slots, f"waiting tasks have limits of several lengths, from {shown} on"
-    chosen = selected(site.partitions, launcher.partition)
-    for qos in site.qos:
-        if launcher.qos in (None, qos.name) and all(p.allows(qos.name) for p in chosen):
-            what = f"tasks start in gaps of any length with QOS {qos.name}, which is preemptible"
-            own = replace(launcher, qos=qos.name, time_min=None, harvest="off")
-            longest = qos.max_time_s
-            if launcher.time and longest and (time_limit_s(launcher.time) or math.inf) > longest:
-                own = replace(own, time=f"{longest // 60:.0f}")
-                what += f", for {duration(longest)} at most (its MaxWall)"
-            return own, what
-    if not parsing.has_backfill(site.config):
-        what = f"no effect, {site.config['SchedulerType']} starts no task in a gap"
-        return replace(launcher, harvest="off"), what
-    if parsing.hides_jobs(site.config):
-        what = (
-            f"the site hides the plans for other jobs (PrivateData), so limits vary from {shown} on"
-        )
-        return replace(slots, harvest="ladder"), what
-    return replace(slots, harvest="off"), f"tasks start in gaps that are long enough for {shown}"
-
-
 def choose_harvest(
     requests: Sequence[RunRequest], client: SiteClient | None = None
 ) -> list[RunRequest]:
@@ -509,43 +416,10 @@ def choose_harvest(
 
     A run that is resumed keeps what was chosen. The choice is printed.
     """
-
-    @cache
-    def site(account: str | None) -> HarvestSite:
-        return HarvestSite.query(client or SiteClient(), account)
-
-    notes: dict[str, None] = {}
-
-    def chosen(launcher: SlurmSettings) -> SlurmSettings:
-        if launcher.harvest == "off":
-            return launcher
-        needed = site(launcher.account) if launcher.harvest == "auto" else HarvestSite({})
-        found, why = harvest_terms(launcher, needed)
-        notes[f"launcher.harvest={launcher.harvest}: {why}"] = None
-        return found
-
-    found: list[RunRequest] = []
-    for request in requests:
-        launcher: Any = request.settings.launcher
-        own: list[Any] = [chosen(share) for _, share in request.settings.shares]  # type: ignore[arg-type]
-        if launcher.pools:
-            pools = [
-                replace(
-                    pool,
-                    qos=terms.qos,
-                    time=terms.time,
-                    time_min=terms.time_min,
-                    harvest=terms.harvest,
-                )
-                for pool, terms in zip(launcher.pools, own, strict=True)
-            ]
-            launcher = replace(launcher, pools=pools, time_min=None)  # each pool has its own
-        else:
-            launcher = own[0]
-        found.append(replace(request, settings=replace(request.settings, launcher=launcher)))
+    settings, notes = choose_terms([request.settings for request in requests], client)
     for note in notes:
         print(note, file=sys.stderr)
-    return found
+    return [replace(request, settings=own) for request, own in zip(requests, settings, strict=True)]
 
 
 def without_effect(settings: RunSettings) -> list[str]:
@@ -564,62 +438,6 @@ def without_effect(settings: RunSettings) -> list[str]:
         return []
     what = "has no effect between nodes, each is a job of its own"
     return [f"{', '.join(dict.fromkeys(found))} {what}: launcher.coallocate_min=true makes one job"]
-
-
-# ---- gaps
-
-
-def without_excluded(states: Mapping[str, str], launcher: Any) -> dict[str, str]:
-    """Return the nodes that ``launcher.exclude`` does not name, with their states (pure)."""
-    left_out = set(expand(launcher.exclude or ""))
-    return {node: state for node, state in states.items() if node not in left_out}
-
-
-def time_limit_of(launcher: SlurmSettings, partitions: Sequence[Partition]) -> float:
-    """Return the time limit of a run's tasks in seconds; infinite without a limit (pure)."""
-    given = launcher.sbatch.get("time", launcher.time)
-    if given is not None:
-        asked = time_limit_s(str(given))
-        return math.inf if asked is None else asked
-    defaults = [p.default_time_s or p.max_time_s or math.inf for p in partitions]
-    return min(defaults, default=math.inf)
-
-
-def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> float | None:
-    """Return when the next gap begins in which a task with a fitted time limit starts.
-
-    Slurm's plan for a waiting task is for the limit that the task has at present, and its run will
-    set the limit that fits (`slurm.time_slots`).
-
-    Args:
-        run: A run that was submitted to Slurm.
-        spec: Its description.
-        client: Runs Slurm's commands: four at most, one more for each further pool.
-
-    Returns:
-        Unix seconds; None if unknown, or if the limits of all its tasks are fixed.
-
-    Raises:
-        SlurmCommandError: Slurm does not answer.
-        ConfigError: The run's settings are not valid.
-        OSError, ValueError: The run's files cannot be read.
-    """
-    launchers: list[Any] = [own for _, own in resolve(read_json(run.settings) or {}).shares]
-    fitted = [own for own in launchers if own.time_min is not None and not own.constraint]
-    if not fitted:
-        return None
-    client = client or SiteClient(env=dict(os.environ))
-    partitions = client.all_partitions()
-    jobs = forecast.ahead_of(client.queue(), filter(None, run_tasks.jobs_of(spec)))
-    now, starts = time.time(), list[float]()
-    for own in fitted:
-        chosen = selected(partitions, own.partition)
-        states = client.each_node(",".join(p.name for p in chosen) or own.partition)
-        found = forecast.outlook(without_excluded(states, own), jobs, now)
-        limit_s = time_limit_of(own, chosen)
-        terms = forecast.TaskTerms(limit_s, time_limit_s(own.time_min))
-        starts += [begin for (begin, _), *_ in terms.windows(found, limit_s).values()]
-    return min(starts, default=None)
 
 
 # ---- checks

@@ -702,7 +702,8 @@ def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
     if next(iter(specs.values())).launcher == "local":
         jobs = LocalView(submission, list(job_ids.values()))
     else:
-        from hpc_elastic.launcher.slurm import SlurmJobs, time_slots_of
+        from hpc_elastic.launcher.slurm import SlurmJobs
+        from hpc_elastic.site import time_slots_of
 
         me, client, ids = user(), SlurmClient(), list(job_ids.values())
         is_own = all(spec.provenance.get("user", me) == me for spec in specs.values())

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpc_elastic.data.batch import encode_throughputs
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.site import QueueQuestion
 from hpc_elastic.slurm import nodelist
 
 Message = dict[str, Any]
@@ -208,14 +209,13 @@ class QuerySlurm:
 
 
 @dataclass(frozen=True)
-class QuerySweep:
-    """Query whether other runs of the user hold the nodes that this one waits for.
+class QueryQueue:
+    """Let siblings start, fit time limits, and query what the queue lets the run do.
 
-    The answer goes to `LeaderState.sweep_answered`. ``lost``: the run's lost tasks, each with its
-    attempt; Slurm detects a loss late.
+    The answer goes to `LeaderState.advised`.
     """
 
-    lost: Mapping[str, int]
+    question: QueueQuestion
 
 
 @dataclass(frozen=True)
@@ -248,25 +248,6 @@ class ClearHolds:
 
 
 @dataclass(frozen=True)
-class LetOthersStart:
-    """Let other runs of the user start that are postponed, if there are idle nodes for them.
-
-    The answer goes to `LeaderState.share_answered`.
-
-    ``lost``: the lost tasks of this run, which `ClearHolds` restarts. ``grows``: whether its other
-    tasks may start too.
-    """
-
-    lost: tuple[str, ...]
-    grows: bool = True
-
-
-@dataclass(frozen=True)
-class FitTimeLimits:
-    """Fit the time limits of the run's waiting tasks to the holes between other jobs, if due."""
-
-
-@dataclass(frozen=True)
 class Readmit:
     """Let these lost tasks start again on the nodes that they avoid, if those nodes are back."""
 
@@ -293,12 +274,10 @@ Effect = (
     | StepDown
     | QueryTasks
     | QuerySlurm
-    | QuerySweep
+    | QueryQueue
     | Postpone
     | Exclude
     | ClearHolds
-    | LetOthersStart
-    | FitTimeLimits
     | Readmit
 )
 

@@ -32,8 +32,8 @@ from typing import NamedTuple
 from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
+from hpc_elastic.site import StepTimeModel, most_useful_nodes
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.node_value import StepTimeModel, most_useful_nodes
 from hpc_elastic.step_agreement import (
     AgreementState,
     Confirmation,
@@ -517,8 +517,8 @@ class ProgressEstimator:
 
 # ---- The size up to which a run grows (pure)
 # A run with ``min_efficiency`` grows up to the size beyond which a further node adds less than that
-# part of a node's share (`slurm.node_value`). With ``sweep_growth=soonest`` it grows while further
-# nodes are worth more to it than to the other runs of the user (`slurm.sweep_queue`). A run that
+# part of a node's share (`site.value`). With ``sweep_growth=soonest`` it grows while further
+# nodes are worth more to it than to the other runs of the user (`site.siblings`). A run that
 # has its size *holds* its pending tasks: they stay away from the queue, and may start again when
 # that changes. It releases no node for this.
 
@@ -538,8 +538,8 @@ class GrowthLimit:
 
     def __init__(self, rules: RoundRules) -> None:
         self.rules = rules
-        self.share: int | None = None
-        """Number of nodes up to which the run grows beside other runs; None: without limit."""
+        self.share = math.inf
+        """Number of nodes up to which the run grows beside other runs."""
         self.holds = False
         """Whether its pending tasks are held."""
         self.max_nodes = rules.max_nodes
@@ -584,7 +584,7 @@ class GrowthLimit:
                 f"beyond {most} nodes a further node adds {max(0.0, added):.0%} of a node's share, "
                 f"and launcher.min_efficiency is {rules.min_efficiency:.0%}"
             )
-        if self.share is not None and self.share < most:
-            most = rules.usable_nodes(max(rules.min_nodes, self.share))
+        if self.share < most:
+            most = rules.usable_nodes(max(rules.min_nodes, int(self.share)))
             why = f"beyond {most} nodes, the next nodes are worth more to other runs of the user"
         return most, why

@@ -17,7 +17,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +31,9 @@ from hpc_elastic.rendezvous.effects import (
     Disconnect,
     Effect,
     Exclude,
-    FitTimeLimits,
-    LetOthersStart,
     Note,
     Postpone,
-    QuerySweep,
+    QueryQueue,
     QueryTasks,
     Readmit,
     RemoveNotice,
@@ -54,6 +52,7 @@ from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.term import SharedFiles, Term, TermFolder, TermOverError
 from hpc_elastic.run.directory import STATUS_SELDOM_S
 from hpc_elastic.shared_files import Mount, carried_out
+from hpc_elastic.site import QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.connection import (
     CONNECTION_ERRORS,
@@ -272,12 +271,8 @@ class Leader:
                 self._term.show(time.time())
             case QueryTasks():
                 self._start(self._query_tasks(), self._duties)
-            case QuerySweep(lost):
-                self._start(self._query_sweep(lost), self._duties)
-            case LetOthersStart(lost, grows):
-                self._start(self._let_others_start(lost, grows), self._clean_up)
-            case FitTimeLimits():
-                self._start_slurm_call(scheduler.fit_time_limits)
+            case QueryQueue(question):
+                self._start(self._query_queue(question), self._clean_up)
             case RenewLease():
                 if not self._is_renewing:  # the file system may hang
                     self._is_renewing = True
@@ -354,24 +349,16 @@ class Leader:
         view = await self._in_thread(self._context.scheduler.view)
         self._term.handle(self._state.slurm_answered, view, time.monotonic())
 
-    async def _query_sweep(self, lost: Mapping[str, int]) -> None:
-        why = await self._in_thread(self._context.scheduler.why_blocked, lost)
-        self._term.handle(self._state.sweep_answered, why, time.monotonic())
+    async def _query_queue(self, question: QueueQuestion) -> None:
+        policy, advice = self._context.queue, QueueAdvice()
+        hosts = sorted({agent.host for agent in self._agents})
 
-    async def _let_others_start(self, lost: Sequence[str], grows: bool) -> None:
-        answers: list[int | None] = []
-        drained: dict[str, str] = {}
-        scheduler, hosts = self._context.scheduler, sorted({agent.host for agent in self._agents})
+        def query() -> None:
+            nonlocal advice
+            advice = advice if policy is None else policy.tick(question, hosts)
 
-        def call() -> None:
-            answers.extend(scheduler.let_others_start(lost, grows=grows))
-            if answers:  # Slurm was queried now
-                drained.update(scheduler.drained(hosts))
-
-        await self._call_if_leading(call)
-        for max_nodes in answers:
-            self._term.handle(self._state.share_answered, max_nodes)
-        self._term.handle(self._state.drained, drained)
+        await self._call_if_leading(query)
+        self._term.handle(self._state.advised, advice, time.monotonic())
 
     async def _renew_lease(self) -> None:
         try:
@@ -503,27 +490,6 @@ class LeaderScheduler(Protocol):
     def postpone_pending(self, delay_s: float) -> None:
         """Start none of the run's queued tasks for this time."""
 
-    def why_blocked(self, lost: Mapping[str, int]) -> str | None:
-        """Return why the run cannot get its min nodes at present; None if it may get them."""
-
-    def let_others_start(self, lost: Iterable[str], *, grows: bool) -> Sequence[int | None]:
-        """Start postponed siblings if there are idle nodes for them.
-
-        Args:
-            lost: The run's lost tasks.
-            grows: Whether its other tasks may start too.
-
-        Returns:
-            The size up to which the run grows beside its siblings, None: without limit; nothing if
-            that was not weighed now.
-        """
-
-    def drained(self, hosts: Collection[str]) -> Mapping[str, str]:
-        """Return those of some hosts that are drained, each with its state; none if unknown."""
-
-    def fit_time_limits(self) -> None:
-        """Let the waiting tasks of the run fit between other jobs, if a check is due."""
-
     def clear_holds(
         self,
         tasks: Iterable[str],
@@ -567,6 +533,8 @@ class LeaderContext:
     generation: int = 0
     """The run's, as this agent's task was submitted."""
     timing: LeaderTiming = LeaderTiming()
+    queue: QueuePolicy | None = None
+    """What the queue lets the run do; None if it has no tasks there."""
 
 
 @dataclass(frozen=True)

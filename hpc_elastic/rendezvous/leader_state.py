@@ -29,8 +29,9 @@ Reports    of members carry the index of the log entry of their round: the leade
 
 Slurm      is queried when `task_recovery` allows it; that module also interprets the answer.
 
-Siblings   A run below min nodes queries whether other runs of the user hold the nodes that it
-           waits for. A run that trains lets others start (`hpc_elastic.slurm.sweep_queue`).
+The queue  is queried for advice (`hpc_elastic.site.policy`). A run below min nodes asks whether
+           other runs of the user hold the nodes that it waits for. A run that trains lets others
+           start. Without advice the run goes on.
 
 Events return the effects to carry out, in order. Times are monotonic seconds of the leader's node.
 """
@@ -51,12 +52,10 @@ from hpc_elastic.rendezvous.effects import (
     ClearHolds,
     Disconnect,
     Effect,
-    FitTimeLimits,
     JoinRequest,
-    LetOthersStart,
     Message,
     Note,
-    QuerySweep,
+    QueryQueue,
     QueryTasks,
     RemoveNotice,
     RenewLease,
@@ -75,14 +74,16 @@ from hpc_elastic.rendezvous.replica_state import (
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
 from hpc_elastic.run.task_name import queue_name
+from hpc_elastic.site import QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 
 DRAIN_LEFT_S = 7 * 24 * 3600.0
 """A drained node may be used to the end of its job; it is left at the next checkpoint."""
 OVERDUE = "has not found the new leader"
-_SWEEP_EVERY_S, _SWEEP_LONGEST_S = 5.0, 15.0
-"""Interval of the queries of the other runs; it grows until one has a result."""
-_FIT_EVERY_S = 5.0
+_QUEUE_EVERY_S = 5.0
+"""Interval of the queries of the queue."""
+_SHORT_LONGEST_S = 15.0
+"""The interval of those of a run that is short of nodes grows to this, until one has a result."""
 
 
 class LeaderState:
@@ -145,8 +146,9 @@ class LeaderState:
         self._queue: list[Effect] = []
         """Effects that stand behind it."""
         self._polls = SlurmPollSchedule()
-        self._sweep_due, self._sweep_pause_s = now, _SWEEP_EVERY_S
-        self._fit_due = now
+        self._queue_due = now
+        """When the queue is queried next; infinite until it has answered."""
+        self._short_due, self._short_pause_s = now, _QUEUE_EVERY_S
         self._leave_requests = LeaveRequests()
         self._drained: dict[int, Agent] = {}
         """Of each slot the agent that was sent a notice last, as its node is drained."""
@@ -250,18 +252,19 @@ class LeaderState:
             self._polls.query_within(CONFIRM_LOST_S, now)
         return effects
 
-    def sweep_answered(self, why: str | None, now: float) -> list[Effect]:
-        """Why the run cannot get min nodes at present; None: it may get them."""
-        longer_s = min(_SWEEP_LONGEST_S, 1.5 * self._sweep_pause_s)
-        if why is not None:  # queried again soon: if it is confirmed, the nodes are requeued
-            self._sweep_pause_s = longer_s = _SWEEP_EVERY_S
-        self._sweep_due, self._sweep_pause_s = now + self._sweep_pause_s, longer_s
-        return [] if self.fenced else self._do(self.rounds.sweep_answered(why, now))
-
-    def share_answered(self, max_nodes: int | None) -> list[Effect]:
-        """The size up to which the run grows beside its siblings; None: without limit."""
-        self.run.growth.share = max_nodes
-        return []
+    def advised(self, advice: QueueAdvice, now: float) -> list[Effect]:
+        """The queue was queried: what it lets the run do."""
+        self._queue_due, effects = now + _QUEUE_EVERY_S, list[Effect]()
+        if self._short_due == math.inf:  # that was asked
+            why = advice.blocked_why
+            longer_s = min(_SHORT_LONGEST_S, 1.5 * self._short_pause_s)
+            if why is not None:  # queried again soon: if it is confirmed, the nodes are requeued
+                self._short_pause_s = longer_s = _QUEUE_EVERY_S
+            self._short_due, self._short_pause_s = now + self._short_pause_s, longer_s
+            effects = [] if self.fenced else self._do(self.rounds.sweep_answered(why, now))
+        if advice.max_nodes is not None:
+            self.run.growth.share = advice.max_nodes
+        return [*effects, *self.drained(advice.drained)]
 
     def drained(self, states: Mapping[str, str]) -> list[Effect]:
         """Let agents leave, without a deadline, whose nodes are drained: they get no new jobs.
@@ -321,8 +324,7 @@ class LeaderState:
         effects += self._do(self._hangs.tick(self.rounds, now))
         effects.append(Send(tuple(self._tracker.last_heartbeat), {"type": "heartbeat"}))
         effects += self._renew_lease(now)
-        queries = [*self._query_tasks(now), *self._query_sweep(now), *self._fit_time_limits(now)]
-        return [*effects, *queries]
+        return [*effects, *self._query_tasks(now), *self._query_queue(now)]
 
     def tick_quorum(self, now: float) -> list[Effect]:
         """Handle the passing of time for the lighthouse; call it 20 to 50 times a second."""
@@ -486,24 +488,21 @@ class LeaderState:
         about = (run.entry.round, run.forming_since, waiting)
         return [QueryTasks()] if self._polls.begin_query(about, now, gently=not waiting) else []
 
-    def _fit_time_limits(self, now: float) -> list[Effect]:
-        if not self.run.rules.fits_time_limits or now < self._fit_due:
+    def _query_queue(self, now: float) -> list[Effect]:
+        run, in_sweep = self.run, self.run.rules.in_sweep
+        if not run.is_short:
+            self._short_pause_s = _QUEUE_EVERY_S
+        if now < self._queue_due:
             return []
-        self._fit_due = now + _FIT_EVERY_S
-        return [FitTimeLimits()]
-
-    def _query_sweep(self, now: float) -> list[Effect]:
-        run = self.run
-        if not run.rules.in_sweep or now < self._sweep_due:
+        is_short = in_sweep and run.is_short and now >= self._short_due
+        trains = in_sweep and not run.is_short and run.phase is RoundPhase.RUNNING
+        if not (is_short or trains or run.rules.fits_time_limits):
             return []
-        if run.is_short:
-            self._sweep_due = math.inf  # until it is answered
-            return [QuerySweep(dict(run.participants.lost))]
-        self._sweep_pause_s = _SWEEP_EVERY_S
-        if run.phase is RoundPhase.RUNNING:
-            self._sweep_due = now + _SWEEP_EVERY_S
-            return [LetOthersStart(tuple(run.participants.lost), grows=not run.growth.holds)]
-        return []
+        self._queue_due = math.inf
+        if is_short:
+            self._short_due = math.inf
+        lost, grows = dict(run.participants.lost), not run.growth.holds
+        return [QueryQueue(QueueQuestion(lost, is_short=is_short, trains=trains, grows=grows))]
 
 
 # ---- Heartbeats: which agents are alive, and which have timed out (pure)

@@ -8,7 +8,7 @@ nodes. A short time in the queue is enough for that. It doubles nevertheless, up
 that the tasks of a run that finds no nodes for days rarely start.
 
 Nodes go back after about `SURE_S` if other runs of the user hold what they lack. They stay longer
-in the queue, because those runs let them start as soon as there are nodes (`slurm.sweep_queue`).
+in the queue, because those runs let them start as soon as there are nodes (`site.siblings`).
 
 Without ``below_min_timeout_s`` nodes are kept. They are also kept if one of their tasks has used up
 its ``max_requeues``: the task would end, and perhaps the run.

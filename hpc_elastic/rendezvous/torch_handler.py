@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -313,13 +313,5 @@ class _Step:
     def _do_nothing(self, *_: object, **__: object) -> None:
         """No task of a step is queued, and srun and torchrun write the logs."""
 
-    def let_others_start(self, lost: Iterable[str], *, grows: bool) -> Sequence[int | None]:
-        """Start no other run: the step is alone."""
-        return ()
-
-    def drained(self, hosts: Collection[str]) -> Mapping[str, str]:
-        """Return no host: torchrun cannot leave one of its nodes."""
-        return {}
-
-    cancel_pending = postpone_pending = why_blocked = _do_nothing
-    fit_time_limits = clear_holds = readmit = exclude = log_of = _do_nothing
+    cancel_pending = postpone_pending = _do_nothing
+    clear_holds = readmit = exclude = log_of = _do_nothing

@@ -182,7 +182,7 @@ class RunSpec:
     time_s: float | None = None
     """Time limit that each task was submitted with; None: none, or not known exactly."""
     time_min_s: float | None = None
-    """The least time limit of a waiting task (`slurm.time_slots`); None: its limit is fixed."""
+    """The least time limit of a waiting task (`site.limits`); None: its limit is fixed."""
     time_ladder: bool = False
     """Whether the limits of waiting tasks are chosen without a look at other jobs."""
     whole_nodes: bool = False

@@ -229,21 +229,19 @@ class SlurmClient:
             return None
         return ",".join(sorted({name for row in rows for name in row.split(",")})) or None
 
-    def each_node(self, partition: str | None) -> dict[str, str]:
+    def each_node(
+        self, partition: str | None, hosts: Iterable[str] | None = None
+    ) -> dict[str, str]:
         """Return the state of each node of some partitions, in sinfo's words.
 
         Args:
             partition: A name or several with commas; None: of all partitions.
+            hosts: Names of nodes, of hidden partitions too; None: all.
         """
         where = [] if partition is None else ["-p", partition]
+        where += [] if hosts is None else ["-a", "-n", ",".join(hosts)]
         argv = ["sinfo", "-h", "-N", *where, "-o", parsing.EACH_NODE_FORMAT]
         return parsing.parse_each_node(self._run(argv))
-
-    def drained_nodes(self, nodes: Iterable[str]) -> dict[str, str]:
-        """Return those of some nodes that an administrator, or Slurm, drains, with their states."""
-        argv = ["sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-o", parsing.EACH_NODE_FORMAT]
-        found = parsing.parse_each_node(self._run(argv))
-        return {node: state for node, state in found.items() if parsing.is_drained(state)}
 
     def queue(self, *, only_waiting: bool = False) -> list[parsing.QueuedJob]:
         """Return the jobs of all users and partitions, and the reservations.

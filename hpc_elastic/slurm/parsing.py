@@ -57,8 +57,6 @@ QOS_FORMAT = "name,flags,preemptmode,gracetime,preempt,maxwall"
 """For sacctmgr -n -P show qos."""
 
 _NO_ARRAY = "N/A"
-_MARKS = "~#%!+-"
-"""Marks of sinfo behind a state that keep no task away: power saving, and a plan (-)."""
 _NOT_UP = {
     *("DOWN", "NOT_RESPONDING", "UNKNOWN", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"),
     *("POWERING_UP", "REBOOT_ISSUED"),
@@ -481,34 +479,14 @@ def parse_out_of_service(output: str) -> str:
 
 # ---- sinfo
 
-_DRAINED = ("draining", "drained", "drng", "drain", "failing", "fail")
-
-
-def is_drained(state: str) -> bool:
-    """Return whether a state in sinfo's words is that of a node that gets no new jobs."""
-    return state.strip().rstrip(f"{_MARKS}@^*").lower() in _DRAINED
-
-
-def usable_state(state: str) -> str:
-    """Return a node's state without the marks that keep no task away.
-
-    Slurm starts a node that saves power (``idle~``) for a task. One that does not answer
-    (``idle*``), or is about to boot (``idle@``), keeps its mark: no task starts there.
-    """
-    return state.strip().rstrip(_MARKS)
-
 
 def parse_node_states(output: str) -> dict[str, int]:
-    """Return the number of nodes by state in what ``sinfo -h -o NODES_FORMAT`` printed.
-
-    A mark that keeps tasks away makes it another state (`usable_state`).
-    """
+    """Return the number of nodes by state in what ``sinfo -h -o NODES_FORMAT`` printed."""
     counts: dict[str, int] = {}
     for line in output.splitlines():
         number, _, state = line.strip().partition("|")
         if number.isdecimal():
-            name = usable_state(state)
-            counts[name] = counts.get(name, 0) + int(number)
+            counts[state] = counts.get(state, 0) + int(number)
     return counts
 
 

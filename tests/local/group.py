@@ -73,13 +73,9 @@ class Group:
         self.cancelled.set()
 
     def _do_nothing(self, *_: object) -> None:
-        """No other task is queued, and there is no sweep."""
+        """No other task is queued."""
 
-    def let_others_start(self, lost: Iterable[str], *, grows: bool) -> Sequence[int | None]:
-        """Start nothing: there is no sweep."""
-        return ()
-
-    postpone_pending = why_blocked = readmit = drained = _do_nothing
+    postpone_pending = readmit = _do_nothing
 
     def clear_holds(
         self,

@@ -3,7 +3,7 @@
 The other simulation has one run and all faults. This one has several runs and few faults, and
 measures how long nodes are held without a step, or are idle while a run waits. The leaders
 (`rendezvous.leader_state`), the order of the queue (`launcher.plan`) and the decisions among the
-runs (`slurm.sweep_queue`) are real. A run has one leader while at least one of its agents lives.
+runs (`site.siblings`) are real. A run has one leader while at least one of its agents lives.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from hpc_elastic.rendezvous.effects import (
     Append,
     ClearHolds,
     Effect,
-    LetOthersStart,
     Postpone,
-    QuerySweep,
+    QueryQueue,
     QueryTasks,
     Send,
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
 from hpc_elastic.rendezvous.round_state import RoundPhase
-from hpc_elastic.slurm import sweep_queue
+from hpc_elastic.site import QueueAdvice, siblings
+from hpc_elastic.site.value import NodeDemand, StepTimeModel
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.node_value import NodeDemand, StepTimeModel
 
 _START_S = 4.0
 """From the start of a task until its agent joins."""
@@ -145,7 +144,7 @@ class SweepSimulation:
         nodes: Min and max nodes of each run.
         num_nodes: Number of nodes of the cluster.
         seed: Seed of the random generator.
-        takes_turns: Whether runs release nodes for each other (`slurm.sweep_queue`).
+        takes_turns: Whether runs release nodes for each other (`site.siblings`).
         order: Tasks as (run, slot), in the order of the queue.
         work_s: Training time of each run.
         foreign: Other users' jobs: start, end, and number of nodes.
@@ -351,32 +350,37 @@ class SweepSimulation:
                 case QueryTasks():
                     view = {t.name: t.state(self.now) for t in run.tasks}
                     self._do(run, leadership.slurm_answered(view, self.now))
-                case QuerySweep():  # its Slurm detects a loss at once
-                    why = sweep_queue.why_blocked(*self._siblings(run), self._all_nodes())
-                    self._do(run, leadership.sweep_answered(why, self.now))
-                case LetOthersStart(lost, grows):
-                    self._let_others_start(run, lost=lost, grows=grows)
+                case QueryQueue(question):  # its Slurm detects a loss at once
+                    why = largest = None
+                    if question.is_short:
+                        why = siblings.why_blocked(*self._siblings(run), self._all_nodes())
+                    if question.trains:
+                        largest = self._let_others_start(
+                            run, lost=question.lost, grows=question.grows
+                        )
+                    self._do(run, leadership.advised(QueueAdvice(why, largest), self.now))
                 case ClearHolds(tasks):
                     self._clear_holds(tasks)
 
     def _let_others_start(
         self, run: Run, *, ends: bool = False, lost: Iterable[str] = (), grows: bool = True
-    ) -> None:
+    ) -> float:
+        """Return the size up to which the run grows."""
         (queued, own), nodes = self._siblings(run), self._all_nodes()
         withheld = frozenset(lost if grows else queued[own].tasks)
-        deferred = frozenset[int]()
+        largest, deferred = math.inf, frozenset[int]()
         if self._scaling.soonest and not ends and run.leadership is not None:
-            shares = sweep_queue.divide_next_nodes(queued)
-            deferred = sweep_queue.deferred_runs(queued, shares)
+            shares = siblings.divide_next_nodes(queued)
+            deferred = siblings.deferred_runs(queued, shares)
             largest = len(queued[own].nodes) + shares[own]
-            self._do(run, run.leadership.share_answered(largest))
-        let_start = sweep_queue.let_start(
+        let_start = siblings.let_start(
             queued, own, nodes, ends=ends, withheld=withheld, deferred=deferred
         )
         self._clear_holds(let_start)
         if not (ends or let_start):
-            kept = sweep_queue.keep_away(queued, nodes, deferred)
-            self._clear_holds(kept, sweep_queue.KEPT_AWAY_S)
+            kept = siblings.keep_away(queued, nodes, deferred)
+            self._clear_holds(kept, siblings.KEPT_AWAY_S)
+        return largest
 
     def _clear_holds(self, names: Iterable[str], delay_s: float = 2.0) -> None:
         for task in self._queue:
@@ -385,14 +389,14 @@ class SweepSimulation:
 
     # ---- views of Slurm, and measurements -----------------------------------------------
 
-    def _siblings(self, run: Run) -> tuple[list[sweep_queue.QueuedRun], int]:
+    def _siblings(self, run: Run) -> tuple[list[siblings.QueuedRun], int]:
         """Return the runs that a run has discovered, and its own index."""
         if self.now - run.discovered >= self._discovery_s:
             run.discovered = self.now
         known = [r for r in self._runs if r.submitted <= run.discovered]
         views = [(r, {t.name: t.state(self.now) for t in r.tasks}) for r in known]
         queued = [
-            sweep_queue.QueuedRun(
+            siblings.QueuedRun(
                 str(r.number), r.min_nodes, view, has_started=r.entry is not None,
                 demand=_demand(r) if self._scaling.soonest else None,
             )
@@ -400,9 +404,9 @@ class SweepSimulation:
         ]  # fmt: skip
         return queued, known.index(run)
 
-    def _all_nodes(self) -> sweep_queue.NodeSupply:
+    def _all_nodes(self) -> siblings.NodeSupply:
         states = {n: "allocated" if s == "foreign" else s for n, s in self._nodes.items()}
-        return sweep_queue.NodeSupply(states, are_whole=True)
+        return siblings.NodeSupply(states, are_whole=True)
 
     def _measure(self) -> None:
         for task in self._queue:

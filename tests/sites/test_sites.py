@@ -14,13 +14,13 @@ from hpc_elastic.errors import SubmissionError
 from hpc_elastic.launcher import control, submit
 from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.launcher.run_view import AbsenceTimer, read_view
+from hpc_elastic.site.gaps import expected_start
+from hpc_elastic.site.siblings import NodeSupply, QueuedRun, why_blocked
 from hpc_elastic.slurm import quarantine, requeue, run_tasks
 from hpc_elastic.slurm.exit_action import ExitAction
-from hpc_elastic.slurm.forecast import expected_start
 from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, remedy, wait_of
 from hpc_elastic.slurm.parsing import RESERVED
 from hpc_elastic.slurm.scheduler import Scheduler
-from hpc_elastic.slurm.sweep_queue import NodeSupply, QueuedRun, why_blocked
 from sites import MOVED, SCRIPT, TIMED_OUT, Started
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_elastic.config.schema import NodeRange
-from hpc_elastic.slurm.forecast import (
+from hpc_elastic.site.gaps import (
     NO_RESERVE_S,
     NodeOutlook,
     Shape,

@@ -10,13 +10,11 @@ from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
     ClearHolds,
-    FitTimeLimits,
     JoinRequest,
-    LetOthersStart,
     Note,
     Postpone,
     PublishResult,
-    QuerySweep,
+    QueryQueue,
     QueryTasks,
     Send,
     StepDown,
@@ -26,6 +24,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.leader_state import DRAIN_LEFT_S, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RunEnding, claim
 from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.site import QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from simulation.month import count_items
 
@@ -242,10 +241,12 @@ def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
     """As long as it is below min nodes; one question at a time, and some seconds between two."""
     leader = leading(min_nodes=2, below_min_timeout_s=300.0, in_sweep=True)
     effects = [*join(leader, A, 1.0), *leader.tick(1.0)]
-    assert len(of(effects, QuerySweep)) == 1 and not of(leader.tick(2.0), QuerySweep)
-    assert leader.sweep_answered("others hold it", 3.0) == []
-    assert not of(leader.tick(4.0), QuerySweep) and len(of(leader.tick(8.0), QuerySweep)) == 1
-    (append,) = of(leader.sweep_answered("others hold it", 8.5), Append)
+    asked = [QueryQueue(QueueQuestion(is_short=True))]
+    assert of(effects, QueryQueue) == asked and not of(leader.tick(2.0), QueryQueue)
+    advice = QueueAdvice("others hold it")
+    assert leader.advised(advice, 3.0) == []
+    assert not of(leader.tick(4.0), QueryQueue) and of(leader.tick(8.0), QueryQueue) == asked
+    (append,) = of(leader.advised(advice, 8.5), Append)
     assert append.entry.times_requeued == 1
 
 
@@ -264,11 +265,11 @@ def test_slurm_is_asked_seldom_while_a_run_waits():
             for agent in came:
                 effects += say(leader, agent, "heartbeat", now, progress={})
             effects += leader.tick(now)
-            asked[tick // 240] += len(of(effects, QueryTasks)) + 2 * len(of(effects, QuerySweep))
+            asked[tick // 240] += len(of(effects, QueryTasks)) + 2 * len(of(effects, QueryQueue))
             if of(effects, QueryTasks):
                 leader.slurm_answered({}, now)
-            if of(effects, QuerySweep):
-                leader.sweep_answered(None, now)
+            if of(effects, QueryQueue):
+                leader.advised(QueueAdvice(), now)
         return asked
 
     few = commands(4, 3)
@@ -280,18 +281,20 @@ def test_slurm_is_asked_seldom_while_a_run_waits():
 def test_a_run_of_a_sweep_that_trains_lets_others_start():
     """Now and then; a run alone has nobody to look at."""
     leader = training(A, B, in_sweep=True)
-    assert of(leader.tick(20.0), LetOthersStart) == [LetOthersStart(())]
-    assert not of(leader.tick(21.0), LetOthersStart)
-    alone = training(A, B)
-    assert not of(alone.tick(20.0), LetOthersStart, QuerySweep)
+    assert of(leader.tick(20.0), QueryQueue) == [QueryQueue(QueueQuestion(trains=True))]
+    assert leader.advised(QueueAdvice(max_nodes=2), 21.0) == []
+    assert leader.run.growth.share == 2
+    assert not of(leader.tick(25.0), QueryQueue) and of(leader.tick(26.0), QueryQueue)
+    assert leader.advised(QueueAdvice(), 26.0) == [] and leader.run.growth.share == 2
+    assert not of(training(A, B).tick(20.0), QueryQueue)
 
 
 def test_a_leader_fits_the_time_limits_of_waiting_tasks():
     """From the first moment on, and now and then; not for a run with fixed limits."""
     leader = training(A, B, fits_time_limits=True)
-    assert of(leader.tick(20.0), FitTimeLimits) == [FitTimeLimits()]
-    assert not of(leader.tick(21.0), FitTimeLimits)
-    assert not of(training(A, B).tick(20.0), FitTimeLimits)
+    assert of(leader.tick(20.0), QueryQueue) == [QueryQueue(QueueQuestion())]
+    assert not of(leader.tick(21.0), QueryQueue), "before it is answered"
+    assert leader.advised(QueueAdvice(), 21.0) == [] and of(leader.tick(26.0), QueryQueue)
 
 
 # ---- drained nodes --------------------------------------------------------------------------

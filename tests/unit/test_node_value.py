@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hpc_elastic.slurm.node_value import (
+from hpc_elastic.site.value import (
     NodeDemand,
     StepTimeModel,
     most_useful_nodes,

@@ -12,6 +12,7 @@ import pytest
 from hpc_elastic import _util
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.site.nodes import list_drained
 from hpc_elastic.slurm import client as slurm_command
 from hpc_elastic.slurm.client import SiteClient, SlurmClient
 from hpc_elastic.slurm.job_state import TaskState
@@ -626,8 +627,8 @@ def test_each_node_is_listed_once_with_its_state(command):
 def test_drained_nodes_are_found_among_those_of_a_run(command, state):
     """sinfo is called for these nodes alone."""
     command("sinfo", f"printf 'n1|{state}\\nn2|allocated\\nn3|mixed~\\n'")
-    assert command.client.drained_nodes(["n1", "n2", "n3"]) == {"n1": state}
-    assert command.calls() == ["-h -a -N -n n1,n2,n3 -o %N|%T"]
+    assert list_drained(command.client, ["n1", "n2", "n3"]) == {"n1": state}
+    assert command.calls() == ["-h -N -a -n n1,n2,n3 -o %N|%T"]
 
 
 # ---- the cluster as a whole, for the doctor

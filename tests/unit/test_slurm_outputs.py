@@ -76,9 +76,9 @@ def test_partitions_are_read():
 
 
 def test_node_states_are_counted():
-    """How power is saved is not of interest; a star, no answer, is kept apart with its state."""
-    output = "2|idle\n1|idle~\n3|mixed\n1|down*\n1|drained\n\n"
-    assert parse_node_states(output) == {"idle": 3, "mixed": 3, "down*": 1, "drained": 1}
+    """By state, marks included."""
+    output = "2|idle\n1|idle~\n3|mixed\n1|down*\n1|idle\n\n"
+    assert parse_node_states(output) == {"idle": 3, "idle~": 1, "mixed": 3, "down*": 1}
 
 
 def test_the_node_that_could_not_start_a_task_was_busy_when_that_was_requeued():

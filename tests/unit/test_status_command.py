@@ -18,10 +18,10 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.cli.run_details import read_details
 from hpc_elastic.cli.status import CachedQuery, clock, line, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.slurm import next_gap
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.site import next_gap
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob
 from hpc_elastic.slurm.scheduler import QueueSnapshot
@@ -194,7 +194,7 @@ def test_the_next_node_comes_with_the_next_gap_if_that_is_sooner(
             raise OSError("no")
         return None if gap is None else time.time() + gap
 
-    monkeypatch.setattr("hpc_elastic.launcher.slurm.next_gap", next_gap)
+    monkeypatch.setattr("hpc_elastic.site.next_gap", next_gap)
     training(run, time.time())
     query = CachedQuery()
     for _ in range(3):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,9 @@ import pytest
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import control
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm.forecast import IDLE
-from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.node_value import NodeDemand
-from hpc_elastic.slurm.parsing import usable_state
-from hpc_elastic.slurm.sweep_queue import (
+from hpc_elastic.site import QueueAdvice, QueuePolicy, QueueQuestion
+from hpc_elastic.site.nodes import NodeState
+from hpc_elastic.site.siblings import (
     KEPT_AWAY_S,
     NodeSupply,
     QueuedRun,
@@ -26,6 +25,8 @@ from hpc_elastic.slurm.sweep_queue import (
     let_start,
     why_blocked,
 )
+from hpc_elastic.site.value import NodeDemand
+from hpc_elastic.slurm.job_state import TaskState
 
 AWAY = 60.0
 
@@ -88,7 +89,7 @@ def test_a_node_that_saves_power_is_idle(state, is_idle):
     """Slurm starts it for a task; on a cloud all idle nodes are such."""
     run = queued("a", 1, "waits")
     assert four(n4=state).num_idle(run) == is_idle
-    assert (usable_state(state) in IDLE) == (is_idle or state in ("planned", "idle-"))
+    assert NodeState.parse(state).is_idle == (is_idle or state in ("planned", "idle-"))
 
 
 @pytest.mark.parametrize("state", ["down", "down*", "drained", "allocated*", "draining"])
@@ -280,10 +281,10 @@ class FakeClient:
         """Where the submissions' tasks wait."""
         return self.waits_in
 
-    def each_node(self, partition):
+    def each_node(self, partition, hosts=None):
         """The nodes."""
-        assert partition == (self.waits_in or "low")
-        return self.states
+        assert partition == (None if hosts else self.waits_in or "low")
+        return {n: state for n, state in self.states.items() if hosts is None or n in hosts}
 
     def postpone(self, tasks, delay_s, *, time_limit_s=None):
         """Note them."""
@@ -311,7 +312,7 @@ def two_runs(tmp_path) -> list[RunDir]:
 
 def queue_of(run: RunDir, client: FakeClient) -> SweepQueue:
     """Return the queue as this run's leader sees it."""
-    return SweepQueue(run, run.load(), None, client)
+    return SweepQueue(run, run.load(), None, client, note=lambda kind, **fields: None)
 
 
 def test_tasks_that_were_moved_start_on_nodes_of_the_partition_where_they_wait(two_runs):
@@ -339,9 +340,7 @@ def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
 def test_a_sweep_of_which_no_run_stays_away_is_looked_at_seldom(two_runs, monkeypatch):
     """Twice a minute; six times once there is something to be started."""
     now = [0.0]
-    monkeypatch.setattr(
-        "hpc_elastic.slurm.sweep_queue.time", SimpleNamespace(monotonic=lambda: now[0])
-    )
+    monkeypatch.setattr("hpc_elastic.site.siblings.time", SimpleNamespace(monotonic=lambda: now[0]))
     client = FakeClient()
     queue, away = queue_of(two_runs[0], client), client.second
 
@@ -386,9 +385,7 @@ def test_a_run_that_is_kept_away_and_one_that_starts_are_events(two_runs):
 def test_the_next_nodes_are_divided_by_what_the_runs_report(two_runs, monkeypatch):
     """The run that ends first grows; the other one has as many nodes as it will get."""
     now = [0.0]
-    monkeypatch.setattr(
-        "hpc_elastic.slurm.sweep_queue.time", SimpleNamespace(monotonic=lambda: now[0])
-    )
+    monkeypatch.setattr("hpc_elastic.site.siblings.time", SimpleNamespace(monotonic=lambda: now[0]))
     client = FakeClient()
     client.second = TaskState("7_2", "RUNNING", node="n3")
     for run, step in zip(two_runs, (900, 100), strict=True):
@@ -398,26 +395,26 @@ def test_the_next_nodes_are_divided_by_what_the_runs_report(two_runs, monkeypatc
         status = {"step": step, "total_steps": 1000, "step_times": times}
         run.status.write_text(json.dumps(status))
     first, second = (queue_of(run, client) for run in two_runs)
-    assert first.let_others_start() == (4,) and second.let_others_start() == (1,)
+    assert first.let_others_start() == 4 and second.let_others_start() == 1
     now[0] = 1.0
-    assert first.let_others_start() == (), "not so soon again"
+    assert first.let_others_start() is None, "not so soon again"
     now[0] = 31.0
-    assert second.let_others_start() == (1,), "as often as the first run"
+    assert second.let_others_start() == 1, "as often as the first run"
     now[0] = 100.0
     two_runs[0].status.write_text("{")
-    assert first.let_others_start() == (2,), "nothing is known of it"
+    assert first.let_others_start() == 2, "nothing is known of it"
     odd = ('{"step_times": [1]}', '{"step_times": {"a": 1}}', '{"step_times": {"2": null}}',
            '{"total_steps": "many"}', '{"total_steps": 1e999}', '{"total_steps": 9, "step": {}}',
            '{"step_times": {"1": NaN, "2": -1}, "total_steps": 9}')  # fmt: skip
     for text in odd:
         now[0] += 100.0
         two_runs[0].status.write_text(text)
-        assert len(first.let_others_start()) == 1, "a sibling's file ends no leader"
+        assert first.let_others_start() is not None, "a sibling's file ends no leader"
 
 
 def test_without_the_setting_every_run_grows(two_runs):
     """As it always was."""
-    assert queue_of(two_runs[0], FakeClient()).let_others_start() == (None,)
+    assert queue_of(two_runs[0], FakeClient()).let_others_start() == inf
 
 
 def resubmitted(runs: list[RunDir], folder: Path, flags: str) -> Path:
@@ -464,9 +461,7 @@ def test_a_run_without_siblings_asks_slurm_once_a_minute(two_runs, monkeypatch):
     asked = []
     monkeypatch.setattr(client, "batch_scripts", lambda: asked.append(1) or [])
     now = [0.0]
-    monkeypatch.setattr(
-        "hpc_elastic.slurm.sweep_queue.time", SimpleNamespace(monotonic=lambda: now[0])
-    )
+    monkeypatch.setattr("hpc_elastic.site.siblings.time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(180):
         now[0] += 1.0
         queue.let_others_start()
@@ -522,3 +517,84 @@ def test_a_run_that_is_cancelled_lets_others_start(two_runs, monkeypatch):
     target = control.CancelTarget(two_runs[0], two_runs[0].load(), None, {})
     assert control.cancel(target, wait_s=1.0, warn=print, scheduler=NoTasks()) == []
     assert client.started == ["7_2"]
+
+
+# ---- the policy, as a leader asks it --------------------------------------------------------
+
+
+def policy_of(run: RunDir, client: FakeClient) -> QueuePolicy:
+    """Return the policy of this run's leader."""
+    return QueuePolicy(run, run.load(), None, client)
+
+
+TRAINS, SHORT = QueueQuestion(trains=True), QueueQuestion(is_short=True)
+
+
+def test_a_leader_is_advised_by_the_queue(two_runs):
+    """Siblings start; drained nodes are named when Slurm was queried, and only then."""
+    client = FakeClient()
+    client.states["n1"] = "draining"
+    policy = policy_of(two_runs[0], client)
+    expected = QueueAdvice(max_nodes=inf, drained={"n1": "draining"})
+    assert policy.tick(TRAINS, ["n1", "n2"]) == expected and client.started == ["7_2"]
+    assert policy.tick(TRAINS, ["n1", "n2"]) == QueueAdvice()
+    assert policy.tick(QueueQuestion()) == QueueAdvice()
+    client.second = TaskState("7_2", "RUNNING", node="n3")
+    client.states |= {"n3": "allocated", "n4": "down"}
+    assert "other runs" in str(policy_of(two_runs[1], client).tick(SHORT).blocked_why)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "a node list of squeue", "an answer of sinfo", "Slurm", "the file system",
+        "a sibling's description", "a sibling's array",
+    ],
+)  # fmt: skip
+def test_whatever_goes_wrong_with_the_queue_is_no_advice(two_runs, monkeypatch, caplog, damage):
+    """An optional query ends no term of a leader; it is logged once, until it succeeds again."""
+    client = FakeClient()
+
+    def fail(error):
+        def raised(*_, **__):
+            raise error
+
+        return raised
+
+    monkeypatch.setattr("hpc_elastic.site.siblings.POLL_S", -1.0)
+    monkeypatch.setattr("hpc_elastic.site.siblings.POLL_SELDOM_S", -1.0)
+    match damage:
+        case "a node list of squeue":
+            client.second = TaskState("7_2", "RUNNING", node="n[3")
+        case "an answer of sinfo":
+            client.each_node = lambda *_: None
+        case "Slurm":
+            client.tasks = fail(SlurmCommandError(["squeue"], 1, "down"))
+        case "the file system":
+            client.batch_scripts = fail(OSError("stale file handle"))
+        case "a sibling's description":
+            two_runs[1].spec.write_text('{"run_id": "r", "tasks": 7}')
+        case "a sibling's array":
+            array = Submission(two_runs[0].path.parent / ".hpc_elastic").array(0)
+            run = str(two_runs[0].path)
+            array.tasks.write_text(json.dumps({"runs": [{"dir": run, "slot": None}]}))
+    policy = policy_of(two_runs[0], client)
+    for _ in range(3):
+        assert policy.tick(TRAINS, ["n1"]).max_nodes is None
+    policy.end_run()
+    texts = [record.getMessage().partition(": ")[0] for record in caplog.records]
+    late = "other runs of the user may start"
+    assert texts == [f"{late} late", f"{late} minutes later"]
+    assert policy.tick(SHORT) == QueueAdvice()
+
+
+def test_a_query_of_the_queue_that_succeeds_again_is_logged_again(two_runs, monkeypatch, caplog):
+    """Each time that it fails anew."""
+    monkeypatch.setattr("hpc_elastic.site.siblings.POLL_SELDOM_S", -1.0)
+    monkeypatch.setattr("hpc_elastic.site.siblings.POLL_S", -1.0)
+    client = FakeClient()
+    policy, answers = policy_of(two_runs[0], client), client.tasks
+    for works in (False, False, True, False):
+        client.tasks = answers if works else None
+        assert (policy.tick(TRAINS).max_nodes is not None) == works
+    assert len(caplog.records) == 2 and all(record.exc_info for record in caplog.records)

@@ -7,7 +7,7 @@ import pytest
 from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.run.directory import Entry
-from hpc_elastic.slurm.node_value import StepTimeModel
+from hpc_elastic.site.value import StepTimeModel
 from simulation.sweep import Figures, Scaling, SweepSimulation
 
 AIM_S = 20.0

@@ -5,10 +5,11 @@ from math import inf
 import pytest
 
 from hpc_elastic.run.directory import Entry, RunSpec
-from hpc_elastic.slurm import time_slots
+from hpc_elastic.site import limits as time_slots
+from hpc_elastic.site.gaps import hole_ends
+from hpc_elastic.site.limits import LADDER_S, LimitFitter, TimeSlots
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, QueuedJob
-from hpc_elastic.slurm.time_slots import LADDER_S, LimitFitter, TimeSlots, hole_ends
 
 FULL_S = 3600.0
 NOW = 1_900_000_020.0  # a whole minute

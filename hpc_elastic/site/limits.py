@@ -40,9 +40,10 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.run.task_name import index_of, job_of, queue_name
+from hpc_elastic.site.gaps import hole_ends
+from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import parsing
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.forecast import BUSY, IDLE, ahead_of
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.run_tasks import current_names, jobs_of
 
@@ -57,26 +58,6 @@ CHECK_SELDOM_S = 60.0
 _MOST = 20
 """Tasks whose limit differs from the full one, at most. Slurm keeps a record of each element that
 was updated, and backfill plans for this many of an array (bf_max_job_array_resv)."""
-
-
-def hole_ends(
-    nodes: Iterable[str], waiting: Iterable[parsing.QueuedJob], own: Iterable[str]
-) -> dict[str, float]:
-    """Return when each node is needed by another job that waits; infinite if never (pure).
-
-    In Unix seconds. Backfill plans in steps of a minute (bf_resolution), and rounds down.
-
-    Args:
-        nodes: The nodes.
-        waiting: The jobs that wait, with what is planned for them, and the reservations.
-        own: Ids of the run's jobs, which end no hole.
-    """
-    ends = dict.fromkeys(nodes, float("inf"))
-    for job in ahead_of(waiting, own):
-        if job.starts_at is not None:
-            for node in ends.keys() & set(job.nodes):
-                ends[node] = min(ends[node], job.starts_at // 60 * 60)
-    return ends
 
 
 @dataclass
@@ -237,9 +218,9 @@ class TimeSlots:
             self._fitter.pass_s = parsing.backfill_interval_s(self._client.config())
             self._knows_pass = True
         states = self._client.each_node(self._partition)
-        words = {node: parsing.usable_state(state) for node, state in states.items()}
-        idle = {node for node, word in words.items() if word in IDLE}
-        nodes = idle.union(node for node, word in words.items() if word in BUSY)
+        known = {node: NodeState.parse(state) for node, state in states.items()}
+        idle = {node for node, state in known.items() if state.is_idle}
+        nodes = idle.union(node for node, state in known.items() if state.is_busy)
         if idle or time.monotonic() >= self._next_plan:
             queue = self._client.queue(only_waiting=True)
             moved = {name for job in queue if job.job in waiting for name in job.partitions}
@@ -259,3 +240,14 @@ class TimeSlots:
         for limit_s, tasks in changed.items():
             _log.info("time limit of %g min: %s", limit_s / 60, ", ".join(tasks))
             self._client.set_time_limit(tasks, limit_s)
+
+
+def time_slots_of(specs: Iterable[RunSpec], client: SlurmClient) -> list[TimeSlots]:
+    """Return what fits the time limits of some runs, for those whose limits are not fixed."""
+    groups: dict[object, list[tuple[RunSpec, range]]] = {}
+    for spec in specs:
+        for slots, share in spec.shares:
+            if share.restored_limit_s is not None:
+                key = share.partition, share.time_s, share.time_min_s
+                groups.setdefault(key, []).append((spec, slots))
+    return [TimeSlots(group, None, client) for group in groups.values()]

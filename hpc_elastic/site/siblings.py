@@ -12,7 +12,7 @@ could use them:
 - A run that trains lets siblings stay away that would start for nothing: those that train hold what
   they lack (`keep_away`). A sibling may come back as soon as other users' nodes would suffice.
 
-With ``sweep_growth=soonest`` a fourth rule divides the nodes that may come next (`node_value`): a
+With ``sweep_growth=soonest`` a fourth rule divides the nodes that may come next (`site.value`): a
 run that gets none of them holds its pending tasks (`rendezvous.group_change`), and one that has
 no nodes either waits for its turn (`deferred_runs`).
 
@@ -26,10 +26,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission
 from hpc_elastic.run.fencing import last_index
 from hpc_elastic.run.task_name import index_of, job_of, task_name
 from hpc_elastic.shared_files import is_there, parse_json, read_json, read_text
+from hpc_elastic.site.nodes import NodeState
+from hpc_elastic.site.value import NodeDemand, share_nodes
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState, Wait, remedy, wait_of
-from hpc_elastic.slurm.node_value import NodeDemand, share_nodes
-from hpc_elastic.slurm.parsing import usable_state
 from hpc_elastic.slurm.quarantine import excluded
 from hpc_elastic.slurm.run_tasks import followed, list_followed
 
@@ -53,12 +53,6 @@ KEPT_AWAY_S = 300.0
 """For how long siblings stay away that would start for nothing; a run that ends lets them start."""
 RENEW_S = 45.0
 """They stay away for longer if the start of one lies no further ahead; more than `POLL_S`."""
-
-_LOST = {
-    *("down", "drained", "draining", "drng", "drain", "fail", "failing", "error", "future"),
-    *("inval", "maint", "unknown", "reboot", "perfctrs"),
-}
-"""States of nodes that will not come to a job that waits; any state with a mark ``*`` as well."""
 
 
 @dataclass(frozen=True)
@@ -171,24 +165,26 @@ class NodeSupply:
     states: Mapping[str, str]
     are_whole: bool
 
+    @cached_property
+    def _free(self) -> set[str]:
+        known = ((name, NodeState.parse(state)) for name, state in self.states.items())
+        return {name for name, state in known if state.is_idle and not state.is_planned}
+
+    @cached_property
+    def _coming(self) -> set[str]:
+        return {n for n, state in self.states.items() if not NodeState.parse(state).is_lost}
+
     def num_idle(self, run: QueuedRun) -> int:
         """Return the number of idle nodes on which a run's tasks may start.
 
         Those that are planned for another job are not among them.
         """
-        free = (name for name, state in self.states.items() if not state.endswith("-"))
-        idle = {name for name in free if usable_state(self.states[name]) == "idle"}
-        return 0 if run.limit else len(idle - run.avoids)
+        return 0 if run.limit else len(self._free - run.avoids)
 
     def num_coming(self, run: QueuedRun, held: Set[str]) -> int:
         """Return the number that may come to a run, beside those that the sweep holds."""
-        coming = {
-            name
-            for name, state in self.states.items()
-            if "*" not in state and state.rstrip("~#%+@!^-$") not in _LOST
-        }
         taken = run.avoids | held if self.are_whole else run.avoids
-        return 0 if run.limit else len(coming - taken)
+        return 0 if run.limit else len(self._coming - taken)
 
 
 def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
@@ -309,7 +305,7 @@ have: tasks for them are in the queue."""
 
 
 def divide_next_nodes(runs: Sequence[QueuedRun]) -> list[int]:
-    """Return how many of the nodes that may come next each run gets (`node_value`).
+    """Return how many of the nodes that may come next each run gets (`site.value`).
 
     Args:
         runs: The siblings in their order, each with its demand unless it is over.
@@ -353,15 +349,8 @@ _NOT_OF_NODES = {
 class SweepQueue:
     """The queue as the leader of one run sees it: its siblings, in their order.
 
-    Calls block for as long as Slurm does. They raise `SlurmError` where Slurm does not answer, and
-    `OSError` where the submission's files cannot be read.
-
-    Args:
-        run: The directory of the run.
-        spec: The run.
-        partition: Its partition, if the submission named none, and no task waits.
-        client: Runs Slurm's commands.
-        note: Writes an event.
+    For one thread at a time; see `policy.QueuePolicy`. Calls raise `SlurmError` where Slurm does
+    not answer, and `OSError` where the submission's files cannot be read.
     """
 
     def __init__(
@@ -371,7 +360,7 @@ class SweepQueue:
         partition: str | None,
         client: SlurmClient,
         *,
-        note: Callable[..., None] = lambda kind, **fields: None,
+        note: Callable[..., None],
     ) -> None:
         self._run = run
         self._spec = spec
@@ -383,15 +372,10 @@ class SweepQueue:
         """The submissions with siblings, the oldest first."""
         self._next_discovery = -math.inf
         self._specs: dict[Path, RunSpec] = {}
-        self._checking = threading.Lock()
         self._next_check = 0.0
 
     def why_blocked(self, lost: Mapping[str, int]) -> str | None:
-        """Return why this run cannot get its minimum; None if it may yet get it.
-
-        Args:
-            lost: This run's tasks that were lost, each with its attempt.
-        """
+        """Return why this run cannot get its minimum; None if it may yet get it."""
         found = self._runs()
         if found is None:
             return None
@@ -401,7 +385,7 @@ class SweepQueue:
 
     def let_others_start(
         self, lost: Iterable[str] = (), *, ends: bool = False, grows: bool = True
-    ) -> Sequence[int | None]:
+    ) -> float | None:
         """Let siblings start that stay away, as far as there are idle nodes for their minimum.
 
         Those that would soon start for nothing stay away for longer.
@@ -413,49 +397,43 @@ class SweepQueue:
             grows: Whether its other tasks may start too.
 
         Returns:
-            The size up to which this run grows beside its siblings, None: without limit; nothing
+            The size up to which this run grows beside its siblings, infinite without a limit; None
             if nothing was done.
         """
-        if not self._checking.acquire(blocking=ends):
-            return ()  # Slurm has not answered yet
-        try:
-            if not ends and time.monotonic() < self._next_check:
-                return ()
-            self._next_check = time.monotonic() + POLL_S
-            if ends:
-                self._next_discovery = -math.inf  # nothing lets later siblings start after this
-            found = self._runs()
-            if found is None:
-                self._next_check = time.monotonic() + DISCOVERY_S
-                return (None,)
-            runs, own = found
-            withheld = frozenset(lost if grows else runs[own].tasks)
-            largest, deferred = None, frozenset[int]()
-            if runs[own].demand is not None and not ends:
-                shares = divide_next_nodes(runs)
-                largest, deferred = len(runs[own].nodes) + shares[own], deferred_runs(runs, shares)
-            earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
-            are_away = any(run.away for run in runs if run.lacks) or (grows and runs[own].away)
-            every_s = POLL_S if are_away else POLL_SELDOM_S
-            wait_s = every_s * (1 + earlier)
-            if largest is not None:  # held tasks are to start soon after another run has ended
-                wait_s = min(wait_s, POLL_SELDOM_S)
-            self._next_check = time.monotonic() + wait_s
-            if not (are_away or deferred):
-                return (largest,)
-            nodes = self._nodes()
-            names = let_start(runs, own, nodes, ends=ends, withheld=withheld, deferred=deferred)
-            if names:
-                self._postpone(names, RELEASE_DELAY_S, runs, "may start: nodes are idle for them")
-            elif not ends and (names := keep_away(runs, nodes, deferred)):
-                cause = "siblings train with what they lack"
-                cause = f"{cause}, or gain more from the next nodes" if deferred else cause
-                self._postpone(
-                    names, KEPT_AWAY_S, runs, f"must stay away from the queue for a while: {cause}"
-                )
-            return (largest,)
-        finally:
-            self._checking.release()
+        if not ends and time.monotonic() < self._next_check:
+            return None
+        self._next_check = time.monotonic() + POLL_S
+        if ends:
+            self._next_discovery = -math.inf  # nothing lets later siblings start after this
+        found = self._runs()
+        if found is None:
+            self._next_check = time.monotonic() + DISCOVERY_S
+            return math.inf
+        runs, own = found
+        withheld = frozenset(lost if grows else runs[own].tasks)
+        largest, deferred = math.inf, frozenset[int]()
+        if runs[own].demand is not None and not ends:
+            shares = divide_next_nodes(runs)
+            largest, deferred = len(runs[own].nodes) + shares[own], deferred_runs(runs, shares)
+        earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
+        are_away = any(run.away for run in runs if run.lacks) or (grows and runs[own].away)
+        wait_s = (POLL_S if are_away else POLL_SELDOM_S) * (1 + earlier)
+        if largest < math.inf:  # held tasks are to start soon after another run has ended
+            wait_s = min(wait_s, POLL_SELDOM_S)
+        self._next_check = time.monotonic() + wait_s
+        if not (are_away or deferred):
+            return largest
+        nodes = self._nodes()
+        names = let_start(runs, own, nodes, ends=ends, withheld=withheld, deferred=deferred)
+        if names:
+            self._postpone(names, RELEASE_DELAY_S, runs, "may start: nodes are idle for them")
+        elif not ends and (names := keep_away(runs, nodes, deferred)):
+            cause = "siblings train with what they lack"
+            cause = f"{cause}, or gain more from the next nodes" if deferred else cause
+            self._postpone(
+                names, KEPT_AWAY_S, runs, f"must stay away from the queue for a while: {cause}"
+            )
+        return largest
 
     def _postpone(
         self, names: Sequence[str], delay_s: float, runs: Sequence[QueuedRun], why: str

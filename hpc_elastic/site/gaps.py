@@ -18,20 +18,30 @@ waiting jobs that backfill has not planned. `Outlook` counts them. Neither sourc
 preemption, or a job that is submitted later.
 
 `expected_start` is the forecast for the waiting tasks of a submitted run: Slurm's own plan. With
-fitted time limits (`slurm.time_slots`) the next gap is sooner.
+fitted time limits (`site.limits`) the next gap is sooner.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpc_elastic._util import counted, duration
-from hpc_elastic.config.schema import NodeRange
+from hpc_elastic.config.parse import time_limit_s
+from hpc_elastic.config.schema import NodeRange, SlurmSettings
+from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.shared_files import read_json
+from hpc_elastic.site.nodes import NodeState
+from hpc_elastic.slurm import run_tasks
+from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
-from hpc_elastic.slurm.parsing import QueuedJob, usable_state
+from hpc_elastic.slurm.nodelist import expand
+from hpc_elastic.slurm.parsing import Partition, QueuedJob, selected
 
 SAME_S = 60.0
 """Starts less far apart are one: backfill makes a pass each half minute."""
@@ -44,8 +54,6 @@ NO_RESERVE_S = 60.0
 """How long a gap must be for tasks of a QOS with NoReserve, which backfill takes for jobs of a
 minute. They start with their whole time limit."""
 
-IDLE, BUSY = ("idle", "planned"), ("allocated", "mixed", "completing")
-"""States of nodes that run nothing, those that are planned included, and of those that do."""
 _AHEAD = ("", "Priority", "Resources")
 """Reasons of jobs that wait for nodes."""
 
@@ -139,6 +147,26 @@ def ahead_of(jobs: Iterable[QueuedJob], own: Iterable[str]) -> list[QueuedJob]:
     ]
 
 
+def hole_ends(
+    nodes: Iterable[str], waiting: Iterable[QueuedJob], own: Iterable[str]
+) -> dict[str, float]:
+    """Return when each node is needed by another job that waits; infinite if never.
+
+    In Unix seconds. Backfill plans in steps of a minute (bf_resolution), and rounds down.
+
+    Args:
+        nodes: The nodes.
+        waiting: The jobs that wait, with what is planned for them, and the reservations.
+        own: Ids of the run's jobs, which end no hole.
+    """
+    ends = dict.fromkeys(nodes, math.inf)
+    for job in ahead_of(waiting, own):
+        if job.starts_at is not None:
+            for node in ends.keys() & set(job.nodes):
+                ends[node] = min(ends[node], job.starts_at // 60 * 60)
+    return ends
+
+
 def outlook(
     states: Mapping[str, str],
     jobs: Iterable[QueuedJob],
@@ -176,20 +204,21 @@ def outlook(
             plans.setdefault(node, []).append((begin, end))
     nodes: dict[str, NodeOutlook] = {}
     num_out = 0
-    for name, state in states.items():
-        word = usable_state(state)
+    for name, text in states.items():
+        state = NodeState.parse(text)
         planned, occupied = sorted(plans.get(name, ())), ends.get(name, [])
-        if word in IDLE:
-            is_planned = bool(planned) or word == "planned" or "-" in state
+        if state.is_idle:
+            is_planned = bool(planned) or state.is_planned
             is_known = bool(planned) or not is_planned
             gaps = _gaps(now, planned) if is_known else None
             nodes[name] = NodeOutlook(gaps, is_planned=is_planned)
-        elif word in BUSY:
-            is_complete = bool(occupied) and not (are_jobs_hidden and word == "mixed")
+        elif state.is_busy:
+            is_complete = bool(occupied) and not (are_jobs_hidden and state.word == "mixed")
             known = [end for end in occupied if end is not None and end - now < FAR_S]
             is_known = is_complete and len(known) == len(occupied)
             free_at = max([now, *known])
-            gaps = _gaps(free_at, planned) if is_known or word == "completing" else None
+            is_ending = state.word == "completing"
+            gaps = _gaps(free_at, planned) if is_known or is_ending else None
             nodes[name] = NodeOutlook(gaps, is_busy=True)
         else:
             num_out += 1
@@ -413,3 +442,61 @@ def expected_start(tasks: Iterable[TaskState], now: float) -> ExpectedStart | No
         what = "; ".join(sorted(filter(None, remedies)))
         return ExpectedStart(why=f"no task can start ({reasons}): {what}")
     return ExpectedStart(why=f"Slurm has planned no start ({reasons})")
+
+
+# ---- the gaps of a submitted run
+
+
+def without_excluded(states: Mapping[str, str], launcher: Any) -> dict[str, str]:
+    """Return the nodes that ``launcher.exclude`` does not name, with their states (pure)."""
+    left_out = set(expand(launcher.exclude or ""))
+    return {node: state for node, state in states.items() if node not in left_out}
+
+
+def time_limit_of(launcher: SlurmSettings, partitions: Sequence[Partition]) -> float:
+    """Return the time limit of a run's tasks in seconds; infinite without a limit (pure)."""
+    given = launcher.sbatch.get("time", launcher.time)
+    if given is not None:
+        asked = time_limit_s(str(given))
+        return math.inf if asked is None else asked
+    defaults = [p.default_time_s or p.max_time_s or math.inf for p in partitions]
+    return min(defaults, default=math.inf)
+
+
+def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> float | None:
+    """Return when the next gap begins in which a task with a fitted time limit starts.
+
+    Slurm's plan for a waiting task is for the limit that the task has at present, and its run will
+    set the limit that fits (`site.limits`).
+
+    Args:
+        run: A run that was submitted to Slurm.
+        spec: Its description.
+        client: Runs Slurm's commands: four at most, one more for each further pool.
+
+    Returns:
+        Unix seconds; None if unknown, or if the limits of all its tasks are fixed.
+
+    Raises:
+        SlurmCommandError: Slurm does not answer.
+        ConfigError: The run's settings are not valid.
+        OSError, ValueError: The run's files cannot be read.
+    """
+    from hpc_elastic.config.resolve import resolve
+
+    launchers: list[Any] = [own for _, own in resolve(read_json(run.settings) or {}).shares]
+    fitted = [own for own in launchers if own.time_min is not None and not own.constraint]
+    if not fitted:
+        return None
+    client = client or SiteClient(env=dict(os.environ))
+    partitions = client.all_partitions()
+    jobs = ahead_of(client.queue(), filter(None, run_tasks.jobs_of(spec)))
+    now, starts = time.time(), list[float]()
+    for own in fitted:
+        chosen = selected(partitions, own.partition)
+        states = client.each_node(",".join(p.name for p in chosen) or own.partition)
+        found = outlook(without_excluded(states, own), jobs, now)
+        limit_s = time_limit_of(own, chosen)
+        terms = TaskTerms(limit_s, time_limit_s(own.time_min))
+        starts += [begin for (begin, _), *_ in terms.windows(found, limit_s).values()]
+    return min(starts, default=None)

@@ -1,0 +1,84 @@
+"""State of a node: what sinfo's word and its marks mean for a task that waits. Pure.
+
+sinfo prints a word and marks behind it, such as ``idle~``. Some marks keep no task away: Slurm
+starts a node that saves power (``~``, ``#``, ``%``, ``!``), and ``-`` marks one that backfill
+has planned for a waiting job. A node that does not answer (``*``), is about to boot (``@``,
+``^``) or is in a maintenance reservation (``$``) starts no task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpc_elastic.slurm.client import SlurmClient
+
+_PLAN = "-"
+_HARMLESS = f"~#%!+{_PLAN}"
+_SILENT = "*"
+_MARKS = f"{_HARMLESS}{_SILENT}@^$"
+_SHORT = {
+    **{"alloc": "allocated", "mix": "mixed", "comp": "completing", "plnd": "planned"},
+    **{"drain": "drained", "drng": "draining", "failg": "failing"},
+}
+_DRAINED = ("draining", "drained", "failing", "fail")
+_LOST = {
+    *(*_DRAINED, "down", "error", "future", "inval", "maint", "unknown", "reboot", "perfctrs"),
+    *("no_respond", "not_responding"),
+}
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """State of one node.
+
+    Attributes:
+        word: sinfo's word in its long form, such as ``idle``.
+        marks: The marks behind it.
+    """
+
+    word: str
+    marks: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> NodeState:
+        """Return the state that sinfo prints as this text."""
+        text = text.strip().lower()
+        word = text.rstrip(_MARKS)
+        return cls(_SHORT.get(word, word), text[len(word) :])
+
+    @property
+    def name(self) -> str:
+        """The word, with those marks that keep tasks away."""
+        return self.word + "".join(mark for mark in self.marks if mark not in _HARMLESS)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it runs nothing and takes tasks; it may be planned for a waiting job."""
+        return self.name in ("idle", "planned")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is idle, and backfill has planned a waiting job there."""
+        return self.is_idle and (self.word == "planned" or _PLAN in self.marks)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has a job, and takes tasks once that has ended."""
+        return self.name in ("allocated", "mixed", "completing")
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it gets no new jobs, because an administrator or Slurm drains it."""
+        return self.word in _DRAINED
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it will not come to a job that waits."""
+        return _SILENT in self.marks or self.word in _LOST
+
+
+def list_drained(client: SlurmClient, hosts: Iterable[str]) -> dict[str, str]:
+    """Return those of some nodes that are drained, each with its state in sinfo's words."""
+    found = client.each_node(None, hosts)
+    return {node: state for node, state in found.items() if NodeState.parse(state).is_drained}

@@ -1,0 +1,146 @@
+"""What the queue lets a run do: the one port through which a leader sees the cluster.
+
+`QueuePolicy` puts together what `limits` and `siblings` do for a run. All of it is optional: a run
+trains without. So an unexpected answer of Slurm, or an unreadable file of a sibling, is no advice,
+whatever error it causes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.site.limits import TimeSlots
+from hpc_elastic.site.nodes import list_drained
+from hpc_elastic.site.siblings import SweepQueue
+from hpc_elastic.slurm.client import SlurmClient
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class QueueQuestion:
+    """The state of a run, as far as the policy depends on it.
+
+    Attributes:
+        lost: Its lost tasks, each with its attempt: Slurm detects a loss late.
+        is_short: Whether it waits for nodes to its minimum, and is to know whether they may come.
+        trains: Whether it trains, so that siblings may start.
+        grows: Whether its other tasks may start too.
+    """
+
+    lost: Mapping[str, int] = field(default_factory=dict)
+    is_short: bool = False
+    trains: bool = False
+    grows: bool = True
+
+
+@dataclass(frozen=True)
+class QueueAdvice:
+    """What the queue lets a run do; without a value there is no advice.
+
+    Attributes:
+        blocked_why: Why the run cannot get its minimum at present; None: it may get it, or nothing
+            is known.
+        max_nodes: The size up to which it grows beside its siblings, infinite without a limit;
+            None: that was not weighed now.
+        drained: Those of its nodes that are drained, each with Slurm's state.
+    """
+
+    blocked_why: str | None = None
+    max_nodes: float | None = None
+    drained: Mapping[str, str] = field(default_factory=dict)
+
+
+class QueuePolicy:
+    """The policy of one run in Slurm's queue. Calls block for as long as Slurm does.
+
+    No method raises: a query that fails is logged once, until it succeeds again.
+
+    Args:
+        run: The directory of the run.
+        spec: The run.
+        partition: Its partition, if the submission named none, and no task waits.
+        client: Runs Slurm's commands.
+        note: Writes an event.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        spec: RunSpec,
+        partition: str | None,
+        client: SlurmClient,
+        *,
+        note: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
+        self._client = client
+        self._siblings = SweepQueue(run, spec, partition, client, note=note)
+        self._time_slots = [
+            TimeSlots([(share, slots)], partition, client, leads=True)
+            for slots, share in spec.shares
+            if share.restored_limit_s is not None
+        ]
+        self._lock = threading.Lock()
+        self._failing: set[str] = set()
+
+    def tick(self, question: QueueQuestion, hosts: Collection[str] = ()) -> QueueAdvice:
+        """Do what is due: let siblings start, and fit the time limits of waiting tasks.
+
+        Args:
+            question: The state of the run.
+            hosts: The nodes that it has.
+        """
+        with self._lock:
+            return self._tick(question, hosts)
+
+    def _tick(self, question: QueueQuestion, hosts: Collection[str]) -> QueueAdvice:
+        siblings, lost, grows = self._siblings, question.lost, question.grows
+        why = largest = drained = None
+        if question.is_short:
+            what = "the other runs of the user cannot be listed"
+            why = self._answer(what, lambda: siblings.why_blocked(lost))
+        if question.trains:
+            what = "other runs of the user may start late"
+            largest = self._answer(what, lambda: siblings.let_others_start(lost, grows=grows))
+        if largest is not None and hosts:  # Slurm was queried now
+            what = "whether nodes are drained is not known"
+            drained = self._answer(what, lambda: list_drained(self._client, hosts))
+        self._fit(lambda slots: slots.fit_if_due())
+        return QueueAdvice(why, largest, drained or {})
+
+    def leave_run(self) -> None:
+        """Fit the time limits once more, if this process has: it leaves the run to another."""
+        self._fit(lambda slots: slots.fit() if slots.has_fitted else None)
+
+    def end_run(self) -> None:
+        """Let siblings start in the place of the run, which has ended."""
+        what = "other runs of the user may start minutes later"
+        with self._lock:
+            self._answer(what, lambda: self._siblings.let_others_start(ends=True))
+
+    def _fit(self, fit: Callable[[TimeSlots], object]) -> None:
+        def fit_all() -> None:
+            for slots in self._time_slots:
+                fit(slots)
+
+        self._answer("waiting tasks of the run may start late", fit_all)
+
+    def _answer(self, without: str, query: Callable[[], _T]) -> _T | None:
+        """Return the answer of a query; None if it fails, and what that means is logged."""
+        try:
+            answer = query()
+        except Exception as e:
+            if without not in self._failing:
+                is_expected = isinstance(e, (HpcElasticError, OSError))
+                _log.warning("%s: %s", without, e, exc_info=not is_expected)
+            self._failing.add(without)
+            return None
+        self._failing.discard(without)
+        return answer

@@ -123,22 +123,6 @@ class RunForecast:
     soonest: Shape | None
     notes: Sequence[str]
 
-    @property
-    def is_coallocated(self) -> bool:
-        """Whether the minimum is one job."""
-        from hpc_elastic.launcher.plan import is_coallocated
-
-        return is_coallocated(self.settings)
-
-    def start_of(self, shape: Shape) -> float | None:
-        """Return when the run would start with this time limit; None if unknown."""
-        return shape.start_of_run(self.settings.nodes, coallocated=self.is_coallocated)
-
-    def growth_of(self, shape: Shape) -> list[tuple[int, float]]:
-        """Return the sizes of the run with this time limit, and when it has them."""
-        nodes, sizes = self.settings.nodes, self.settings.node_counts
-        return shape.growth(nodes, sizes=sizes, coallocated=self.is_coallocated)
-
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints; the help describes the keys."""
         found, nodes = self.found, self.settings.nodes
@@ -154,8 +138,8 @@ class RunForecast:
             "test_only": {str(n): at for n, at in self.shapes[0].tested.items()},
             "shapes": [
                 {
-                    "time_limit_s": _finite(shape.limit_s), "starts_at": self.start_of(shape),
-                    "growth": [{"nodes": n, "at": at} for n, at in self.growth_of(shape)],
+                    "time_limit_s": _finite(shape.limit_s), "starts_at": shape.starts_at,
+                    "growth": [{"nodes": n, "at": at} for n, at in shape.growth],
                 }
                 for shape in self.shapes
             ],
@@ -213,14 +197,16 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         here = frozenset(listed[launcher.partition])
         pools.append(TaskTerms(limit_s, gap_s, len(slots), here))
         notes += [note] if note else []
-    own, *shorter = shapes(found, pools, settings.nodes, now)
+    nodes = settings.nodes
+    sizes = settings.node_counts or range(nodes.min, nodes.max + 1, nodes.unit)
+    coallocated = is_coallocated(settings)
+    own, *shorter = shapes(found, pools, sizes, now, coallocated=coallocated)
     tested, refused = _tests(client, scripts, settings, now)
     notes += refused
     own = replace(
         own, tested=tested, is_queue_empty=not found.num_waiting and not parsing.hides_jobs(config)
     )
-    growth = own.growth(settings.nodes, sizes=settings.node_counts)
-    if any(size > len(own.starts) for size, _ in growth):
+    if any(size > len(own.starts) for size, _ in own.growth):
         notes.append(
             "for nodes that are free at an unknown time `sbatch --test-only` counts, which "
             "includes waiting jobs only as a mean"
@@ -228,7 +214,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     if len(runs) > 1:
         notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
     found_shapes = [own, *shorter]
-    best = soonest(found_shapes, settings.nodes, coallocated=is_coallocated(settings))
+    best = soonest(found_shapes)
     return RunForecast(now, settings, names, own.limit_s, found, found_shapes, best, tuple(notes))
 
 
@@ -355,7 +341,7 @@ def _print(forecast: RunForecast) -> None:
         table.add_column(name)
     for shape in forecast.shapes:
         table.add_row(
-            _limit(shape.limit_s), _at(forecast.start_of(shape), forecast.time),
+            _limit(shape.limit_s), _at(shape.starts_at, forecast.time),
             _growth(forecast, shape), style="bold" if shape is forecast.soonest else "",
         )  # fmt: skip
     out.print(table)
@@ -375,7 +361,7 @@ _MOST_STEPS = 4
 
 def _growth(forecast: RunForecast, shape: Shape) -> str:
     """Return the growth of the run: ``3 now, 5 at 14:20, 16 at 18:00``."""
-    steps = forecast.growth_of(shape)
+    steps = shape.growth
     shown = steps if len(steps) <= _MOST_STEPS else [*steps[: _MOST_STEPS - 1], steps[-1]]
     text = ", ".join(f"{number} {_at(at, forecast.time, 'at ')}" for number, at in shown)
     most = forecast.settings.nodes.max
@@ -389,8 +375,7 @@ def sentences(forecast: RunForecast) -> Iterator[str]:
     if best is None:
         yield "No start is known."
         return
-    starts, usual = forecast.start_of(best), forecast.start_of(own)
-    number = forecast.growth_of(best)[0][0]
+    starts, usual, number = best.starts_at, own.starts_at, best.growth[0][0]
     when = f"{_at(starts, now, 'at ')} with {counted(number, 'node')}"
     if best is own:
         yield f"The run starts {when}, at the latest."
@@ -411,8 +396,8 @@ def sentences(forecast: RunForecast) -> Iterator[str]:
 
 def _num_at_once(forecast: RunForecast, shape: Shape) -> int:
     """Return the size of the run in its first minute, if that is the first minute of the best."""
-    steps, best = forecast.growth_of(shape), forecast.soonest
-    first = None if best is None else forecast.start_of(best)
+    steps, best = shape.growth, forecast.soonest
+    first = None if best is None else best.starts_at
     return steps[0][0] if steps and first is not None and steps[0][1] - first < SAME_S else 0
 
 

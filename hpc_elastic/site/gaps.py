@@ -33,7 +33,7 @@ from typing import Any
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
-from hpc_elastic.config.schema import NodeRange, SlurmSettings
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.site.nodes import NodeState
@@ -131,11 +131,7 @@ def ahead_of(jobs: Iterable[QueuedJob], own: Iterable[str]) -> list[QueuedJob]:
     """Return the jobs that a run's tasks may not delay: what is planned for these ends a gap.
 
     Jobs behind all of the run's in the same queue are left out, since backfill plans them around a
-    task that starts now, and so are the run's own.
-
-    Args:
-        jobs: The jobs that squeue lists, and the reservations.
-        own: Ids of the run's jobs.
+    task that starts now, and so are the run's own (``own``: their ids).
     """
     jobs, own = list(jobs), set(own)
     mine = [job for job in jobs if job.job in own and job.waits]
@@ -150,14 +146,10 @@ def ahead_of(jobs: Iterable[QueuedJob], own: Iterable[str]) -> list[QueuedJob]:
 def hole_ends(
     nodes: Iterable[str], waiting: Iterable[QueuedJob], own: Iterable[str]
 ) -> dict[str, float]:
-    """Return when each node is needed by another job that waits; infinite if never.
+    """Return when each node is needed by another job that waits; infinite if never (Unix seconds).
 
-    In Unix seconds. Backfill plans in steps of a minute (bf_resolution), and rounds down.
-
-    Args:
-        nodes: The nodes.
-        waiting: The jobs that wait, with what is planned for them, and the reservations.
-        own: Ids of the run's jobs, which end no hole.
+    Backfill plans in steps of a minute (bf_resolution), and rounds down. The run's own jobs end no
+    hole (``own``: their ids).
     """
     ends = dict.fromkeys(nodes, math.inf)
     for job in ahead_of(waiting, own):
@@ -247,15 +239,17 @@ class Shape:
 
     Attributes:
         limit_s: The time limit; infinite without a limit.
+        sizes: The numbers of nodes that the run may have; the first one is its minimum.
         starts: When the first, second and each further node is free, in Unix seconds; nodes with an
             unknown time are left out.
-        together: When the minimum is free at the same time; None if unknown.
+        together: When the minimum is free at the same time, if it is one job; None if unknown.
         tested: Number of nodes -> when Slurm would start a job of as many, by ``sbatch
             --test-only``.
         is_queue_empty: Whether no job waits, so that no start is earlier than as tested.
     """
 
     limit_s: float
+    sizes: Sequence[int]
     starts: tuple[float, ...]
     together: float | None = None
     tested: Mapping[int, float] = field(default_factory=dict)
@@ -268,23 +262,20 @@ class Shape:
             return max(self.starts[number - 1], *(at for n, at in counts if n <= number), 0.0)
         return min((at for nodes, at in self.tested.items() if nodes >= number), default=None)
 
-    def start_of_run(self, nodes: NodeRange, *, coallocated: bool = False) -> float | None:
-        """Return when the run has its minimum; None if unknown."""
-        at = self.start_of(nodes.min)
-        if not coallocated or at is None or self.together is None:
-            return at
-        return max(at, self.together)
+    @property
+    def starts_at(self) -> float | None:
+        """When the run has its minimum; None if unknown."""
+        at = self.start_of(self.sizes[0])
+        return at if at is None or self.together is None else max(at, self.together)
 
-    def growth(
-        self, nodes: NodeRange, *, sizes: Sequence[int] = (), coallocated: bool = False
-    ) -> list[tuple[int, float]]:
-        """Return the sizes of the run and when it has them; starts within `SAME_S` are one step.
+    @property
+    def growth(self) -> list[tuple[int, float]]:
+        """The sizes of the run and when it has them; starts within `SAME_S` are one step.
 
-        It ends where further starts are unknown. Without ``sizes`` each of ``nodes`` is one.
+        It ends where further starts are unknown.
         """
-        first = self.start_of_run(nodes, coallocated=coallocated)
-        steps: list[tuple[int, float]] = []
-        for number in sizes or range(nodes.min, nodes.max + 1, nodes.unit):
+        first, steps = self.starts_at, list[tuple[int, float]]()
+        for number in self.sizes:
             at = self.start_of(number)
             if at is None or first is None:
                 break
@@ -320,14 +311,22 @@ class TaskTerms:
         return {name: windows for name, windows in spans.items() if windows}
 
 
-def shapes(found: Outlook, pools: Sequence[TaskTerms], nodes: NodeRange, now: float) -> list[Shape]:
+def shapes(
+    found: Outlook,
+    pools: Sequence[TaskTerms],
+    sizes: Sequence[int],
+    now: float,
+    *,
+    coallocated: bool = False,
+) -> list[Shape]:
     """Return a run's own time limit, and shorter ones that let it start sooner or with more nodes.
 
     Args:
         found: The nodes.
         pools: What its tasks ask for; a shorter limit counts for those with a longer one.
-        nodes: Its nodes.
+        sizes: The numbers of nodes that it may have.
         now: Unix seconds.
+        coallocated: Whether its minimum is one job.
 
     Returns:
         The run's own shape, then shorter ones, the longest first.
@@ -341,26 +340,24 @@ def shapes(found: Outlook, pools: Sequence[TaskTerms], nodes: NodeRange, now: fl
             spans = pool.windows(found, limit_s)
             starts += [(at, node, number) for node, ((at, _), *_) in spans.items()]
             windows = {**spans, **windows}
-        shape = Shape(limit_s, _first(starts, pools, nodes, now), _together(windows, nodes.min))
-        if not kept or _is_better(shape, kept[-1], nodes, now):
+        together = _together(windows, sizes[0]) if coallocated else None
+        shape = Shape(limit_s, sizes, _first(starts, pools, sizes[-1], now), together)
+        if not kept or _is_better(shape, kept[-1], now):
             kept.append(shape)
     return kept[:_MOST_SHAPES]
 
 
 def _first(
-    starts: Iterable[tuple[float, str, int]],
-    pools: Sequence[TaskTerms],
-    nodes: NodeRange,
-    now: float,
+    starts: Iterable[tuple[float, str, int]], pools: Sequence[TaskTerms], most: int, now: float
 ) -> tuple[float, ...]:
     """Return the first starts, one for each node, and no more for each pool than it has tasks."""
-    left = [nodes.max if pool.number is None else pool.number for pool in pools]
+    left = [most if pool.number is None else pool.number for pool in pools]
     taken: dict[str, float] = {}
     for at, node, number in sorted(starts):
         if at - now < FAR_S and left[number] and node not in taken:
             taken[node] = at
             left[number] -= 1
-    return tuple(taken.values())[: nodes.max]
+    return tuple(taken.values())[:most]
 
 
 def _together(windows: Mapping[str, Sequence[tuple[float, float]]], number: int) -> float | None:
@@ -375,19 +372,18 @@ def _together(windows: Mapping[str, Sequence[tuple[float, float]]], number: int)
     return None
 
 
-def _is_better(shape: Shape, other: Shape, nodes: NodeRange, now: float) -> bool:
+def _is_better(shape: Shape, other: Shape, now: float) -> bool:
     """Return whether a shorter time limit gives the run an earlier start, or more nodes at once."""
-    mine, others = (s.start_of(nodes.min) or math.inf for s in (shape, other))
+    mine, others = (s.start_of(s.sizes[0]) or math.inf for s in (shape, other))
     if others - mine >= SAME_S:
         return True
     at_once = [sum(at - now < SAME_S for at in s.starts) for s in (shape, other)]
-    return at_once[0] > at_once[1] and at_once[0] >= nodes.min
+    return at_once[0] > at_once[1] and at_once[0] >= shape.sizes[0]
 
 
-def soonest(found: Sequence[Shape], nodes: NodeRange, *, coallocated: bool = False) -> Shape | None:
+def soonest(found: Sequence[Shape]) -> Shape | None:
     """Return the shape with the earliest start, of equal ones the longest; None if unknown."""
-    starts = [(s.start_of_run(nodes, coallocated=coallocated), s) for s in found]
-    known = [(at, shape) for at, shape in starts if at is not None]
+    known = [(at, shape) for shape in found if (at := shape.starts_at) is not None]
     if not known:
         return None
     first = min(at for at, _ in known)
@@ -413,12 +409,7 @@ class ExpectedStart:
 
 
 def expected_start(tasks: Iterable[TaskState], now: float) -> ExpectedStart | None:
-    """Return when the next of a run's tasks is expected to start; None if none of them waits.
-
-    Args:
-        tasks: The tasks as squeue lists them.
-        now: Unix seconds.
-    """
+    """Return when the next of a run's tasks is expected to start; None if none of them waits."""
     waiting = [task for task in tasks if task.phase is Phase.PENDING]
     if not waiting:
         return None

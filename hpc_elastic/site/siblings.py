@@ -188,13 +188,7 @@ class NodeSupply:
 
 
 def why_blocked(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
-    """Return why a run cannot get its minimum; None if it may yet get it.
-
-    Args:
-        runs: The runs of the sweep in their order.
-        own: The index of the run.
-        nodes: The nodes that the run may get.
-    """
+    """Return why a run cannot get its minimum; None if it may yet get it (``own``: its index)."""
     me = runs[own]
     if not me.is_short:
         return None
@@ -281,11 +275,6 @@ def keep_away(
     """Return the tasks that would soon start for nothing, and are to stay away for longer.
 
     All of them once one is about to start: that is one command for all.
-
-    Args:
-        runs: The siblings in their order.
-        nodes: The nodes that they may get.
-        deferred: Indices of runs that do not start now, although they could (`deferred_runs`).
     """
     held = {node for run in runs if run.lacks == 0 for node in run.nodes}
     kept: list[TaskState] = []
@@ -305,11 +294,7 @@ have: tasks for them are in the queue."""
 
 
 def divide_next_nodes(runs: Sequence[QueuedRun]) -> list[int]:
-    """Return how many of the nodes that may come next each run gets (`site.value`).
-
-    Args:
-        runs: The siblings in their order, each with its demand unless it is over.
-    """
+    """Return how many of the nodes that may come next each run gets (`site.value`)."""
     demands = {
         at: replace(run.demand, nodes=len(run.nodes))
         for at, run in enumerate(runs)

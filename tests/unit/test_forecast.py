@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.site.gaps import (
     NO_RESERVE_S,
     NodeOutlook,
@@ -32,7 +31,7 @@ HOLES = {"n1": "planned", "n2": "allocated"}
 def starts(states, jobs, limit_s=4 * HOUR, **more):
     """When each node of a few may start a task, in hours from now."""
     found = outlook(states, jobs, NOW, **more)
-    (own, *_) = shapes(found, [TaskTerms(limit_s)], NodeRange(1, 8), NOW)
+    (own, *_) = shapes(found, [TaskTerms(limit_s)], range(1, 9), NOW)
     return [(at - NOW) / HOUR for at in own.starts]
 
 
@@ -121,20 +120,20 @@ def test_waiting_jobs_are_counted_if_they_wait_for_these_nodes():
 def test_a_shorter_time_limit_is_shown_if_it_starts_sooner_or_on_more_nodes():
     """With a gap of two hours, two hours are; one hour brings nothing more."""
     found = outlook(HOLES, [RUNS, PLANNED], NOW)
-    nodes = NodeRange(1, 2)
-    own, shorter = shapes(found, [TaskTerms(4 * HOUR)], nodes, NOW)
+    sizes = (1, 2)
+    own, shorter = shapes(found, [TaskTerms(4 * HOUR)], sizes, NOW)
     assert (own.limit_s, shorter.limit_s) == (4 * HOUR, 2 * HOUR)
-    assert soonest([own, shorter], nodes) is shorter
-    assert shapes(outlook(STATES, [RUNS], NOW), [TaskTerms(4 * HOUR)], nodes, NOW)[1:] == []
+    assert soonest([own, shorter]) is shorter
+    assert shapes(outlook(STATES, [RUNS], NOW), [TaskTerms(4 * HOUR)], sizes, NOW)[1:] == []
     more = outlook({**HOLES, "n3": "idle"}, [RUNS, PLANNED], NOW)
-    own, shorter = shapes(more, [TaskTerms(4 * HOUR)], nodes, NOW)
-    assert soonest([own, shorter], nodes) is own and shorter.limit_s == 2 * HOUR
+    own, shorter = shapes(more, [TaskTerms(4 * HOUR)], sizes, NOW)
+    assert soonest([own, shorter]) is own and shorter.limit_s == 2 * HOUR
 
 
 def test_a_task_that_reserves_nothing_starts_in_any_gap():
     """Measured: eight hours of a QOS with NoReserve started in a gap of one hour."""
     found = outlook(HOLES, [RUNS, PLANNED], NOW)
-    (own,) = shapes(found, [TaskTerms(8 * HOUR, NO_RESERVE_S)], NodeRange(1, 2), NOW)
+    (own,) = shapes(found, [TaskTerms(8 * HOUR, NO_RESERVE_S)], (1, 2), NOW)
     assert [(at - NOW) / HOUR for at in own.starts] == [0, 3]
 
 
@@ -142,7 +141,7 @@ def test_a_task_that_takes_what_is_left_of_a_gap_starts_in_one_of_its_least_leng
     """launcher.time_min: the gap of two hours is long enough for one hour, not for three."""
     found = outlook(HOLES, [RUNS, PLANNED], NOW)
     for least, hours in {HOUR: [0, 3], 3 * HOUR: [3, 3]}.items():
-        own, *_ = shapes(found, [TaskTerms(8 * HOUR, least)], NodeRange(1, 2), NOW)
+        own, *_ = shapes(found, [TaskTerms(8 * HOUR, least)], (1, 2), NOW)
         assert [(at - NOW) / HOUR for at in own.starts] == hours
 
 
@@ -152,9 +151,9 @@ def test_each_pool_has_its_nodes_and_its_number_of_tasks():
     first = TaskTerms(HOUR, number=1, nodes=frozenset({"n1", "n3"}))
     rest = TaskTerms(4 * HOUR, number=3, nodes=frozenset({"n1", "n2"}))
     none = TaskTerms(HOUR, number=4, nodes=frozenset())
-    own, *_ = shapes(found, [first, rest, none], NodeRange(1, 8), NOW)
+    own, *_ = shapes(found, [first, rest, none], range(1, 9), NOW)
     assert own.limit_s == 4 * HOUR and [(at - NOW) / HOUR for at in own.starts] == [0, 2]
-    own, *_ = shapes(found, [replace(rest, nodes=None), first], NodeRange(1, 2), NOW)
+    own, *_ = shapes(found, [replace(rest, nodes=None), first], (1, 2), NOW)
     assert [(at - NOW) / HOUR for at in own.starts] == [0, 0], "no more than the run's maximum"
 
 
@@ -163,30 +162,30 @@ def test_a_coallocated_minimum_needs_its_nodes_at_the_same_time():
     gap = NodeOutlook(((NOW, NOW + HOUR), (NOW + 5 * HOUR, math.inf)))
     later = NodeOutlook(((NOW + 2 * HOUR, math.inf),))
     found = replace(outlook({}, [], NOW), nodes={"n1": gap, "n2": later})
-    (own, *_) = shapes(found, [TaskTerms(HOUR)], NodeRange(2, 2), NOW)
-    assert own.start_of_run(NodeRange(2, 2)) == NOW + 2 * HOUR
-    assert own.start_of_run(NodeRange(2, 2), coallocated=True) == NOW + 5 * HOUR
+    for coallocated, hours in {False: 2, True: 5}.items():
+        (own, *_) = shapes(found, [TaskTerms(HOUR)], (2,), NOW, coallocated=coallocated)
+        assert own.starts_at == NOW + hours * HOUR
 
 
 def test_sbatch_counts_where_no_job_waits_or_a_node_is_unknown():
     """It adds the mean wait of all jobs to each estimate, also to that of a node that is idle."""
-    nodes = NodeRange(1, 8)
-    own = Shape(HOUR, (NOW, NOW, NOW + HOUR), tested={1: NOW + 600, 8: NOW + 3 * HOUR})
-    assert own.start_of_run(nodes) == NOW
-    assert own.growth(nodes) == [(2, NOW), (3, NOW + HOUR), (8, NOW + 3 * HOUR)]
+    sizes, tested = range(1, 9), {1: NOW + 600, 8: NOW + 3 * HOUR}
+    own = Shape(HOUR, sizes, (NOW, NOW, NOW + HOUR), tested=tested)
+    assert own.starts_at == NOW
+    assert own.growth == [(2, NOW), (3, NOW + HOUR), (8, NOW + 3 * HOUR)]
     alone = replace(own, is_queue_empty=True)
-    assert alone.start_of_run(nodes) == NOW + 600
-    assert alone.growth(nodes)[:2] == [(2, NOW + 600), (3, NOW + HOUR)]
+    assert alone.starts_at == NOW + 600
+    assert alone.growth[:2] == [(2, NOW + 600), (3, NOW + HOUR)]
     early = replace(own, tested={8: NOW})
-    assert early.growth(nodes)[-1] == (8, NOW + HOUR), "a run does not shrink"
-    assert Shape(HOUR, (NOW,)).growth(nodes) == [(1, NOW)]
-    assert Shape(HOUR, ()).growth(nodes) == [] and soonest([Shape(HOUR, ())], nodes) is None
+    assert early.growth[-1] == (8, NOW + HOUR), "a run does not shrink"
+    assert Shape(HOUR, sizes, (NOW,)).growth == [(1, NOW)]
+    assert Shape(HOUR, sizes, ()).growth == [] and soonest([Shape(HOUR, sizes, ())]) is None
 
 
 def test_a_run_grows_by_whole_units():
     """Of four nodes with a unit of two, three are two."""
-    own = Shape(HOUR, (NOW, NOW, NOW + HOUR, NOW + 2 * HOUR))
-    assert own.growth(NodeRange(2, 4, 2)) == [(2, NOW), (4, NOW + 2 * HOUR)]
+    own = Shape(HOUR, (2, 4), (NOW, NOW, NOW + HOUR, NOW + 2 * HOUR))
+    assert own.growth == [(2, NOW), (4, NOW + 2 * HOUR)]
 
 
 def waiting(reason: str, starts_in_s: float | None = None) -> TaskState:

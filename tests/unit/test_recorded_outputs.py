@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from hpc_elastic.config.schema import NodeRange, SlurmSettings
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
 from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.site.gaps import TaskTerms, outlook, shapes
@@ -295,7 +295,7 @@ def test_a_planned_queue_has_its_ends_plans_and_gaps(recorded):
     assert states == {**dict.fromkeys(runs.nodes, "allocated"), idle: "planned"}
     now = runs.ends_at - 3500
     found = outlook(states, jobs, now, partitions=["low"])
-    own, shorter = shapes(found, [TaskTerms(14400.0)], NodeRange(1, 4), now)
+    own, shorter = shapes(found, [TaskTerms(14400.0)], range(1, 5), now)
     assert [round((at - now) / 3600) for at in own.starts] == [3, 3, 3, 7]
     assert (shorter.limit_s, shorter.starts[0] - now) == (1800.0, 0)
     assert (found.num_waiting, found.num_unplanned) == (4, 2)

@@ -24,7 +24,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "slurm_sandbox")]
 from hpc_elastic.slurm.environment import for_commands  # noqa: E402
 from hpc_elastic.slurm.parsing import (  # noqa: E402
     EACH_NODE_FORMAT,
-    NODES_FORMAT,
     QOS_FORMAT,
     QUEUE_FORMAT,
     SQUEUE_FORMAT,
@@ -44,7 +43,6 @@ COMMANDS = {
     "scontrol-node": ["scontrol", "show", "node", "node2"],
     "scontrol-no-node": ["scontrol", "show", "node", "nowhere"],
     "sinfo": ["sinfo", "-h", "-a", "-o", "%R"],
-    "sinfo-nodes": ["sinfo", "-h", "-a", "-o", NODES_FORMAT],
     "ping": ["scontrol", "ping"],
     "version": ["sbatch", "--version"],
     "squeue-forgotten": [*SQUEUE, "-j", "9999999"],

@@ -427,70 +427,64 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
 
 @contextlib.contextmanager
 def _logged(what: str) -> Iterator[None]:
+    """Log a failure of the scheduler, an unexpected answer included: it ends no term."""
     try:
         yield
-    except (errors.SlurmError, errors.LocalQueueError, OSError) as e:
-        _log.warning("%s: %s", what, e)
+    except Exception as e:
+        is_expected = isinstance(e, (errors.HpcElasticError, OSError))
+        _log.warning("%s: %s", what, e, exc_info=not is_expected)
 
 
 class RunScheduler:
-    """The `LeaderScheduler` of one run: the scheduler, and torch's store.
-
-    A failure of the scheduler is logged, and ends nothing.
-    """
+    """The `LeaderScheduler` of one run: the scheduler, and torch's store."""
 
     def __init__(
-        self,
-        run: RunDir,
-        scheduler: Scheduler,
-        stores: RoundStores,
-        queue: QueuePolicy | None = None,
+        self, run: RunDir, scheduler: Scheduler, stores: RoundStores, queue: QueuePolicy | None
     ) -> None:
         self._run = run
         self._scheduler = scheduler
         self._queue = queue
         self.make_store = stores.make
 
+    @_logged("the tasks of the run cannot be listed")
     def view(self) -> Mapping[str, TaskState] | None:
-        """Return the states of the run's tasks; None if unknown."""
-        with _logged("the tasks of the run cannot be listed"):
-            return self._scheduler.poll_tasks()
-        return None
+        """See `LeaderScheduler`."""
+        return self._scheduler.poll_tasks()
 
     def cancel_pending(self) -> None:
-        """Remove the run's pending tasks from the queue; other runs may start in its place."""
+        """See `LeaderScheduler`."""
         with _logged("pending tasks of the run were not cancelled"):
             self._scheduler.cancel_pending()
         if self._queue is not None:
             self._queue.end_run()
 
+    @_logged("pending tasks of the run were not postponed")
     def postpone_pending(self, delay_s: float) -> None:
-        """Let no pending task of the run start before `delay_s` from now."""
-        with _logged("pending tasks of the run were not postponed"):
-            self._scheduler.postpone_pending(delay_s)
+        """See `LeaderScheduler`."""
+        self._scheduler.postpone_pending(delay_s)
 
+    @_logged("tasks of the run may restart late, or not at all")
     def clear_holds(
         self,
         tasks: Iterable[str],
-        unseen: Mapping[str, str],
+        possibly_alive: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
-        """Restart tasks that were lost or have left, by requeue or replacement."""
-        with _logged("tasks of the run may restart late, or not at all"):
-            self._scheduler.restart_tasks(tasks, unseen, failed_on)
+        """See `LeaderScheduler`."""
+        self._scheduler.restart_tasks(tasks, possibly_alive, failed_on)
 
+    @_logged("tasks of the run avoid nodes that may be usable again")
     def readmit(self, tasks: Iterable[str]) -> None:
-        """Let lost tasks start on their last nodes again, if nothing of them runs there."""
-        with _logged("tasks of the run avoid nodes that may be usable again"):
-            self._scheduler.end_exclusions()
-            self._scheduler.lift_quarantine(tasks)
+        """See `LeaderScheduler`."""
+        self._scheduler.end_exclusions()
+        self._scheduler.lift_quarantine(tasks)
 
     def exclude(self, hosts: Iterable[str], why: str, until: float) -> None:
-        """Let no task of the run start on some nodes until a time."""
+        """See `LeaderScheduler`."""
         hosts = list(hosts)
         with _logged(f"the run may start on {', '.join(hosts)} again"):
             self._scheduler.exclude_nodes(hosts, why, until)
 
     def log_of(self, task: str, attempt: int) -> str | None:
-        """Return the path of an attempt's log."""
+        """See `LeaderScheduler`."""
         return str(self._run.attempt(task, attempt) / "agent.log")

@@ -201,7 +201,4 @@ def query_cluster(
 
 def _count_nodes(client: SiteClient, partition: str | None) -> dict[str, int]:
     """Return the number of nodes by state, without the marks that keep no task away."""
-    counts = Counter[str]()
-    for state, number in client.node_states(partition).items():
-        counts[NodeState.parse(state).name] += number
-    return dict(counts)
+    return Counter(NodeState.parse(state).name for state in client.each_node(partition).values())

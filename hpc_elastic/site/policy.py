@@ -17,7 +17,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.site.limits import TimeSlots
 from hpc_elastic.site.nodes import list_drained
-from hpc_elastic.site.siblings import SweepQueue
+from hpc_elastic.site.siblings import Note, SweepQueue
 from hpc_elastic.slurm.client import SlurmClient
 
 _log = logging.getLogger(__name__)
@@ -78,10 +78,10 @@ class QueuePolicy:
         partition: str | None,
         client: SlurmClient,
         *,
-        note: Callable[..., None] = lambda kind, **fields: None,
+        note: Note = lambda kind, **fields: None,
     ) -> None:
         self._client = client
-        self._siblings = SweepQueue(run, spec, partition, client, note=note)
+        self._siblings = SweepQueue(run, spec, partition, client, note)
         self._time_slots = [
             TimeSlots([(share, slots)], partition, client, leads=True)
             for slots, share in spec.shares

@@ -331,6 +331,10 @@ _NOT_OF_NODES = {
 """Flags of sbatch that do not decide which nodes a task may get."""
 
 
+Note = Callable[..., None]
+"""Writes an event, of a kind and with fields."""
+
+
 class SweepQueue:
     """The queue as the leader of one run sees it: its siblings, in their order.
 
@@ -339,13 +343,7 @@ class SweepQueue:
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        spec: RunSpec,
-        partition: str | None,
-        client: SlurmClient,
-        *,
-        note: Callable[..., None],
+        self, run: RunDir, spec: RunSpec, partition: str | None, client: SlurmClient, note: Note
     ) -> None:
         self._run = run
         self._spec = spec

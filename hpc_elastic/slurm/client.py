@@ -627,16 +627,6 @@ class SiteClient(SlurmClient):
         argv = ["scontrol", "-a", "-o", "show", "partition"]
         return parsing.parse_partitions(self._run(argv))
 
-    def node_states(self, partition: str | None = None) -> dict[str, int]:
-        """Return the number of nodes in each state, such as ``idle``; of all nodes by default.
-
-        Args:
-            partition: Name of a partition, or several with commas.
-        """
-        where = ["-p", partition] if partition else ["-a"]
-        argv = ["sinfo", "-h", *where, "-o", parsing.NODES_FORMAT]
-        return parsing.parse_node_states(self._run(argv))
-
     def accounting_answers(self) -> None:
         """Call sacct for no jobs; it fails where there is no accounting."""
         self._run(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])

@@ -34,8 +34,6 @@ FIELDS = (
 """The fields asked of squeue; the reason comes last, for it is free text."""
 SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
 """For squeue -O: width 0 cuts nothing."""
-NODES_FORMAT = "%D|%T"
-"""For sinfo -o: how many nodes are in which state."""
 NODE_KINDS_FORMAT = "%G|%c|%m"
 """For sinfo -e -o: what the nodes of each kind have."""
 EACH_NODE_FORMAT = "%N|%T"
@@ -478,16 +476,6 @@ def parse_out_of_service(output: str) -> str:
 
 
 # ---- sinfo
-
-
-def parse_node_states(output: str) -> dict[str, int]:
-    """Return the number of nodes by state in what ``sinfo -h -o NODES_FORMAT`` printed."""
-    counts: dict[str, int] = {}
-    for line in output.splitlines():
-        number, _, state = line.strip().partition("|")
-        if number.isdecimal():
-            counts[state] = counts.get(state, 0) + int(number)
-    return counts
 
 
 def parse_each_node(output: str) -> dict[str, str]:

@@ -1,7 +1,10 @@
 """States of nodes in sinfo's words: one meaning of idle, busy, planned, drained and lost."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from hpc_elastic.doctor.cluster import _count_nodes
 from hpc_elastic.site import NodeState
 
 MEANINGS = {
@@ -35,3 +38,10 @@ def test_the_name_of_a_state_has_the_marks_that_keep_tasks_away():
     """The doctor counts nodes by it."""
     names = {text: NodeState.parse(text).name for text in ("idle~", "idle-", "down*", "idle@")}
     assert names == {"idle~": "idle", "idle-": "idle", "down*": "down*", "idle@": "idle@"}
+
+
+def test_the_doctor_counts_each_node_once_by_what_its_state_means():
+    """How power is saved is not of interest; a star, no answer, is kept apart with its state."""
+    states = {"n1": "idle", "n2": "idle~", "n3": "mixed", "n4": "down*", "n5": "drained"}
+    client = SimpleNamespace(each_node=lambda partition: states)
+    assert _count_nodes(client, "gpu") == {"idle": 2, "mixed": 1, "down*": 1, "drained": 1}

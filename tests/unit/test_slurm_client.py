@@ -190,7 +190,6 @@ BANNER = "*** Welcome: 24.12 is down, see a|b ***"
     [
         ("sinfo", ["gpu", "cpu"], lambda c: c.partitions(), ["gpu", "cpu"]),
         ("sinfo", ["n1|idle"], lambda c: c.each_node(None), {"n1": "idle"}),
-        ("sinfo", ["2|idle"], lambda c: c.node_states(), {"idle": 2}),
         ("squeue", [f"7|0|7|RUNNING|0|n1{REST}None|"], lambda c: list(c.tasks(["7"])), ["7_0"]),
         ("squeue", ["7|/s|/w|a name|"], lambda c: list(c.identities(["7"])), ["7"]),
         ("scontrol", ["MaxArraySize = 9"], lambda c: c.max_array_size(), 9),

@@ -9,7 +9,6 @@ from hpc_elastic.slurm.parsing import (
     Partition,
     Preemption,
     last_busy_at,
-    parse_node_states,
     parse_nodes,
     parse_partitions,
     parse_preemption,
@@ -73,12 +72,6 @@ def test_partitions_are_read():
     """With the limits of one; recorded outputs have those without a limit."""
     expected = Partition("short", "DRAIN", False, 93600.0, 0, "OFF", 1, 2)
     assert parse_partitions(SHORT) == [expected] and parse_partitions("") == []
-
-
-def test_node_states_are_counted():
-    """By state, marks included."""
-    output = "2|idle\n1|idle~\n3|mixed\n1|down*\n1|idle\n\n"
-    assert parse_node_states(output) == {"idle": 3, "idle~": 1, "mixed": 3, "down*": 1}
 
 
 def test_the_node_that_could_not_start_a_task_was_busy_when_that_was_requeued():

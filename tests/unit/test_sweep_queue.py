@@ -312,7 +312,7 @@ def two_runs(tmp_path) -> list[RunDir]:
 
 def queue_of(run: RunDir, client: FakeClient) -> SweepQueue:
     """Return the queue as this run's leader sees it."""
-    return SweepQueue(run, run.load(), None, client, note=lambda kind, **fields: None)
+    return SweepQueue(run, run.load(), None, client, lambda kind, **fields: None)
 
 
 def test_tasks_that_were_moved_start_on_nodes_of_the_partition_where_they_wait(two_runs):
@@ -370,7 +370,7 @@ def test_a_run_that_is_kept_away_and_one_that_starts_are_events(two_runs):
     client, noted = FakeClient(), []
     run = two_runs[0]
     note = lambda kind, **fields: noted.append((kind, fields))  # noqa: E731
-    queue = SweepQueue(run, run.load(), None, client, note=note)
+    queue = SweepQueue(run, run.load(), None, client, note)
     client.second = replace(client.second, starts_in_s=30.0)
     client.states = {"n1": "allocated", "n2": "allocated", "n3": "idle"}
     client.third = replace(client.second, task="7_3")

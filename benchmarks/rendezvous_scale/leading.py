@@ -46,7 +46,7 @@ class IdleScheduler:
         """Return an address: no worker is started that would use it."""
         return ADDRESS, 1
 
-    def view(self) -> dict[str, TaskState]:
+    def poll_tasks(self) -> dict[str, TaskState]:
         """Return the states of all tasks."""
         return self._view
 
@@ -54,7 +54,7 @@ class IdleScheduler:
         """Nothing is queued."""
 
     cancel_pending = postpone_pending = _do_nothing
-    clear_holds = readmit = exclude = log_of = _do_nothing
+    restart_tasks = readmit = exclude_nodes = log_of = _do_nothing
 
 
 def lead(pipe: Connection, size: int, folder: Path) -> None:

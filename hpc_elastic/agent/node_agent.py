@@ -6,14 +6,13 @@ leader why this node goes, whatever the reason was.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -48,7 +47,7 @@ from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.task_recovery import longest_join_s
 from hpc_elastic.rendezvous.term import RunFiles
 from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
-from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.shared_files import Mount, read_bytes
@@ -58,7 +57,6 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.environment import driver_gpus, granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
-from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.transport import interface, socket_filter
 from hpc_elastic.transport.auth import of_generation
@@ -185,7 +183,6 @@ class NodeAgent:
         self._events = events
         self._control = control
         self._notices = notices
-        self._scheduler = Scheduler(task.run, task.spec)
         self._queue: QueuePolicy | None = None
         """What the queue lets the run do; None without Slurm."""
         if task.spec.launcher == "slurm":
@@ -199,6 +196,7 @@ class NodeAgent:
                 name, task.spec.interface, lambda: SlurmClient().node_address(name)
             )
             socket_filter.check_own(self._interface.address)
+        self._scheduler = RunScheduler(task.run, task.spec, RoundStores(self._interface.address))
         self._mount = Mount.of(task.run.path)
         cpus = task.slurm.cpus_on_node
         self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
@@ -372,9 +370,7 @@ class NodeAgent:
             secret=of_generation(secret, spec.generation),
             log=DecisionLog(run.rdzv, secret),
             make_status_writer=partial(StatusWriter, run, spec.run_id, events),
-            scheduler=RunScheduler(
-                run, self._scheduler, RoundStores(self._interface.address), self._queue
-            ),
+            scheduler=self._scheduler,
             queue=self._queue,
             notices=RunFiles(run),
             generation=spec.generation,
@@ -425,65 +421,17 @@ def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
     return cpus if wanted == "cpu" else max(1, gpus)
 
 
-@contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
-    """Log a failure of the scheduler, an unexpected answer included: it ends no term."""
-    try:
-        yield
-    except Exception as e:
-        is_expected = isinstance(e, (errors.HpcElasticError, OSError))
-        _log.warning("%s: %s", what, e, exc_info=not is_expected)
-
-
-class RunScheduler:
+class RunScheduler(Scheduler):
     """The `LeaderScheduler` of one run: the scheduler, and torch's store."""
 
-    def __init__(
-        self, run: RunDir, scheduler: Scheduler, stores: RoundStores, queue: QueuePolicy | None
-    ) -> None:
-        self._run = run
-        self._scheduler = scheduler
-        self._queue = queue
+    def __init__(self, run: RunDir, spec: RunSpec, stores: RoundStores) -> None:
+        super().__init__(run, spec)
         self.make_store = stores.make
 
-    @_logged("the tasks of the run cannot be listed")
-    def view(self) -> Mapping[str, TaskState] | None:
-        """See `LeaderScheduler`."""
-        return self._scheduler.poll_tasks()
-
-    def cancel_pending(self) -> None:
-        """See `LeaderScheduler`."""
-        with _logged("pending tasks of the run were not cancelled"):
-            self._scheduler.cancel_pending()
-        if self._queue is not None:
-            self._queue.end_run()
-
-    @_logged("pending tasks of the run were not postponed")
-    def postpone_pending(self, delay_s: float) -> None:
-        """See `LeaderScheduler`."""
-        self._scheduler.postpone_pending(delay_s)
-
-    @_logged("tasks of the run may restart late, or not at all")
-    def clear_holds(
-        self,
-        tasks: Iterable[str],
-        possibly_alive: Mapping[str, str],
-        failed_on: Mapping[str, Sequence[str]],
-    ) -> None:
-        """See `LeaderScheduler`."""
-        self._scheduler.restart_tasks(tasks, possibly_alive, failed_on)
-
-    @_logged("tasks of the run avoid nodes that may be usable again")
     def readmit(self, tasks: Iterable[str]) -> None:
         """See `LeaderScheduler`."""
-        self._scheduler.end_exclusions()
-        self._scheduler.lift_quarantine(tasks)
-
-    def exclude(self, hosts: Iterable[str], why: str, until: float) -> None:
-        """See `LeaderScheduler`."""
-        hosts = list(hosts)
-        with _logged(f"the run may start on {', '.join(hosts)} again"):
-            self._scheduler.exclude_nodes(hosts, why, until)
+        self.end_exclusions()
+        self.lift_quarantine(tasks)
 
     def log_of(self, task: str, attempt: int) -> str | None:
         """See `LeaderScheduler`."""

@@ -11,15 +11,18 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.cli import options
 from hpc_elastic.cli.submit import dry_run
+from hpc_elastic.config.parse import time_limit_s
+from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.errors import SlurmCommandError, SubmissionError
-from hpc_elastic.shared_files import read_text
+from hpc_elastic.run.directory import ArrayFiles, RunDir
+from hpc_elastic.shared_files import read_json, read_text
 from hpc_elastic.site import (
     FAR_S,
     NO_RESERVE_S,
@@ -34,10 +37,7 @@ from hpc_elastic.site import (
     without_excluded,
 )
 from hpc_elastic.slurm import parsing
-
-if TYPE_CHECKING:
-    from hpc_elastic.config.schema import RunSettings, SlurmSettings
-    from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.client import SiteClient
 
 _HELP = """
 \b
@@ -107,21 +107,22 @@ class RunForecast:
         time: When it was made, in Unix seconds.
         settings: The run.
         partitions: Those in which it may run.
-        limit_s: Time limit of its tasks; infinite without a limit.
         found: The nodes.
         shapes: The run's own time limit, and shorter ones that help.
-        soonest: The one that starts soonest; None if no start is known.
         notes: What is not known.
     """
 
     time: float
     settings: RunSettings
     partitions: Sequence[str]
-    limit_s: float
     found: Outlook
     shapes: Sequence[Shape]
-    soonest: Shape | None
     notes: Sequence[str]
+
+    @property
+    def soonest(self) -> Shape | None:
+        """The shape that starts soonest; None if no start is known."""
+        return soonest(self.shapes)
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints; the help describes the keys."""
@@ -130,7 +131,7 @@ class RunForecast:
         return {
             "time": self.time, "partition": ",".join(self.partitions) or None,
             "nodes": {"min": nodes.min, "max": nodes.max, "unit": nodes.unit},
-            "time_limit_s": _finite(self.limit_s),
+            "time_limit_s": _finite(self.shapes[0].limit_s),
             "idle": found.num_idle, "planned": found.num_planned, "busy": found.num_busy,
             "out_of_service": found.num_out,
             "unknown": found.num_unknown_ends + found.num_unknown_plans,
@@ -167,9 +168,6 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
     """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import is_coallocated
-    from hpc_elastic.run.directory import ArrayFiles, RunDir
-    from hpc_elastic.shared_files import read_json
-    from hpc_elastic.slurm.client import SiteClient
 
     client = client or SiteClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
@@ -213,17 +211,13 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         )
     if len(runs) > 1:
         notes.append(f"the sweep has {len(runs)} runs, which share the queue: this is the first")
-    found_shapes = [own, *shorter]
-    best = soonest(found_shapes)
-    return RunForecast(now, settings, names, own.limit_s, found, found_shapes, best, tuple(notes))
+    return RunForecast(now, settings, names, found, [own, *shorter], notes)
 
 
 def _gap(
     launcher: SlurmSettings, no_reserve: Container[str | None]
 ) -> tuple[float | None, str | None]:
     """Return the shortest gap in which a task starts, and a note; None: as its time limit."""
-    from hpc_elastic.config.parse import time_limit_s
-
     if launcher.qos in no_reserve:
         return NO_RESERVE_S, (
             f"QOS {launcher.qos} has NoReserve: its tasks start in gaps of any length, and are "

@@ -52,7 +52,7 @@ from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.term import SharedFiles, Term, TermFolder, TermOverError
 from hpc_elastic.run.directory import STATUS_SELDOM_S
 from hpc_elastic.shared_files import Mount, carried_out
-from hpc_elastic.site import QueueAdvice, QueuePolicy, QueueQuestion
+from hpc_elastic.site import OptionalCalls, QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.connection import (
     CONNECTION_ERRORS,
@@ -105,6 +105,7 @@ class Leader:
         self._store: StoreAddress | None = None
         """Bootstrap store of the last round's workers."""
         self._readmitting: asyncio.Task[None] | None = None
+        self._calls = OptionalCalls()
         self._lease = context.log.make_lease(claim.term)
         self._is_renewing = False
 
@@ -286,33 +287,39 @@ class Leader:
                 self._folder.confirm(name)
                 self._is_notice_confirmed.set()
             case Postpone(delay_s):
-                self._start_slurm_call(scheduler.postpone_pending, delay_s)
+                without = "pending tasks of the run were not postponed"
+                self._start_slurm_call(without, scheduler.postpone_pending, delay_s)
             case Exclude(hosts, why, until):
-                self._start_slurm_call(scheduler.exclude, hosts, why, until)
+                without = f"the run may start on {', '.join(hosts)} again"
+                self._start_slurm_call(without, scheduler.exclude_nodes, hosts, why, until)
             case Readmit(tasks):
                 if self._readmitting is None or self._readmitting.done():
-                    self._readmitting = self._start_slurm_call(scheduler.readmit, tasks)
+                    without = "tasks of the run avoid nodes that may be usable again"
+                    self._readmitting = self._start_slurm_call(without, scheduler.readmit, tasks)
             case ClearHolds(tasks, possibly_alive, failed_on):
                 avoids = sorted({*possibly_alive.values()})
-                write, restart = self._status_writer.append_event, scheduler.clear_holds
+                write, restart = self._status_writer.append_event, scheduler.restart_tasks
                 write("tasks_restarted", tasks=list(tasks), avoids=avoids)
-                self._start_slurm_call(restart, tasks, possibly_alive, failed_on)
+                without = "tasks of the run may restart late, or not at all"
+                self._start_slurm_call(without, restart, tasks, possibly_alive, failed_on)
 
     def publish(self, entry: LogEntry, afterwards: list[Effect]) -> None:
         """See `Executor`."""
         self._start(self._publish(entry, afterwards), self._clean_up)
 
     def _start_slurm_call(
-        self, work: Callable[..., None], *arguments: object
+        self, without: str, call: Callable[..., None], *arguments: object
     ) -> asyncio.Task[None]:
-        return self._start(self._call_if_leading(work, *arguments), self._clean_up)
+        """Start a call of the scheduler; ``without``: what its failure means."""
+        work = partial(self._calls.answer, without, partial(call, *arguments))
+        return self._start(self._call_if_leading(work), self._clean_up)
 
-    async def _call_if_leading(self, work: Callable[..., None], *arguments: object) -> None:
+    async def _call_if_leading(self, work: Callable[[], object]) -> None:
         """Make a call that no log entry guards, unless the log shows another leader."""
-        while not await self._in_thread(self._try_if_leading, partial(work, *arguments)):
+        while not await self._in_thread(self._try_if_leading, work):
             await asyncio.sleep(_RETRY_S)
 
-    def _try_if_leading(self, work: Callable[[], None]) -> bool:
+    def _try_if_leading(self, work: Callable[[], object]) -> bool:
         """Return whether the leader is known; a thread waits for nothing else."""
         last: LogEntry | None = None
         try:
@@ -343,11 +350,12 @@ class Leader:
         self._term.show(time.time())  # before the result, so that readers take it for the last
         await self._status_writer.publish_result(entry)
         self._term.do(afterwards)
-        await self._call_if_leading(self._context.scheduler.cancel_pending)
+        await self._call_if_leading(self._context.cancel_pending)
 
     async def _query_tasks(self) -> None:
-        view = await self._in_thread(self._context.scheduler.view)
-        self._term.handle(self._state.slurm_answered, view, time.monotonic())
+        without, query = "the tasks of the run cannot be listed", self._context.scheduler.poll_tasks
+        states = await self._in_thread(self._calls.answer, without, query)
+        self._term.handle(self._state.slurm_answered, states, time.monotonic())
 
     async def _query_queue(self, question: QueueQuestion) -> None:
         policy, advice = self._context.queue, QueueAdvice()
@@ -395,7 +403,8 @@ class Leader:
             except OSError:
                 if await self._in_thread(log.is_removed):
                     self._term.do([Send(None, REMOVED)])
-                    self._start_slurm_call(self._context.scheduler.cancel_pending)
+                    work = self._call_if_leading(self._context.cancel_pending)
+                    self._start(work, self._clean_up)
                     return
             await asyncio.sleep(self._context.timing.poll_interval_s)
 
@@ -470,7 +479,10 @@ class LeaderTiming:
 
 
 class LeaderScheduler(Protocol):
-    """The scheduler and the run's processes. All calls but the last may block."""
+    """The scheduler and the run's processes. All calls but the last may block.
+
+    Whatever error one raises, it is logged and ends no term.
+    """
 
     def make_store(self) -> StoreAddress:
         """Start a fresh bootstrap store for a round; return its address and port.
@@ -478,19 +490,16 @@ class LeaderScheduler(Protocol):
         torch's may take seconds, since it resolves its own host name.
         """
 
-    def view(self) -> Mapping[str, TaskState] | None:
+    def poll_tasks(self) -> Mapping[str, TaskState] | None:
         """Return the states of the run's tasks; None if unknown."""
 
     def cancel_pending(self) -> None:
-        """Cancel the run's queued tasks: it has ended.
-
-        Postponed runs of its sweep may start on its nodes.
-        """
+        """Cancel the run's queued tasks: it has ended."""
 
     def postpone_pending(self, delay_s: float) -> None:
         """Start none of the run's queued tasks for this time."""
 
-    def clear_holds(
+    def restart_tasks(
         self,
         tasks: Iterable[str],
         possibly_alive: Mapping[str, str],
@@ -510,7 +519,7 @@ class LeaderScheduler(Protocol):
         Queued tasks may start again on hosts whose exclusion has ended.
         """
 
-    def exclude(self, hosts: Iterable[str], why: str, until: float) -> None:
+    def exclude_nodes(self, hosts: Iterable[str], why: str, until: float) -> None:
         """Start none of the run's queued tasks on these hosts until this time (Unix seconds)."""
 
     def log_of(self, task: str, attempt: int) -> str | None:
@@ -535,6 +544,13 @@ class LeaderContext:
     timing: LeaderTiming = LeaderTiming()
     queue: QueuePolicy | None = None
     """What the queue lets the run do; None if it has no tasks there."""
+
+    def cancel_pending(self) -> None:
+        """Cancel the queued tasks of the run, which has ended; siblings may start in its place."""
+        calls = OptionalCalls()
+        calls.answer("pending tasks of the run were not cancelled", self.scheduler.cancel_pending)
+        if self.queue is not None:
+            self.queue.end_run()
 
 
 @dataclass(frozen=True)

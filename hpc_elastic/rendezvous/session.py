@@ -410,7 +410,7 @@ class Session:
         writer = self._context.make_status_writer(0)
         await writer.publish_result(entry)
         await writer.close()
-        await self._in_thread(self._context.scheduler.cancel_pending)
+        await self._in_thread(self._context.cancel_pending)
         self._carry_out(afterwards)
 
     async def _query_slurm(self, task: str) -> None:

@@ -306,7 +306,7 @@ class _Step:
         }
         self.make_store = stores.make
 
-    def view(self) -> Mapping[str, TaskState]:
+    def poll_tasks(self) -> Mapping[str, TaskState]:
         """Return the tasks of the step, one for each node."""
         return self._tasks
 
@@ -314,4 +314,4 @@ class _Step:
         """No task of a step is queued, and srun and torchrun write the logs."""
 
     cancel_pending = postpone_pending = _do_nothing
-    clear_holds = readmit = exclude = log_of = _do_nothing
+    restart_tasks = readmit = exclude_nodes = log_of = _do_nothing

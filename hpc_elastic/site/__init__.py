@@ -12,50 +12,27 @@ Other packages import the names below from here. `hpc_elastic.slurm` calls Slurm
 no rule about them.
 """
 
-from hpc_elastic.site.gaps import (
-    FAR_S,
-    NO_RESERVE_S,
-    SAME_S,
-    ExpectedStart,
-    Outlook,
-    Shape,
-    TaskTerms,
-    expected_start,
-    next_gap,
-    outlook,
-    shapes,
-    soonest,
-    time_limit_of,
-    without_excluded,
-)
-from hpc_elastic.site.harvest import choose_terms
-from hpc_elastic.site.limits import TimeSlots, time_slots_of
-from hpc_elastic.site.nodes import NodeState
-from hpc_elastic.site.policy import QueueAdvice, QueuePolicy, QueueQuestion
-from hpc_elastic.site.value import StepTimeModel, most_useful_nodes
-
-__all__ = [
-    "FAR_S",
-    "NO_RESERVE_S",
-    "SAME_S",
-    "ExpectedStart",
-    "NodeState",
-    "Outlook",
-    "QueueAdvice",
-    "QueuePolicy",
-    "QueueQuestion",
-    "Shape",
-    "StepTimeModel",
-    "TaskTerms",
-    "TimeSlots",
-    "choose_terms",
-    "expected_start",
-    "most_useful_nodes",
-    "next_gap",
-    "outlook",
-    "shapes",
-    "soonest",
-    "time_limit_of",
-    "time_slots_of",
-    "without_excluded",
-]
+from hpc_elastic.site.gaps import FAR_S as FAR_S
+from hpc_elastic.site.gaps import NO_RESERVE_S as NO_RESERVE_S
+from hpc_elastic.site.gaps import SAME_S as SAME_S
+from hpc_elastic.site.gaps import ExpectedStart as ExpectedStart
+from hpc_elastic.site.gaps import Outlook as Outlook
+from hpc_elastic.site.gaps import Shape as Shape
+from hpc_elastic.site.gaps import TaskTerms as TaskTerms
+from hpc_elastic.site.gaps import expected_start as expected_start
+from hpc_elastic.site.gaps import next_gap as next_gap
+from hpc_elastic.site.gaps import outlook as outlook
+from hpc_elastic.site.gaps import shapes as shapes
+from hpc_elastic.site.gaps import soonest as soonest
+from hpc_elastic.site.gaps import time_limit_of as time_limit_of
+from hpc_elastic.site.gaps import without_excluded as without_excluded
+from hpc_elastic.site.harvest import choose_terms as choose_terms
+from hpc_elastic.site.limits import TimeSlots as TimeSlots
+from hpc_elastic.site.limits import time_slots_of as time_slots_of
+from hpc_elastic.site.nodes import NodeState as NodeState
+from hpc_elastic.site.policy import OptionalCalls as OptionalCalls
+from hpc_elastic.site.policy import QueueAdvice as QueueAdvice
+from hpc_elastic.site.policy import QueuePolicy as QueuePolicy
+from hpc_elastic.site.policy import QueueQuestion as QueueQuestion
+from hpc_elastic.site.value import StepTimeModel as StepTimeModel
+from hpc_elastic.site.value import most_useful_nodes as most_useful_nodes

@@ -458,12 +458,8 @@ def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> fl
     """Return when the next gap begins in which a task with a fitted time limit starts.
 
     Slurm's plan for a waiting task is for the limit that the task has at present, and its run will
-    set the limit that fits (`site.limits`).
-
-    Args:
-        run: A run that was submitted to Slurm.
-        spec: Its description.
-        client: Runs Slurm's commands: four at most, one more for each further pool.
+    set the limit that fits (`site.limits`). At most four of Slurm's commands are called, and one
+    more for each further pool.
 
     Returns:
         Unix seconds; None if unknown, or if the limits of all its tasks are fixed.

@@ -24,6 +24,31 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class OptionalCalls:
+    """Calls that a run can do without: a failure is logged once, until the call succeeds again."""
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+
+    def answer(self, without: str, call: Callable[[], _T]) -> _T | None:
+        """Return the answer of a call; None if it fails, whatever error that causes.
+
+        Args:
+            without: What the failure means for the run.
+            call: The call.
+        """
+        try:
+            answer = call()
+        except Exception as e:
+            if without not in self._failing:
+                is_expected = isinstance(e, (HpcElasticError, OSError))
+                _log.warning("%s: %s", without, e, exc_info=not is_expected)
+            self._failing.add(without)
+            return None
+        self._failing.discard(without)
+        return answer
+
+
 @dataclass(frozen=True)
 class QueueQuestion:
     """The state of a run, as far as the policy depends on it.
@@ -61,7 +86,7 @@ class QueueAdvice:
 class QueuePolicy:
     """The policy of one run in Slurm's queue. Calls block for as long as Slurm does.
 
-    No method raises: a query that fails is logged once, until it succeeds again.
+    No method raises (`OptionalCalls`).
 
     Args:
         run: The directory of the run.
@@ -88,7 +113,7 @@ class QueuePolicy:
             if share.restored_limit_s is not None
         ]
         self._lock = threading.Lock()
-        self._failing: set[str] = set()
+        self._calls = OptionalCalls()
 
     def tick(self, question: QueueQuestion, hosts: Collection[str] = ()) -> QueueAdvice:
         """Do what is due: let siblings start, and fit the time limits of waiting tasks.
@@ -105,13 +130,13 @@ class QueuePolicy:
         why = largest = drained = None
         if question.is_short:
             what = "the other runs of the user cannot be listed"
-            why = self._answer(what, lambda: siblings.why_blocked(lost))
+            why = self._calls.answer(what, lambda: siblings.why_blocked(lost))
         if question.trains:
             what = "other runs of the user may start late"
-            largest = self._answer(what, lambda: siblings.let_others_start(lost, grows=grows))
+            largest = self._calls.answer(what, lambda: siblings.let_others_start(lost, grows=grows))
         if largest is not None and hosts:  # Slurm was queried now
             what = "whether nodes are drained is not known"
-            drained = self._answer(what, lambda: list_drained(self._client, hosts))
+            drained = self._calls.answer(what, lambda: list_drained(self._client, hosts))
         self._fit(lambda slots: slots.fit_if_due())
         return QueueAdvice(why, largest, drained or {})
 
@@ -123,24 +148,11 @@ class QueuePolicy:
         """Let siblings start in the place of the run, which has ended."""
         what = "other runs of the user may start minutes later"
         with self._lock:
-            self._answer(what, lambda: self._siblings.let_others_start(ends=True))
+            self._calls.answer(what, lambda: self._siblings.let_others_start(ends=True))
 
     def _fit(self, fit: Callable[[TimeSlots], object]) -> None:
         def fit_all() -> None:
             for slots in self._time_slots:
                 fit(slots)
 
-        self._answer("waiting tasks of the run may start late", fit_all)
-
-    def _answer(self, without: str, query: Callable[[], _T]) -> _T | None:
-        """Return the answer of a query; None if it fails, and what that means is logged."""
-        try:
-            answer = query()
-        except Exception as e:
-            if without not in self._failing:
-                is_expected = isinstance(e, (HpcElasticError, OSError))
-                _log.warning("%s: %s", without, e, exc_info=not is_expected)
-            self._failing.add(without)
-            return None
-        self._failing.discard(without)
-        return answer
+        self._calls.answer("waiting tasks of the run may start late", fit_all)

@@ -63,7 +63,7 @@ class Group:
         """Return a fake address: no test here starts workers."""
         return "127.0.0.1", 1
 
-    def view(self) -> dict[str, TaskState]:
+    def poll_tasks(self) -> dict[str, TaskState]:
         """Return Slurm's states of the tasks."""
         states = {t: TaskState(t, "PENDING", reason="Resources") for t in self.pending}
         return states | {t: TaskState(t, "RUNNING", node="node9") for t in self.running}
@@ -77,7 +77,7 @@ class Group:
 
     postpone_pending = readmit = _do_nothing
 
-    def clear_holds(
+    def restart_tasks(
         self,
         tasks: Iterable[str],
         possibly_alive: Mapping[str, str],
@@ -86,7 +86,7 @@ class Group:
         """Record the call."""
         self.brought_back += tasks
 
-    def exclude(self, hosts: Iterable[str], why: str, until: float) -> None:
+    def exclude_nodes(self, hosts: Iterable[str], why: str, until: float) -> None:
         """Record the call."""
         self.excluded += hosts
 

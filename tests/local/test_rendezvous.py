@@ -65,6 +65,24 @@ def test_the_run_ends_for_all_agents_when_all_have_finished(group):
     assert g.join(late) == [RunOutcome("succeeded", None)]
 
 
+def test_no_failure_of_the_scheduler_ends_a_term(group, caplog):
+    """An unexpected answer is none: the leader goes on with what it knows."""
+    g = group(max_nodes=2)
+
+    def fail(*_):
+        raise KeyError("an answer that no version of Slurm gives")
+
+    g.poll_tasks = g.cancel_pending = g.readmit = fail
+    a, b = g.agent(0), g.agent(1)
+    g.join(a, b)
+    a.report_finished()
+    b.report_finished()
+    eventually(lambda: a.verdict and b.verdict)
+    eventually(lambda: "pending tasks of the run were not cancelled" in caplog.text)
+    assert caplog.text.count("the tasks of the run cannot be listed") == 1
+    assert "the leader failed" not in caplog.text
+
+
 def test_a_follower_that_dies_is_dropped(group):
     """The other agents stop and form a round without it."""
     g = group(max_nodes=3)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ class RunForecast:
             "time_limit_s": _finite(self.shapes[0].limit_s),
             "idle": found.num_idle, "planned": found.num_planned, "busy": found.num_busy,
             "out_of_service": found.num_out,
-            "unknown": found.num_unknown_ends + found.num_unknown_plans,
+            "unknown": found.num_unknown(busy=True) + found.num_unknown(busy=False),
             "waiting_jobs": found.num_waiting, "unplanned_jobs": found.num_unplanned,
             "test_only": {str(n): at for n, at in self.shapes[0].tested.items()},
             "shapes": [
@@ -270,12 +271,10 @@ def _test(client: SiteClient, script: Path, number: int) -> float | None:
 
 def _no_reserve(launchers: Sequence[SlurmSettings], client: SiteClient) -> frozenset[str]:
     """Return the QOS that are known to have the flag NoReserve, if a pool has a QOS."""
-    if all(launcher.qos is None for launcher in launchers):
-        return frozenset()
-    try:
-        return frozenset(qos.name for qos in client.all_qos() if "NoReserve" in qos.flags)
-    except SlurmCommandError:  # no accounting, or it is private
-        return frozenset()
+    with suppress(SlurmCommandError):  # no accounting, or it is private
+        if any(launcher.qos is not None for launcher in launchers):
+            return frozenset(qos.name for qos in client.all_qos() if "NoReserve" in qos.flags)
+    return frozenset()
 
 
 def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> Iterator[str]:
@@ -293,11 +292,11 @@ def _notes(settings: RunSettings, found: Outlook, config: Mapping[str, str]) -> 
             f"{config['SchedulerType']}: without backfill Slurm plans no starts and fills no gaps, "
             "and a shorter time limit does not help"
         )
-    if found.num_unknown_ends:
-        busy = counted(found.num_unknown_ends, "busy node")
+    if num_busy := found.num_unknown(busy=True):
+        busy = counted(num_busy, "busy node")
         yield f"{busy} with hidden jobs, or jobs without a time limit: free at an unknown time"
-    if found.num_unknown_plans:
-        idle = counted(found.num_unknown_plans, "idle node")
+    if num_idle := found.num_unknown(busy=False):
+        idle = counted(num_idle, "idle node")
         yield f"{idle} planned for jobs whose start is not visible: not counted"
     if found.num_unplanned:
         jobs = counted(found.num_unplanned, "waiting job")

@@ -150,8 +150,9 @@ def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = Non
             if isinstance(e, OSError):
                 raise SubmissionError(f"{e}: its job was cancelled, and no run was started") from e
             raise
-    fitted = [run for run in plan.runs if _has_fitted_limits(run.settings)]
-    time_slots = time_slots_of([RunDir(run.dir).load() for run in fitted], client)
+    shares = [(run.dir, share) for run in plan.runs for _, share in run.settings.shares]
+    fitted = dict.fromkeys(path for path, share in shares if getattr(share, "time_min", None))
+    time_slots = time_slots_of([RunDir(path).load() for path in fitted], client)
     try:
         for slots in time_slots:
             slots.fit()  # also for a command that does not wait
@@ -209,11 +210,6 @@ def _take_back(
     if is_certain or lost is not None:
         return ""
     return f"Slurm lists no job of {script} now; {ends}. Submit again in another directory"
-
-
-def _has_fitted_limits(settings: RunSettings) -> bool:
-    """Return whether a pool of the run has launcher.time_min."""
-    return any(isinstance(own, SlurmSettings) and own.time_min for _, own in settings.shares)
 
 
 def submit_script(

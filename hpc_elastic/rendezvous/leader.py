@@ -505,13 +505,7 @@ class LeaderScheduler(Protocol):
         possibly_alive: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
-        """Start tasks again soon that Slurm holds or has ended.
-
-        Args:
-            tasks: The tasks.
-            possibly_alive: Tasks that may still run, each with the node where it must not start.
-            failed_on: Tasks that failed before they joined, each with the hosts to avoid.
-        """
+        """Start tasks again soon that Slurm holds or has ended; see `slurm.scheduler`."""
 
     def readmit(self, tasks: Iterable[str]) -> None:
         """Let these lost tasks start again on nodes where their processes have ended.

@@ -116,15 +116,9 @@ class Outlook:
         """Number of nodes with a job."""
         return sum(node.is_busy for node in self.nodes.values())
 
-    @property
-    def num_unknown_ends(self) -> int:
-        """Number of busy nodes that are free at an unknown time."""
-        return sum(node.is_busy and node.gaps is None for node in self.nodes.values())
-
-    @property
-    def num_unknown_plans(self) -> int:
-        """Number of idle nodes that are planned for a job whose plan is not visible."""
-        return sum(not node.is_busy and node.gaps is None for node in self.nodes.values())
+    def num_unknown(self, *, busy: bool) -> int:
+        """Return how many busy nodes, or idle and planned ones, are free at an unknown time."""
+        return sum(node.gaps is None and node.is_busy == busy for node in self.nodes.values())
 
 
 def ahead_of(jobs: Iterable[QueuedJob], own: Iterable[str]) -> list[QueuedJob]:

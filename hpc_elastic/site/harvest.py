@@ -61,12 +61,7 @@ class HarvestSite:
 
 
 def harvest_terms(launcher: SlurmSettings, site: HarvestSite) -> tuple[SlurmSettings, str]:
-    """Return settings without ``harvest=auto``, and the reason as a sentence (pure).
-
-    Args:
-        launcher: The settings of a run or of one of its pools, with launcher.harvest.
-        site: What the cluster offers; not read unless it is ``auto``.
-    """
+    """Return the settings of a run or a pool without ``harvest=auto``, and the reason (pure)."""
     usual = min(_LEAST_SLOT, launcher.time or "", key=lambda time: time_limit_s(time) or math.inf)
     slots = replace(launcher, time_min=launcher.time_min or usual)
     shown = f"launcher.time_min={slots.time_min}"
@@ -122,8 +117,6 @@ def choose_terms(
                 replace(pool, **{name: getattr(terms, name) for name in names})
                 for pool, terms in zip(launcher.pools, own, strict=True)
             ]
-            launcher = replace(launcher, pools=pools, time_min=None)  # each pool has its own
-        else:
-            launcher = own[0]
-        found.append(replace(settings, launcher=launcher))
+            own = [replace(launcher, pools=pools, time_min=None)]  # each pool has its own
+        found.append(replace(settings, launcher=own[0]))
     return found, [*notes]

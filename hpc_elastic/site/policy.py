@@ -31,12 +31,7 @@ class OptionalCalls:
         self._failing: set[str] = set()
 
     def answer(self, without: str, call: Callable[[], _T]) -> _T | None:
-        """Return the answer of a call; None if it fails, whatever error that causes.
-
-        Args:
-            without: What the failure means for the run.
-            call: The call.
-        """
+        """Return the answer of a call; None if it fails (``without``: what that means)."""
         try:
             answer = call()
         except Exception as e:
@@ -116,28 +111,22 @@ class QueuePolicy:
         self._calls = OptionalCalls()
 
     def tick(self, question: QueueQuestion, hosts: Collection[str] = ()) -> QueueAdvice:
-        """Do what is due: let siblings start, and fit the time limits of waiting tasks.
-
-        Args:
-            question: The state of the run.
-            hosts: The nodes that it has.
-        """
-        with self._lock:
-            return self._tick(question, hosts)
-
-    def _tick(self, question: QueueQuestion, hosts: Collection[str]) -> QueueAdvice:
+        """Let siblings start, and fit time limits, as far as due; ``hosts``: the run's nodes."""
         siblings, lost, grows = self._siblings, question.lost, question.grows
         why = largest = drained = None
-        if question.is_short:
-            what = "the other runs of the user cannot be listed"
-            why = self._calls.answer(what, lambda: siblings.why_blocked(lost))
-        if question.trains:
-            what = "other runs of the user may start late"
-            largest = self._calls.answer(what, lambda: siblings.let_others_start(lost, grows=grows))
-        if largest is not None and hosts:  # Slurm was queried now
-            what = "whether nodes are drained is not known"
-            drained = self._calls.answer(what, lambda: list_drained(self._client, hosts))
-        self._fit(lambda slots: slots.fit_if_due())
+        with self._lock:
+            if question.is_short:
+                what = "the other runs of the user cannot be listed"
+                why = self._calls.answer(what, lambda: siblings.why_blocked(lost))
+            if question.trains:
+                what = "other runs of the user may start late"
+                largest = self._calls.answer(
+                    what, lambda: siblings.let_others_start(lost, grows=grows)
+                )
+            if largest is not None and hosts:  # Slurm was queried now
+                what = "whether nodes are drained is not known"
+                drained = self._calls.answer(what, lambda: list_drained(self._client, hosts))
+            self._fit(lambda slots: slots.fit_if_due())
         return QueueAdvice(why, largest, drained or {})
 
     def leave_run(self) -> None:

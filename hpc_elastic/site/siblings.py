@@ -371,13 +371,8 @@ class SweepQueue:
     ) -> float | None:
         """Let siblings start that stay away, as far as there are idle nodes for their minimum.
 
-        Those that would soon start for nothing stay away for longer.
-
-        Args:
-            lost: This run's tasks that were lost.
-            ends: Whether this run has ended. If not, and the last check was too recent, nothing
-                is done.
-            grows: Whether its other tasks may start too.
+        Those that would soon start for nothing stay away for longer. Unless the run ``ends``,
+        nothing is done if the last check was too recent.
 
         Returns:
             The size up to which this run grows beside its siblings, infinite without a limit; None

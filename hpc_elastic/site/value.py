@@ -52,11 +52,7 @@ class StepTimeModel:
 
     @classmethod
     def fit(cls, step_times: Mapping[int, float]) -> StepTimeModel | None:
-        """Return the model with the least relative errors; None with fewer than two sizes.
-
-        Args:
-            step_times: Seconds of a step by number of nodes.
-        """
+        """Return the model with the least relative errors; None with fewer than two sizes."""
         if len(step_times) < 2:
             return None
         best: tuple[float, StepTimeModel] | None = None
@@ -111,10 +107,7 @@ def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]
 def most_useful_nodes(model: StepTimeModel, min_efficiency: float, sizes: Iterable[int]) -> int:
     """Return the size beyond which a further node adds less than this part of a node's share.
 
-    Args:
-        model: The step times of the run.
-        min_efficiency: The part, from 0 to 1.
-        sizes: The sizes that the run may have, in order; at least one.
+    ``sizes``: those that the run may have, in order, at least one.
     """
     size, *larger = sizes
     for next_size in larger:
@@ -155,11 +148,7 @@ def share_nodes(runs: Sequence[NodeDemand], num_free: int) -> list[int]:
     """Return how many of the free nodes each run gets.
 
     A run whose step times are unknown counts as one with those of the other runs, and one whose end
-    is unknown as the one that ends last.
-
-    Args:
-        runs: The runs, in the order in which they get nodes that all of them gain the same from.
-        num_free: Number of the free nodes.
+    is unknown as the one that ends last. Nodes from which all runs gain the same go to the first.
     """
     models = _models(runs)
     weights = _weights(runs, models)

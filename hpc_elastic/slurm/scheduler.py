@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError, SlurmError
 from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission
@@ -59,11 +59,15 @@ def task_queue(
         task: The name of this agent's task.
         attempt: Number of its requeues.
     """
-    if spec.launcher == "local":
-        return LocalQueue(Submission(Path(spec.submission)))
-    if run is None or spec.max_nodes < FEWEST:
-        return SlurmClient()
-    return CombinedRequests(run.departing, SlurmClient(), task, attempt)
+    queue = _own_queue(spec)
+    if run is None or spec.max_nodes < FEWEST or isinstance(queue, LocalQueue):
+        return queue
+    return CombinedRequests(run.departing, queue, task, attempt)
+
+
+def _own_queue(spec: RunSpec) -> SlurmClient | LocalQueue:
+    local = spec.launcher == "local"
+    return LocalQueue(Submission(Path(spec.submission))) if local else SlurmClient()
 
 
 class Scheduler:
@@ -78,11 +82,12 @@ class Scheduler:
         queue: The queue of its tasks; None: that of the run's launcher.
     """
 
-    def __init__(self, run: RunDir, spec: RunSpec, queue: TaskQueue | None = None) -> None:
+    def __init__(
+        self, run: RunDir, spec: RunSpec, queue: SlurmClient | LocalQueue | None = None
+    ) -> None:
         self._run = run
         self._spec = spec
-        self._queue = task_queue(spec) if queue is None else queue
-        self._local = self._queue if isinstance(self._queue, LocalQueue) else None
+        self._queue = queue or _own_queue(spec)
         self._is_silent = False
         self._launch_failed_on: dict[tuple[str, int | None], str] = {}
         """Node that could not start an attempt which Slurm holds; "" if it is not known."""
@@ -104,8 +109,7 @@ class Scheduler:
             self._is_silent = True
             return None
         self._is_silent = False
-        has_table = self._local is None or bool(states)
-        return states if has_table else None
+        return None if isinstance(self._queue, LocalQueue) and not states else states
 
     def is_running(self, task: str) -> bool | None:
         """Return whether a task is RUNNING; None if unknown."""
@@ -123,8 +127,8 @@ class Scheduler:
         """
         jobs = run_tasks.all_jobs(self._spec)
         names = [place.queue_name(job) for place, ids in jobs.items() for job in ids]
-        if self._local is not None:
-            self._local.require_this_machine(names)
+        if isinstance(self._queue, LocalQueue):
+            self._queue.require_this_machine(names)
         listed: dict[str, TaskState] = {}
         for job in dict.fromkeys(map(job_of, names)):
             listed |= self._queue.tasks([job])
@@ -145,8 +149,8 @@ class Scheduler:
         Raises:
             RunDirectoryError: Names the job or the process.
         """
-        if self._local is not None:
-            self._local.require_agents(tasks)
+        if isinstance(self._queue, LocalQueue):
+            self._queue.require_agents(tasks)
             return
         submission = Submission(Path(self._spec.submission))
         wanted = set(map(job_of, map(queue_name, tasks)))
@@ -156,7 +160,7 @@ class Scheduler:
             for job in jobs
             if job in wanted
         }
-        for job, found in self._slurm.identities(arrays).items():
+        for job, found in self._queue.identities(arrays).items():
             if job in arrays and not _runs_array(found, arrays[job]):
                 what = f"is `{found.name}`, with the batch script {found.script} in {found.cwd}"
                 why = f"{arrays[job].job_id_file.parent} names job {job}, which {what}"
@@ -185,10 +189,10 @@ class Scheduler:
             RunDirectoryError: See `require_killable`; or the processes belong to another user.
         """
         require_killable(task)
-        if self._local is not None:
-            self._local.kill(task)
+        if isinstance(self._queue, LocalQueue):
+            self._queue.kill(task)
         else:
-            self._slurm.kill_steps(task)
+            self._queue.kill_steps(task)
 
     # ---- start
 
@@ -233,8 +237,7 @@ class Scheduler:
         for name, state in states.items():
             try:
                 if self._is_requeued(name, state):
-                    if self._local is None:
-                        self._prepare_start(name, state, alive_on[name], failed_on.get(name, ()))
+                    self._prepare_start(name, state, alive_on[name], failed_on.get(name, ()))
                     restarted.append(name)
             except (SlurmError, LocalQueueError, OSError) as e:
                 failures.append(e)
@@ -259,9 +262,9 @@ class Scheduler:
         try:
             self._queue.requeue(name)
         except SlurmCommandError as e:
-            if not is_refused(e):
+            if not is_refused(e) or isinstance(self._queue, LocalQueue):
                 raise
-            run_tasks.resubmit(self._run, name, self._slurm)
+            run_tasks.resubmit(self._run, name, self._queue)
             return False
         if self._run.is_over:  # cancelled since `facts` were read
             self._queue.cancel([name])
@@ -272,12 +275,14 @@ class Scheduler:
         self, name: str, state: TaskState, alive_on: Sequence[str], failed_on: Sequence[str]
     ) -> None:
         """Let a task of Slurm's avoid nodes, and release it if a node could not start it."""
+        if isinstance(self._queue, LocalQueue):
+            return
         was_unobserved = state.phase is Phase.PENDING or state.state == _NODE_FAIL
         for node in alive_on if was_unobserved else ():
-            quarantine.quarantine_node(self._run, name, node, self._slurm)
-        self._slurm.exclude([name], failed_on)
+            quarantine.quarantine_node(self._run, name, node, self._queue)
+        self._queue.exclude([name], failed_on)
         if state.is_launch_held:
-            self._slurm.end_hold(name)
+            self._queue.end_hold(name)
 
     # ---- nodes
 
@@ -287,8 +292,8 @@ class Scheduler:
         Args:
             tasks: Names as in `list_tasks`.
         """
-        if self._local is None:
-            quarantine.lift_quarantine(self._run, tasks, self._slurm, time.time())
+        if not isinstance(self._queue, LocalQueue):
+            quarantine.lift_quarantine(self._run, tasks, self._queue, time.time())
 
     def exclude_nodes(self, hosts: Iterable[str], why: str, until: float) -> None:
         """Let no task of the run start on these nodes until a time.
@@ -315,18 +320,13 @@ class Scheduler:
         over = {host for host, exclusion in known if exclusion.until <= now}
         if not over:
             return
-        states = {} if self._local is not None else self.list_tasks()
+        states = {} if isinstance(self._queue, LocalQueue) else self.list_tasks()
         waiting = [queue_name(n) for n, state in states.items() if state.phase is not Phase.ENDED]
         for host in sorted(over):
             left = {name for name in waiting if is_there(self._run.avoided / f"{name}@{host}")}
             self._queue.exclude([name for name in waiting if name not in left], (), but=[host])
         quarantine.forget_excluded(self._run, now)
         _log.info("the run may start on %s again", ", ".join(sorted(over)))
-
-    @property
-    def _slurm(self) -> SlurmClient:
-        """The queue of a run that has no local one."""
-        return cast(SlurmClient, self._queue)
 
     def _list_jobs(self) -> dict[str, TaskState]:
         """Return what the queue lists of the run's jobs, by queue name; also of other runs."""
@@ -335,11 +335,11 @@ class Scheduler:
 
     def _with_node(self, state: TaskState) -> TaskState:
         """Return a state; if Slurm holds the task, with the node that could not start it."""
-        if not state.is_launch_held:
+        if not state.is_launch_held or isinstance(self._queue, LocalQueue):
             return state
         key = state.task, state.restarts
         if key not in self._launch_failed_on:
-            self._launch_failed_on[key] = self._slurm.refused_by(state.task) or ""
+            self._launch_failed_on[key] = self._queue.refused_by(state.task) or ""
         return replace(state, node=self._launch_failed_on[key])
 
 

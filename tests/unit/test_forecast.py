@@ -97,15 +97,17 @@ def test_a_node_whose_jobs_or_plan_are_not_visible_is_counted_as_unknown(
     """Nothing is made up for it; nodes that take no jobs are neither."""
     assert starts(states, jobs) == known
     found = outlook(states, jobs, NOW)
-    assert (found.num_unknown_ends, found.num_unknown_plans) == unknown
+    assert tuple(found.num_unknown(busy=busy) for busy in (True, False)) == unknown
     assert found.num_idle + found.num_busy + found.num_out == len(states)
 
 
 def test_a_shared_node_with_a_visible_job_may_have_hidden_ones():
     """Where the site hides the jobs of others."""
     found = outlook({"n2": "mixed"}, [RUNS], NOW, are_jobs_hidden=True)
-    assert found.num_unknown_ends == 1
-    assert not outlook({"n2": "allocated"}, [RUNS], NOW, are_jobs_hidden=True).num_unknown_ends
+    assert found.num_unknown(busy=True) == 1
+    assert not outlook({"n2": "allocated"}, [RUNS], NOW, are_jobs_hidden=True).num_unknown(
+        busy=True
+    )
 
 
 def test_waiting_jobs_are_counted_if_they_wait_for_these_nodes():

@@ -201,4 +201,5 @@ def query_cluster(
 
 def _count_nodes(client: SiteClient, partition: str | None) -> dict[str, int]:
     """Return the number of nodes by state, without the marks that keep no task away."""
-    return Counter(NodeState.parse(state).name for state in client.each_node(partition).values())
+    states = map(NodeState.parse, client.each_node(partition).values())
+    return dict(Counter(state.name for state in states))

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -427,11 +426,6 @@ class RunScheduler(Scheduler):
     def __init__(self, run: RunDir, spec: RunSpec, stores: RoundStores) -> None:
         super().__init__(run, spec)
         self.make_store = stores.make
-
-    def readmit(self, tasks: Iterable[str]) -> None:
-        """See `LeaderScheduler`."""
-        self.end_exclusions()
-        self.lift_quarantine(tasks)
 
     def log_of(self, task: str, attempt: int) -> str | None:
         """See `LeaderScheduler`."""

@@ -286,12 +286,9 @@ class Scheduler:
 
     # ---- nodes
 
-    def lift_quarantine(self, tasks: Iterable[str]) -> None:
-        """Let lost tasks start on the nodes they avoid, if nothing of them runs there any more.
-
-        Args:
-            tasks: Names as in `list_tasks`.
-        """
+    def readmit(self, tasks: Iterable[str]) -> None:
+        """End exclusions, and let lost tasks start on nodes where nothing of them runs any more."""
+        self.end_exclusions()
         if not isinstance(self._queue, LocalQueue):
             quarantine.lift_quarantine(self._run, tasks, self._queue, time.time())
 
@@ -313,7 +310,7 @@ class Scheduler:
     def end_exclusions(self) -> None:
         """Let tasks of the run start again on nodes whose exclusion has ended.
 
-        A task that may still run on such a node avoids it until `lift_quarantine`.
+        A task that may still run on such a node avoids it until `readmit`.
         """
         now = time.time()
         known = quarantine.excluded(self._run).items()

@@ -481,7 +481,7 @@ class LeaderTiming:
 class LeaderScheduler(Protocol):
     """The scheduler and the run's processes. All calls but the last may block.
 
-    Whatever error one raises, it is logged and ends no term.
+    `make_store` may raise `OSError`, and is called again. Any error of the others ends no term.
     """
 
     def make_store(self) -> StoreAddress:

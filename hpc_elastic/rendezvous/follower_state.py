@@ -44,6 +44,7 @@ from hpc_elastic.rendezvous.effects import (
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import OLDER_ATTEMPT, Agent, LogEntry, has_no_leader
+from hpc_elastic.run.event_schema import LossReason
 
 CONFIRM_REFUSAL_S = 0.2
 """A port must refuse connections for this time before its leader is taken for dead."""
@@ -176,7 +177,7 @@ class FollowerState:
         if self._over:
             return []
         reason = self._notice.reason if self._notice is not None else "asked"
-        leave = {"type": "leave", "why": f"its node is to be left: {reason}"}
+        leave = {"type": "leave", "why": f"{LossReason.TO_BE_LEFT}: {reason}"}
         departed = {"type": "departed", "reason": reason}
         return [*self._send_to_leader(leave), *self._end_session(departed)]
 

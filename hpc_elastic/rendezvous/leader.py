@@ -51,6 +51,7 @@ from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.rendezvous.term import SharedFiles, Term, TermFolder, TermOverError
 from hpc_elastic.run.directory import STATUS_SELDOM_S
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.shared_files import Mount, carried_out
 from hpc_elastic.site import OptionalCalls, QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
@@ -130,8 +131,8 @@ class Leader:
 
         Otherwise the next leader counts its replica as one that died with this leader.
         """
-        reason, now = "it leaves", time.monotonic()
-        self._term.handle(self._state.disconnected, agent, reason, now)
+        now = time.monotonic()
+        self._term.handle(self._state.disconnected, agent, LossReason.LEADER_LEAVES, now)
         while self._state.is_deciding and time.monotonic() < now + within_s:
             await asyncio.sleep(0.005)
 
@@ -238,8 +239,8 @@ class Leader:
         if self._agents.get(agent) is connection:
             self._disconnect(agent, reason)
             with self._fail_on_error():
-                now, reason = time.monotonic(), "its connection closed"
-                self._term.handle(self._state.disconnected, agent, reason, now)
+                now, why = time.monotonic(), LossReason.CONNECTION_CLOSED
+                self._term.handle(self._state.disconnected, agent, why, now)
 
     def _send(self, agent: Agent, message: dict[str, Any]) -> None:
         if agent in self._agents and not self._term.is_over:

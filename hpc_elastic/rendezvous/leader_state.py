@@ -73,13 +73,13 @@ from hpc_elastic.rendezvous.replica_state import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.run.task_name import queue_name
 from hpc_elastic.site import QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 
 DRAIN_LEFT_S = 7 * 24 * 3600.0
 """A drained node may be used to the end of its job; it is left at the next checkpoint."""
-OVERDUE = "has not found the new leader"
 _QUEUE_EVERY_S = 5.0
 """Interval of the queries of the queue."""
 _SHORT_LONGEST_S = 15.0
@@ -135,7 +135,7 @@ class LeaderState:
         self._hangs = HangDiagnosis()
         expected = sorted(self.run.participants.pending_rejoin, key=lambda agent: agent.slot)
         self._tracker = HeartbeatTracker(liveness, expected, now)
-        self._silent: dict[Agent, str] = {}
+        self._silent: dict[Agent, LossReason] = {}
         """Agents that have timed out and are not marked lost yet, each with the reason."""
         self._yielding = False
         self._lease_due = now
@@ -171,12 +171,10 @@ class LeaderState:
             self._attempts[agent.task] = agent.attempt
             for other in [a for a in self._tracker.last_heartbeat if a.task == agent.task]:
                 effects.append(Send((other,), OLDER_ATTEMPT))
-                effects += self.disconnected(
-                    other, "its task has started again", now, announced=True
-                )
+                effects += self.disconnected(other, LossReason.TASK_RESTARTED, now, announced=True)
         if agent in self._tracker.last_heartbeat:
             effects.append(Disconnect(agent))
-            effects += self.disconnected(agent, "connected anew", now)
+            effects += self.disconnected(agent, LossReason.RECONNECTED, now)
         self._tracker.connected(agent, now)
         self._silent.pop(agent, None)
         self.run.recovery.clear_possibly_alive(agent.task)
@@ -420,10 +418,10 @@ class LeaderState:
         """Mark agents lost that have timed out, or have not found this leader in time."""
         effects: list[Effect] = []
         for agent in self._tracker.timed_out(now):
-            self._forget(agent, "silent")
-            self._silent[agent] = "silent"
+            self._forget(agent, LossReason.SILENT)
+            self._silent[agent] = LossReason.SILENT
             effects.append(Disconnect(agent))
-        self._silent |= dict.fromkeys(self._tracker.take_overdue(now), OVERDUE)
+        self._silent |= dict.fromkeys(self._tracker.take_overdue(now), LossReason.LEADER_NOT_FOUND)
         for agent in self._silent:
             if agent in self.run.ranks:
                 self._tracker.note_silence(agent)

@@ -85,6 +85,7 @@ from hpc_elastic.rendezvous.round_state import (
     stop,
     units_of,
 )
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 SAVE_WITHIN_S = 300.0
@@ -295,7 +296,7 @@ class ReplicaState:
         """Take in the states of the run's tasks; None: Slurm did not answer."""
         effects, ended = self.run.slurm_answered(states, asked_at, now)
         for agent in ended:
-            effects += self.agent_lost(agent, "the scheduler reports that its task has ended", now)
+            effects += self.agent_lost(agent, LossReason.TASK_ENDED, now)
         ending = self.run.hopeless_ending()
         if ending is not None:
             effects += self._save_first(partial(self.run.end_run, ending), now)

@@ -84,6 +84,7 @@ from hpc_elastic.rendezvous.group_change import (
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.reachability import Reachability, left_out_note
 from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackoff, last_here
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.step_agreement import StepVote
 
@@ -612,7 +613,7 @@ class RunState:
         late = sorted(self.participants.pending_rejoin, key=lambda a: a.slot)
         self.participants.pending_rejoin.clear()
         self.policy.not_counted = True
-        why = "did not join again in time"
+        why = LossReason.NOT_REJOINED
         return [Note("node_lost", {"task": a.task, "host": a.host, "why": why}) for a in late]
 
     @property
@@ -872,7 +873,7 @@ class RoundState:
         """Take in the states of the run's tasks; None: Slurm did not answer."""
         effects, ended = self.run.slurm_answered(states, asked_at, now)
         for agent in ended:
-            effects += self.agent_lost(agent, "the scheduler reports that its task has ended", now)
+            effects += self.agent_lost(agent, LossReason.TASK_ENDED, now)
         ending = self.run.hopeless_ending()
         return [*effects, *(self.run.end_run(ending) if ending else []), *self.tick(now)]
 

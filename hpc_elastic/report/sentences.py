@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.report.timeline import Cause, TimelineEntry
+from hpc_elastic.run.event_schema import LossReason
 
 
 def lines(entries: Iterable[TimelineEntry], day: str = "") -> Iterator[str]:
@@ -308,7 +309,7 @@ def _cause(cause: Cause) -> str:
         case "agent_killed":
             return f"the agent of {hosts} was ended by {detail}"
         case "node_lost" | "leader_lost":
-            of_one, of_several = LOSS_REASONS.get(detail, (detail, detail))
+            of_one, of_several = _LOSS_REASONS.get(detail, (detail, detail))
             who = f"{hosts} {was}" if cause.what == "node_lost" else f"{hosts}, the leader, was"
             return f"{who} lost ({of_one if is_one else of_several})"
         case "leader_changed":
@@ -329,20 +330,20 @@ def _cause(cause: Cause) -> str:
             return f"{hosts} {detail}".strip()
 
 
-_DIED = "its agent or its node died", "their agents or their nodes died"
-_SILENT = "it did not answer any more", "they did not answer any more"
-LOSS_REASONS = {
-    "": _SILENT,
-    "its connection closed": _DIED,
-    "silent": ("it sent no heartbeat any more", "they sent no heartbeat any more"),
-    "has not found the new leader": (
+_LOSS_REASONS: dict[str, tuple[str, str]] = {
+    "": ("it did not answer any more", "they did not answer any more"),
+    LossReason.CONNECTION_CLOSED: (
+        "its agent or its node died", "their agents or their nodes died",
+    ),
+    LossReason.SILENT: ("it sent no heartbeat any more", "they sent no heartbeat any more"),
+    LossReason.LEADER_NOT_FOUND: (
         "it did not join the new leader", "they did not join the new leader",
     ),
-    "the scheduler reports that its task has ended": (
+    LossReason.TASK_ENDED: (
         "the scheduler reports that its task has ended",
         "the scheduler reports that their tasks have ended",
     ),
-    "did not join again in time": (
+    LossReason.NOT_REJOINED: (
         "it did not join again in time", "they did not join again in time",
     ),
 }  # fmt: skip

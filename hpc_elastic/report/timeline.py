@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_elastic._util import counted
 from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.run.events import Event
 
 
@@ -217,8 +218,6 @@ def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
 # causes. If no member is left there are two entries: the run was stopped in between.
 
 
-ANNOUNCED = "its node is to be left"
-"""Begin of the reason for which a leader reports a node lost that had announced it."""
 _AT_ONCE_S = 1.0
 """Time within which a leader that gives up a member stops the round."""
 
@@ -320,7 +319,7 @@ class _Change:
     def _losses(self, after: float) -> Iterator[Event]:
         """Yield the losses of nodes that had not announced that they would leave."""
         for event in self._run.of("node_lost", after=after, until=self._after.time):
-            if not str(event.get("why", "")).startswith(ANNOUNCED):
+            if not str(event.get("why", "")).startswith(LossReason.TO_BE_LEFT):
                 yield event
 
     def _failures(self) -> list[Cause]:
@@ -576,7 +575,7 @@ def _why_left(
     ends = attempt.ends_after(since)
     if "node_lost" in ends and _time(ends["node_lost"]) > without_it:
         del ends["node_lost"]  # it was lost later, for another cause
-    if ends.get("node_lost", {}).get("why") == "silent":
+    if ends.get("node_lost", {}).get("why") == LossReason.SILENT:
         ends.pop("nodes_requeued", None)  # it was requeued when it was reachable again
     if "nodes_requeued" in ends and attempt.host in excluded:
         event = excluded[attempt.host]

@@ -8,11 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 from hpc_elastic.run.events import VERSION, Event
 
 Type = Literal["text", "integer", "number", "flag", "texts", "members", "ranks"]
+
+
+class LossReason(StrEnum):
+    """What a leader has observed of a node that it lost: ``why`` of ``node_lost``."""
+
+    CONNECTION_CLOSED = "its connection closed"
+    SILENT = "silent"
+    LEADER_NOT_FOUND = "has not found the new leader"
+    TASK_ENDED = "the scheduler reports that its task has ended"
+    NOT_REJOINED = "did not join again in time"
+    TASK_RESTARTED = "its task has started again"
+    RECONNECTED = "connected anew"
+    LEADER_LEAVES = "it leaves"
+    TO_BE_LEFT = "its node is to be left"
+    """It has left by itself; the reason of its preemption notice follows, after a colon."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_elastic.rendezvous.run_status import spacing_s
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
-from hpc_elastic.run.event_schema import problems
+from hpc_elastic.run.event_schema import LossReason, problems
 
 JOB = "4711"
 STEPS_PER_S = 0.11
@@ -76,7 +76,7 @@ class LongRun:
         stay = [s for s in self.members if s != slot]
         if kind == "lost":
             self.now += 3
-            self._tell("node_lost", slot, host=host(slot), why="its connection closed")
+            self._tell("node_lost", slot, host=host(slot), why=LossReason.CONNECTION_CLOSED)
             self._stop("node_lost", f"{host(slot)} was lost", stay)
         else:
             reason = "signal" if kind == "preempted" else kind

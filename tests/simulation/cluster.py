@@ -51,6 +51,7 @@ from hpc_elastic.rendezvous.reachability import PROBE_S
 from hpc_elastic.rendezvous.round_state import units_of
 from hpc_elastic.rendezvous.session import SessionState
 from hpc_elastic.rendezvous.term import Term, TermFolder
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.worker.shared_page import CheckpointRequest, WorkerStatus
 from simulation.invariants import Monitor
@@ -945,7 +946,7 @@ class Leader:
         agent = connection.peer
         if self.is_open and agent is not None and self._connections.get(agent) is connection:
             del self._connections[agent]
-            why = "its connection closed"
+            why = LossReason.CONNECTION_CLOSED
             self.term.handle(self.leadership.disconnected, agent, why, self._now())
 
     # ---- effects ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 from made_events import event, gone, left, notice
 
 from hpc_elastic.report.progress_log import Point
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.run.events import Event
 
 ROUND_S = 500.0
@@ -46,7 +47,7 @@ def long_history(num_rounds: int, num_nodes: int, *, replicas: bool = False) -> 
         leaving = list(all_) if loses_all else [leaves]
         end = now + ROUND_S - 20.0
         if how == 0:
-            yield from (gone(end, slot, "silent") for slot in leaving)
+            yield from (gone(end, slot, LossReason.SILENT) for slot in leaving)
         elif how == 1:
             yield from (notice(end, slot) for slot in leaving)
             yield from (left(end + 5.0, slot) for slot in leaving)

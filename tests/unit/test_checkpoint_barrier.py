@@ -3,6 +3,7 @@
 from groups import A, B, C, D, decisions, pause, poll_none, request, stop, training
 
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S, CheckpointBarrier
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.step_agreement import VOTE_WITHIN_S, StepVote
 
 
@@ -142,7 +143,7 @@ def test_members_are_released_when_the_newcomer_leaves():
     m.join(C, 1.0)
     poll_none(m, (A, B), 1, 1.1)
     m.checkpointed(A, 10, 1, 2.0)
-    assert decisions(m.agent_lost(C, "silent", 2.5)) == [pause((A, B), 1, released=True)]
+    assert decisions(m.agent_lost(C, LossReason.SILENT, 2.5)) == [pause((A, B), 1, released=True)]
     assert decisions(m.checkpointed(B, 10, 1, 2.6)) == []
 
 
@@ -152,7 +153,7 @@ def test_a_pause_that_was_released_does_not_count_for_the_next_one():
     m.join(C, 1.0)
     poll_none(m, (A, B), 1, 1.1)
     m.checkpointed(A, 10, 1, 2.0)
-    m.agent_lost(C, "silent", 2.5)
+    m.agent_lost(C, LossReason.SILENT, 2.5)
     m.join(D, 3.0)
     assert poll_none(m, (A, B), 2, 3.0) == [pause((A, B), 2)]
     assert decisions(m.checkpointed(B, 10, 1, 3.1)) == [], "at the first request, and continues"
@@ -165,7 +166,7 @@ def test_a_pause_ends_with_its_round():
     """The next round's members stay only if a node waits then."""
     m = training(A, B, scale_up="checkpoint", max_nodes=2)
     m.join(C, 1.0)
-    m.agent_lost(B, "silent", 2.0)
+    m.agent_lost(B, LossReason.SILENT, 2.0)
     m.join(A, 2.1)
     assert m.run.ranks.members == (A, C)
     assert decisions(m.tick(3.0)) == []

@@ -20,6 +20,7 @@ from groups import (
 from hpc_elastic.rendezvous.group_change import GATHER_S, NOT_PAUSED_S
 from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.rendezvous.round_state import RoundState
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.step_agreement import StepVote
 
 
@@ -191,7 +192,7 @@ def test_a_proposal_is_withdrawn_when_the_newcomer_has_left_again():
     """No node waits any more."""
     m = training(A, scale_up="checkpoint")
     m.join(B, 10.0)
-    assert asks(m.agent_lost(B, "its connection closed", 10.1)) == [0]
+    assert asks(m.agent_lost(B, LossReason.CONNECTION_CLOSED, 10.1)) == [0]
 
 
 def test_after_ranks_did_not_stay_the_next_request_is_delayed():

@@ -31,6 +31,7 @@ from hpc_elastic.rendezvous.log_entry import (
 )
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import FailedStart
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 UNCORRECTABLE = "CUDA error: uncorrectable ECC error encountered"
@@ -178,7 +179,7 @@ def silences(m: RoundState, *attempts: int, every_s: float = 10.0) -> list:
     b, effects = B, []
     for i, attempt in enumerate(attempts):
         now = every_s * (i + 1)
-        m.heartbeat_lost(b, "silent", now)
+        m.heartbeat_lost(b, LossReason.SILENT, now)
         effects += [a for agent in (A, C, D) for a in m.join(agent, now + 1)]
         effects += m.slurm_answered(running(A, C, D), now + 1, now + 2)
         b = replace(B, attempt=attempt)
@@ -264,7 +265,7 @@ def lose_and_start_anew(m: RoundState, rounds: int, *, word: str = "", announced
     b, effects = B, []
     for i in range(rounds):
         now = 100.0 * (i + 1)
-        m.agent_lost(b, "its connection closed", now, announced=announced)
+        m.agent_lost(b, LossReason.CONNECTION_CLOSED, now, announced=announced)
         effects = list(m.join(A, now + 1))
         if word:
             state = TaskState(B.task, word, restarts=b.attempt)
@@ -300,7 +301,7 @@ def test_losses_with_progress_in_between_cost_nothing(progress):
             m.progressed(A, {"step": i}, now)
         else:
             m.checkpointed(A, i, 0, now)
-        m.agent_lost(b, "its connection closed", now)
+        m.agent_lost(b, LossReason.CONNECTION_CLOSED, now)
         b = replace(B, attempt=i + 1)
         for agent in (A, b):
             m.join(agent, now + 1)
@@ -325,7 +326,7 @@ def test_many_nodes_that_one_round_loses_are_not_the_scripts_fault(lost, word, l
     m = training(A, B, C, D, max_restarts=0)
     gone = [{"a": A, "b": B, "c": C, "d": D}[name] for name in lost]
     for agent in gone:
-        m.agent_lost(agent, "its connection closed", 10.0)
+        m.agent_lost(agent, LossReason.CONNECTION_CLOSED, 10.0)
     if word:
         m.slurm_answered({a.task: TaskState(a.task, word, restarts=0) for a in gone}, 11.0, 11.0)
     for agent in gone:
@@ -343,8 +344,8 @@ def test_nodes_that_the_run_itself_has_requeued_are_no_losses():
 def test_many_agents_that_time_out_at_once_are_not_to_blame():
     """The network between them is."""
     m = training(A, B, C, D)
-    m.heartbeat_lost(B, "silent", 10.0)
-    m.heartbeat_lost(C, "silent", 10.0)
+    m.heartbeat_lost(B, LossReason.SILENT, 10.0)
+    m.heartbeat_lost(C, LossReason.SILENT, 10.0)
     m.join(A, 10.1)
     m.join(D, 10.1)
     assert m.run.policy.strikes == {}
@@ -353,7 +354,7 @@ def test_many_agents_that_time_out_at_once_are_not_to_blame():
 def test_the_only_other_agent_that_times_out_is_not_to_blame():
     """With two nodes it is unknown which one is cut off."""
     m = training(A, B)
-    m.heartbeat_lost(B, "silent", 10.0)
+    m.heartbeat_lost(B, LossReason.SILENT, 10.0)
     m.join(A, 10.1)
     m.slurm_answered(running(A), 10.2, 11.0)
     assert m.run.ranks.members == (A,) and m.run.policy.strikes == {}
@@ -375,9 +376,9 @@ def test_the_next_leader_inherits_the_counters():
     fails(m, A, "boom", 10.0)
     fails(m, B, "CUDA error: unknown error", 20.0)
     m.progressed(A, {"step": 44}, 25.0)
-    m.agent_lost(B, "its connection closed", 30.0)
+    m.agent_lost(B, LossReason.CONNECTION_CLOSED, 30.0)
     first = failure(B, "CUDA error: unknown error")
-    lost = LostNode("node2", "its connection closed", 3, is_first=True)
+    lost = LostNode("node2", LossReason.CONNECTION_CLOSED, 3, is_first=True)
     kept = m.run.policy.counters()
     at = m.run.policy.strikes["node2"]
     assert kept == FailureCounters(40, 1, first, 0, 44, {B.task: lost}, {"node2": at}, {})

@@ -14,6 +14,7 @@ from hpc_elastic.rendezvous.group_change import (
 from hpc_elastic.rendezvous.log_entry import decode_signed
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.rendezvous.task_recovery import LONGEST_WAIT
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 # ---- whether to scale up ------------------------------------------------------------------
@@ -196,7 +197,7 @@ def test_grow_never_waits_for_another_reason():
     m = growing(scale_up="on_restart")
     assert decisions(m.join(C, 1.0)) == []
     assert decisions(m.tick(1e6)) == []
-    m.agent_lost(B, "silent", 1e6)
+    m.agent_lost(B, LossReason.SILENT, 1e6)
     m.join(A, 1e6)
     m.slurm_answered(running(A, C), 1e6, 1e6)
     assert m.run.ranks.members == (A, C)
@@ -248,7 +249,7 @@ def test_departures_are_counted_and_growth_is_not():
     for joined_at in (10.0, 110.0, 210.0, 310.0):
         m.join(C, joined_at)
         close(m, (A, B), (A, B, C), joined_at)
-        m.agent_lost(C, "silent", joined_at + 50.0)
+        m.agent_lost(C, LossReason.SILENT, joined_at + 50.0)
         close(m, (A, B), (A, B), joined_at + 50.0)
     assert m.run.estimator.outlook.round_s is None
     m.noticed(B, "signal", 5.0, 410.0)
@@ -289,7 +290,7 @@ def test_a_node_is_requeued_once():
     m = parked(scale_up="on_restart")
     m.tick(21.0)
     assert decisions(m.tick(22.0)) == []
-    assert decisions(m.agent_lost(C, "its connection closed", 22.5)) == []
+    assert decisions(m.agent_lost(C, LossReason.CONNECTION_CLOSED, 22.5)) == []
 
 
 def test_a_node_that_is_not_worth_a_restart_any_more_is_requeued():
@@ -393,7 +394,7 @@ def test_a_lost_member_is_replaced():
     """The pending tasks may start again, and the lost one is restarted."""
     m = limited(A, B)
     m.tick(20.0)
-    effects = [*m.agent_lost(B, "silent", 30.0), *m.tick(30.1)]
+    effects = [*m.agent_lost(B, LossReason.SILENT, 30.0), *m.tick(30.1)]
     assert [postpone.delay_s < 30.0 for postpone in of(effects, Postpone)] == [True]
     (note,) = notes(effects, "growth_decision")
     assert note.fields["grows"] is True and note.fields["nodes"] == 1
@@ -402,7 +403,7 @@ def test_a_lost_member_is_replaced():
 def test_a_lost_task_that_is_not_needed_stays_away():
     """Three nodes had come; the run goes on with two, and Slurm holds the third."""
     m = limited(A, B, C, times={})
-    m.agent_lost(C, "silent", 5.0)
+    m.agent_lost(C, LossReason.SILENT, 5.0)
     m.join(A, 6.0)
     m.join(B, 6.0)
     m.slurm_answered(running(A, B), 7.0, 7.0)
@@ -436,7 +437,7 @@ def test_a_run_grows_up_to_its_share_beside_other_runs():
 def test_the_next_leader_knows_the_step_times():
     """They are in each entry of the log."""
     m = limited(A, B)
-    m.agent_lost(B, "silent", 30.0)
+    m.agent_lost(B, LossReason.SILENT, 30.0)
     m.join(A, 31.0)
     m.slurm_answered(running(A), 32.0, 32.0)
     entry = decode_signed(m.run.entry.encode_signed(b"s"), b"s")

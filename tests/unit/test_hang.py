@@ -16,6 +16,7 @@ from hpc_elastic.rendezvous.hang_diagnosis import (
     hang_failures,
     hang_note,
 )
+from hpc_elastic.run.event_schema import LossReason
 
 HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
 THERE = {"place": "train.py:50 in step", "waits_in": "barrier"}
@@ -189,6 +190,6 @@ def test_answers_of_an_earlier_round_are_ignored():
     leader = training(A, B)
     say(leader, A, "stalled", 70.0, index=2, stalled_s=61.0, limit_s=60.0)
     answer(leader, A, 71.0, 0, HERE)
-    leader.disconnected(B, "its connection closed", 71.0)
+    leader.disconnected(B, LossReason.CONNECTION_CLOSED, 71.0)
     assert not [n for n in of(leader.tick(71.0 + ANSWER_S), Note) if n.kind == "hang"]
     assert not of(leader.tick(72.0), Append)

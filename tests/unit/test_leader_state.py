@@ -24,6 +24,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.leader_state import DRAIN_LEFT_S, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RunEnding, claim
 from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.site import QueueAdvice, QueueQuestion
 from hpc_elastic.slurm.job_state import TaskState
 from simulation.month import count_items
@@ -44,7 +45,7 @@ def test_a_round_is_announced_once_its_entry_exists():
 def test_what_follows_a_decision_waits_in_order():
     """A member that is lost meanwhile is a loss after the round, not before it."""
     leader, _ = closing(A, B)
-    assert leader.disconnected(B, "its connection closed", 1.5) == []
+    assert leader.disconnected(B, LossReason.CONNECTION_CLOSED, 1.5) == []
     announce, closed, gone, stopped, tell = leader.appended()
     assert isinstance(announce, Announce)
     kinds = (closed.kind, gone.kind, stopped.kind)
@@ -65,7 +66,7 @@ def test_a_decision_that_follows_a_decision_needs_its_own_entry():
 def test_a_round_answers_the_requests_that_it_was_closed_with():
     """An agent that has come back meanwhile has asked again, for another round."""
     leader, _ = closing(A, B)
-    leader.disconnected(B, "its connection closed", 1.2)
+    leader.disconnected(B, LossReason.CONNECTION_CLOSED, 1.2)
     join(leader, B, 1.4, request=2)
     (announce,) = of(leader.appended(), Announce)
     assert announce.requests[B].number == 1
@@ -76,7 +77,7 @@ def test_an_entry_knows_what_was_lost_and_spent():
     leader = training(A, B, C, max_restarts=3)
     say(leader, A, "failed", 2.0, index=2, failures=[vars(failure(A))])
     rejoin(leader, A, 2.1)
-    leader.disconnected(C, "its connection closed", 2.2)
+    leader.disconnected(C, LossReason.CONNECTION_CLOSED, 2.2)
     rejoin(leader, B, 2.3)
     (append,) = of(leader.slurm_answered(running(A, B), 2.5), Append)
     assert append.entry.lost == {C.task: 0} and append.entry.members == (A, B)
@@ -91,7 +92,7 @@ def test_whose_number_is_taken_steps_down_for_ever():
     answers = [
         leader.appended(), leader.refused(), leader.log_advanced(99), leader.tick(9.0),
         leader.connected(C, 2.0), say(leader, A, "join", 2.0, request=2),
-        leader.disconnected(A, "its connection closed", 2.0), leader.slurm_answered({}, 2.0),
+        leader.disconnected(A, LossReason.CONNECTION_CLOSED, 2.0), leader.slurm_answered({}, 2.0),
     ]  # fmt: skip
     assert not any(answers) and entry.index == 2
 

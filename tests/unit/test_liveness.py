@@ -32,6 +32,7 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
 from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.run.event_schema import LossReason
 
 # ---- who lives ----------------------------------------------------------------------------
 
@@ -39,9 +40,9 @@ from hpc_elastic.rendezvous.round_state import RoundPhase
 def test_a_broken_connection_is_a_loss_at_once():
     """The others' workers are stopped, even those that hang in a collective."""
     leader = training(A, B)
-    effects = leader.disconnected(B, "its connection closed", 2.0)
+    effects = leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.0)
     assert told(effects, "stop") == [A]
-    assert leader.disconnected(B, "its connection closed", 2.1) == []
+    assert leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.1) == []
 
 
 def test_an_agent_that_leaves_is_gone_at_once():
@@ -80,7 +81,7 @@ def test_who_hangs_up_has_ended():
     """Even where Slurm has said before that its task is gone."""
     leader = training(A, B, C)
     leader.run.recovery.mark_possibly_alive(B)
-    leader.disconnected(B, "its connection closed", 2.0)
+    leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.0)
     assert leader.run.recovery.possibly_alive == {}
 
 
@@ -217,7 +218,7 @@ def test_a_leader_whose_members_hung_up_renews_its_lease():
     """A connection that closes shows that the network works."""
     leader = training(A, B, C, D)
     for agent in (B, C, D):
-        leader.disconnected(agent, "its connection closed", 2.0)
+        leader.disconnected(agent, LossReason.CONNECTION_CLOSED, 2.0)
     passed(leader, 5.0, A)
     assert renews(leader, 5.5, A)
 
@@ -260,7 +261,7 @@ def test_slurm_may_say_that_the_silent_ones_have_ended():
 def test_a_leader_below_min_nodes_renews_no_lease():
     """It could decide nothing: whoever can not reach it may try to lead."""
     leader = training(A, B, min_nodes=2)
-    leader.disconnected(B, "its connection closed", 2.0)
+    leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.0)
     assert not renews(leader, 2.1, A)
     join(leader, B, 2.2, request=2)
     assert renews(leader, 2.3, A, B)
@@ -297,7 +298,7 @@ def test_the_last_report_of_each_members_workers_is_kept():
         say(leader, A, "heartbeat", now, progress={"step": step, "total": 100, "loss": None})
     assert leader.run.estimator.outlook.restart_cost_s == 2.0
     assert leader.run.estimator.outlook.remaining_s == 8.0
-    leader.disconnected(A, "its connection closed", 5.0)
+    leader.disconnected(A, LossReason.CONNECTION_CLOSED, 5.0)
     assert set(leader.progress) == {B}
 
 
@@ -376,7 +377,7 @@ def test_a_round_that_breaks_asks_anew():
     """At once, or as soon as it is polite."""
     leader = training(A, B, min_nodes=1)
     leader.slurm_answered(running(A, B), 1.1)
-    leader.disconnected(B, "its connection closed", 50.0)
+    leader.disconnected(B, LossReason.CONNECTION_CLOSED, 50.0)
     assert asks(rejoin(leader, A, 50.1))
 
 

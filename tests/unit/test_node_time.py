@@ -8,6 +8,7 @@ from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.node_time import KINDS, Account
 from hpc_elastic.report.node_time import account as account_of
 from hpc_elastic.report.progress_log import Point
+from hpc_elastic.run.event_schema import LossReason
 
 A, B = "7_0", "7_1"
 
@@ -120,7 +121,8 @@ def test_steps_that_died_with_a_node_are_replayed_by_those_who_stay():
     """B dies at step 91; A goes on from the checkpoint of step 50, at a step a second."""
     points = [point(99, 1, 90), point(100, 1, 91), point(120, 2, 61), point(160, 2, 101)]
     events = [
-        *TWO, told(100, "node_lost", B, why="its connection closed"), told(100, "round_stopped"),
+        *TWO, told(100, "node_lost", B, why=LossReason.CONNECTION_CLOSED),
+        told(100, "round_stopped"),
         told(101, "joined"), closed(102, 2, (A, 0)),
         trains(110, 2, 51, restored=50, restore_s=2.0), told(200, "end", status="succeeded"),
     ]  # fmt: skip

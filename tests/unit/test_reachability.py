@@ -17,6 +17,7 @@ from hpc_elastic.rendezvous.reachability import (
 )
 from hpc_elastic.rendezvous.replica_state import ReplicaState
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
+from hpc_elastic.run.event_schema import LossReason
 
 AGENTS = tuple(Agent(f"7_{slot}", 0, slot, f"node{slot + 1}", 1) for slot in range(300))
 
@@ -265,7 +266,7 @@ def test_replicas_below_min_nodes_give_way_to_a_group_that_is_large_enough():
     rules = RoundRules(3, 4, 2, 60.0, 5.0, ft=True)
     network = Network(ReplicaState(FIRST, rules, 0.0, random.Random(1)))
     network.form(A, B, C)
-    network.rounds.agent_lost(A, "silent", 50.0)
+    network.rounds.agent_lost(A, LossReason.SILENT, 50.0)
     assert members(network) == (B, C)
     network.cut.update((*pair(C, A), *pair(C, D)))
     network.join(replace(A, attempt=1), D, now=60.0)

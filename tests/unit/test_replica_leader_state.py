@@ -9,6 +9,7 @@ from leaders import HERE, LIVENESS, join, meanwhile, of, say, told
 from hpc_elastic.rendezvous.effects import Announce, Append, Note, PublishResult, RenewLease, places
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.run.event_schema import LossReason
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 
@@ -87,7 +88,7 @@ def test_reports_count_by_the_round_that_placed_the_reporter():
 def test_a_departure_is_recorded():
     """The next leader does not wait for it, and it can commit no checkpoint."""
     leader = training(A, B)
-    (append,) = of(leader.disconnected(B, "its connection closed", 2.0), Append)
+    (append,) = of(leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.0), Append)
     assert append.entry.members == (A,) and append.entry.lost == {B.task: 0}
     departed = {"task": B.task, "host": B.host, "nodes": 1}
     assert leader.appended() == [Note("replica_left", departed)]
@@ -144,5 +145,5 @@ def test_below_min_nodes_no_lease_is_renewed():
     join(leader, B, 1.0)
     leader.appended()
     assert RenewLease() in leader.tick(1.5)
-    leader.disconnected(B, "its connection closed", 2.0)
+    leader.disconnected(B, LossReason.CONNECTION_CLOSED, 2.0)
     assert RenewLease() not in leader.tick(2.5)

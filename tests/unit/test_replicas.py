@@ -25,6 +25,7 @@ from hpc_elastic.rendezvous.effects import ClearHolds
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules
 from hpc_elastic.rendezvous.replica_state import SAVE_WITHIN_S, Placement, ReplicaState
 from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.run.event_schema import LossReason
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 
@@ -253,7 +254,7 @@ def test_a_bad_node_that_joins_again_is_sent_away_when_its_partner_is_lost():
     m = training(A, B, C, D, unit_nodes=2, min_nodes=2)
     m.worker_failed([failure(B, "CUDA error: uncorrectable ECC error encountered")], B, 1.0)
     m.join(B, 1.5)
-    actions = decisions(m.agent_lost(A, "silent", 2.0))
+    actions = decisions(m.agent_lost(A, LossReason.SILENT, 2.0))
     assert "Exclude" in [kind(a) for a in actions] and kind(actions[-1]) == "SentBack"
     assert m.run.ranks.members == (C, D) and not m.run.participants.joined
 
@@ -337,9 +338,7 @@ def test_a_member_that_is_not_here_in_time_is_gone():
     """As one that falls silent."""
     m = resumed(A, B, C, lost={A.task: 0})
     m.reattached(B, Placement(4, 9, B.slot), 0.5)
-    assert decisions(m.heartbeat_lost(C, "has not found the new leader", 7.0)) == [
-        departed(C, (B,))
-    ]
+    assert decisions(m.heartbeat_lost(C, LossReason.LEADER_NOT_FOUND, 7.0)) == [departed(C, (B,))]
 
 
 def test_the_leader_before_comes_back_with_its_workers():
@@ -367,10 +366,10 @@ def test_who_is_here_without_room_starts_anew():
 def test_silence_of_many_at_once_blames_nobody():
     """Agents that fall silent together are the network's fault; strikes need evidence."""
     m = training(A, B, C)
-    m.heartbeat_lost(B, "silent", 1.0)
-    m.heartbeat_lost(C, "silent", 1.0)
+    m.heartbeat_lost(B, LossReason.SILENT, 1.0)
+    m.heartbeat_lost(C, LossReason.SILENT, 1.0)
     assert notes(m.tick(1.0), "host_failure") == []
     m = training(A, B, C)
-    m.heartbeat_lost(B, "silent", 1.0)
+    m.heartbeat_lost(B, LossReason.SILENT, 1.0)
     m.tick(1.0)
     assert len(notes(m.join(replace(B, attempt=1), 9.0), "host_failure")) == 1

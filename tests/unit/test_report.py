@@ -44,6 +44,7 @@ from hpc_elastic.report.report import (
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.event_schema import LossReason
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 
@@ -53,7 +54,8 @@ ROOT = Path(__file__).parents[2]
 LOST = [
     *begun(0, 1), event(1.8, "joined", 0, host="node0"), event(1.9, "joined", 1, host="node1"),
     group(2.0, 1, 0, 1), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
-    gone(14.0, 1, "its connection closed"), stop(14.0, 1, "node_lost"), stopped(14.0, 0, 1, 20),
+    gone(14.0, 1, LossReason.CONNECTION_CLOSED), stop(14.0, 1, "node_lost"),
+    stopped(14.0, 0, 1, 20),
     group(15.0, 2, 0), trains(20.0, 0, 2, 10),
 ]  # fmt: skip
 """Two train from 4 on, one is lost at 14, the other goes on from step 10 at 20."""

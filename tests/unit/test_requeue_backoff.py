@@ -12,6 +12,7 @@ from hpc_elastic.rendezvous.effects import JoinRequest
 from hpc_elastic.rendezvous.log_entry import RoundRules
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import LONGEST_WAIT, RequeueBackoff, longest_join_s
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 
@@ -36,7 +37,7 @@ def test_nodes_are_kept_where_there_is_no_queue():
 def test_the_wait_begins_anew_once_there_were_enough():
     """A group that has trained waits its full time again."""
     m = training(A, B, min_nodes=2, below_min_timeout_s=10.0)
-    m.agent_lost(B, "silent", 500.0)
+    m.agent_lost(B, LossReason.SILENT, 500.0)
     m.join(A, 500.1)
     assert decisions(m.tick(509.9)) == []
     (given,) = decisions(m.tick(520.2))
@@ -95,7 +96,7 @@ def test_whoever_joins_after_that_goes_back_too():
     m.join(A, 0.0)
     (given,) = decisions(m.tick(20.0))
     assert decisions(m.join(B, 21.0)) == [SentBack((B,), given.delay_s, all=False)]
-    assert m.agent_lost(A, "its connection closed", 21.0) == []
+    assert m.agent_lost(A, LossReason.CONNECTION_CLOSED, 21.0) == []
 
 
 def test_a_round_forgets_how_often_nodes_were_given_back():
@@ -179,7 +180,7 @@ def test_what_is_known_of_waiting_nodes_is_one_record_a_task():
     m = machine(min_nodes=2)
     for attempt in range(50):
         m.join(replace(A, attempt=attempt), float(attempt))
-        m.agent_lost(replace(A, attempt=attempt), "its connection closed", float(attempt))
+        m.agent_lost(replace(A, attempt=attempt), LossReason.CONNECTION_CLOSED, float(attempt))
     known = m.run.participants
     assert len(known.requests) == len(known._last_join) == 1
 

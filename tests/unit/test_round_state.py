@@ -22,6 +22,7 @@ from groups import (
 
 from hpc_elastic.rendezvous.log_entry import Agent, RunEnding
 from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.run.event_schema import LossReason
 
 # ---- when a round closes ------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ def test_a_full_group_lets_a_newcomer_wait_until_a_place_is_free():
     """Beyond max nodes a node parks; it takes the place of the next that is lost."""
     m = training(A, B, max_nodes=2)
     assert decisions(m.join(C, 1.0)) == []
-    m.agent_lost(A, "its connection closed", 2.0)
+    m.agent_lost(A, LossReason.CONNECTION_CLOSED, 2.0)
     assert decisions(m.join(B, 2.1)) == [closed(2, (B, C), 0)]
 
 
@@ -122,7 +123,7 @@ def test_a_lost_member_costs_no_restart():
     """The others' collectives break because of the loss: nothing is spent."""
     m = training(A, B, C)
     m.worker_failed([failure(A, "Connection closed by peer")], A, 5.0)
-    m.agent_lost(B, "silent", 5.1)
+    m.agent_lost(B, LossReason.SILENT, 5.1)
     m.join(A, 5.2)
     m.join(C, 5.3)
     started = m.slurm_answered(running(A, B, C), 5.4, 5.4)
@@ -132,7 +133,7 @@ def test_a_lost_member_costs_no_restart():
 def test_a_loss_noticed_before_the_failures_costs_no_restart_either():
     """The order in which the leader hears of a loss and of its victims does not matter."""
     m = training(A, B, C)
-    m.agent_lost(B, "silent", 5.0)
+    m.agent_lost(B, LossReason.SILENT, 5.0)
     m.worker_failed([failure(A, "Connection closed by peer")], A, 5.1)
     m.join(A, 5.2)
     m.join(C, 5.3)
@@ -142,7 +143,7 @@ def test_a_loss_noticed_before_the_failures_costs_no_restart_either():
 def test_a_task_that_was_lost_is_not_waited_for():
     """Slurm calls a dead node's task RUNNING for minutes."""
     m = training(A, B)
-    m.agent_lost(B, "its connection closed", 5.0)
+    m.agent_lost(B, LossReason.CONNECTION_CLOSED, 5.0)
     m.join(A, 5.1)
     assert decisions(m.slurm_answered(running(A, B), 5.2, 5.2)) == [closed(2, (A,), 0)]
 
@@ -175,7 +176,7 @@ def test_an_attempt_that_ends_late_takes_nothing_from_the_next_one():
     m = training(A, B)
     again = Agent(B.task, 1, B.slot, "node4", 1)
     m.join(again, 5.0)
-    m.agent_lost(B, "silent", 5.1)
+    m.agent_lost(B, LossReason.SILENT, 5.1)
     m.join(A, 5.2)
     m.slurm_answered(running(A, again), 5.3, 5.3)
     assert m.run.ranks.members == (A, again)
@@ -195,7 +196,7 @@ def test_a_member_that_joins_anew_breaks_the_round():
 def test_ranks_are_stable():
     """Members keep their order whatever the order of joining; a lost one's place closes up."""
     m = training(A, B, C, D)
-    m.agent_lost(B, "silent", 1.0)
+    m.agent_lost(B, LossReason.SILENT, 1.0)
     for agent in (D, C, A):
         m.join(agent, 1.1)
     asked = m.slurm_answered(running(A, C, D), 1.2, 1.2)
@@ -296,7 +297,9 @@ def test_a_member_lost_before_all_are_done_means_another_round():
     """A member that was done works again: its peers can not finish without it."""
     m = training(A, B)
     m.finished(A, 9.0)
-    assert decisions(m.agent_lost(B, "silent", 9.1)) == [stop((A,), "node2 is gone: silent")]
+    assert decisions(m.agent_lost(B, LossReason.SILENT, 9.1)) == [
+        stop((A,), "node2 is gone: silent")
+    ]
     m.join(A, 9.2)
     assert decisions(m.slurm_answered(running(A), 9.3, 9.3)) == [closed(2, (A,), 0)]
     assert decisions(m.finished(A, 9.9)) == [ended("succeeded")]
@@ -307,7 +310,7 @@ def test_nothing_happens_after_the_end():
     m = training(A)
     m.finished(A, 9.0)
     assert m.join(B, 10.0) == []
-    assert m.agent_lost(A, "its connection closed", 10.0) == []
+    assert m.agent_lost(A, LossReason.CONNECTION_CLOSED, 10.0) == []
     assert m.tick(99.0) == [] and m.run.close() == []
 
 
@@ -348,6 +351,6 @@ def test_a_round_of_the_same_members_has_no_event_for_each_of_them():
     m = training(A, B, C)
     m.worker_failed([failure(A)], A, 1.0)
     assert notes(m.join(A, 1.1), "joined") == []
-    m.agent_lost(B, "silent", 1.2)
+    m.agent_lost(B, LossReason.SILENT, 1.2)
     assert [n.fields["host"] for n in notes(m.join(B, 1.3), "joined")] == [B.host]
     assert [n.fields["host"] for n in notes(m.join(D, 1.4), "joined")] == [D.host]

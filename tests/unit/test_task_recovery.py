@@ -14,6 +14,7 @@ from hpc_elastic.rendezvous.task_recovery import (
     START_TRIES,
     LostTaskRecovery,
 )
+from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.slurm.job_state import TaskState
 
 
@@ -25,7 +26,7 @@ def held(task: str, restarts: int = 1) -> TaskState:
 def lost(**changes) -> RoundState:
     """A round of A and C, whose third member B was lost."""
     m = training(A, B, C, max_nodes=3, **changes)
-    m.agent_lost(B, "its connection closed", 5.0)
+    m.agent_lost(B, LossReason.CONNECTION_CLOSED, 5.0)
     m.join(A, 5.1)
     m.join(C, 5.1)
     m.slurm_answered(running(A, B, C), 5.2, 5.2)
@@ -243,7 +244,7 @@ def test_failed_starts_are_counted_from_zero_once_the_task_has_joined():
             view(not_launched(attempt, "node9", B.task)), 10.0 + attempt, 10.0 + attempt
         )
     m.join(replace(B, attempt=7), 20.0)
-    m.agent_lost(replace(B, attempt=7), "its connection closed", 21.0)
+    m.agent_lost(replace(B, attempt=7), LossReason.CONNECTION_CLOSED, 21.0)
     m.slurm_answered(view(not_launched(8, "node9", B.task)), 22.0, 22.0)
     assert m.run.recovery.tried_hosts(B.task) == ("node9",)
     assert restarted(m, not_launched(8, "node9", B.task), 24.0) == [(B.task,)]
@@ -326,7 +327,7 @@ def restart_of(m: RoundState, state: TaskState) -> ClearHolds:
 def test_a_task_whose_heartbeats_stopped_may_still_run():
     """Its node may be cut off, and return at any time."""
     m = training(A, B, C)
-    m.heartbeat_lost(B, "silent", 5.0)
+    m.heartbeat_lost(B, LossReason.SILENT, 5.0)
     assert restart_of(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
 
 

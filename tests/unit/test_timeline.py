@@ -21,7 +21,7 @@ from made_events import (
 
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.sentences import lines, sentence
-from hpc_elastic.run.event_schema import problems
+from hpc_elastic.run.event_schema import LossReason, problems
 
 RECORDED = Path(__file__).parent / "data" / "timeline"
 """Events of real runs on Slurm, and what is to be told of them."""
@@ -141,21 +141,22 @@ TOLD = {
         "the task of node1 was terminated (SIGTERM); all ranks saved step 20; "
         "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s"),
     "silent": (
-        [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0)],
+        [gone(10.0, 1, LossReason.SILENT), stop(10.0, 1, "node_lost"), group(12.0, 2, 0)],
         "node1 was lost (it sent no heartbeat any more); group 2 -> 1 node; "
         "formed again after 2 s"),
     "silent, and told to end when it could be reached again": (
-        [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0),
+        [gone(10.0, 1, LossReason.SILENT), stop(10.0, 1, "node_lost"), group(12.0, 2, 0),
          notice(20.0, 1), gone(20.1, 1, "its node is to be left: signal"), left(21.0, 1)],
         "node1 was lost (it sent no heartbeat any more); group 2 -> 1 node; "
         "formed again after 2 s"),
     "lost, after it was silent for a while": (
-        [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0, 1),
-         gone(30.0, 1, "its connection closed"), stop(30.0, 2, "node_lost"), group(31.0, 3, 0)],
+        [gone(10.0, 1, LossReason.SILENT), stop(10.0, 1, "node_lost"), group(12.0, 2, 0, 1),
+         gone(30.0, 1, LossReason.CONNECTION_CLOSED), stop(30.0, 2, "node_lost"),
+          group(31.0, 3, 0)],
         "node1 was lost (its agent or its node died); group 2 -> 1 node; "
         "formed again after 1 s"),
     "preempted, after it was unreachable for a while": (
-        [gone(4.0, 1, "its connection closed"), group(5.0, 2, 0, 1), notice(10.0, 1),
+        [gone(4.0, 1, LossReason.CONNECTION_CLOSED), group(5.0, 2, 0, 1), notice(10.0, 1),
          left(14.0, 1), stop(14.1, 2, "node_lost"), group(15.0, 3, 0)],
         "node1 was preempted (SIGTERM, 5 s grace); group 2 -> 1 node; formed again after 0.9 s"),
     "the leader died": (
@@ -174,7 +175,7 @@ TOLD = {
         "node0, the leader, was unreachable for a while, node1 leads now; "
         "group still 2 nodes; lost 7 steps (from 27 back to 20), trained again after 2.5 s"),
     "the leader was cut off, and took the others for lost": (
-        [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), stopped(10.2, 1, 1, 27),
+        [gone(10.0, 1, LossReason.SILENT), stop(10.0, 1, "node_lost"), stopped(10.2, 1, 1, 27),
          event(10.5, "leader", 1, term=2), group(11.0, 2, 1, term=2),
          notice(20.0, 0), gone(20.1, 0, "its node is to be left: signal"), left(21.0, 0)],
         "node0, the leader, was lost (it did not answer any more), node1 leads now; "
@@ -325,7 +326,7 @@ def test_a_run_that_was_gone_comes_back():
 def test_a_leader_that_stood_still_takes_nobody_for_lost():
     """When it goes on it hears nobody for a moment, and says so; it was away itself."""
     lost = [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, term=2), group(11.0, 2, 1, term=2)]
-    wakes = [gone(20.0, 1, "silent"), event(20.5, "joined", 0, host="node0")]
+    wakes = [gone(20.0, 1, LossReason.SILENT), event(20.5, "joined", 0, host="node0")]
     again = [stop(21.0, 2, "regroup", 30), group(22.0, 3, 1, 0, term=2)]
     *_, left, came = timeline([*TWO, *lost, *wakes, *again])
     assert sentence(left).startswith("node0, the leader, was lost (it did not answer any more)")
@@ -334,7 +335,7 @@ def test_a_leader_that_stood_still_takes_nobody_for_lost():
 
 def test_how_long_a_node_was_away_counts_from_its_group():
     """Attempts of its task that came to nothing in between, or ended late, do not matter."""
-    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(11.0, 2, 0)]
+    lost = [gone(10.0, 1, LossReason.SILENT), stop(10.0, 1, "node_lost"), group(11.0, 2, 0)]
     late = [notice(60.0, 1), left(61.0, 1), node(70.0, 1, 1), notice(100.0, 1), left(101.0, 1)]
     again = [node(181.0, 1, 2), stop(182.0, 2, "regroup", 30), group(183.0, 3, 0, 21)]
     told = [sentence(e) for e in timeline([*TWO, *lost, *late, *again])]
@@ -363,7 +364,11 @@ def test_a_node_comes_back_and_not_a_task(task, attempt, host, told):
 def test_two_that_fall_silent_together_are_told_together():
     """Of a group of three, the leader is left."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2)]
-    lost = [gone(10.0, 1, "silent"), gone(10.0, 2, "silent"), stop(10.0, 1, "node_lost")]
+    lost = [
+        gone(10.0, 1, LossReason.SILENT),
+        gone(10.0, 2, LossReason.SILENT),
+        stop(10.0, 1, "node_lost"),
+    ]
     assert sentence(timeline([*three, *lost, group(12.0, 2, 0)])[-1]) == (
         "node1 and node2 were lost (they sent no heartbeat any more); group 3 -> 1 node; "
         "formed again after 2 s"
@@ -372,7 +377,7 @@ def test_two_that_fall_silent_together_are_told_together():
 
 def test_one_that_is_excluded_for_its_silence_was_lost():
     """It is given back when it can be reached again; that is not why it left."""
-    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
+    lost = [gone(10.0, 1, LossReason.SILENT), stop(10.0, 1, "node_lost"),
             event(11.9, "excluded", host="node1", why="fell silent", hosts_left=1),
             group(12.0, 2, 0), event(20.0, "nodes_requeued", 1, delay_s=400.0)]  # fmt: skip
     assert [sentence(entry) for entry in timeline([*TWO, *lost])[-2:]] == [
@@ -383,7 +388,7 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
 
 def test_one_that_is_heard_again_before_the_next_round_was_out_of_reach():
     """It joins again in the same attempt, and nobody has left."""
-    back = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
+    back = [gone(10.0, 1, LossReason.SILENT), stop(10.0, 1, "node_lost"),
             event(13.0, "joined", 1, host="node1"), group(15.0, 2, 0, 1)]  # fmt: skip
     assert sentence(timeline([*TWO, *back])[-1]) == (
         "node1 was unreachable for a while; group still 2 nodes; formed again after 5 s"
@@ -426,12 +431,12 @@ def test_another_replica_may_lead_without_loss():
 def test_a_replica_that_was_silent_is_not_told_as_ended_by_slurm_afterwards():
     """Its task is ended when its node can be reached again; nor is it told by an earlier loss."""
     told = replicas(
-        gone(5.0, 1, "silent"),
+        gone(5.0, 1, LossReason.SILENT),
         event(5.0, "replica_left", 1, host="node1", nodes=2),
         group(6.0, 2, 0, 1, 2, placed=[]),
         gone(6.1, 1, "its own connections were lost"),  # by a leader of before
         group(6.2, 3, 0, 1, 2, placed=[]),
-        gone(20.0, 1, "its connection closed"),
+        gone(20.0, 1, LossReason.CONNECTION_CLOSED),
         event(20.0, "replica_left", 1, host="node1", nodes=2),
         notice(80.0, 1),
         left(81.0, 1),
@@ -460,7 +465,7 @@ def test_replicas_that_are_lost_for_different_reasons_are_told_apart():
     """One is preempted while another dies."""
     told = replicas(
         notice(10.0, 1),
-        gone(10.2, 2, "its connection closed"),
+        gone(10.2, 2, LossReason.CONNECTION_CLOSED),
         event(10.3, "replica_left", 2, host="node2", nodes=2),
         event(11.0, "replica_left", 1, host="node1", nodes=1),
         left(11.2, 1),
@@ -507,8 +512,12 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
 
     let_go_on = {**event(20.0, "resume", user="ada", host="n", generation=1, nodes="1"),
                  "task": "command"}  # fmt: skip
-    first = [*begun(0, 1), group(2.0, 1, 0, 1), failed(9.0),
-             event(9.5, "node_lost", 1, host="node1", why="its connection closed")]  # fmt: skip
+    first = [
+        *begun(0, 1),
+        group(2.0, 1, 0, 1),
+        failed(9.0),
+        gone(9.5, 1, LossReason.CONNECTION_CLOSED),
+    ]
     again = [node(22.0, 2), event(22.5, "leader", 2, term=2), group(23.0, 2, 2, term=2)]
     told = [sentence(e) for e in timeline([*first, let_go_on, *again, failed(30.0)])]
     assert [i for i, text in enumerate(told) if "the run failed" in text] == [2, len(told) - 1]
@@ -519,6 +528,11 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
 
 def test_a_member_of_a_later_round_is_not_lost():
     """A leader that was cut off itself reports others as lost; the next round shows them."""
-    told = [*begun(0, 1), group(2.0, 1, 0, 1), gone(10.0, 1, "silent"), group(12.0, 2, 0, 1)]
+    told = [
+        *begun(0, 1),
+        group(2.0, 1, 0, 1),
+        gone(10.0, 1, LossReason.SILENT),
+        group(12.0, 2, 0, 1),
+    ]
     assert EventIndex(told).attempt("7_1", 0).lost_at is None
     assert EventIndex(told[:-1]).attempt("7_1", 0).lost_at == 10.0

@@ -23,9 +23,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.gpus import NVIDIA_GPUS
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import make_folder, open_file, write_atomic
-from hpc_elastic.slurm.environment import NVIDIA_GPUS
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import shutil
 import socket
 import subprocess
 import threading
@@ -37,8 +36,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpc_elastic._util import ThroughputMeter
-from hpc_elastic.agent.preflight import Gpu, list_gpus
 from hpc_elastic.agent.stacks import main_thread_load_s
+from hpc_elastic.gpus import Gpu, has_nvidia_smi, list_gpus
 from hpc_elastic.shared_files import make_folder, write_atomic
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
@@ -148,7 +147,7 @@ class GpuMeter:
     """
 
     def __init__(self, granted: Sequence[str], on_failure: Callable[[str], object]) -> None:
-        self._granted = granted if shutil.which("nvidia-smi") is not None else ()
+        self._granted = granted if has_nvidia_smi() else ()
         self._on_failure: Callable[[str], object] | None = on_failure
         self._last, self._next = Sample(), -math.inf
         self.fails = False

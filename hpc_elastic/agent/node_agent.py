@@ -36,6 +36,7 @@ from hpc_elastic.checkpoint.node_memory import AgentFolder
 from hpc_elastic.config.schema import Nproc
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.ft.manager_relay import STORE_KEY
+from hpc_elastic.gpus import driver_gpus
 from hpc_elastic.rendezvous import leader
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.follower_state import REMOVED
@@ -54,7 +55,7 @@ from hpc_elastic.site import QueuePolicy
 from hpc_elastic.slurm import quarantine, requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.combined_requests import CombinedRequests
-from hpc_elastic.slurm.environment import driver_gpus, granted_gpus, mig_slices
+from hpc_elastic.slurm.environment import granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.transport import interface, socket_filter

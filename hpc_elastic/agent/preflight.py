@@ -31,6 +31,14 @@ from pathlib import Path
 from hpc_elastic import _util
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.gpus import (
+    NOT_MEASURED,
+    SMI_TIMEOUT_S,
+    Gpu,
+    has_nvidia_smi,
+    list_gpus,
+    query_gpus,
+)
 from hpc_elastic.rendezvous.failure_policy import LONGEST_EXCLUDED_S
 from hpc_elastic.slurm.environment import granted_gpus
 from hpc_elastic.slurm.quarantine import excluded
@@ -41,16 +49,10 @@ _log = logging.getLogger(__name__)
 SKEW_S = 60.0
 _LOG_BYTES = 64 << 20
 _SHM, _SHM_BYTES = Path("/dev/shm"), 16 << 20
-_NVIDIA_SMI_S = 20.0
 _GPU_CHECK_S = 120.0
 _WAIT_S = 5.0
 """Longest wait after the imports for checks without a GPU; those of GPUs get more."""
 _SIZE = 192
-_QUERY = [
-    "--query-gpu=index,uuid,memory.total,memory.used,utilization.gpu",
-    "--format=csv,noheader,nounits",
-]
-_NOT_MEASURED = ("[N/A]", "[Not Supported]")
 _WIDTH, _WIDEST = "pcie.link.width.current", "pcie.link.width.max"
 _SIGNS = {
     "ecc.errors.uncorrected.volatile.total": (("0",), "uncorrected ECC errors"),
@@ -60,8 +62,6 @@ _SIGNS = {
     "remapped_rows.failure": (("0", "No"), "rows of memory that cannot be replaced"),
 }
 """What nvidia-smi shows of a sound GPU, and what another value is a sign of."""
-_INFOROM_CORRUPTED = 14
-"""nvidia-smi(1): a warning about a memory for the board's own records, with which GPUs work."""
 
 
 @dataclass(frozen=True)
@@ -77,47 +77,6 @@ class Problem:
     check: str
     reason: str
     is_nodes: bool = True
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi lists it; memory in MiB.
-
-    Attributes:
-        total, used: None where that is not measured, as on boards that share the host's memory.
-        use: Percentage of the last moments in which a kernel ran; None where that is not measured,
-            as with MIG.
-    """
-
-    index: str
-    uuid: str
-    total: int | None
-    used: int | None
-    use: int | None = None
-
-    def is_one_of(self, granted: Sequence[str]) -> bool:
-        """Return whether it is one of `hpc_elastic.slurm.environment.granted_gpus`."""
-        return self.index in granted or self.uuid in granted
-
-
-def parse_gpus(answer: str) -> list[Gpu]:
-    """Parse the output of nvidia-smi, without its warnings.
-
-    Raises:
-        ValueError: A line does not describe a working GPU; the line is the message.
-    """
-    found = []
-    for line in filter(None, map(str.strip, answer.splitlines())):
-        if line.startswith("WARNING:"):
-            continue
-        try:
-            index, uuid, *sizes, use = (field.strip() for field in line.split(","))
-            total, used = (None if size in _NOT_MEASURED else int(size) for size in sizes)
-            percent = int(use) if use.isdecimal() else None
-            found.append(Gpu(index, uuid, total, used, percent))
-        except ValueError as e:
-            raise ValueError(line) from e
-    return found
 
 
 def judge_gpus(granted: Sequence[str], listed: Sequence[Gpu], *, shared: bool) -> Problem | None:
@@ -190,28 +149,14 @@ def check_clock(folder: Path) -> Problem | None:
     return judge_clock(written - (before + after) / 2, after - before)
 
 
-def list_gpus() -> list[Gpu]:
-    """Return the GPUs of this node by nvidia-smi.
-
-    Raises:
-        subprocess.TimeoutExpired: It does not answer.
-        OSError: It cannot be started.
-        ValueError: It reports an error, which is the message.
-    """
-    done = _util.run(["nvidia-smi", *_QUERY], timeout_s=_NVIDIA_SMI_S)
-    if done.returncode not in (0, _INFOROM_CORRUPTED):
-        raise ValueError((done.stdout + done.stderr).strip())
-    return parse_gpus(done.stdout)
-
-
 def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     """Check the GPUs by nvidia-smi; None without it."""
-    if not granted or shutil.which("nvidia-smi") is None:
+    if not granted or not has_nvidia_smi():
         return None
     try:
         return judge_gpus(granted, list_gpus(), shared=shared)
     except subprocess.TimeoutExpired:
-        reason = f"nvidia-smi does not answer for {_NVIDIA_SMI_S:.0f} s"
+        reason = f"nvidia-smi does not answer for {SMI_TIMEOUT_S:.0f} s"
     except (OSError, ValueError) as e:
         reason = f"nvidia-smi reports: {e}"
     return Problem("gpus", reason)
@@ -222,7 +167,7 @@ def check_gpu_health(granted: Sequence[str]) -> Problem | None:
 
     Source: nvidia-smi(1), and ``nvidia-smi --help-query-gpu``, ``--help-query-remapped-rows``.
     """
-    if not granted or shutil.which("nvidia-smi") is None:
+    if not granted or not has_nvidia_smi():
         return None
     gpus: dict[str, dict[str, str]] = {}
     of_rows = [name for name in _SIGNS if name.startswith("remapped_rows.")]
@@ -231,13 +176,13 @@ def check_gpu_health(granted: Sequence[str]) -> Problem | None:
         ("remapped-rows", "gpu_uuid", of_rows),
     ):
         fields = [uuid, *names]
-        ask = [f"--query-{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
-            done = _util.run(["nvidia-smi", *ask], timeout_s=_NVIDIA_SMI_S)
+            rows = query_gpus(query, fields)
         except subprocess.TimeoutExpired:
             return None  # `check_gpus` meets that as well
-        for row in done.stdout.splitlines() if done.returncode in (0, _INFOROM_CORRUPTED) else ():
-            values = [value.strip() for value in row.split(",")]
+        except ValueError:
+            continue
+        for values in rows:
             if len(values) == len(fields):
                 gpus.setdefault(values[0], {}).update(zip(fields, values, strict=True))
     signs = []
@@ -245,7 +190,7 @@ def check_gpu_health(granted: Sequence[str]) -> Problem | None:
         if not {"?", uuid, gpu.get("index")} & {*granted}:
             continue
         for name, (well, sign) in _SIGNS.items():
-            if name in gpu and gpu[name] not in (*(well or (gpu[_WIDEST],)), *_NOT_MEASURED):
+            if name in gpu and gpu[name] not in (*(well or (gpu[_WIDEST],)), *NOT_MEASURED):
                 signs.append(f"GPU {gpu.get('index', uuid)}: {sign} ({gpu[name]})")
     return Problem("gpus", "; ".join(signs), is_nodes=False) if signs else None
 
@@ -315,7 +260,7 @@ class Preflight:
                 (lambda: check_gpu_health(granted),),
             )
         ]
-        self._wait_s = _WAIT_S + (_NVIDIA_SMI_S + _GPU_CHECK_S if granted else 0.0)
+        self._wait_s = _WAIT_S + (SMI_TIMEOUT_S + _GPU_CHECK_S if granted else 0.0)
         for thread in self._threads:
             thread.start()
 

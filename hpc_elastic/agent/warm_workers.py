@@ -37,7 +37,6 @@ import importlib
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -53,6 +52,7 @@ from hpc_elastic._util import readable
 from hpc_elastic.agent.stacks import main_thread_load_s, process_state
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.config.schema import Nproc
+from hpc_elastic.gpus import driver_gpus
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.environment import GPUS, listed_gpus, mig_slices, of_slot
 from hpc_elastic.worker.shared_page import WARM_WORKER_VARIABLE
@@ -484,11 +484,8 @@ def worker_command(task: Task) -> tuple[str, ...]:
 
 def start_pool(task: Task) -> WarmWorkerPool:
     """Start the warm workers of a task before the agent imports torch: both import in parallel."""
-    num_gpus = sum(
-        bool(re.fullmatch(r"nvidia\d+", device.name)) for device in Path("/dev").iterdir()
-    )
     num_workers = likely_workers(
-        task.spec.nproc_per_node, task.slurm.cpus_on_node, os.environ, num_gpus
+        task.spec.nproc_per_node, task.slurm.cpus_on_node, os.environ, len(driver_gpus())
     )
     prepare_environment(task, num_workers)
     num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_WARMING)

@@ -31,6 +31,7 @@ from hpc_elastic.doctor.probe_folder import POLL_S, ProbeFolder, ProbePlan, wait
 from hpc_elastic.doctor.probe_network import MeetingResult
 from hpc_elastic.doctor.signal_recorder import AGENT, SignalRecorder, start_worker
 from hpc_elastic.errors import ConfigError, SlurmCommandError
+from hpc_elastic.gpus import count_devices
 from hpc_elastic.launcher.user_code import packages
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import Mount
@@ -104,9 +105,6 @@ def _measure(
     return {"facts": asdict(facts), "meeting": asdict(meeting), "allreduce": asdict(result)}
 
 
-_SMI_TIMEOUT_S = 30.0
-
-
 @dataclass(frozen=True)
 class NodeFacts:
     """Facts of a node, as a task sees it.
@@ -119,7 +117,7 @@ class NodeFacts:
         slurm: Errors of squeue and scontrol, by name; None if they answer.
         cpus_given: CPUs that Slurm gave the task.
         gpus_given: GPUs that Slurm gave the task; None if it names none.
-        gpus_seen: GPUs that the driver shows; None without nvidia-smi.
+        gpus_seen: GPUs that the driver shows, or their MIG slices; None without nvidia-smi.
         gpus_there: GPUs that each node of the partition has, by Slurm.
         addresses: Own addresses by interface, without loopback.
         interface: The one that agents would use; empty if there is none.
@@ -177,10 +175,7 @@ def collect_node_facts(
         if not interface.address.startswith(("127.", "::1", "fe80:", "169.254.")):
             addresses.setdefault(interface.name, []).append(interface.address)
     gpus = granted_gpus(os.environ)
-    try:
-        devices = _util.run(["nvidia-smi", "-L"], timeout_s=_SMI_TIMEOUT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        devices = None
+    devices = count_devices()
     return NodeFacts(
         name=slurm.node_name,
         host=collect_host_facts(),
@@ -189,7 +184,7 @@ def collect_node_facts(
         slurm=reachable(client, slurm.task_name),
         cpus_given=slurm.cpus_on_node,
         gpus_given=None if gpus is None else len(gpus),
-        gpus_seen=None if devices is None else count_devices(devices),
+        gpus_seen=None if devices is None else devices[1] or devices[0],
         addresses=addresses,
         interface=chosen.name,
         address=chosen.address,
@@ -210,6 +205,7 @@ def gpus_of_partition(client: SlurmClient, partition: str | None) -> int:
 _LINGER = Path("/var/lib/systemd/linger")
 _FIRST_USER = 1000
 _LOGIND = "org.freedesktop.login1"
+_BUS_TIMEOUT_S = 30.0
 
 
 def clears_shared_memory() -> bool:
@@ -219,16 +215,9 @@ def clears_shared_memory() -> bool:
     if os.getuid() < _FIRST_USER or (_LINGER / user()).exists():
         return False
     try:
-        return _util.run(argv, timeout_s=_SMI_TIMEOUT_S).stdout.strip() == "b true"
+        return _util.run(argv, timeout_s=_BUS_TIMEOUT_S).stdout.strip() == "b true"
     except (OSError, subprocess.TimeoutExpired):
         return False
-
-
-def count_devices(output: str) -> int:
-    """Return the number of devices in ``nvidia-smi -L``; MIG slices if there are any (pure)."""
-    lines = [line.strip() for line in output.splitlines()]
-    slices = sum(line.startswith("MIG ") for line in lines)
-    return slices or sum(line.startswith("GPU ") for line in lines)
 
 
 _LIMITS = {

@@ -51,10 +51,10 @@ from pathlib import Path
 
 import psutil
 
-from hpc_elastic import _util
 from hpc_elastic._util import counted
 from hpc_elastic.config.schema import LocalSettings, Nproc
 from hpc_elastic.errors import ConfigError, RunDirectoryError, SubmissionError
+from hpc_elastic.gpus import count_devices, driver_gpus
 from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.batch_script import TASK_MODULE, python_path
 from hpc_elastic.launcher.plan import Plan, RunRequest
@@ -66,7 +66,6 @@ from hpc_elastic.slurm import quarantine
 from hpc_elastic.slurm.environment import (
     GPUS,
     as_array_task,
-    driver_gpus,
     listed_gpus,
     outside,
 )
@@ -543,11 +542,8 @@ def machine_gpus(environ: Mapping[str, str]) -> list[str]:
 @cache
 def _num_gpus() -> int:
     """Return the number of GPUs by the driver: torch takes seconds to import."""
-    try:
-        done = _util.run(["nvidia-smi", "-L"], timeout_s=20.0)
-    except (OSError, subprocess.TimeoutExpired):
-        return len(driver_gpus())
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    counted_by_smi = count_devices()
+    return len(driver_gpus()) if counted_by_smi is None else counted_by_smi[0]
 
 
 def gpu_variables(

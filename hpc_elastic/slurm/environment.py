@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -21,19 +20,6 @@ from hpc_elastic.slurm import nodelist
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 """Names the GPUs that are a task's own; Slurm sets it where GPUs are a gres of nodes."""
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-"""A folder for each GPU of this machine, by NVIDIA's driver."""
-_AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-"""A folder for each CPU and GPU, by AMD's; ``gpu_id`` is 0 of a CPU (kfd_topology.c in Linux)."""
-
-
-def driver_gpus() -> list[Path]:
-    """Return a folder for each GPU of this machine, granted or not; no driver is called."""
-    found = list(NVIDIA_GPUS.glob("*"))
-    for path in _AMD_NODES.glob("*/gpu_id"):
-        with suppress(OSError):  # a cgroup may hide it
-            found += [path.parent] if path.read_text().strip() not in ("", "0") else []
-    return found
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hpc_elastic.doctor.probe_network import (
     Visibility,
     count_race,
 )
-from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, NodeFacts, count_devices
+from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, NodeFacts
 from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -300,14 +300,6 @@ def test_gpus_that_are_given_are_those_asked_for(asked_for, given, verdict):
     found = findings(replace(GOOD, reports=reports), SlurmSettings(**asked))
     assert found["nodes.gpus"].verdict.value == verdict
     assert verdict == "ok" or "n0: Slurm gives" in found["nodes.gpus"].found
-
-
-def test_slices_of_gpus_count_as_gpus():
-    """As Slurm gives them."""
-    whole = "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
-    assert count_devices(whole) == 2
-    assert count_devices(whole + "  MIG 1g.10gb Device 0: (UUID: MIG-1)\n") == 1
-    assert count_devices("No devices were found\n") == 0
 
 
 @pytest.mark.parametrize(

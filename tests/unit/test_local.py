@@ -417,7 +417,7 @@ def test_gpus_of_amd_are_counted_without_nvidia_smi(tmp_path, monkeypatch):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
     (tmp_path / "3" / "gpu_id").mkdir(parents=True)  # reading it fails, as where a cgroup hides it
-    monkeypatch.setattr("hpc_elastic.slurm.environment._AMD_NODES", tmp_path)
+    monkeypatch.setattr("hpc_elastic.gpus._AMD_NODES", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     local._num_gpus.cache_clear()
     assert local.machine_gpus({}) == ["0", "1"]

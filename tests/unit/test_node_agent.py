@@ -41,7 +41,7 @@ def test_a_node_with_gpus_whose_task_has_none_does_not_train_on_a_cpu(
 ):
     """One CPU worker a node would be said by nothing. A number of workers is a choice."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("hpc_elastic.slurm.environment.NVIDIA_GPUS", tmp_path)
+    monkeypatch.setattr("hpc_elastic.gpus.NVIDIA_GPUS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if granted is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", granted)

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from hpc_elastic import _util
 from hpc_elastic.agent import gpu_check, preflight
 from hpc_elastic.agent.preflight import (
-    Gpu,
     Preflight,
     Problem,
     check_arithmetic,
@@ -32,8 +31,8 @@ from hpc_elastic.agent.preflight import (
     exclude_node,
     judge_clock,
     judge_gpus,
-    parse_gpus,
 )
+from hpc_elastic.gpus import Gpu
 from hpc_elastic.run.directory import RunDir
 
 GOOD = "0, GPU-aa, 81559, 4, 30\n1, GPU-bb, 81559, 4, 30\n"
@@ -57,13 +56,6 @@ def test_gpus_are_counted_and_have_room(granted, used, shared, check):
     listed = [Gpu("0", "GPU-aa", 81_559, used), Gpu("1", "GPU-bb", 81_559, 4, 30)]
     problem = judge_gpus(granted, listed, shared=shared)
     assert (problem.check if problem else None) == check
-
-
-def test_a_lost_gpu_is_reported_with_nvidias_message():
-    """A line that is no GPU is the reason."""
-    assert parse_gpus(GOOD)[1] == Gpu("1", "GPU-bb", 81_559, 4, 30)
-    with pytest.raises(ValueError, match="Unknown Error"):
-        parse_gpus(GOOD + "2, GPU-cc, [Unknown Error], [Unknown Error], [N/A]\n")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +155,7 @@ def test_what_nvidia_smi_says(nvidia_smi, script, reason):
 
 def test_an_nvidia_smi_that_hangs_is_a_problem(nvidia_smi, monkeypatch):
     """So it does where a GPU has fallen off."""
-    monkeypatch.setattr(preflight, "_NVIDIA_SMI_S", 0.2)
+    monkeypatch.setattr("hpc_elastic.gpus.SMI_TIMEOUT_S", 0.2)
     nvidia_smi("exec sleep 30")
     assert "does not answer" in check_gpus(["0"], shared=False).reason
 
@@ -182,7 +174,7 @@ def test_an_nvidia_smi_that_can_not_be_killed_is_one_too(nvidia_smi, monkeypatch
         def kill(self) -> None:
             """Do nothing."""
 
-    monkeypatch.setattr(preflight, "_NVIDIA_SMI_S", 0.2)
+    monkeypatch.setattr("hpc_elastic.gpus.SMI_TIMEOUT_S", 0.2)
     monkeypatch.setattr(subprocess, "Popen", Started)
     nvidia_smi("exec sleep 15")
     with monkeypatch.context() as kernel:

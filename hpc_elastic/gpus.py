@@ -1,6 +1,6 @@
 """The GPUs of this machine without torch: those that its drivers show, and what nvidia-smi reports.
 
-Which of them a task was given, its environment says (`hpc_elastic.slurm.environment`).
+The GPUs that a task was given stand in its environment: `hpc_elastic.slurm.environment`.
 """
 
 from __future__ import annotations

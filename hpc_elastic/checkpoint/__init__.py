@@ -15,7 +15,8 @@
 - `files`         safetensors files, written past the page cache
 - `owner`         whose a directory is
 - `forgotten`     what is trained and not in the state
-- `store`         the folders of a directory: commit, verification, retention, removal
+- `store`         the folders of a directory: commit, verification, removal
+- `prune`         which checkpoints go; `cleaner` removes them beside the training
 - `manifest`      what a checkpoint holds (pure)
 - `restore`       the newest checkpoint that verifies, of this run or another; `resharding` reads it
                   under any mesh
@@ -24,7 +25,7 @@
                   on another node
 - `collectives`   the group of ranks, and tensors exchanged in it
 
-`store`, `owner`, `manifest` and `equality` need no torch.
+`store`, `prune`, `cleaner`, `owner`, `manifest` and `equality` need no torch.
 """
 
 from __future__ import annotations

@@ -33,16 +33,18 @@ import torch
 
 from hpc_elastic.checkpoint import forgotten
 from hpc_elastic.checkpoint import state as state_module
+from hpc_elastic.checkpoint.cleaner import Cleaner
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
 from hpc_elastic.checkpoint.owner import Owner, claim
+from hpc_elastic.checkpoint.prune import Retention
 from hpc_elastic.checkpoint.restore import Restorer
 from hpc_elastic.checkpoint.samples import Comparer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
 from hpc_elastic.checkpoint.state import Flat, RankStates, flatten, rank_states
-from hpc_elastic.checkpoint.store import Cleaner, Retention, Store, remember
+from hpc_elastic.checkpoint.store import Store, remember_directory
 from hpc_elastic.errors import (
     CheckpointError,
     CheckpointFencedError,
@@ -541,7 +543,7 @@ class Checkpointer:
             if self._group.rank == 0 and not self._is_remembered:
                 self._is_remembered = True
                 try:
-                    remember(self.directory)
+                    remember_directory(self.directory)
                 except OSError as e:
                     _log.warning("`verify` and others have to be given %s: %s", self.directory, e)
         if page is not None:

@@ -22,7 +22,7 @@ from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.state import RankStates
-from hpc_elastic.checkpoint.store import Store, directories, problems_of, read_manifest
+from hpc_elastic.checkpoint.store import Store, directories_of, problems_of, read_manifest
 from hpc_elastic.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -110,7 +110,7 @@ def follow_checkpoints(
 
 def _stores(run: RunDir) -> list[Store]:
     try:
-        return [Store(directory) for directory in directories(run)]
+        return [Store(directory) for directory in directories_of(run)]
     except OSError as e:  # looked at again
         _log.warning("the checkpoints of %s cannot be listed: %s", run.path, e)
         return []

@@ -15,11 +15,9 @@ import logging
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,13 +78,7 @@ class Store:
         return self.directory / f"{self.folder(step).name}{_REPLACED}"
 
     def staging(self, step: int, token: str, number: int) -> Path:
-        """Return the folder in which all ranks of a group write a save.
-
-        Args:
-            step: What is saved.
-            token: The group's; no other group's.
-            number: Of the save, counted in the group.
-        """
+        """Return the folder in which all ranks of a group write its ``number``-th save."""
         return self.directory / f".staging-step-{step}-{token}-{number}"
 
     def prepare(self) -> None:
@@ -201,9 +193,7 @@ class Store:
     def sweep(self, token: str, number: int) -> None:
         """Set aside what dead groups and earlier saves have left (rank 0, before a save).
 
-        Args:
-            token: Of the group.
-            number: Of the save that begins. Another rank may be at a later one already.
+        Another rank may be at a later save than ``number`` already.
         """
         names = names_in(self.directory)
         for name in names:
@@ -213,16 +203,11 @@ class Store:
             elif staged and staged["token"] == token:
                 if int(staged["number"]) < number:
                     self.set_aside(self.directory / name)
-            elif staged and self._is_over(self.directory / name, staged["token"], token):
-                _log.info("removing %s, which was never committed", name)
-                self.set_aside(self.directory / name)
-
-    def _is_over(self, folder: Path, theirs: str, mine: str) -> bool:
-        """Return whether another group, whose staging folder this is, cannot commit any more."""
-        their_index, my_index = _index_of(theirs), _index_of(mine)
-        if _run_of(theirs) == _run_of(mine) and their_index is not None and my_index is not None:
-            return their_index < my_index  # fenced by our log entry
-        return _is_old(folder)
+            elif staged:
+                is_over = is_fenced(staged["token"], *parse_token(token))
+                if is_old(self.directory / name) if is_over is None else is_over:
+                    _log.info("removing %s, which was never committed", name)
+                    self.set_aside(self.directory / name)
 
     def _settle_replaced(self, step: int, names: Collection[str]) -> None:
         """End a replacement that a killed save has left half done."""
@@ -234,7 +219,7 @@ class Store:
                 second.rename(folder)
 
 
-def _is_old(folder: Path) -> bool:
+def is_old(folder: Path) -> bool:
     """Return whether nothing was written to a staging folder for `LEFTOVER_AGE_S`."""
     with contextlib.suppress(OSError):
         touched = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
@@ -245,16 +230,19 @@ def _is_old(folder: Path) -> bool:
 _TOKEN = re.compile(r"(?:r(?P<index>\d+)|f\d+s\d+)u(?P<run>[0-9a-f]{8})")
 
 
-def _index_of(token: str) -> int | None:
-    """Return the index of the log entry that formed a group; None for a group without a run."""
+def parse_token(token: str) -> tuple[str | None, int | None]:
+    """Return a group's run, as its `owner.tag`, and the index of the log entry that formed it."""
     m = _TOKEN.fullmatch(token)
-    return int(m["index"]) if m and m["index"] else None
+    return (m["run"], int(m["index"]) if m["index"] else None) if m else (None, None)
 
 
-def _run_of(token: str) -> str | None:
-    """Return the `owner.tag` of a group's run; None for a group without one."""
-    m = _TOKEN.fullmatch(token)
-    return m["run"] if m else None
+def is_fenced(token: str, run: str | None, newest: int | None) -> bool | None:
+    """Return whether a group is of an earlier log entry of a run, so that it cannot commit.
+
+    None if unknown: it is another run's, or was formed by no entry.
+    """
+    theirs, index = parse_token(token)
+    return None if theirs != run or index is None or newest is None else index < newest
 
 
 def _content(manifest: Manifest) -> str:
@@ -281,12 +269,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path) -> list[str]:
-    """Check all of a checkpoint.
-
-    Returns:
-        What is wrong, a line each; nothing if it is good.
-    """
+def verify_checkpoint(folder: Path) -> list[str]:
+    """Return what is wrong with a checkpoint, a line each; nothing if it is good."""
     try:
         return problems_of(folder, read_manifest(folder))
     except CheckpointError as e:
@@ -296,15 +280,9 @@ def verify(folder: Path) -> list[str]:
 def problems_of(
     folder: Path, manifest: Manifest, files: Sequence[FileEntry] | None = None
 ) -> list[str]:
-    """Check files of a checkpoint: their bytes, and where the boxes of the tensors lie in them.
+    """Return what is wrong with files of a checkpoint, a line each; None stands for all files.
 
-    Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-        files: Files of it; None for all.
-
-    Returns:
-        What is wrong, a line each; nothing if they are good.
+    Their bytes are checked, and where the boxes of the tensors lie in them.
     """
     pieces = manifest.pieces()
     found = (
@@ -315,12 +293,7 @@ def problems_of(
 
 
 def _layout_problem(path: Path, pieces: Mapping[str, int]) -> str | None:
-    """Return what differs between the header of a file and the manifest; None if nothing does.
-
-    Args:
-        path: The file.
-        pieces: The bytes of the boxes that it holds by the manifest, by name.
-    """
+    """Return what differs in the header of a file from its boxes by the manifest, in bytes."""
     if not pieces:
         return None
     try:
@@ -360,201 +333,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-# ---- Removals from a directory of checkpoints, for which no save waits
-# A server of NFS 4 holds a removal up for minutes where it has to recall a delegation of the file
-# from a node that is dead.
-
-
-_GETS_ON_S = 5.0
-"""A program's end waits no longer for removals if none ends in this time."""
-
-
-class Cleaner:
-    """Removes in a daemon thread, one thing after another."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._waiting: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._num_removed = 0
-
-    def start_removal(self, set_aside: Callable[[], object]) -> None:
-        """Begin to set things aside and to delete all that was, after what was begun before."""
-        with self._lock:
-            self._waiting.append(set_aside)
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="checkpoint-cleaner", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as e:
-                    _log.warning("%s: old checkpoints stay for now", e)
-                    return
-                self._thread = thread
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all is done.
-
-        Args:
-            timeout_s: How long at most; None: for as long as it gets on.
-        """
-        thread, before = self._thread, -1
-        if thread is not None and timeout_s is not None:
-            thread.join(timeout_s)
-            return
-        while thread is not None and thread.is_alive() and before < self._num_removed:
-            before = self._num_removed
-            thread.join(_GETS_ON_S)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                set_aside = self._waiting.popleft()
-            try:
-                set_aside()
-                for _ in self._store.empty_trash():
-                    self._num_removed += 1
-            except OSError as e:
-                _log.warning("old checkpoints stay in %s for now: %s", self._store.directory, e)
-
-
-# ---- Which checkpoints of a run a user may do without, and their removal
-# A checkpoint counts as good once all of its bytes were read and their checksums are right. The
-# newest ``keep_last`` good ones stay, and so does whatever is newer than the oldest of them,
-# damaged or not: what a run restores now is never older. Nodes' memory is left alone.
-
-
-@dataclass(frozen=True)
-class Item:
-    """A folder that goes, or that could not be removed, and the bytes of its files."""
-
-    folder: Path
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Cleaning:
-    """What is to go from one directory of checkpoints."""
-
-    directory: Path
-    kept: list[int]
-    """The good steps that stay, newest first."""
-    damaged: Mapping[int, str]
-    """What is wrong with those that were read and are not good, by step."""
-    going: list[Item]
-    """What goes: old checkpoints first, then leftovers of aborted saves."""
-
-
-def plan(directory: Path, *, keep_last: int, run_id: str, last_index: int | None) -> Cleaning:
-    """Return what may go; nothing is changed.
-
-    Args:
-        directory: Of the checkpoints.
-        keep_last: This many of the newest good ones stay; 0: none.
-        run_id: Of the run that has saved there.
-        last_index: Index of the run's last log entry; None if no task of the run may be there.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
-    store = Store(directory)
-    kept: list[int] = []
-    damaged: dict[int, str] = {}
-    try:
-        steps = store.steps()
-        for step in steps:
-            if len(kept) == keep_last:
-                break
-            problems = verify(store.stored(step))
-            if problems:
-                damaged[step] = problems[0]
-            else:
-                kept.append(step)
-        old = [store.stored(step) for step in choose(steps, kept, keep_last)]
-        names = [path.name for path in directory.iterdir()]
-        left = [directory / name for name in leftovers(names, run_id, last_index)]
-        strange = [directory / name for name in names if STAGING.fullmatch(name)]
-        left += [folder for folder in sorted(strange) if folder not in left and _is_old(folder)]
-        going = [Item(folder, _num_bytes(folder)) for folder in old + left]
-    except OSError as e:
-        raise CheckpointError(f"{e.filename or directory}: {e.strerror or e}") from e
-    return Cleaning(directory, kept, damaged, going)
-
-
-def choose(steps: Iterable[int], kept: list[int], keep_last: int) -> list[int]:
-    """Return the steps to remove, oldest first (pure).
-
-    Args:
-        steps: All that there are.
-        kept: The newest good ones.
-        keep_last: How many of these are to stay: where there are fewer, none is removed.
-    """
-    if len(kept) < keep_last:
-        return []
-    return sorted(step for step in steps if not kept or step < min(kept))
-
-
-def leftovers(names: Iterable[str], run_id: str, last_index: int | None) -> list[str]:
-    """Return the folders that a run's saves have left which will never be committed (pure).
-
-    Args:
-        names: All names in the directory.
-        run_id: See `plan`. What others have left is known by its age alone.
-        last_index: See `plan`. A group of an earlier entry is fenced; while the run goes on, it
-            is unknown whether a group without an entry is over.
-    """
-
-    def is_over(token: str) -> bool:
-        index = _index_of(token)
-        is_fenced = last_index is None or (index is not None and index < last_index)
-        return is_fenced and _run_of(token) == owner.tag(run_id)
-
-    staged = ((name, STAGING.fullmatch(name)) for name in names)
-    return sorted(
-        name for name, m in staged if name.startswith(TRASH) or (m and is_over(m["token"]))
-    )
-
-
-def remove(cleaning: Cleaning) -> list[Item]:
-    """Remove what is to go, the oldest first; return what is left of it.
-
-    A checkpoint is out of sight by one rename, before the first of its bytes goes.
-    """
-    store = Store(cleaning.directory)
-    for item in cleaning.going:
-        try:
-            store.remove(item.folder)
-        except OSError:
-            continue  # found below
-    gone = {item.folder.name.lstrip(".") for item in cleaning.going}
-    return [
-        Item(path, _num_bytes(path))
-        for path in sorted(cleaning.directory.iterdir())
-        if path.name.lstrip(".") in gone or any(f"{TRASH}{g}-" in path.name for g in gone)
-    ]
-
-
-def _num_bytes(folder: Path) -> int:
-    total = 0
-    for path, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many files
-    return total
-
-
-# ---- Where the checkpoints of a run are: the one home of that fact, for workers and for commands
-# A script chooses the directory of its Checkpointer. Where that is not ``<run>/checkpoints``,
-# rank 0 writes it down in the run directory at the first checkpoint that it commits there:
-#
-#     <run>/saves_to/<hash of the path>     the path of the directory, one line
-
-
-def remember(directory: Path) -> None:
+def remember_directory(directory: Path) -> None:
     """Write down that this worker's run saves to a directory (rank 0; outside of a run: nothing).
+
+    A script chooses the directory of its Checkpointer. Where that is not ``<run>/checkpoints``,
+    ``<run>/saves_to/<hash of the path>`` has its path in one line.
 
     Args:
         directory: The Checkpointer's, as an absolute path.
@@ -572,7 +355,7 @@ def remember(directory: Path) -> None:
         write_atomic(run.saves_to / name, f"{directory}\n")
 
 
-def directories(run: RunDir) -> list[Path]:
+def directories_of(run: RunDir) -> list[Path]:
     """Return the directories that hold checkpoints of a run: the customary one first.
 
     Raises:
@@ -585,39 +368,3 @@ def directories(run: RunDir) -> list[Path]:
     known = [Path(read_text(note).rstrip("\n")) for note in notes if note.name[0] != "."]
     found = dict.fromkeys([run.checkpoints, *known])
     return [directory for directory in found if Store(directory).steps()]
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept.
-
-    Attributes:
-        keep_last: How many of the newest checkpoints, at least 1.
-        keep_every: Checkpoints of steps that are a multiple of this stay for ever; None: none do.
-    """
-
-    keep_last: int = 2
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("keep_last", "keep_every"):
-            value = getattr(self, key)
-            if (key, value) != ("keep_every", None) and (type(value) is not int or value < 1):
-                raise ConfigError(key, value, "give a whole number of at least 1")
-
-    def removable(
-        self, steps: Collection[int], *, committed: int, damaged: Collection[int] = ()
-    ) -> list[int]:
-        """Return the steps to remove, oldest first (pure).
-
-        Args:
-            steps: Of all checkpoints there are.
-            committed: The one that was written just now, and so is good. It stays in any case.
-            damaged: Steps that did not verify. They do not count among the last, and go once there
-                is a newer good one.
-        """
-        good = sorted(set(steps) - set(damaged) | {committed})
-        kept = {committed, *good[-self.keep_last :]}
-        if self.keep_every is not None:
-            kept |= {step for step in good if step % self.keep_every == 0}
-        return [s for s in sorted(steps) if s not in kept and (s in good or s < committed)]

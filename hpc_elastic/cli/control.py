@@ -230,7 +230,7 @@ def prune_command(
 
     The exit code is 1 if something could not be removed.
     """
-    from hpc_elastic.checkpoint import owner, store
+    from hpc_elastic.checkpoint import owner, prune
     from hpc_elastic.run import fencing
 
     files = RunDir(run)
@@ -251,9 +251,11 @@ def prune_command(
     except OSError as e:
         raise RunDirectoryError(f"{files.rdzv}: {e.strerror}") from e
     last_index = last if _has_tasks(run) else None
-    cleaning = store.plan(folder, keep_last=keep_last, run_id=spec.run_id, last_index=last_index)
+    cleaning = prune.plan_cleaning(
+        folder, keep_last=keep_last, run_id=spec.run_id, last_index=last_index
+    )
     ownership.require_own(folder, *(item.folder for item in cleaning.going))
-    left = [] if dry_run else store.remove(cleaning)
+    left = [] if dry_run else prune.remove_folders(cleaning)
     freed_bytes = sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
     if as_json:
         removed = [{"folder": str(i.folder), "num_bytes": i.num_bytes} for i in cleaning.going]
@@ -279,10 +281,10 @@ def prune_command(
 
 def _only_directory(run: RunDir) -> Path:
     """Return the directory of the run's checkpoints, or of the remains of aborted saves."""
-    from hpc_elastic.checkpoint.store import directories
+    from hpc_elastic.checkpoint.store import directories_of
 
     try:
-        found = directories(run) or [d for d in [run.checkpoints] if d.is_dir()]
+        found = directories_of(run) or [d for d in [run.checkpoints] if d.is_dir()]
     except OSError as e:
         raise RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
     if not found:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from hpc_elastic._util import cleaned
-from hpc_elastic.checkpoint.store import Store, directories
+from hpc_elastic.checkpoint.store import Store, directories_of
 from hpc_elastic.cli import options
 from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.errors import RunDirectoryError
@@ -215,7 +215,7 @@ def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
 
 def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        stores = [Store(directory) for directory in directories(RunDir(run))]
+        stores = [Store(directory) for directory in directories_of(RunDir(run))]
         return [
             {"step": step, "time": store.folder(step).stat().st_mtime}
             for store in stores

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.checkpoint.store import Store, directories
+from hpc_elastic.checkpoint.store import Store, directories_of
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.run_view import (
     CANCELLED,
@@ -274,7 +274,7 @@ def _newest_checkpoint(run: RunDir, points: Sequence[Point]) -> NewestCheckpoint
     """Return the newest checkpoint: on disk, or announced by a framework that keeps its own."""
     there = None
     with suppress(OSError):  # removed meanwhile, or the server is away
-        stores = [Store(directory) for directory in directories(run)]
+        stores = [Store(directory) for directory in directories_of(run)]
         if found := [(step, store.folder(step)) for store in stores for step in store.steps()]:
             step, folder = max(found)
             there = NewestCheckpoint(step, folder.stat().st_mtime, len(found))

@@ -15,9 +15,8 @@ from rich.text import Text
 
 from hpc_elastic._console import console
 from hpc_elastic._util import counted
-from hpc_elastic.checkpoint import store
 from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest
-from hpc_elastic.checkpoint.store import Store, problems_of, read_manifest
+from hpc_elastic.checkpoint.store import Store, directories_of, problems_of, read_manifest
 from hpc_elastic.cli import options
 from hpc_elastic.data.audit import Proof, audit
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -91,7 +90,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     """
     if (path / MANIFEST).exists():
         return [path]
-    directories = [path] if Store(path).steps() else store.directories(RunDir(path))
+    directories = [path] if Store(path).steps() else directories_of(RunDir(path))
     found = [(Store(d).stored(step), step) for d in directories for step in Store(d).steps()]
     if found:
         return [folder for folder, _ in sorted(found, key=lambda one: -one[1])]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
-from hpc_elastic.checkpoint.store import Store, read_manifest, verify
+from hpc_elastic.checkpoint.store import Store, read_manifest, verify_checkpoint
 from hpc_elastic.errors import CheckpointError, HpcElasticError
 
 SMALL, LARGE = 8, 256
@@ -332,7 +332,7 @@ def on_one_rank(rank: int, folder: Path) -> list[str]:
 def test_each_rank_gets_its_own_back_under_the_same_world_size_only(tmp_path):
     """Keys that are named, shards among them; and tensors in the states of objects."""
     run_ranks(own_there_and_back, 2, tmp_path)
-    assert verify(tmp_path / "step-00000001") == []
+    assert verify_checkpoint(tmp_path / "step-00000001") == []
     names = read_manifest(tmp_path / "step-00000001").tensors
     assert {"buffer~rank0/rows", "buffer~rank1/rows", "same/shadow"} <= set(names)
     assert not any(name.startswith("same~rank") for name in names), "what is equal is stored once"

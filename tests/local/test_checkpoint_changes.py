@@ -13,7 +13,7 @@ from group import eventually
 from near_memory import fill, nodes, parts_of
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
-from hpc_elastic.checkpoint.store import Store, verify
+from hpc_elastic.checkpoint.store import Store, verify_checkpoint
 from hpc_elastic.worker.shared_page import (
     DIRECTORY_VARIABLE,
     CheckpointPoll,
@@ -52,7 +52,7 @@ def leave(ckpt: Checkpointer, store: Store) -> list[int]:
     dist.barrier()
     ckpt.close()
     assert ckpt.failures == 0
-    return [step for step in store.steps() if not verify(store.folder(step))]
+    return [step for step in store.steps() if not verify_checkpoint(store.folder(step))]
 
 
 def save_where_agreed(rank: int, folder: str, asynchronous: bool) -> list[int]:

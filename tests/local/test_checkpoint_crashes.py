@@ -22,7 +22,7 @@ from savers import (
     save_at,
 )  # fmt: skip
 
-from hpc_elastic.checkpoint.store import Store, verify
+from hpc_elastic.checkpoint.store import Store, verify_checkpoint
 
 NUM_KILLS = 200 if os.environ.get("HPC_ELASTIC_LONG") else 60
 LONGEST_S = 0.03
@@ -70,7 +70,7 @@ def lives(folder: Path) -> None:
     store = Store(folder)
     assert exit_code(fork(save_and_close, folder)) == 0
     assert len(store.steps()) == 2, "the last process removes what the killed ones left"
-    assert all(verify(store.folder(step)) == [] for step in store.steps())
+    assert all(verify_checkpoint(store.folder(step)) == [] for step in store.steps())
 
 
 def test_a_kill_at_a_random_point_loses_nothing_that_was_committed(tmp_path):

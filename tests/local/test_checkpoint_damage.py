@@ -24,7 +24,7 @@ from savers import (
 
 from hpc_elastic.checkpoint import restore
 from hpc_elastic.checkpoint.owner import Owner, tag
-from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest, verify
+from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest, verify_checkpoint
 from hpc_elastic.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -195,7 +195,9 @@ def two_writers(folder: Path) -> None:
     os.write(tell, b"go")
     assert [exit_code(pid) for pid in writers] == [0, 0]
     assert restored(folder) == 20
-    assert all(verify(Store(folder).folder(step)) == [] for step in Store(folder).steps())
+    assert all(
+        verify_checkpoint(Store(folder).folder(step)) == [] for step in Store(folder).steps()
+    )
 
 
 def test_of_two_writers_the_first_wins_each_step(tmp_path):

@@ -19,7 +19,7 @@ from hpc_elastic.checkpoint.files import write_part
 from hpc_elastic.checkpoint.manifest import MANIFEST, merge
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import flatten
-from hpc_elastic.checkpoint.store import Store, directories
+from hpc_elastic.checkpoint.store import Store, directories_of
 from hpc_elastic.cli.main import main
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
@@ -215,7 +215,7 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
         checkpoints.save(5)
         checkpoints.wait()
         checkpoints.save(7)
-    assert directories(RunDir(run)) == [elsewhere]
+    assert directories_of(RunDir(run)) == [elsewhere]
     assert main(["verify", str(run), "--json"]) == 0
     assert [found["step"] for found in json.loads(capsys.readouterr().out)] == [7, 5]
     assert main(["export", str(run), "--key", "net", "-o", str(tmp_path / "net.pt")]) == 0

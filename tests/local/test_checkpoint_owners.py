@@ -17,7 +17,7 @@ from hpc_elastic import Checkpointer, launch
 from hpc_elastic.checkpoint import CheckpointOptions, MemoryTier
 from hpc_elastic.checkpoint.owner import read
 from hpc_elastic.checkpoint.snapshot import Snapshots, is_out_of_memory
-from hpc_elastic.checkpoint.store import Store, read_manifest, verify
+from hpc_elastic.checkpoint.store import Store, read_manifest, verify_checkpoint
 from hpc_elastic.errors import CheckpointError, ConfigError, WorkerGroupError
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 
@@ -74,7 +74,7 @@ def test_two_groups_never_make_one_checkpoint_of_half_of_each(tmp_path):
     assert all(said == "committed" for _, said, _ in mine)
     assert all("belongs to the run" in said for _, said, _ in other)
     assert all(len(values) == 1 for _, _, values in a + b), "of one run each"
-    assert verify(tmp_path / "c" / "step-00000100") == []
+    assert verify_checkpoint(tmp_path / "c" / "step-00000100") == []
 
 
 def test_another_run_is_refused_and_may_take_over_on_purpose(tmp_path, enter):
@@ -264,7 +264,7 @@ def test_a_state_that_has_changed_replaces_that_of_the_step(
     third = saved(c)
     assert third[0] != second[0] and third[1] != second[1]
     c.close()
-    assert names_in(tmp_path) == ["step-00000003"] and verify(folder) == []
+    assert names_in(tmp_path) == ["step-00000003"] and verify_checkpoint(folder) == []
     state["x"].zero_()
     assert Checkpointer(state, tmp_path, options=options).load_latest() == 3
     assert state["x"].unique().tolist() == [2.0] and state["note"] == {"is": "noted"}

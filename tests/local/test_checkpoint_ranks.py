@@ -18,7 +18,7 @@ from torch import nn
 
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 from hpc_elastic.checkpoint import save as save_module
-from hpc_elastic.checkpoint.store import Store, read_manifest, verify
+from hpc_elastic.checkpoint.store import Store, read_manifest, verify_checkpoint
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
 
 PATIENCE_S = 60.0
@@ -228,7 +228,7 @@ def test_a_rank_with_trouble_after_its_part_is_written(tmp_path, trouble, expect
     assert all(what in found for what, found in zip(expected, said, strict=True)), said
     store = Store(tmp_path / "c")
     assert store.steps() == ([] if trouble == "taken back" else [1])
-    assert all(verify(store.folder(step)) == [] for step in store.steps())
+    assert all(verify_checkpoint(store.folder(step)) == [] for step in store.steps())
 
 
 def all_fenced(rank: int, folder: Path, records: Path) -> str:
@@ -271,7 +271,7 @@ def test_all_ranks_pass_over_what_one_of_them_finds_damaged(tmp_path):
     data = bytearray(shard.read_bytes())
     data[-9] ^= 1
     shard.write_bytes(data)
-    assert len(verify(tmp_path / "step-00000002")) == 1
+    assert len(verify_checkpoint(tmp_path / "step-00000002")) == 1
     assert run_ranks(restore_or_say, 2, tmp_path) == ["1", "1"]
     (tmp_path / "step-00000001" / "manifest.json").unlink()
     said = run_ranks(restore_or_say, 2, tmp_path)

@@ -450,9 +450,9 @@ import threading
 from pathlib import Path
 from group import eventually
 from savers import Counter, checkpointer, save_at
-from hpc_elastic.checkpoint import store
+from hpc_elastic.checkpoint import cleaner, store
 
-store._GETS_ON_S = 0.2
+cleaner._GETS_ON_S = 0.2
 held_up = []
 unlink, names_in = os.unlink, store.names_in
 

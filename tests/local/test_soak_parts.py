@@ -10,7 +10,7 @@ from pathlib import Path
 
 from savers import Counter, checkpointer, save_at
 
-from hpc_elastic.checkpoint.store import Store, verify
+from hpc_elastic.checkpoint.store import Store, verify_checkpoint
 from soak.inject import damage_checkpoint
 from soak.training import __name__ as training
 
@@ -35,9 +35,9 @@ def test_a_damaged_checkpoint_does_not_verify(tmp_path):
     found = set()
     for seed in range(30):
         folder = shutil.copytree(Store(tmp_path / "good").folder(7), tmp_path / str(seed) / "x")
-        assert verify(folder) == []
+        assert verify_checkpoint(folder) == []
         damage_checkpoint(folder, random.Random(seed))
-        (problem,) = verify(folder)
+        (problem,) = verify_checkpoint(folder)
         found |= {
             word for word in ("was changed", "bytes instead", "No such file") if word in problem
         }

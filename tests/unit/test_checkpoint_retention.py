@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.checkpoint.store import Retention
+from hpc_elastic.checkpoint.prune import Retention
 from hpc_elastic.errors import ConfigError
 
 

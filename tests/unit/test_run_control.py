@@ -19,7 +19,7 @@ from groups import B
 
 from ended import sleeping
 from hpc_elastic.agent.task_context import find_task
-from hpc_elastic.checkpoint import owner, store
+from hpc_elastic.checkpoint import owner, prune
 from hpc_elastic.checkpoint.owner import Owner, tag
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.cli.main import main
@@ -279,7 +279,7 @@ def test_processes_of_another_machine_are_told_as_such(tmp_path):
 )
 def test_only_what_is_older_than_the_newest_good_ones_goes(kept, keep_last, going):
     """Newer ones stay, damaged or not: somebody may want to know why."""
-    assert store.choose([40, 30, 20, 10], kept, keep_last) == going
+    assert prune.steps_to_clean([40, 30, 20, 10], kept, keep_last) == going
 
 
 def test_what_a_living_group_writes_is_no_leftover():
@@ -289,9 +289,9 @@ def test_what_a_living_group_writes_is_no_leftover():
         f"r3u{mine}", f"r5u{mine}", f"f3s1u{mine}", f"r3u{other}", "r3", "pabc"
     )]  # fmt: skip
     kept = ["step-00000010", "step-00000010.replaced", "owner.json", ".memory-id"]
-    found = store.leftovers([*kept, *names, ".trash-step-1-ab"], "mine", 5)
+    found = prune.list_leftovers([*kept, *names, ".trash-step-1-ab"], "mine", 5)
     assert found == [names[0], ".trash-step-1-ab"]
-    found = store.leftovers([*kept, *names, ".trash-step-1-ab"], "mine", None)
+    found = prune.list_leftovers([*kept, *names, ".trash-step-1-ab"], "mine", None)
     assert found == sorted([*names[:3], ".trash-step-1-ab"])
 
 

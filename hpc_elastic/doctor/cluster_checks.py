@@ -8,7 +8,7 @@ from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RendezvousSettings, RunSettings
 from hpc_elastic.doctor.cluster import ClusterFacts, has_accounting, slurm_settings
-from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
+from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, judge, ok, unknown, warn
 from hpc_elastic.doctor.probe_task import FolderFacts
 from hpc_elastic.errors import near_miss
 from hpc_elastic.shared_files import LOCAL, SANDBOX, Mount
@@ -57,15 +57,16 @@ def check_cluster(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Find
 
 def _controller(cluster: ClusterFacts) -> Iterator[Finding]:
     server, here = cluster.setting("SLURM_VERSION"), cluster.version
-    check, why = "slurm.version", "Slurm's commands and its controller must understand each other"
     found = f"Slurm {server}" + (f", commands {here}" if here and here != server else "")
     numbers = server.split(".")[:2]
     is_known = len(numbers) == 2 and all(n.isdecimal() for n in numbers)
-    if is_known and (int(numbers[0]), int(numbers[1])) < _TESTED:
-        remedy = "22.05, 24.11 and 26.05 are tested; run `hpc-elastic doctor --probe`"
-        yield warn(check, f"{found}, older than what is tested", why, remedy)
-    else:
-        yield ok(check, found, why)
+    yield judge(
+        "slurm.version", "Slurm's commands and its controller must understand each other",
+        (is_known and tuple(map(int, numbers)) < _TESTED, warn,
+         f"{found}, older than what is tested",
+         "22.05, 24.11 and 26.05 are tested; run `hpc-elastic doctor --probe`"),
+        well=found,
+    )  # fmt: skip
     if "DOWN" in cluster.controllers.upper():
         remedy = "inform the admin; runs go on while one of the controllers is up"
         yield warn("slurm.controller", cluster.controllers, "one controller is left", remedy)
@@ -74,25 +75,25 @@ def _controller(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 def _partition(cluster: ClusterFacts, settings: RunSettings) -> Finding:
-    check, why = "slurm.partition", "it decides on nodes, time, and preemption"
     wanted = slurm_settings(settings).partition
     names = [p.name for p in cluster.partitions]
-    found = cluster.named(wanted)
+    found, there = cluster.named(wanted), f"there are {', '.join(sorted(names)) or 'none'}"
     missing = sorted(set((wanted or "").split(",")) - {p.name for p in found} - {""})
-    if missing:
-        hint = near_miss(missing[0], names)
-        remedy = f"launcher.partition=...{hint}; there are {', '.join(sorted(names)) or 'none'}"
-        return fail(check, f"there is no partition {', '.join(missing)}", why, remedy)
-    if not found:
-        remedy = f"name one: launcher.partition=...; there are {', '.join(sorted(names)) or 'none'}"
-        return fail(check, "none is named, and the cluster has no default one", why, remedy)
     closed = [f"{p.name} is {p.state}" for p in found if p.state != "UP"]
-    if closed:
+    if closed and not missing:
         remedy = "wait for the admin to open it, or choose another partition"
-        return fail(check, ", ".join(closed), "no task starts in it", remedy)
+        return fail("slurm.partition", ", ".join(closed), "no task starts in it", remedy)
+    hint = near_miss(missing[0], names) if missing else ""
     chosen = ", ".join(p.name for p in found) + ("" if wanted else " (the default one)")
     nodes = ", ".join(f"{n} {state}" for state, n in sorted(cluster.nodes.items())) or "no nodes"
-    return ok(check, f"{chosen}; {nodes}", why)
+    return judge(
+        "slurm.partition", "it decides on nodes, time, and preemption",
+        (missing, fail, f"there is no partition {', '.join(missing)}",
+         f"launcher.partition=...{hint}; {there}"),
+        (not found, fail, "none is named, and the cluster has no default one",
+         f"name one: launcher.partition=...; {there}"),
+        well=f"{chosen}; {nodes}",
+    )  # fmt: skip
 
 
 def _time(partitions: list[Partition], settings: RunSettings) -> Finding:
@@ -114,56 +115,54 @@ def _time(partitions: list[Partition], settings: RunSettings) -> Finding:
 
 
 def _size(cluster: ClusterFacts, partitions: list[Partition], settings: RunSettings) -> Finding:
-    check, most, least = "slurm.nodes", settings.nodes.max, settings.nodes.min
-    why = "each node of a run is a task of its own; below the minimum a run waits"
+    most, least = settings.nodes.max, settings.nodes.min
     total = sum(p.num_nodes for p in partitions)
     dead = sum(n for state, n in cluster.nodes.items() if NodeState.parse(state).is_lost)
     found = f"{counted(total, 'node')}, {dead} of them out of service; up to {most} are asked for"
-    if total and total < least:
-        remedy = f"nodes={total} or a minimum below, or a larger partition"
-        return fail(check, found, why, remedy)
-    if total and total - dead < least:
-        remedy = "wait, or ask the admin; `sinfo -R` lists why they are out of service"
-        return warn(check, found, why, remedy)
-    if total and total < most:
-        remedy = f"nodes={least}:{total}; further tasks would stay pending, which does no harm"
-        return warn(check, found, why, remedy)
-    return ok(check, found, why)
+    return judge(
+        "slurm.nodes", "each node of a run is a task of its own; below the minimum a run waits",
+        (total and total < least, fail, found,
+         f"nodes={total} or a minimum below, or a larger partition"),
+        (total and total - dead < least, warn, found,
+         "wait, or ask the admin; `sinfo -R` lists why they are out of service"),
+        (total and total < most, warn, found,
+         f"nodes={least}:{total}; further tasks would stay pending, which does no harm"),
+        well=found,
+    )  # fmt: skip
 
 
 def _submission(cluster: ClusterFacts) -> Finding:
-    check, why = "slurm.submission", "account, QOS, limits and resources, as sbatch checks them"
-    if cluster.refusal:
-        remedy = "set what it names; `sacctmgr show assoc user=$USER` lists accounts and QOS"
-        return fail(check, cluster.refusal, why, remedy)
-    return ok(check, f"sbatch --test-only accepts it: {cluster.test}", why)
+    return judge(
+        "slurm.submission", "account, QOS, limits and resources, as sbatch checks them",
+        (cluster.refusal, fail, cluster.refusal,
+         "set what it names; `sacctmgr show assoc user=$USER` lists accounts and QOS"),
+        well=f"sbatch --test-only accepts it: {cluster.test}",
+    )  # fmt: skip
 
 
 def _array(cluster: ClusterFacts, settings: RunSettings) -> Finding:
-    check, size = "slurm.array", cluster.number("MaxArraySize")
-    why = "a run is a job array, one task a node"
-    if size is None:
-        return unknown(check, "MaxArraySize is not known", why)
+    size, most = cluster.number("MaxArraySize"), settings.nodes.max
     found = f"MaxArraySize {size}, MaxJobCount {cluster.setting('MaxJobCount') or 'unknown'}"
-    if size < 2:
-        remedy = "have the admin raise MaxArraySize in slurm.conf (the default is 1001)"
-        return fail(check, f"{found}: job arrays are switched off", why, remedy)
-    if size < settings.nodes.max:
-        remedy = "nothing: a run takes several arrays; sweeps submit faster with a larger one"
-        return warn(check, f"{found}, {settings.nodes.max} nodes are asked for", why, remedy)
-    return ok(check, found, why)
+    return judge(
+        "slurm.array", "a run is a job array, one task a node",
+        (size is None, unknown, "MaxArraySize is not known", ""),
+        ((size or 0) < 2, fail, f"{found}: job arrays are switched off",
+         "have the admin raise MaxArraySize in slurm.conf (the default is 1001)"),
+        ((size or 0) < most, warn, f"{found}, {most} nodes are asked for",
+         "nothing: a run takes several arrays; sweeps submit faster with a larger one"),
+        well=found,
+    )  # fmt: skip
 
 
 def _requeue(cluster: ClusterFacts) -> Finding:
-    check, value = "slurm.requeue", cluster.setting("JobRequeue")
-    why = "a preempted task, or one lost with its node, has to be requeued"
-    if value == "0":
-        remedy = (
-            "the scripts ask with --requeue, which overrides it; --probe tests whether that is "
-            "allowed. Admin: JobRequeue=1"
-        )
-        return warn(check, "JobRequeue=0: jobs are not requeued unless they ask", why, remedy)
-    return ok(check, f"JobRequeue={value or 'unknown'}, and the scripts ask with --requeue", why)
+    value = cluster.setting("JobRequeue")
+    return judge(
+        "slurm.requeue", "a preempted task, or one lost with its node, has to be requeued",
+        (value == "0", warn, "JobRequeue=0: jobs are not requeued unless they ask",
+         "the scripts ask with --requeue, which overrides it; --probe tests whether that is "
+         "allowed. Admin: JobRequeue=1"),
+        well=f"JobRequeue={value or 'unknown'}, and the scripts ask with --requeue",
+    )  # fmt: skip
 
 
 def _preemption(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Finding]:
@@ -180,42 +179,35 @@ def _preemption(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Findin
 
 
 def _mode(cluster: ClusterFacts, mode: str) -> Finding:
-    check, why = "slurm.preemption", "it decides what happens when another job needs the node"
     found = f"PreemptMode {mode}, {cluster.setting('PreemptType') or 'no PreemptType'}"
     modes = mode.split(",")
-    if "SUSPEND" in modes:
-        remedy = "Admin: PreemptMode=REQUEUE; a suspended task holds its memory and its GPUs' too"
-        return warn(check, f"{found}: a task is stopped on its node, as if it hung", why, remedy)
-    if "CANCEL" in modes:
-        remedy = "nothing: the task requeues itself. Admin: PreemptMode=REQUEUE is safer"
-        return warn(
-            check, f"{found}: a task that is too slow to requeue itself is lost", why, remedy
-        )
-    if "OFF" in modes:
-        return ok(check, f"{found}: tasks here are not preempted", why)
-    return ok(check, found, why)
+    return judge(
+        "slurm.preemption", "it decides what happens when another job needs the node",
+        ("SUSPEND" in modes, warn, f"{found}: a task is stopped on its node, as if it hung",
+         "Admin: PreemptMode=REQUEUE; a suspended task holds its memory and its GPUs' too"),
+        ("CANCEL" in modes, warn, f"{found}: a task that is too slow to requeue itself is lost",
+         "nothing: the task requeues itself. Admin: PreemptMode=REQUEUE is safer"),
+        well=found + (": tasks here are not preempted" if "OFF" in modes else ""),
+    )  # fmt: skip
 
 
 def _grace(
     cluster: ClusterFacts, partitions: list[Partition], mode: str, given_s: float | None
 ) -> Finding:
-    check, why = "slurm.grace", "between SIGTERM and SIGKILL all ranks save, and the task requeues"
     kill_wait_s = cluster.number("KillWait") or 0
     grace_s = min((p.grace_s for p in partitions), default=0)
     total = kill_wait_s + (0 if "OFF" in mode else grace_s)
     found = f"GraceTime {duration(grace_s)}, KillWait {duration(kill_wait_s)}"
-    if given_s is not None and given_s > total:
-        remedy = f"launcher.preempt_grace_s={total:g} or less, or leave it out: Slurm is queried"
-        return fail(
-            check, f"{found}; launcher.preempt_grace_s={given_s:g} is more than both", why, remedy
-        )
-    if total < _SHORT_KILL_WAIT_S:
-        remedy = (
-            "make checkpoints faster (MemoryTier: save to memory first), and save often. "
-            "Admin: GraceTime of the partition, KillWait of slurm.conf (the default is 30 s)"
-        )
-        return warn(check, found, why, remedy)
-    return ok(check, found, why)
+    return judge(
+        "slurm.grace", "between SIGTERM and SIGKILL all ranks save, and the task requeues",
+        ((given_s or 0) > total, fail,
+         f"{found}; launcher.preempt_grace_s={given_s or 0:g} is more than both",
+         f"launcher.preempt_grace_s={total:g} or less, or leave it out: Slurm is queried"),
+        (total < _SHORT_KILL_WAIT_S, warn, found,
+         "make checkpoints faster (MemoryTier: save to memory first), and save often. "
+         "Admin: GraceTime of the partition, KillWait of slurm.conf (the default is 30 s)"),
+        well=found,
+    )  # fmt: skip
 
 
 def _user_signal(cluster: ClusterFacts) -> Finding:
@@ -239,54 +231,48 @@ def _standby(cluster: ClusterFacts) -> Finding:
     if "qos" in cluster.problems:
         return unknown(check, f"sacctmgr does not answer: {cluster.problems['qos']}", why)
     config = cluster.config or {}
-    found = [
-        f"QOS {_describe_qos(qos, qos.mode(config))}"
-        + (
-            ", not offered to you"
-            if enforces_qos(config) and qos.name not in cluster.offered_qos
-            else ""
-        )
-        for qos in preemptible_qos(cluster.qos, config)
-    ]
+    found = [f"QOS {_describe_qos(qos, cluster)}" for qos in preemptible_qos(cluster.qos, config)]
     if cluster.setting("PreemptType") == "preempt/partition_prio":
         modes = {p.name: p.preempt_mode.upper().split(",") for p in cluster.partitions}
-        names = [name for name, mode in modes.items() if "REQUEUE" in mode]
-        found += (
-            [f"partitions whose preempted tasks are requeued: {', '.join(names)}"] if names else []
-        )
-    nothing = (
-        "no preemptible QOS or partition is known (docs/howto/cluster-admins.md has the lines)"
-    )
+        if names := [name for name, mode in modes.items() if "REQUEUE" in mode]:
+            found.append(f"partitions whose preempted tasks are requeued: {', '.join(names)}")
+    nothing = "no preemptible QOS or partition is known"
+    nothing += " (docs/howto/cluster-admins.md has the lines)"
     return ok(check, "; ".join(found) or nothing, why)
 
 
-def _describe_qos(qos: Qos, mode: str) -> str:
+def _describe_qos(qos: Qos, cluster: ClusterFacts) -> str:
     """Return a QOS in words: ``standby (NoReserve, REQUEUE, GraceTime 2 min)``."""
+    config = cluster.config or {}
     flags = ["NoReserve"] if "NoReserve" in qos.flags else []
-    return f"{qos.name} ({', '.join([*flags, mode, f'GraceTime {duration(qos.grace_s)}'])})"
+    words = ", ".join([*flags, qos.mode(config), f"GraceTime {duration(qos.grace_s)}"])
+    is_refused = enforces_qos(config) and qos.name not in cluster.offered_qos
+    return f"{qos.name} ({words})" + (", not offered to you" if is_refused else "")
 
 
 def _process_tracking(cluster: ClusterFacts) -> Finding:
-    check, value = "slurm.processes", cluster.setting("ProctrackType")
-    why = "workers have sessions of their own, and must end with the task"
-    if value == "proctrack/pgid":
-        remedy = "Admin: ProctrackType=proctrack/cgroup"
-        return fail(check, f"{value}: Slurm loses processes that change their group", why, remedy)
-    if value == "proctrack/linuxproc":
-        remedy = "nothing, if --probe finds that processes end; Admin: proctrack/cgroup is safer"
-        return warn(check, f"{value}: processes are found by their parents", why, remedy)
-    return ok(check, value or "ProctrackType is not known", why)
+    value = cluster.setting("ProctrackType")
+    return judge(
+        "slurm.processes", "workers have sessions of their own, and must end with the task",
+        (value == "proctrack/pgid", fail,
+         f"{value}: Slurm loses processes that change their group",
+         "Admin: ProctrackType=proctrack/cgroup"),
+        (value == "proctrack/linuxproc", warn, f"{value}: processes are found by their parents",
+         "nothing, if --probe finds that processes end; Admin: proctrack/cgroup is safer"),
+        well=value or "ProctrackType is not known",
+    )  # fmt: skip
 
 
 def _accounting(cluster: ClusterFacts) -> Finding:
-    check, kind = "slurm.accounting", cluster.setting("AccountingStorageType")
-    why = "hpc_elastic does not need it: squeue and scontrol answer all that a run needs"
-    if not has_accounting(cluster.config or {}):
-        return ok(check, "there is none (sacct does not answer)", why)
-    if cluster.accounting is not None:
-        remedy = "nothing for runs; inform the admin that slurmdbd does not answer"
-        return warn(check, f"{kind}, but sacct fails: {cluster.accounting}", why, remedy)
-    return ok(check, f"{kind}, and sacct answers", why)
+    kind, there = cluster.setting("AccountingStorageType"), has_accounting(cluster.config or {})
+    return judge(
+        "slurm.accounting",
+        "hpc_elastic does not need it: squeue and scontrol answer all that a run needs",
+        (there and cluster.accounting is not None, warn,
+         f"{kind}, but sacct fails: {cluster.accounting}",
+         "nothing for runs; inform the admin that slurmdbd does not answer"),
+        well=f"{kind}, and sacct answers" if there else "there is none (sacct does not answer)",
+    )  # fmt: skip
 
 
 SHARED_FS = (
@@ -310,12 +296,7 @@ _TRIALS = {
 
 
 def check_folder(folder: FolderFacts, rendezvous: RendezvousSettings) -> Iterator[Finding]:
-    """Yield the findings on the directory, as the login node sees it.
-
-    Args:
-        folder: Its facts.
-        rendezvous: ``launcher.rendezvous`` of a run.
-    """
+    """Yield the findings on the directory, as the login node sees it."""
     if "write" in folder.problems:
         yield from check_operations(folder)
         return
@@ -343,35 +324,32 @@ def check_operations(folder: FolderFacts) -> Iterator[Finding]:
 
 
 def _shared(folder: FolderFacts) -> Finding:
-    check, why = "directory.shared", "all nodes of a run meet in its directory"
-    if folder.fs.startswith(SHARED_FS):
-        return ok(check, f"{folder.path} on {folder.fs}", why)
+    local = ", usually of one machine" if folder.fs in LOCAL else ""
     found = f"{folder.path} on {folder.fs or 'an unknown file system'}"
-    if folder.fs in LOCAL:
-        found += ", usually of one machine"
-    remedy = f"--probe tests whether the nodes see it; if not, {CHOOSE}"
-    return warn(check, found, why, remedy)
+    return judge(
+        "directory.shared", "all nodes of a run meet in its directory",
+        (not folder.fs.startswith(SHARED_FS), warn, found + local,
+         f"--probe tests whether the nodes see it; if not, {CHOOSE}"),
+        well=found,
+    )  # fmt: skip
 
 
 def check_mounts(
     check: str, mounts: Mapping[str, Mount], rendezvous: RendezvousSettings
 ) -> Finding:
-    """Check how the directory is mounted, and what that means for a run.
-
-    Args:
-        check: Name of the check.
-        mounts: The mount by node; the login node's has an empty name.
-        rendezvous: ``launcher.rendezvous`` of a run.
-    """
-    why = "agents, launcher and checkpoints meet in files; a lease there shows that a leader lives"
+    """Check how the directory is mounted, by node; the login node's has an empty name."""
     texts = {node: _describe_mount(m, rendezvous) for node, m in mounts.items()}
     found = by_value(texts) if len({*texts.values()}) > 1 else next(iter(texts.values()))
-    if any({"soft", "softerr"} & m.options.keys() for m in mounts.values()):
-        found += "; with soft, a slow server makes writes fail, some of them without an error"
-        return warn(check, found, why, f"Admin: mount with hard. Or {CHOOSE}")
-    if not all(m.is_known for m in mounts.values()):
-        return unknown(check, found, why, f"if --probe finds delays, {CHOOSE}")
-    return ok(check, found, why)
+    return judge(
+        check,
+        "agents, launcher and checkpoints meet in files; a lease there shows that a leader lives",
+        (any({"soft", "softerr"} & m.options.keys() for m in mounts.values()), warn,
+         f"{found}; with soft, a slow server makes writes fail, some of them without an error",
+         f"Admin: mount with hard. Or {CHOOSE}"),
+        (not all(m.is_known for m in mounts.values()), unknown, found,
+         f"if --probe finds delays, {CHOOSE}"),
+        well=found,
+    )  # fmt: skip
 
 
 def _describe_mount(mount: Mount, rendezvous: RendezvousSettings) -> str:
@@ -398,36 +376,39 @@ def _describe_mount(mount: Mount, rendezvous: RendezvousSettings) -> str:
 
 def _lock(folder: FolderFacts) -> Finding:
     """Check locks; hpc_elastic uses none, but data sets and caches often do."""
-    check, why = "directory.lock", "hpc_elastic uses no locks, but caches of data sets do"
-    if "lock" in folder.problems:
-        remedy = "keep caches (HF_HOME, TORCH_HOME) on another file system, or mount with locks"
-        return warn(check, f"locks (fcntl): {folder.problems['lock']}", why, remedy)
     local = {"nolock", "localflock"} & folder.options.keys()
     if folder.options.get("local_lock", "none") not in ("none", "flock"):
         local.add(f"local_lock={folder.options['local_lock']}")
     where = f", but on one node only ({', '.join(sorted(local))})" if local else ""
-    return ok(check, f"locks (fcntl) work{where}; hpc_elastic uses none", why)
+    return judge(
+        "directory.lock", "hpc_elastic uses no locks, but caches of data sets do",
+        ("lock" in folder.problems, warn, f"locks (fcntl): {folder.problems.get('lock')}",
+         "keep caches (HF_HOME, TORCH_HOME) on another file system, or mount with locks"),
+        well=f"locks (fcntl) work{where}; hpc_elastic uses none",
+    )  # fmt: skip
 
 
 def _space(folder: FolderFacts) -> Finding:
-    check, why = "directory.space", "a checkpoint that does not fit is not committed"
-    gib = folder.free_bytes / (1 << 30)
-    files = "" if folder.free_files is None else f", {folder.free_files:,} files"
+    gib, num_files = folder.free_bytes / (1 << 30), folder.free_files
+    files = "" if num_files is None else f", {num_files:,} files"
     found = f"{gib:,.1f} GiB{files} free (a quota may allow less)"
-    few = folder.free_files is not None and folder.free_files < _LITTLE_FILES
-    if folder.free_bytes < _LITTLE_BYTES or few:
-        remedy = f"free some space (`hpc-elastic prune RUN --keep-last 1`), or {CHOOSE}"
-        return warn(check, found, why, remedy)
-    return ok(check, found, why)
+    few = num_files is not None and num_files < _LITTLE_FILES
+    return judge(
+        "directory.space", "a checkpoint that does not fit is not committed",
+        (few or folder.free_bytes < _LITTLE_BYTES, warn, found,
+         f"free some space (`hpc-elastic prune RUN --keep-last 1`), or {CHOOSE}"),
+        well=found,
+    )  # fmt: skip
 
 
 def _clock(folder: FolderFacts) -> Finding:
-    check, why = "directory.clock", "files are dated by the file system's clock"
-    if folder.clock_offset_s is None:
-        return unknown(check, "the file system's clock is not known", why)
-    if abs(folder.clock_offset_s) > _SKEW_S:
-        ahead = "ahead of" if folder.clock_offset_s > 0 else "behind"
-        found = f"the file system's clock is {duration(abs(folder.clock_offset_s))} {ahead} ours"
-        remedy = "have the admin keep the clocks of the file servers and of this host by NTP"
-        return warn(check, found, why, remedy)
-    return ok(check, "the file system's clock agrees with ours", why)
+    offset_s = folder.clock_offset_s or 0.0
+    ahead = "ahead of" if offset_s > 0 else "behind"
+    return judge(
+        "directory.clock", "files are dated by the file system's clock",
+        (folder.clock_offset_s is None, unknown, "the file system's clock is not known", ""),
+        (abs(offset_s) > _SKEW_S, warn,
+         f"the file system's clock is {duration(abs(offset_s))} {ahead} ours",
+         "have the admin keep the clocks of the file servers and of this host by NTP"),
+        well="the file system's clock agrees with ours",
+    )  # fmt: skip

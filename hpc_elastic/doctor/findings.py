@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -98,12 +98,20 @@ def unknown(check: str, found: str, why: str = "", remedy: str = "") -> Finding:
     return Finding(check, Verdict.UNKNOWN, found, why, remedy)
 
 
-def by_value(values: Mapping[str, str]) -> str:
-    """Return values with the nodes that have them: ``64 CPUs on n[1-4]; 1 CPU on n5``.
+Row = tuple[object, Callable[[str, str, str, str], Finding], str, str]
+"""Whether it applies; `warn`, `fail` or `unknown`; what was found; the remedy."""
 
-    Args:
-        values: By node.
-    """
+
+def judge(check: str, why: str, *rows: Row, well: str) -> Finding:
+    """Return the finding of the first row that applies; without one, all is well."""
+    for applies, verdict, found, remedy in rows:
+        if applies:
+            return verdict(check, found, why, remedy)
+    return ok(check, well, why)
+
+
+def by_value(values: Mapping[str, str]) -> str:
+    """Return values, given by node, with their nodes: ``64 CPUs on n[1-4]; 1 CPU on n5``."""
     nodes: dict[str, list[str]] = {}
     for node, value in values.items():
         nodes.setdefault(value, []).append(node)

@@ -8,7 +8,7 @@ from hpc_elastic._util import counted, duration, short
 from hpc_elastic.config.schema import RendezvousSettings, SlurmSettings
 from hpc_elastic.doctor import cluster_checks
 from hpc_elastic.doctor.cluster_checks import CHOOSE
-from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
+from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, judge, ok, unknown, warn
 from hpc_elastic.doctor.probe_job import Evidence, NodeEnding
 from hpc_elastic.doctor.probe_network import CHANGES, PATH, Visibility
 from hpc_elastic.doctor.probe_task import MUST_AGREE, HostFacts, NodeFacts
@@ -37,16 +37,14 @@ def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]
     else:
         yield ok("host.commands", "Slurm's commands are installed")
     if own_python:
-        check, why = "host.python", "the nodes start this very interpreter, by its path"
         found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
-        remedy = (
-            "harmless if the nodes have the same Python at the same path (--probe tests it); else "
-            "create the environment on the shared file system, or set launcher.python"
-        )
-        if host.python_fs in LOCAL:
-            yield warn(check, f"{found}, which is this machine's own", why, remedy)
-        else:
-            yield ok(check, found, why)
+        yield judge(
+            "host.python", "the nodes start this very interpreter, by its path",
+            (host.python_fs in LOCAL, warn, f"{found}, which is this machine's own",
+             "harmless if the nodes have the same Python at the same path (--probe tests it); else "
+             "create the environment on the shared file system, or set launcher.python"),
+            well=found,
+        )  # fmt: skip
     yield from check_limits("host", [host])
     yield check_clock("host", [host])
 
@@ -90,16 +88,14 @@ def check_limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
         why = "CUDA and torch reserve far more addresses than they use memory"
         remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
         yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
-
     hard = {h.name: f"{h.limits['cpu'][1]} s" for h in hosts if h.limits.get("cpu", (0, None))[1]}
-    why = "a process that has used it is ended by SIGXCPU; Slurm hands the submitting shell's on"
-    if hard:
-        remedy = "have the admin raise the hard limit (limits.conf); submit from another node"
-        yield warn(f"{group}.cpu_time", f"hard limit of CPU time: {by_value(hard)}", why, remedy)
-    else:
-        yield ok(
-            f"{group}.cpu_time", "no hard limit of CPU time; the agent raises the soft one", why
-        )
+    yield judge(
+        f"{group}.cpu_time",
+        "a process that has used it is ended by SIGXCPU; Slurm hands the submitting shell's on",
+        (hard, warn, f"hard limit of CPU time: {by_value(hard)}",
+         "have the admin raise the hard limit (limits.conf); submit from another node"),
+        well="no hard limit of CPU time; the agent raises the soft one",
+    )  # fmt: skip
 
 
 def _size(name: str, number: int | None) -> str:
@@ -112,17 +108,16 @@ def _size(name: str, number: int | None) -> str:
 
 def check_clock(group: str, hosts: list[HostFacts]) -> Finding:
     """Check whether time services keep the clocks."""
-    check = f"{group}.clock"
-    why = "logs and events of the nodes are ordered by their clocks; elections are not"
-    adrift = [h.name for h in hosts if h.clock_kept is False]
-    if adrift:
-        remedy = "have the admin run chrony or systemd-timesyncd (in a container: on its host)"
-        return warn(
-            check, f"no time service keeps the clock of {compress(sorted(adrift))}", why, remedy
-        )
-    if any(h.clock_kept is None for h in hosts):
-        return unknown(check, "the kernel does not report whether the clock is kept", why)
-    return ok(check, "a time service keeps the clock", why)
+    adrift = compress(sorted(h.name for h in hosts if h.clock_kept is False))
+    return judge(
+        f"{group}.clock",
+        "logs and events of the nodes are ordered by their clocks; elections are not",
+        (adrift, warn, f"no time service keeps the clock of {adrift}",
+         "have the admin run chrony or systemd-timesyncd (in a container: on its host)"),
+        (any(h.clock_kept is None for h in hosts), unknown,
+         "the kernel does not report whether the clock is kept", ""),
+        well="a time service keeps the clock",
+    )  # fmt: skip
 
 
 _SLOW_IMPORT_S = 30.0
@@ -151,13 +146,7 @@ _MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.job_state`
 def check_nodes(
     evidence: Evidence, asked: SlurmSettings, own: Mapping[str, str | None]
 ) -> Iterator[Finding]:
-    """Yield the findings on the nodes.
-
-    Args:
-        evidence: What the probe has shown.
-        asked: The settings of a run.
-        own: Versions on the login node.
-    """
+    """Yield the findings on the nodes; ``own`` are the versions on the login node."""
     yield from _start(evidence)
     if not evidence.reports:
         return
@@ -166,13 +155,12 @@ def check_nodes(
     yield _torch(evidence)
     yield _slurm(facts, in_container=asked.container.runtime is not None)
     if evidence.outside:
-        why = "what also fails here is not caused by the container"
         problems = [f"{name}: {what}" for name, what in evidence.outside.items() if what]
-        if problems:
-            yield warn("nodes.slurm_outside", "; ".join(problems), why, _for_admin(problems))
-        else:
-            found = "squeue and scontrol answer outside of the container"
-            yield ok("nodes.slurm_outside", found, why)
+        yield judge(
+            "nodes.slurm_outside", "what also fails here is not caused by the container",
+            (problems, warn, "; ".join(problems), _for_admin(problems)),
+            well="squeue and scontrol answer outside of the container",
+        )  # fmt: skip
     yield _gpus(evidence, facts, asked)
     yield _cpus(facts)
     yield _shared_memory(facts)
@@ -215,22 +203,22 @@ def _remedy_of(reason: str) -> str:
 
 
 def _versions(evidence: Evidence, own: Mapping[str, str | None]) -> Finding:
-    check, why = "nodes.versions", "all processes of a run have to run the same code"
     others = [
         f"{name} {facts.versions.get(name) or 'missing'} on {facts.name}, {own.get(name)} here"
         for facts in evidence.facts
         for name in MUST_AGREE
         if facts.versions.get(name) != own.get(name)
     ]
-    if others:
-        remedy = "one environment on the shared file system; launcher.python, launcher.setup"
-        return fail(check, "; ".join(others), why, remedy)
     same = ", ".join(f"{name} {own.get(name)}" for name in MUST_AGREE)
-    return ok(check, f"the same everywhere: {same}", why)
+    return judge(
+        "nodes.versions", "all processes of a run have to run the same code",
+        (others, fail, "; ".join(others),
+         "one environment on the shared file system; launcher.python, launcher.setup"),
+        well=f"the same everywhere: {same}",
+    )  # fmt: skip
 
 
 def _torch(evidence: Evidence) -> Finding:
-    check, why = "nodes.torch", "each worker imports torch when it starts"
     times, broken = {}, {}
     for report in evidence.reports.values():
         name, tried = report.facts.name, report.allreduce
@@ -238,17 +226,17 @@ def _torch(evidence: Evidence) -> Finding:
             broken[name] = (tried and tried.problems.get("torch")) or "?"
         else:
             times[name] = tried.import_s
-    if broken:
-        found = "; ".join(f"{name}: {why_not}" for name, why_not in broken.items())
-        remedy = "try `srun -p PARTITION python -c 'import torch'`; see launcher.setup"
-        return fail(check, f"torch could not be imported or used: {found}", why, remedy)
-    found = f"imported within {max(times.values()):.1f} s on every node"
-    if max(times.values()) > _SLOW_IMPORT_S:
-        remedy = (
-            "keep launcher.agent.warm_workers; or install on a faster file system or in an image"
-        )
-        return warn(check, found, why, remedy)
-    return ok(check, found, why)
+    slowest_s = max(times.values(), default=0.0)
+    found = f"imported within {slowest_s:.1f} s on every node"
+    why_not = "; ".join(f"{name}: {problem}" for name, problem in broken.items())
+    return judge(
+        "nodes.torch", "each worker imports torch when it starts",
+        (broken, fail, f"torch could not be imported or used: {why_not}",
+         "try `srun -p PARTITION python -c 'import torch'`; see launcher.setup"),
+        (slowest_s > _SLOW_IMPORT_S, warn, found,
+         "keep launcher.agent.warm_workers; or install on a faster file system or in an image"),
+        well=found,
+    )  # fmt: skip
 
 
 def _slurm(facts: list[NodeFacts], *, in_container: bool) -> Finding:
@@ -280,30 +268,20 @@ def _for_admin(problems: list[str]) -> str:
 def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> Finding:
     check, why = "nodes.gpus", "one worker runs on each GPU"
     num_asked = gpus_asked(asked)
+    if num_asked is None and not any(f.gpus_given or f.gpus_seen for f in facts):
+        there = min((f.gpus_there for f in facts), default=0)
+        return judge(
+            check, why,
+            (there, warn, f"none are granted, and each node of the partition has {there}",
+             "set launcher.gpus_per_node; nproc_per_node=1 for a training on CPUs"),
+            well="no GPUs are asked for, and there are none",
+        )  # fmt: skip
     unmet = [f for f in facts if num_asked not in (None, f.gpus_given or 0)]
     wrong = [f for f in facts if f in unmet or (f.gpus_given or 0) != (f.gpus_seen or 0)]
-    if num_asked is None and not any(f.gpus_given or f.gpus_seen for f in facts):
-        if there := min((f.gpus_there for f in facts), default=0):
-            found = f"none are granted, and each node of the partition has {there}"
-            remedy = "set launcher.gpus_per_node; nproc_per_node=1 for a training on CPUs"
-            return warn(check, found, why, remedy)
-        return ok(check, "no GPUs are asked for, and there are none", why)
-    if wrong:
-        found = "; ".join(
-            f"{f.name}: Slurm gives {f.gpus_given or 'none'}, "
-            f"the driver shows {f.gpus_seen or 'none'}"
-            for f in wrong
-        )
-        if unmet:
-            return fail(check, f"asked for {num_asked} on each node; {found}", why, _UNMET)
-        if num_asked is None:
-            remedy = "set launcher.gpus_per_node to the number for a run"
-            return warn(check, f"none are asked for; {found}", why, remedy)
-        if all((f.gpus_seen or 0) > (f.gpus_given or 0) for f in wrong):
-            remedy = "Admin: ConstrainDevices=yes in cgroup.conf; CUDA_VISIBLE_DEVICES is honoured"
-            return warn(check, found, why, remedy)
-        remedy = "`nvidia-smi` on that node; in a container: --nv, or the NVIDIA runtime"
-        return fail(check, found, why, remedy)
+    found = "; ".join(
+        f"{f.name}: Slurm gives {f.gpus_given or 'none'}, the driver shows {f.gpus_seen or 'none'}"
+        for f in wrong
+    )
     blind = [  # torch does not see the GPUs that the driver shows
         r.facts.name
         for r in evidence.reports.values()
@@ -311,16 +289,23 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
         and r.allreduce.import_s is not None
         and r.allreduce.cuda_devices < (r.facts.gpus_seen or 0)
     ]
-    if blind:
-        remedy = "install a torch with CUDA that fits the driver (`nvidia-smi` shows which)"
-        return fail(check, f"torch does not see the GPUs of {', '.join(blind)}", why, remedy)
     given = sorted({f.gpus_given or 0 for f in facts})
-    return ok(check, f"{' to '.join(map(str, given))} on each node, seen by driver and torch", why)
+    return judge(
+        check, why,
+        (unmet, fail, f"asked for {num_asked} on each node; {found}", _UNMET),
+        (wrong and num_asked is None, warn, f"none are asked for; {found}",
+         "set launcher.gpus_per_node to the number for a run"),
+        (wrong and all((f.gpus_seen or 0) > (f.gpus_given or 0) for f in wrong), warn, found,
+         "Admin: ConstrainDevices=yes in cgroup.conf; CUDA_VISIBLE_DEVICES is honoured"),
+        (wrong, fail, found,
+         "`nvidia-smi` on that node; in a container: --nv, or the NVIDIA runtime"),
+        (blind, fail, f"torch does not see the GPUs of {', '.join(blind)}",
+         "install a torch with CUDA that fits the driver (`nvidia-smi` shows which)"),
+        well=f"{' to '.join(map(str, given))} on each node, seen by driver and torch",
+    )  # fmt: skip
 
 
 def _cpus(facts: list[NodeFacts]) -> Finding:
-    check, why = "nodes.cpus", "workers and their loaders share them"
-    bound = [f for f in facts if f.host.cpus == 1 and f.cpus_given > 1]
     shares = {}
     for f in facts:
         usable, given = f.host.cpus, f.cpus_given
@@ -328,25 +313,29 @@ def _cpus(facts: list[NodeFacts]) -> Finding:
         cpus = counted(usable, "CPU") if usable == given else cpus
         shares[f.name] = f"{cpus}, {f.host.memory_bytes >> 30} GiB in the machine,"
     sizes = by_value(shares)
-    if bound:
-        remedy = "set launcher.cpus_per_node; look for --cpu-bind in launcher.srun_args"
-        return warn(check, f"bound to a single CPU. {sizes}", why, remedy)
-    if any(f.cpus_given < _CPUS_PER_GPU * (f.gpus_given or 0) for f in facts):
-        remedy = "set launcher.cpus_per_node, or leave launcher.gpus_per_node out for whole nodes"
-        return warn(check, f"fewer than {_CPUS_PER_GPU} for each GPU. {sizes}", why, remedy)
-    return ok(check, sizes, why)
+    return judge(
+        "nodes.cpus", "workers and their loaders share them",
+        (any(f.host.cpus == 1 and f.cpus_given > 1 for f in facts), warn,
+         f"bound to a single CPU. {sizes}",
+         "set launcher.cpus_per_node; look for --cpu-bind in launcher.srun_args"),
+        (any(f.cpus_given < _CPUS_PER_GPU * (f.gpus_given or 0) for f in facts), warn,
+         f"fewer than {_CPUS_PER_GPU} for each GPU. {sizes}",
+         "set launcher.cpus_per_node, or leave launcher.gpus_per_node out for whole nodes"),
+        well=sizes,
+    )  # fmt: skip
 
 
 def _shared_memory(facts: list[NodeFacts]) -> Finding:
-    check = "nodes.shared_memory"
-    why = "control pages, copies of checkpoints and what data loaders hand over are in /dev/shm"
     clearing = compress(sorted(f.name for f in facts if f.clears_shm))
-    if not clearing:
-        return ok(check, "/dev/shm stays as it is when a session of yours ends", why)
-    remedy = "have the admin set RemoveIPC=no in logind.conf, or give jobs a /dev/shm of their own "
-    remedy += "(job_container/tmpfs); or run `loginctl enable-linger` on the nodes"
-    found = f"RemoveIPC: the end of your last ssh session clears /dev/shm on {clearing}"
-    return warn(check, found, why, remedy)
+    return judge(
+        "nodes.shared_memory",
+        "control pages, copies of checkpoints and what data loaders hand over are in /dev/shm",
+        (clearing, warn,
+         f"RemoveIPC: the end of your last ssh session clears /dev/shm on {clearing}",
+         "have the admin set RemoveIPC=no in logind.conf, or give jobs a /dev/shm of their own "
+         "(job_container/tmpfs); or run `loginctl enable-linger` on the nodes"),
+        well="/dev/shm stays as it is when a session of yours ends",
+    )  # fmt: skip
 
 
 _SKEW_S = 1.0
@@ -375,26 +364,24 @@ def check_network(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _interface(evidence: Evidence) -> Finding:
-    check, why = "network.interface", "agents and process groups use it"
     bad = [f"{f.name}: {f.problem}" for f in evidence.facts if f.problem]
-    if bad:
-        remedy = "name it: launcher.interface=ib0, one of `ip -br address` on the nodes"
-        return fail(check, "; ".join(bad), why, remedy)
     few = len(evidence.reports) <= _FEW
     chosen = by_value({
         f.name: f"{f.interface} {f.address}" if few else f.interface for f in evidence.facts
     })  # fmt: skip
     names = {f.interface for f in evidence.facts}
     rest = {i for f in evidence.facts for i in f.addresses} - names
-    more = f"; others there: {', '.join(sorted(rest))}" if rest else ""
-    if len(names) > 1:
-        remedy = "name one that all have: launcher.interface"
-        return warn(check, f"not the same on all nodes: {chosen}", why, remedy)
-    return ok(check, chosen + more, why)
+    return judge(
+        "network.interface", "agents and process groups use it",
+        (bad, fail, "; ".join(bad),
+         "name it: launcher.interface=ib0, one of `ip -br address` on the nodes"),
+        (len(names) > 1, warn, f"not the same on all nodes: {chosen}",
+         "name one that all have: launcher.interface"),
+        well=chosen + (f"; others there: {', '.join(sorted(rest))}" if rest else ""),
+    )  # fmt: skip
 
 
 def _reach(evidence: Evidence) -> Finding:
-    check, why = "network.reach", "every agent connects to the leader, every worker to every other"
     lines, trips = [], []
     for report in evidence.reports.values():
         for sight in report.meeting.peers:
@@ -409,33 +396,32 @@ def _reach(evidence: Evidence) -> Finding:
                 trips.append(sight.round_trip_s)
         for number in report.meeting.absent:
             lines.append(f"{report.facts.name} found no file of {evidence.name(number)}")
-    if lines:
-        remedy = (
-            "is that node's network up, a firewall between the nodes? Any free port has to be "
-            "open among them; another interface: launcher.interface"
-        )
-        more = f"; and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
-        return fail(check, "; ".join(lines[:_MOST_LINES]) + more, why, remedy)
-    if not trips:
-        return unknown(check, "the nodes did not try to reach each other", why)
-    found = f"every node reaches a free port of every other, round trip {short(max(trips))}"
-    if max(trips) > _SLOW_ROUND_TRIP_S:
-        remedy = "nothing if the nodes were busy; else another launcher.interface"
-        return warn(check, found, why, remedy)
-    return ok(check, found, why)
+    more = f"; and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    slowest_s = max(trips, default=0.0)
+    found = f"every node reaches a free port of every other, round trip {short(slowest_s)}"
+    return judge(
+        "network.reach", "every agent connects to the leader, every worker to every other",
+        (lines, fail, "; ".join(lines[:_MOST_LINES]) + more,
+         "is that node's network up, a firewall between the nodes? Any free port has to be "
+         "open among them; another interface: launcher.interface"),
+        (not trips, unknown, "the nodes did not try to reach each other", ""),
+        (slowest_s > _SLOW_ROUND_TRIP_S, warn, found,
+         "nothing if the nodes were busy; else another launcher.interface"),
+        well=found,
+    )  # fmt: skip
 
 
 def _skew(evidence: Evidence) -> Finding:
-    check, why = "network.clocks", "logs and events of the nodes are ordered by their clocks"
     sights = [s for r in evidence.reports.values() for s in r.meeting.peers]
     known = [(abs(s.clock_ahead_s), s.host) for s in sights if s.clock_ahead_s is not None]
-    if not known:
-        return unknown(check, "not measured: the nodes do not reach each other", why)
-    most, host = max(known)
-    if most > _SKEW_S:
-        remedy = "have the admin keep the nodes' clocks by NTP"
-        return warn(check, f"they differ by {duration(most)}, most at {host}", why, remedy)
-    return ok(check, f"they agree within {short(most)}", why)
+    most, host = max(known, default=(0.0, ""))
+    return judge(
+        "network.clocks", "logs and events of the nodes are ordered by their clocks",
+        (not known, unknown, "not measured: the nodes do not reach each other", ""),
+        (most > _SKEW_S, warn, f"they differ by {duration(most)}, most at {host}",
+         "have the admin keep the nodes' clocks by NTP"),
+        well=f"they agree within {short(most)}",
+    )  # fmt: skip
 
 
 def _allreduce(evidence: Evidence) -> Iterator[Finding]:
@@ -466,12 +452,7 @@ _SLACK_S = 3.0
 
 
 def check_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
-    """Yield the findings on signals.
-
-    Args:
-        evidence: What the probe has shown.
-        kill_wait_s: Slurm's KillWait, as configured.
-    """
+    """Yield the findings on signals; ``kill_wait_s`` is Slurm's KillWait, as configured."""
     if evidence.notices:
         yield _notice(evidence)
     for ending in evidence.endings:
@@ -490,17 +471,18 @@ def check_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
 
 
 def _notice(evidence: Evidence) -> Finding:
-    check, name = "signals.notice", f"SIG{evidence.notice_name}"
-    why = "`scancel --signal` and --signal in launcher.sbatch ask a run to save and leave a node"
-    missed = [evidence.name(i) for i, t in evidence.notices.items() if t[AGENT] is None]
-    if missed:
-        remedy = "use a file instead: `touch RUN/preempt/NODE`; is srun a wrapper of the site?"
-        return fail(check, f"{name} did not reach the task on {', '.join(missed)}", why, remedy)
-    slowest = max(t for times in evidence.notices.values() if (t := times[AGENT]) is not None)
+    name = f"SIG{evidence.notice_name}"
+    missed = [evidence.name(i) for i, times in evidence.notices.items() if times[AGENT] is None]
+    slowest_s = max(times[AGENT] or 0.0 for times in evidence.notices.values())
     alone = any(times[WORKER] is None for times in evidence.notices.values())
     workers = "not the workers" if alone else "the workers as well"
-    found = f"{name} reached the task on every node within {slowest:.1f} s, and {workers}"
-    return ok(check, found, why)
+    return judge(
+        "signals.notice",
+        "`scancel --signal` and --signal in launcher.sbatch ask a run to save and leave a node",
+        (missed, fail, f"{name} did not reach the task on {', '.join(missed)}",
+         "use a file instead: `touch RUN/preempt/NODE`; is srun a wrapper of the site?"),
+        well=f"{name} reached the task on every node within {slowest_s:.1f} s, and {workers}",
+    )  # fmt: skip
 
 
 def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
@@ -524,38 +506,33 @@ def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
 
 
 def _leftover(ending: NodeEnding) -> Finding:
-    check = f"signals.{ending.how}_end"
-    why = "a worker that is left behind keeps its GPU, and may write into the run"
-    if ending.capped:
-        return unknown(check, "not tested: Slurm's KillWait is longer than the probe waits", why)
-    if ending.orphaned:
-        remedy = "Admin: ProctrackType=proctrack/cgroup"
-        found = f"a worker in a session of its own outlived its task on {ending.node}"
-        return fail(check, found, why, remedy)
-    return ok(check, f"nothing of a task that is {_done(ending)} was left on {ending.node}", why)
+    return judge(
+        f"signals.{ending.how}_end",
+        "a worker that is left behind keeps its GPU, and may write into the run",
+        (ending.capped, unknown,
+         "not tested: Slurm's KillWait is longer than the probe waits", ""),
+        (ending.orphaned, fail,
+         f"a worker in a session of its own outlived its task on {ending.node}",
+         "Admin: ProctrackType=proctrack/cgroup"),
+        well=f"nothing of a task that is {_done(ending)} was left on {ending.node}",
+    )  # fmt: skip
 
 
 def _requeue(ending: NodeEnding) -> Finding:
-    check = "signals.requeue"
-    why = "a task that is preempted, or out of time, has to be requeued"
-    if ending.refused:
-        remedy = (
-            "a run submits another task in its place; Admin: allow users to requeue their jobs "
-            "(JobRequeue=1)"
-        )
-        return warn(check, f"Slurm refuses to requeue: {ending.refused}", why, remedy)
-    if ending.waits:
-        remedy = "nothing, if the cluster is busy; try again when nodes are free"
-        found = f"requeued, and in the queue again ({ending.waits}); it has not started yet"
-        return unknown(check, found, why, remedy)
-    if ending.back_on is None:
-        remedy = "was the cluster busy? See `squeue --me` for its reason, and the epilog's time"
-        return fail(
-            check, f"the task of {ending.node} was requeued and did not return", why, remedy
-        )
     back_s = "" if ending.back_s is None else f" after {duration(round(ending.back_s))}"
-    found = f"requeued: it came back on {ending.back_on}{back_s}, SLURM_RESTART_COUNT=1"
-    return ok(check, found, why)
+    return judge(
+        "signals.requeue", "a task that is preempted, or out of time, has to be requeued",
+        (ending.refused, warn, f"Slurm refuses to requeue: {ending.refused}",
+         "a run submits another task in its place; Admin: allow users to requeue their jobs "
+         "(JobRequeue=1)"),
+        (ending.waits, unknown,
+         f"requeued, and in the queue again ({ending.waits}); it has not started yet",
+         "nothing, if the cluster is busy; try again when nodes are free"),
+        (ending.back_on is None, fail,
+         f"the task of {ending.node} was requeued and did not return",
+         "was the cluster busy? See `squeue --me` for its reason, and the epilog's time"),
+        well=f"requeued: it came back on {ending.back_on}{back_s}, SLURM_RESTART_COUNT=1",
+    )  # fmt: skip
 
 
 def _done(ending: NodeEnding) -> str:
@@ -576,12 +553,7 @@ _NOT_EXCLUSIVE = (
 
 
 def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> Iterator[Finding]:
-    """Yield the findings on the shared directory.
-
-    Args:
-        evidence: What the probe has shown.
-        rendezvous: ``launcher.rendezvous`` of a run.
-    """
+    """Yield the findings on the shared directory."""
     if evidence.blind:
         names = ", ".join(sorted(evidence.blind.values()))
         found = f"what is written here does not appear on {names}"
@@ -627,10 +599,6 @@ def _not_tried(evidence: Evidence) -> str:
 
 def _election(evidence: Evidence, why_not: str) -> Finding:
     """Check whether exactly one wins when two nodes link one name."""
-    check = "directory.election"
-    why = "a run's leader is the node that creates its record; two leaders would damage the run"
-    if why_not:
-        return unknown(check, f"not tried: {why_not}", why)
     races = [r.meeting.race for r in evidence.reports.values() if r.meeting.race]
     faults = {
         "both nodes won": sum(race.both for race in races),
@@ -639,9 +607,13 @@ def _election(evidence: Evidence, why_not: str) -> Finding:
     }
     raced = f"of {sum(race.rounds for race in races)} names that two nodes linked at once"
     shown = ", ".join(f"{what} {number}" for what, number in faults.items() if number)
-    if shown:
-        return fail(check, f"link(2) is not exclusive: {raced}, {shown}", why, _NOT_EXCLUSIVE)
-    return ok(check, f"{raced}, each had one winner", why)
+    return judge(
+        "directory.election",
+        "a run's leader is the node that creates its record; two leaders would damage the run",
+        (why_not, unknown, f"not tried: {why_not}", ""),
+        (shown, fail, f"link(2) is not exclusive: {raced}, {shown}", _NOT_EXCLUSIVE),
+        well=f"{raced}, each had one winner",
+    )  # fmt: skip
 
 
 def _delay(evidence: Evidence, why_not: str) -> Finding:
@@ -684,13 +656,13 @@ def _by_path(evidence: Evidence, seen: Collection[Visibility]) -> str:
 
 def _content(evidence: Evidence, why_not: str) -> Finding:
     """Check whether another node reads whole what was synced and renamed."""
-    check, why = "directory.content", "a checkpoint is complete once it has its name"
-    if why_not:
-        return unknown(check, f"not tried: {why_not}", why)
     torn = [
         r.facts.name for r in evidence.reports.values() if r.meeting.seen and r.meeting.seen.torn
     ]
-    if torn:
-        found = f"{', '.join(torn)} read a part of a file that was synced and then renamed"
-        return fail(check, found, why, f"no run on this file system: {CHOOSE}")
-    return ok(check, "what a node has synced and renamed, another reads whole", why)
+    return judge(
+        "directory.content", "a checkpoint is complete once it has its name",
+        (why_not, unknown, f"not tried: {why_not}", ""),
+        (torn, fail, f"{', '.join(torn)} read a part of a file that was synced and then renamed",
+         f"no run on this file system: {CHOOSE}"),
+        well="what a node has synced and renamed, another reads whole",
+    )  # fmt: skip

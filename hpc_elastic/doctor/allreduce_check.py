@@ -45,12 +45,7 @@ def run_allreduce(
 ) -> AllreduceResult:
     """Run the all_reduce in a process of its own, bounded in time (every task that takes part).
 
-    Args:
-        rank: This task's rank.
-        world_size: Number of tasks that take part.
-        host: Address of rank 0.
-        port: A free port there.
-        variables: What the process groups get beside the environment.
+    ``port`` is free at ``host``, the address of rank 0; ``variables`` join the environment.
     """
     argv = [sys.executable, "-P", "-m", "hpc_elastic.doctor.allreduce_check"]
     argv += [str(rank), str(world_size), host, str(port)]

@@ -141,10 +141,7 @@ def query_cluster(
 ) -> ClusterFacts:
     """Query Slurm about everything that concerns a run with these settings (login node).
 
-    Args:
-        settings: Settings of the run.
-        render_script: Returns the batch script of a run of one node; may raise HpcElasticError.
-        client: Runs Slurm's commands.
+    ``render_script`` returns the batch script of a run of one node; it may raise HpcElasticError.
     """
     problems: dict[str, str] = {}
 

@@ -21,13 +21,9 @@ _KILL_WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings of an examination, and their facts.
+    """The findings of an examination, in the order of the table, and the facts behind them as JSON.
 
-    Attributes:
-        findings: In the order of the table.
-        versions: Versions on the login node.
-        facts: The facts behind the findings, as JSON.
-        cluster: What Slurm has reported.
+    The versions are those of the login node.
     """
 
     findings: list[Finding]
@@ -39,13 +35,7 @@ class Examination:
 def examine_login_node(
     settings: RunSettings, path: Path, client: SiteClient | None = None
 ) -> Examination:
-    """Examine the login node, Slurm and the directory; nothing is submitted.
-
-    Args:
-        settings: Settings of a run.
-        path: An existing directory, such as runs would lie in.
-        client: Runs Slurm's commands.
-    """
+    """Examine the login node, Slurm and a directory that exists; nothing is submitted."""
     client = client or SiteClient(env=dict(os.environ))
     launcher = cluster.slurm_settings(settings)
     own_python = launcher.python is None and launcher.container.runtime is None
@@ -79,15 +69,9 @@ def examine_nodes(
     timeout_s: float,
     report: Report,
 ) -> Examination:
-    """Run the probe, and return the findings of both examinations.
+    """Run the probe, and return its findings after those of `examine_login_node`.
 
-    Args:
-        before: The result of `examine_login_node`.
-        settings: Settings of a run.
-        path: The directory.
-        num_nodes: Number of nodes to examine.
-        timeout_s: Longest wait for the first node.
-        report: Receives lines on what is being done.
+    It waits for the first node for ``timeout_s`` at most.
     """
     launcher, slurm = cluster.slurm_settings(settings), before.cluster
     if slurm.config is None:

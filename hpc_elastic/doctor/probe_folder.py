@@ -31,15 +31,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """The settings of the tasks of a probe.
-
-    Attributes:
-        num_nodes: Number of tasks.
-        token: Authenticates the requests of peers.
-        interface: ``launcher.interface``.
-        in_container: Whether the tasks run in a container.
-        lifetime_s: Longest life of a task.
-    """
+    """The settings of the tasks of a probe; the token authenticates their requests."""
 
     num_nodes: int
     token: str
@@ -50,11 +42,7 @@ class ProbePlan:
 
 @dataclass(frozen=True)
 class ProbeFolder:
-    """The paths of a probe's files.
-
-    Attributes:
-        path: The folder, absolute.
-    """
+    """The paths of a probe's files, in a folder with an absolute path."""
 
     path: Path
 

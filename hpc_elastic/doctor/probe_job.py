@@ -47,14 +47,7 @@ _LOG_CHARS = 600
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """A probe that was submitted.
-
-    Attributes:
-        job_id: Of its array.
-        num_nodes: Its number of tasks.
-        place: Its files.
-        client: Runs Slurm's commands.
-    """
+    """A probe that was submitted: an array with a task for each node."""
 
     job_id: str
     num_nodes: int
@@ -112,14 +105,9 @@ def submit_probe(
     *,
     longest_s: float | None = None,
 ) -> ProbeJob:
-    """Submit a probe (login node).
+    """Submit a probe, which has its folder in the directory to test (login node).
 
-    Args:
-        settings: Settings of a run.
-        num_nodes: Number of nodes to examine.
-        folder: The directory to test; the probe's folder is created in it.
-        client: Runs Slurm's commands.
-        longest_s: Time limit of the partition; None without a limit.
+    ``longest_s`` is the time limit of the partition; None without a limit.
 
     Raises:
         HpcElasticError: sbatch refuses it, or the directory cannot be written to.
@@ -177,12 +165,6 @@ def render(
 ) -> str:
     """Return the batch script that a run with these settings would have.
 
-    Args:
-        launcher: ``launcher.*``.
-        submission: The folder ``.hpc_elastic`` that it names.
-        num_tasks: Number of nodes.
-        module: The module that its tasks run.
-
     Raises:
         HpcElasticError: A setting cannot be written into it.
     """
@@ -217,11 +199,7 @@ _HOWS: tuple[Literal["requeue", "cancel"], ...] = ("requeue", "cancel")
 class ProbeRun:
     """The course of a probe, and its evidence.
 
-    Args:
-        job: The probe.
-        notice: The notice signal, such as ``USR2``.
-        kill_wait_s: Slurm's KillWait.
-        report: Receives lines on what is being done.
+    The notice is a signal such as ``USR2``; ``kill_wait_s`` is Slurm's KillWait.
     """
 
     def __init__(self, job: ProbeJob, *, notice: str, kill_wait_s: float, report: Report) -> None:
@@ -235,8 +213,7 @@ class ProbeRun:
     def run(self, timeout_s: float) -> Evidence:
         """Run the whole probe; nothing is left behind, also after an interrupt.
 
-        Args:
-            timeout_s: Longest wait for the start of the first task.
+        The first task has to start within ``timeout_s``.
         """
         try:
             running = self._wait_for_start(timeout_s)
@@ -431,13 +408,7 @@ PROCESSES = (AGENT, WORKER)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The report of one task.
-
-    Attributes:
-        facts: Facts of its node.
-        meeting: What it found of the other tasks.
-        allreduce: Result of torch's process group; None if it took no part.
-    """
+    """The report of one task; without an all_reduce if it took no part in that."""
 
     facts: NodeFacts
     meeting: MeetingResult

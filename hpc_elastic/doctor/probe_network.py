@@ -77,11 +77,7 @@ class Visibility:
 class LinkRace:
     """Result of a race of two nodes for names by link(2).
 
-    Attributes:
-        rounds: Number of rounds.
-        both: Rounds in which both found that they had won.
-        neither: Rounds in which neither was.
-        differ: Rounds after which they read different winners.
+    Rounds in which both found that they had won, or neither did; in which they read another winner.
     """
 
     rounds: int = 0
@@ -95,11 +91,9 @@ class PeerResult:
     """What one task found of another.
 
     Attributes:
-        index: The other task.
-        host: The other node.
         address: The address that was tried.
         problem: Why it cannot be reached; empty if it can.
-        round_trip_s: The fastest answer; None without an answer.
+        round_trip_s: The fastest answer.
         clock_ahead_s: How far its clock is ahead of this one's, within half of that.
         others: Whether its other addresses can be reached.
     """
@@ -118,10 +112,8 @@ class MeetingResult:
     """What one task found of the others.
 
     Attributes:
-        peers: One for each other task that takes part.
         absent: Tasks whose file did not appear here.
-        seen: How soon this node has seen the changes of another; None if not tested.
-        race: Result of the race with another node; None if not tested.
+        seen, race: With another node; None if not tested.
         problem: Why both were not tested although the nodes reach each other.
     """
 
@@ -190,12 +182,7 @@ def meet_peers(
 ) -> MeetingResult:
     """Connect to the other tasks and watch one of them change files (every task that takes part).
 
-    Args:
-        place: The probe's folder.
-        index: This task.
-        token: The probe's token.
-        published: Addresses of all tasks by index, this task's included.
-        absent: Tasks without a published address.
+    ``published`` has the addresses of all tasks by index, this task's included.
     """
     own = published[index]["host"]
     others = {number: peer for number, peer in sorted(published.items()) if number != index}
@@ -308,11 +295,7 @@ def publish_address(place: ProbeFolder, index: int, port: int, facts: Any) -> di
 
 @dataclass(frozen=True)
 class FolderTrial:
-    """A folder that a doer changes while an observer watches.
-
-    Attributes:
-        path: The folder; the doer creates it.
-    """
+    """A folder that a doer creates and changes while an observer watches."""
 
     path: Path
 
@@ -338,9 +321,7 @@ class FolderTrial:
     def watch_changes(self, change: Callable[[], object], timeout_s: float) -> Visibility:
         """Look at the folder, have it changed, and wait until the changes are seen (observer).
 
-        Args:
-            change: Returns when the doer has changed it.
-            timeout_s: Longest wait in seconds.
+        ``change`` returns when the doer has changed it.
         """
         start = time.monotonic()
         files = [self._file(name) for name in ("removed", "replaced", "appended")]
@@ -414,12 +395,7 @@ class FolderTrial:
 
 
 def count_race(won: Sequence[tuple[bool, bool]], winners: Sequence[Sequence[str]]) -> LinkRace:
-    """Return the result of a race (pure).
-
-    Args:
-        won: For each round whether the one and the other found that they had won.
-        winners: For both nodes, the holder of each round's name.
-    """
+    """Return the result of a race: who found that it won, and what both nodes read later (pure)."""
     return LinkRace(
         rounds=len(won),
         both=sum(all(pair) for pair in won),

@@ -111,9 +111,7 @@ class NodeFacts:
 
     Attributes:
         name: Slurm's name of the node.
-        host: Limits, clock, interpreter.
         folder: The probe's folder, as seen on this node.
-        versions: The result of `versions`.
         slurm: Errors of squeue and scontrol, by name; None if they answer.
         cpus_given: CPUs that Slurm gave the task.
         gpus_given: GPUs that Slurm gave the task; None if it names none.
@@ -121,7 +119,6 @@ class NodeFacts:
         gpus_there: GPUs that each node of the partition has, by Slurm.
         addresses: Own addresses by interface, without loopback.
         interface: The one that agents would use; empty if there is none.
-        address: Its address.
         problem: Why there is no interface; empty if there is one.
         clears_shm: Whether the end of a session of the user clears /dev/shm.
     """
@@ -151,13 +148,7 @@ class NodeFacts:
 def collect_node_facts(
     place: ProbeFolder, slurm: SlurmEnvironment, wanted: str | None
 ) -> NodeFacts:
-    """Collect the facts of this node (every task of the probe).
-
-    Args:
-        place: The probe's folder.
-        slurm: The SLURM_* variables.
-        wanted: ``launcher.interface``.
-    """
+    """Collect the facts of this node (every task); ``wanted`` is ``launcher.interface``."""
     client, problem = SlurmClient(), ""
 
     def node_address() -> str | None:
@@ -256,15 +247,12 @@ class HostFacts:
     """Facts of a host, as a process sees it.
 
     Attributes:
-        name: The host's name.
         limits: Soft and hard limit by name; None where there is no limit.
         clock_kept: Whether a time service keeps the clock; None if unknown.
         python: Path of the interpreter.
         python_fs: Type of the file system that the interpreter's environment lies on.
         missing_commands: Slurm's commands that are not on PATH.
         cpus: CPUs that this process may use.
-        memory_bytes: Memory of the machine.
-        has_infiniband: Whether it has an RDMA device.
     """
 
     name: str
@@ -344,11 +332,7 @@ class FolderFacts:
 
 
 def collect_folder_facts(path: Path) -> FolderFacts:
-    """Try file operations in a directory, with files that are removed again.
-
-    Args:
-        path: An existing directory.
-    """
+    """Try file operations in a directory, with files that are removed again."""
     space, mount = os.statvfs(path), Mount.of(path)
     problems: dict[str, str] = {}
     offset = None

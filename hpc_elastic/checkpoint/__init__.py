@@ -9,10 +9,11 @@
 - `checkpointer`  the user's object, and its options
 - `save`          one save: write, commit, or take back
 - `snapshot`      host buffers
-- `state`         the user's objects as a tree of tensors and values; random number generators
+- `state`         the user's objects as a tree of tensors and values
+- `generators`    the random number generators of a process
 - `sharding`      which rank writes what
 - `equality`      what is stored once is the same on all ranks (pure); `samples` describes a rank's
-- `files`         safetensors files, written past the page cache
+- `files`         safetensors files, written by `block_file` past the page cache
 - `owner`         whose a directory is
 - `forgotten`     what is trained and not in the state
 - `store`         the folders of a directory: commit, verification, removal
@@ -22,7 +23,7 @@
                   under any mesh
 - `export`        one file for torch.load
 - `memory_tier`   saves in the memory of nodes: `node_memory` a node's folder, `replication` copies
-                  on another node
+                  on another node, `gathering` brings a save together again
 - `collectives`   the group of ranks, and tensors exchanged in it
 
 `store`, `prune`, `cleaner`, `owner`, `manifest` and `equality` need no torch.

@@ -32,9 +32,9 @@ from typing import Any, Literal, SupportsIndex
 import torch
 
 from hpc_elastic.checkpoint import forgotten
-from hpc_elastic.checkpoint import state as state_module
 from hpc_elastic.checkpoint.cleaner import Cleaner
 from hpc_elastic.checkpoint.collectives import RankGroup
+from hpc_elastic.checkpoint.generators import capture_generators
 from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
 from hpc_elastic.checkpoint.owner import Owner, claim
 from hpc_elastic.checkpoint.prune import Retention
@@ -280,7 +280,7 @@ class Checkpointer:
         """Fill the state from the newest checkpoint that verifies (every rank; collective).
 
         Which ones were passed over, and why, is in the log. Ranks that the checkpoint has no
-        random number generators for, since there were fewer, get new ones (`state.derive`).
+        random number generators for, since there were fewer, get new ones (`derive_generators`).
 
         Returns:
             The step; None if there is no checkpoint at all.
@@ -497,7 +497,7 @@ class Checkpointer:
         self._compares = False
         rank_values: dict[str, Any] = dict(rank_states(self._state, flat, self._options.per_rank))
         if self._options.rng:
-            rank_values["rng"] = state_module.capture()
+            rank_values["rng"] = capture_generators()
         borrow, copy = self._snapshots.borrow, self._snapshots.copy
         for take in [borrow] if blocking else [copy, borrow]:
             try:

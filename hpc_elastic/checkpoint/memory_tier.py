@@ -31,6 +31,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from hpc_elastic.checkpoint.collectives import RankGroup
+from hpc_elastic.checkpoint.gathering import CopyGathering, Needed, NodeDirectory
 from hpc_elastic.checkpoint.manifest import Manifest, RankPart
 from hpc_elastic.checkpoint.node_memory import (
     NUM_KEPT,
@@ -41,13 +42,7 @@ from hpc_elastic.checkpoint.node_memory import (
     free_bytes,
     identity,
 )
-from hpc_elastic.checkpoint.replication import (
-    CopyGathering,
-    Needed,
-    NodeDirectory,
-    Receiver,
-    push,
-)
+from hpc_elastic.checkpoint.replication import Receiver, push
 from hpc_elastic.errors import CheckpointError, ConfigError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir

@@ -19,6 +19,7 @@ from typing import Any
 
 from hpc_elastic.checkpoint import state as states
 from hpc_elastic.checkpoint.collectives import RankGroup
+from hpc_elastic.checkpoint.generators import derive_generators, restore_generators
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.state import RankStates
@@ -164,9 +165,9 @@ class Restorer:
                 mine = manifest.rank_values.get(rank, {}).get("rng")
                 first = manifest.rank_values.get(0, {}).get("rng")
                 if mine is not None:
-                    states.restore(mine)
+                    restore_generators(mine)
                 elif first is not None:
-                    states.derive(step, rank, first)
+                    derive_generators(step, rank, first)
             if tier is not None:
                 tier.forget_newer(step)
             level = logging.INFO if rank == 0 else logging.DEBUG

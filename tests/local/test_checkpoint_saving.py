@@ -18,10 +18,10 @@ from group import eventually
 from savers import Counter, checkpointer, names_in, restored, save_at
 from scarcity import no_thread
 
-from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, files
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, block_file, files
 from hpc_elastic.checkpoint import save as save_module
-from hpc_elastic.checkpoint import state as state_module
-from hpc_elastic.checkpoint.files import BlockFile
+from hpc_elastic.checkpoint.block_file import BlockFile
+from hpc_elastic.checkpoint.generators import capture_generators
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 from hpc_elastic.worker import reporting, shared_page
@@ -38,7 +38,8 @@ class Disk:
         self.reached = threading.Event()
         self.goes_on = threading.Event()
         write_block = BlockFile.write
-        monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 20)
+        for module in (block_file, files):
+            monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 20)
 
         def write(file: BlockFile, block: memoryview) -> None:
             write_block(file, block)
@@ -418,7 +419,7 @@ import sys
 import threading
 from pathlib import Path
 from savers import Counter, checkpointer, save_at
-from hpc_elastic.checkpoint.files import BlockFile
+from hpc_elastic.checkpoint.block_file import BlockFile
 from hpc_elastic.worker import reporting
 
 write, goes_on = BlockFile.write, threading.Event()
@@ -511,9 +512,9 @@ def test_random_numbers_are_left_alone_if_so_wished(tmp_path):
     """Whether they were saved or not."""
     with Checkpointer({"x": torch.zeros(3)}, tmp_path) as c:
         c.save(1)
-    state = state_module.capture()
+    state = capture_generators()
     c = Checkpointer({"x": torch.zeros(3)}, tmp_path, options=CheckpointOptions(rng=False))
     draw()
-    after = state_module.capture()
+    after = capture_generators()
     assert c.load_latest() == 1
-    assert state_module.capture() == after != state
+    assert capture_generators() == after != state

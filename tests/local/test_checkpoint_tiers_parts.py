@@ -17,6 +17,7 @@ from group import eventually
 from scarcity import no_descriptors, no_thread
 
 from hpc_elastic.checkpoint import MemoryTier
+from hpc_elastic.checkpoint.gathering import NodeDirectory
 from hpc_elastic.checkpoint.manifest import FileEntry, RankPart, checksum_of
 from hpc_elastic.checkpoint.memory_tier import Peer, choose_neighbour, complete, lacking_room
 from hpc_elastic.checkpoint.node_memory import (
@@ -27,12 +28,7 @@ from hpc_elastic.checkpoint.node_memory import (
     free_bytes,
     remove_leftovers,
 )
-from hpc_elastic.checkpoint.replication import (
-    _CONTEXT,
-    NodeDirectory,
-    Receiver,
-    push,
-)
+from hpc_elastic.checkpoint.replication import _CONTEXT, Receiver, push
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from hpc_elastic.transport.signed_socket import SignedSocket
 

@@ -38,7 +38,8 @@ READ_BY_THEMSELVES = {
         "the kernel's files of processes",
     ),
     **dict.fromkeys(
-        ("agent/compile_cache.py", "agent/warm_workers.py", "checkpoint/node_memory.py"),
+        ("agent/compile_cache.py", "agent/warm_workers.py", "checkpoint/node_memory.py",
+         "gpus.py"),
         "the kernel's files of devices, processes and memory",
     ),
     "agent/stacks.py": "a file in this node's own memory, and the kernel's",

@@ -1,8 +1,8 @@
 """From the tree that Hydra composed to checked `RunSettings`, or to a `ConfigError`.
 
 - `schema`        the settings: dataclasses, types and defaults
-- `parse`         one dataclass from one mapping, near misses of unknown keys; nodes, time, nproc;
-                  sbatch and srun flags that a key owns, or that would break a run
+- `parse`         one dataclass from one mapping, near misses of unknown keys; nodes, time, nproc
+- `slurm_flags`   sbatch and srun flags that a key owns, or that would break a run
 - `timeouts`      the order that the design needs between time-outs
 - `resolve`       the whole tree: the group, ranges, and contradictions between keys
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.config import parse, timeouts
+from hpc_elastic.config import parse, slurm_flags, timeouts
 from hpc_elastic.config.parse import (
     UNSET,
     Given,
@@ -314,7 +314,7 @@ def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
         remedy = "contradicts launcher.exclusive=true; give only one of them"
         yield ConfigError("launcher.sbatch.oversubscribe", True, remedy)
     gres = settings.sbatch.get("gres")
-    if parse.gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
+    if slurm_flags.gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
         remedy = f"contradicts launcher.gpus_per_node={settings.gpus_per_node}; give only one"
         yield ConfigError("launcher.sbatch.gres", gres, remedy)
 
@@ -597,8 +597,8 @@ PARSERS: dict[str, Parser] = {
     ),
     "launcher.array_parallelism": _AT_LEAST_1,
     "launcher.container.mounts": _mounts,
-    "launcher.sbatch": parse.sbatch_flags,
-    "launcher.srun_args": parse.srun_args,
+    "launcher.sbatch": slurm_flags.sbatch_flags,
+    "launcher.srun_args": slurm_flags.srun_args,
     "launcher.template": _existing_file,
     "launcher.max_agents": _AT_LEAST_1,
     "hydra.sweeper.n_trials": _AT_LEAST_1,

@@ -59,7 +59,7 @@ from hpc_elastic.slurm.environment import granted_gpus, mig_slices
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.transport import interface, socket_filter
-from hpc_elastic.transport.auth import of_generation
+from hpc_elastic.transport.secret import of_generation
 from hpc_elastic.worker.shared_page import CPUS_VARIABLE, DIRECTORY_VARIABLE
 
 _log = logging.getLogger(__name__)

@@ -36,13 +36,14 @@ from hpc_elastic._util import readable
 from hpc_elastic.ft import messages
 from hpc_elastic.ft.manager_relay import SILENCE_S, Relay, RelayPort
 from hpc_elastic.ft.manager_state import ManagerState
-from hpc_elastic.transport.auth import AuthenticationError, user_secret
+from hpc_elastic.transport.auth import AuthenticationError
 from hpc_elastic.transport.connection import (
     CONNECTION_ERRORS,
     ClientConnection,
     Listener,
     connect,
 )
+from hpc_elastic.transport.secret import user_secret
 
 _CHECK_EVERY_S = 0.025
 _STOPPED_S = 0.075

@@ -49,7 +49,8 @@ from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport import interface as interface_module
 from hpc_elastic.transport import socket_filter
-from hpc_elastic.transport.auth import sign, user_folder, user_key
+from hpc_elastic.transport.auth import sign
+from hpc_elastic.transport.secret import user_folder, user_key
 
 BACKEND = "slurm"
 _STORE_TIMEOUT = timedelta(seconds=60)

@@ -1,7 +1,9 @@
 """Authenticated connections between the processes of a run.
 
-- `auth`           the handshake, signed frames, and the secrets behind them (pure)
+- `auth`           the handshake and signed frames (pure)
+- `secret`         the secrets behind them
 - `connection`     both ends of a connection over asyncio, and a listener
+- `probes`         whether peers reach this node, and it reaches them
 - `signed_socket`  both ends of a connection over blocking sockets
 - `socket_filter`  which addresses may reach a port (``launcher.rendezvous.allow_from``)
 - `interface`      the addresses of this node, and the network interface that a run uses

@@ -26,8 +26,8 @@ from hpc_elastic.checkpoint.node_memory import NodeMemory
 from hpc_elastic.ft import messages
 from hpc_elastic.ft.checkpointing import HTTPTransport
 from hpc_elastic.ft.coordination import LighthouseServer
-from hpc_elastic.transport.auth import user_secret
 from hpc_elastic.transport.connection import connect
+from hpc_elastic.transport.secret import user_secret
 from hpc_elastic.transport.signed_socket import SignedSocket
 
 FILES = 1024

@@ -55,7 +55,7 @@ READ_BY_THEMSELVES = {
     "launcher/detach.py": "a file that this process has made",
     "cli/live_pages.py": "a file of this package",
     "transport/interface.py": "the site's nccl.conf, and the user's own",
-    "transport/auth.py": "the user's key, whose owner and mode are checked",
+    "transport/secret.py": "the user's key, whose owner and mode are checked",
     **dict.fromkeys(
         ("integrations/wandb.py", "integrations/tensorboard.py", "integrations/huggingface.py"),
         "files of other libraries in folders that the script names",

@@ -43,11 +43,7 @@ class Cleaner:
                 self._thread = thread
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all is done.
-
-        Args:
-            timeout_s: How long at most; None: for as long as it gets on.
-        """
+        """Wait until all is done, for as long as removals get on, or ``timeout_s`` at most."""
         thread, before = self._thread, -1
         if thread is not None and timeout_s is not None:
             thread.join(timeout_s)

@@ -69,11 +69,9 @@ class Described:
 def require_alike(
     described: Mapping[int, Described], remark: Remark = lambda _what, _text: None
 ) -> None:
-    """Compare what the ranks have.
+    """Compare what the ranks have, rank 0 among them.
 
-    Args:
-        described: By rank; rank 0 among them.
-        remark: Called with each key that differs without harm, and the whole message.
+    ``remark`` is called with each key that differs without harm, and the whole message.
 
     Raises:
         CheckpointMismatchError: names, shapes, types or numbers of a tensor differ. The message has
@@ -144,13 +142,9 @@ def checksum_mark(checksum: str) -> dict[str, str]:
 
 
 def value_difference(path: str, first: Any, other: Any, rank: int) -> str:
-    """Return a clause about the first difference between two values in JSON form (`tree_codec`).
+    """Return a clause about the first difference between rank 0's and another rank's value.
 
-    Args:
-        path: Of the values, such as the key of the state.
-        first: What rank 0 has.
-        other: What the other rank has; it differs.
-        rank: The other rank.
+    Both are in JSON form (`tree_codec`), and differ.
     """
     if type(first) is type(other):
         if isinstance(first, dict) and first.get("!") == other.get("!") != _CHECKSUM:

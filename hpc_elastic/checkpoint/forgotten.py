@@ -25,11 +25,7 @@ from hpc_elastic.worker.optimizer_steps import live_objects, stepped_optimizers
 
 
 def require_complete(state: Mapping[str, object], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse a state that lacks what this process trains.
-
-    Args:
-        state: What is saved.
-        tensors: Its tensors.
+    """Refuse a state, with its tensors, that lacks what this process trains.
 
     Raises:
         ConfigError: a model, an optimizer or a schedule is missing, and no object of the state can

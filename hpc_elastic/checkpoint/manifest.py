@@ -200,12 +200,7 @@ class Manifest:
         return found
 
     def of_rank(self, rank: int, renamed: Mapping[str, str] = {}) -> Manifest:
-        """Return the checkpoint as a rank has it.
-
-        Args:
-            rank: The rank.
-            renamed: Other names for some that are in its values.
-        """
+        """Return the checkpoint as a rank has it; some names in its values may be renamed."""
         own = self._own_names
         of_ranks = {at for names in own.values() for at in names.values()}
         tensors = {name: entry for name, entry in self.tensors.items() if name not in of_ranks}
@@ -241,16 +236,10 @@ def merge(
     created: float,
     remark: Remark = lambda _what, _text: None,
 ) -> Manifest:
-    """Make one checkpoint of what all ranks wrote.
+    """Make one checkpoint of what all ranks wrote, in any order.
 
-    A box that two ranks wrote is taken from the lower rank.
-
-    Args:
-        parts: One for each rank, in any order.
-        step: Optimizer steps that the checkpoint holds, at least 0.
-        world_size: Number of ranks, at least 1.
-        created: Unix seconds.
-        remark: Called with a harmless difference between the ranks; see `require_alike`.
+    A box that two ranks wrote is taken from the lower rank. ``remark`` is called with a harmless
+    difference between the ranks; see `require_alike`.
 
     Raises:
         CheckpointMismatchError: what is stored once is not the same on all ranks (`equality`), or

@@ -80,11 +80,7 @@ class MemoryStore:
     def __init__(self, tier: MemoryTier, directory: Path, group: RankGroup, num_bytes: int) -> None:
         """Meet the other ranks (every rank; collective).
 
-        Args:
-            tier: The user's wishes, the same on every rank.
-            directory: The shared directory of checkpoints; it exists.
-            group: All ranks.
-            num_bytes: What this rank's part of a save will probably take.
+        A save of this rank will probably take ``num_bytes``. The tier is the same on every rank.
 
         Raises:
             ConfigError: the memory folder cannot be used.
@@ -141,10 +137,6 @@ class MemoryStore:
 
         A copy that fails is only logged.
 
-        Args:
-            step: What is saved.
-            write: Writes the part into a folder.
-
         Raises:
             OSError: for example, there is no room. Nothing is left of the part.
         """
@@ -189,11 +181,7 @@ class MemoryStore:
         return sorted(self._saves, reverse=True)
 
     def gather(self, step: int, needed: Needed) -> tuple[Path, Manifest] | None:
-        """Bring a step together (every rank; collective).
-
-        Args:
-            step: One of `steps`, the same on every rank.
-            needed: Returns which files of the checkpoint this rank will read.
+        """Bring one of `steps` together, the same on every rank (every rank; collective).
 
         Returns:
             The folder and the manifest; the files that are needed are there, and verified. None,
@@ -204,11 +192,7 @@ class MemoryStore:
         return None if manifest is None else (self._memory.path(save), manifest)
 
     def forget_newer(self, step: int) -> None:
-        """Remove the saves of later steps than the one that was restored (every rank).
-
-        Args:
-            step: -1 if nothing was restored.
-        """
+        """Remove the saves of later steps than the restored one; -1: none was (every rank)."""
         self._memory.forget_newer(step)
 
     def close(self) -> None:
@@ -219,8 +203,7 @@ class MemoryStore:
 def complete(rows: Iterable[Sequence[int]]) -> list[MemorySave]:
     """Return the saves with every rank's part on some node, in order (pure).
 
-    Args:
-        rows: Step, token, world size and rank of each part that a node has.
+    A row has the step, token, world size and rank of a part that a node has.
     """
     found: dict[MemorySave, set[int]] = {}
     for step, token, world_size, rank in rows:
@@ -287,10 +270,7 @@ def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
 def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
     """Return where all ranks are (every rank; collective).
 
-    Args:
-        group: All ranks.
-        address: Numeric, on which this worker listens.
-        port: On which it does.
+    This worker listens on the port of a numeric address.
     """
     machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
     hashed = int.from_bytes(blake2b(machine.encode(), digest_size=7).digest())

@@ -73,13 +73,7 @@ class NodeMemory:
 
     @classmethod
     def of(cls, base: Path, number: int, directory: Path) -> NodeMemory:
-        """Return the memory of a directory of checkpoints; that of removed directories goes.
-
-        Args:
-            base: See `base_folder`.
-            number: The directory's `identity`.
-            directory: Its path.
-        """
+        """Return the memory of a directory, by its `identity`; that of removed directories goes."""
         memory = cls(base / f"{number:015x}")
         make_folder(memory.folder)
         write_atomic(memory.folder / _DIRECTORY, str(directory.absolute()))

@@ -58,9 +58,6 @@ class Owner:
         path: The run directory; empty outside of a run.
         restarts: Whether the run keeps its id when it is started again.
         boundary: See `CheckpointOptions.boundary`.
-        keys: Of the state.
-        host: Where the mark was written.
-        created: When, in Unix seconds.
         nonce: Makes the mark different from any other.
     """
 
@@ -166,13 +163,7 @@ def judge(
 
 
 def claim(directory: Path, mine: Owner, take_over: str | None, *, has_steps: bool) -> OwnerVerdict:
-    """Decide whether an owner may save to a directory, and mark it if need be (rank 0).
-
-    Args:
-        directory: Of the checkpoints; it exists.
-        mine: The owner that would save.
-        take_over: Id of the owner that is to be replaced.
-        has_steps: Whether there are checkpoints.
+    """Decide whether an owner may save to a directory that exists, and mark it if need be (rank 0).
 
     Raises:
         ConfigError: the mark is damaged.

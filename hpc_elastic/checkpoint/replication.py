@@ -41,14 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, rank: int) -> None:
-    """Copy a rank's files of a save to a worker on another node.
-
-    Args:
-        address: Of its `Receiver`.
-        key: The group's.
-        save: Which save.
-        folder: Where the files are.
-        rank: Whose files.
+    """Copy a rank's files of a save to a worker on another node, at the address of its `Receiver`.
 
     Raises:
         OSError: there is no connection, it broke, or the other side does not know the key.
@@ -70,12 +63,7 @@ class Receiver:
     """Takes the copies that other workers push, in threads of its own."""
 
     def __init__(self, memory: NodeMemory, key: bytes, addresses: Iterable[str]) -> None:
-        """Begin to listen.
-
-        Args:
-            memory: Where copies are kept.
-            key: The group's.
-            addresses: Numeric ones; the first that is this machine's is taken.
+        """Begin to listen on the first of these numeric addresses that is this machine's.
 
         Raises:
             OSError: none is.

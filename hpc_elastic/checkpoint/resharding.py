@@ -48,10 +48,7 @@ _MOST_THREADS = 4
 def read(manifest: Manifest, folder: Path, into: Mapping[str, torch.Tensor]) -> None:
     """Fill tensors from a checkpoint, in place (every rank for itself; no communication).
 
-    Args:
-        manifest: Of the checkpoint.
-        folder: Where its files are.
-        into: Tensors by the names of the manifest, DTensors of any mesh among them.
+    They have the manifest's names, and may be DTensors of any mesh.
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or has another shape or type there.
@@ -111,12 +108,8 @@ def like_parameters(
 ) -> dict[str, torch.Tensor]:
     """Return the parameter that each tensor of a saved optimizer state belongs to.
 
-    torch numbers the parameters over all groups, in their order.
-
-    Args:
-        optimizer: The present one; it may be fresh.
-        saved: Its saved state dict, decoded; only the keys matter.
-        prefix: What the names of its tensors begin with, such as ``optimizer``.
+    torch numbers the parameters over all groups, in their order. Only the keys of the saved state
+    matter; the names of its tensors begin with a prefix such as ``optimizer``.
 
     Raises:
         CheckpointError: it had other groups, or another number of parameters in one.
@@ -305,14 +298,7 @@ class Rows:
 def rows_of(
     sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[int], itemsize: int
 ) -> Rows:
-    """Find a part of a stored box (pure).
-
-    Args:
-        sizes: Of the stored box, which is in row-major order.
-        starts: Where the part begins in the box.
-        lengths: Of the part; none is 0.
-        itemsize: Bytes of an element.
-    """
+    """Find a part of a stored box in row-major order; no length of the part is 0 (pure)."""
     dim = next((d for d, length in enumerate(lengths) if length > 1), max(len(lengths) - 1, 0))
     strides = [prod(sizes[d + 1 :]) * itemsize for d in range(len(sizes))]
     before = zip(starts[: dim + 1], strides, strict=False)

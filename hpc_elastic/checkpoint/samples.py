@@ -146,12 +146,7 @@ def _listing(flat: Flat, holders: Mapping[str, int]) -> list[str]:
 
 
 def _samples(tensors: Sequence[torch.Tensor], turn: int) -> list[bytes]:
-    """Return a sample of each tensor, as `SAMPLE` packs it.
-
-    Args:
-        tensors: On any devices.
-        turn: Moves the places of the elements.
-    """
+    """Return a sample of each tensor, as `SAMPLE` packs it; ``turn`` moves the elements' places."""
     groups: dict[Any, list[tuple[int, torch.Tensor]]] = {}
     for i, tensor in enumerate(tensors):
         elements = _elements(tensor, turn)

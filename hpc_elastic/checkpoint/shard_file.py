@@ -45,11 +45,7 @@ class ShardFile:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer of bytes from the file.
-
-        Args:
-            buffer: Contiguous and writable, of bytes.
-            offset: Where to begin in the file, in bytes.
+        """Fill a contiguous, writable buffer of bytes from an offset of the file.
 
         Raises:
             CheckpointCorruptError: the file is shorter than that, or cannot be read.

@@ -89,11 +89,7 @@ class Planner:
     ) -> None:
         """Prepare.
 
-        Args:
-            rank: This process's rank.
-            world_size: Number of ranks.
-            replicated: ``spread``: ranks that hold the same data share the writing; ``first``:
-                the first of them writes all.
+        Ranks with the same data share the writing (``spread``), or the first of them writes all.
         """
         self._rank = rank
         self._world = tuple(range(world_size))

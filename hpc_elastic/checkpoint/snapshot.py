@@ -51,9 +51,7 @@ class Snapshots:
     def warm_up(self, flat: Flat, num_bytes: int) -> None:
         """Begin to make the buffer in the background; it ends early if the program does.
 
-        Args:
-            flat: The state; it has whether memory is to be pinned.
-            num_bytes: What a snapshot will probably take.
+        A snapshot will probably take ``num_bytes``; the state has whether memory is to be pinned.
         """
         try:
             with self._lock:
@@ -188,10 +186,7 @@ def _within_pieces(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parts of a copy, each inside a piece: CUDA copies to no two registered ranges.
 
-    Args:
-        source: On a GPU.
-        to: Contiguous, of the same shape.
-        begin: Its place in the buffer, in bytes.
+    ``to`` has the same shape, is contiguous and begins at ``begin`` in the buffer, in bytes.
     """
     left = [(source, to)]
     while left:

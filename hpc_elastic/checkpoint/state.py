@@ -162,10 +162,7 @@ def rank_states(
 ) -> dict[str, dict[str, Any]]:
     """Return what is this rank's own: "positions" in data, "values" that may be so, "per_rank".
 
-    Args:
-        state: What is saved.
-        flat: The same, taken apart.
-        per_rank: Keys that the user names as each rank's own.
+    The last are those whose keys the user names. ``flat`` is the state, taken apart.
     """
     own: dict[str, dict[str, Any]] = {"positions": {}, "values": {}, "per_rank": {}}
     for key, item in state.items():
@@ -197,10 +194,6 @@ def _is_position(item: object) -> bool:
 def flatten(state: Mapping[str, object], per_rank: Container[str] = ()) -> Flat:
     """Take a state apart; nothing is copied but the values.
 
-    Args:
-        state: By key.
-        per_rank: Keys that each rank has for itself.
-
     Raises:
         ConfigError: an object is none of what a state may hold, or has in it what cannot be
             stored; the message names its path.
@@ -229,13 +222,7 @@ def load(
 ) -> None:
     """Fill a state from a checkpoint, in place (every rank; no communication).
 
-    Args:
-        manifest: Of the checkpoint.
-        folder: Where its files are.
-        state: What to fill.
-        strict: Whether the state and the checkpoint must have the same keys; if not, what only one
-            of them has is left alone, with a warning.
-        ranks: How states that each rank has for itself are restored.
+    If not strict, what only one of the two has is left alone, with a warning.
 
     Raises:
         CheckpointError: the checkpoint does not fit the state; the message names the key. Part of
@@ -483,10 +470,7 @@ def _bare_names(module: torch.nn.Module) -> Callable[[str], str]:
 def _with_present_names(saved: Any, present: Any, renamed: dict[str, str]) -> Any:
     """Return a saved tree in which tensors whose names differ by wrappers only have the present's.
 
-    Args:
-        saved: The tree, decoded.
-        present: The tree of the present state, decoded.
-        renamed: Gets the present name of such a tensor by the name in the checkpoint.
+    ``renamed`` gets the present name of such a tensor by the name in the checkpoint.
     """
     if not isinstance(saved, dict) or not isinstance(present, dict):
         return saved
@@ -554,13 +538,8 @@ def _fill(key: str, item: Any, tree: Any) -> None:
 def _replace(present: Any, saved: Any, seen: set[int]) -> Any:
     """Fill a dict, list or set with what was saved, in place at every depth.
 
-    Args:
-        present: What there is.
-        saved: What it is to be.
-        seen: What was filled already: a list that stands in two places is filled for the first.
-
-    Returns:
-        The present object if it can be filled, else the saved one.
+    Returns the present object if it can be filled, else the saved one. ``seen`` is what was filled
+    already: a list that stands in two places is filled for the first.
     """
     kind = type(saved)
     if type(present) is not kind or id(present) in seen:

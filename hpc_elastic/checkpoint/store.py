@@ -337,10 +337,7 @@ def remember_directory(directory: Path) -> None:
     """Write down that this worker's run saves to a directory (rank 0; outside of a run: nothing).
 
     A script chooses the directory of its Checkpointer. Where that is not ``<run>/checkpoints``,
-    ``<run>/saves_to/<hash of the path>`` has its path in one line.
-
-    Args:
-        directory: The Checkpointer's, as an absolute path.
+    ``<run>/saves_to/<hash of the path>`` has its absolute path in one line.
 
     Raises:
         OSError: the run directory cannot be written.

@@ -8,9 +8,9 @@ decides (`*_checks`) is pure, so that each bad setting is a row of a table test.
 - `probe_job`       a job array like that of a run: submitted, driven, read, removed again
 - `probe_folder`    the files by which its tasks communicate
 - `probe_task`      the task on each node, which collects the facts of its host; `probe_network`
-                    connects the tasks and compares what they see of the directory,
-                    `allreduce_check` is torch's process group, `signal_recorder` a stand-in for a
-                    worker
+                    connects the tasks, `folder_trial` compares what two of them see of the
+                    directory, `allreduce_check` is torch's process group, `signal_recorder` a
+                    stand-in for a worker
 - `node_checks`     what the facts of hosts and of the probe mean (pure)
 - `findings`        one finding: what was found, why it matters, what to do; as table and JSON
 - `examine`         the whole examination

@@ -9,8 +9,8 @@ from hpc_elastic.config.schema import RendezvousSettings, SlurmSettings
 from hpc_elastic.doctor import cluster_checks
 from hpc_elastic.doctor.cluster_checks import CHOOSE
 from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, judge, ok, unknown, warn
+from hpc_elastic.doctor.folder_trial import CHANGES, PATH, Visibility
 from hpc_elastic.doctor.probe_job import Evidence, NodeEnding
-from hpc_elastic.doctor.probe_network import CHANGES, PATH, Visibility
 from hpc_elastic.doctor.probe_task import MUST_AGREE, HostFacts, NodeFacts
 from hpc_elastic.doctor.signal_recorder import AGENT, WORKER
 from hpc_elastic.launcher.batch_script import gpus_asked

@@ -6,9 +6,7 @@ Each task answers a few requests over authenticated connections; their secret is
 - ``prepare`` and ``change``: create and change the files that the asker watches;
 - ``link``: race with the asker for a name by link(2); ``winners``: the holder of each name.
 
-In a `FolderTrial` one task, the *observer*, has looked at a folder before, so that its client has
-cached it. Another one, the *doer*, changes the folder, and the observer polls until it sees the
-changes. Each change is in a folder of its own, because a look for one must not refresh another.
+With a neighbour on another node each task is the observer of a `folder_trial`.
 """
 
 from __future__ import annotations
@@ -17,13 +15,22 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.doctor.folder_trial import (
+    DOER,
+    NUM_ROUNDS,
+    OBSERVER,
+    TOGETHER,
+    FolderTrial,
+    LinkRace,
+    Visibility,
+    count_race,
+)
 from hpc_elastic.doctor.probe_folder import ProbeFolder
-from hpc_elastic.shared_files import names_in, refresh
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.transport.signed_socket import SignedSocket, SocketServer
 
@@ -35,55 +42,6 @@ _ANSWER_S = 60.0
 _SIGHT_S = 20.0
 """How soon a change has to be seen, apart from the staleness of the mount."""
 _CONTEXT = "probe"
-_OBSERVER, _DOER = "observer", "doer"
-NUM_ROUNDS = 400
-"""Names that two nodes link at once."""
-_TOGETHER = 20
-"""Of these, after each message: both nodes begin at the same time again."""
-CHANGES = {
-    "created": "a new file",
-    "renamed": "a renamed folder",
-    "removed": "a removal",
-    "replaced": "a replaced file",
-    "appended": "appended text",
-}
-"""The changes of the doer, with their names for people."""
-PATH = "path"
-"""A new file that is polled by its path alone: shows how long a client answers from its cache."""
-_PATH_S = 3.0
-"""How long it is polled after all else was seen."""
-_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
-_OLD, _MORE = "old", "and more"
-_NEW = "new" * 100_000
-"""Many pages long, so that a partial read shows."""
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """How soon an observer has seen the changes.
-
-    Attributes:
-        times_s: By the names of `CHANGES`, and `PATH`; None if not within `waited_s`.
-        waited_s: How long it has polled.
-        torn: Whether the replaced file had content that was neither the old nor the new one.
-    """
-
-    times_s: Mapping[str, float | None] = field(default_factory=dict)
-    waited_s: float = 0.0
-    torn: bool = False
-
-
-@dataclass(frozen=True)
-class LinkRace:
-    """Result of a race of two nodes for names by link(2).
-
-    Rounds in which both found that they had won, or neither did; in which they read another winner.
-    """
-
-    rounds: int = 0
-    both: int = 0
-    neither: int = 0
-    differ: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,11 +121,11 @@ def _handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     match request["do"]:
         case "prepare":
             trial.make_files()
-            trial.stage_link(_DOER)
+            trial.stage_link(DOER)
         case "change":
             trial.apply_changes()
         case "link":
-            return {"won": trial.race_links(int(request["first"]), _DOER)}
+            return {"won": trial.race_links(int(request["first"]), DOER)}
         case "winners":
             return {"winners": trial.read_winners()}
     return {"time": time.time()}
@@ -252,10 +210,10 @@ def _try_folder(
     trial, won = FolderTrial(place.path / f"trial-{index}"), list[tuple[bool, bool]]()
     with connect_to_peer(peer, token) as connection:
         send_request(connection, "prepare", index)
-        trial.stage_link(_OBSERVER)
-        for first in range(0, NUM_ROUNDS, _TOGETHER):
+        trial.stage_link(OBSERVER)
+        for first in range(0, NUM_ROUNDS, TOGETHER):
             connection.send({"do": "link", "asker": index, "first": first})
-            mine = trial.race_links(first, _OBSERVER)
+            mine = trial.race_links(first, OBSERVER)
             won += zip(mine, _receive_answer(connection)["won"], strict=True)
         theirs = send_request(connection, "winners", index)["winners"]
     race = count_race(won, [trial.read_winners(), theirs])
@@ -291,131 +249,3 @@ def publish_address(place: ProbeFolder, index: int, port: int, facts: Any) -> di
     }  # fmt: skip
     place.write_json(place.peer_file(index), content)
     return content
-
-
-@dataclass(frozen=True)
-class FolderTrial:
-    """A folder that a doer creates and changes while an observer watches."""
-
-    path: Path
-
-    def make_files(self) -> None:
-        """Create the files that will change (doer)."""
-        self.path.mkdir()
-        for name in (*CHANGES, PATH, "race"):
-            (self.path / name).mkdir()
-        (self.path / "renamed" / "old").mkdir()
-        for name in ("removed", "replaced", "appended"):
-            self._file(name).write_text(_OLD)
-
-    def apply_changes(self) -> None:
-        """Make all changes that the observer has to see (doer)."""
-        for name in ("created", PATH):
-            (self.path / name / "new").touch()
-        (self.path / "renamed" / "old").rename(self.path / "renamed" / "new")
-        self._file("removed").unlink()
-        _append(self.path / "replaced" / "staged", _NEW)
-        (self.path / "replaced" / "staged").replace(self._file("replaced"))
-        _append(self._file("appended"), _MORE)
-
-    def watch_changes(self, change: Callable[[], object], timeout_s: float) -> Visibility:
-        """Look at the folder, have it changed, and wait until the changes are seen (observer).
-
-        ``change`` returns when the doer has changed it.
-        """
-        start = time.monotonic()
-        files = [self._file(name) for name in ("removed", "replaced", "appended")]
-        while self._names("renamed") != {"old"} or any(_read(file) != _OLD for file in files):
-            if time.monotonic() - start > timeout_s:
-                return Visibility(dict.fromkeys((*CHANGES, PATH)), timeout_s)
-            time.sleep(_LONGEST_PAUSE_S)
-        unseen: dict[str, Callable[[], object]] = {  # as a run looks, and `PATH` as it never does
-            "created": lambda: self._names("created") == {"new"},
-            "renamed": lambda: self._names("renamed") == {"new"},
-            "removed": lambda: self._names("removed") == set(),
-            "replaced": lambda: _read(self._file("replaced")).removeprefix(_OLD),
-            "appended": lambda: _read(self._file("appended")) == _OLD + _MORE,
-            PATH: (self.path / PATH / "new").exists,
-        }
-        for detect in unseen.values():
-            detect()
-        change()
-        start, waited_s, new, times = time.monotonic(), 0.0, "", dict[str, float | None]()
-        while unseen and waited_s < timeout_s and (waited_s < _PATH_S or unseen.keys() - {PATH}):
-            for name, detect in list(unseen.items()):
-                if found := detect():
-                    times[name] = time.monotonic() - start
-                    new = str(found) if name == "replaced" else new
-                    del unseen[name]
-            time.sleep(min(_LONGEST_PAUSE_S, max(_PAUSE_S, waited_s / 20)))
-            waited_s = time.monotonic() - start
-        return Visibility({**times, **dict.fromkeys(unseen)}, waited_s, torn=new not in ("", _NEW))
-
-    def stage_link(self, who: str) -> None:
-        """Create the file whose links will race (both)."""
-        self._race(who).write_text(who)
-
-    def race_links(self, first: int, who: str) -> list[bool]:
-        """Try to link the names of some rounds; return which this node has won (both).
-
-        A node that is behind finds names that exist, faster than it links: it catches up, and
-        from there on both try to link the same name at once.
-
-        Raises:
-            OSError: A result is unknown.
-        """
-        numbers = range(first, first + _TOGETHER)
-        won = [self._link(number, who) for number in numbers]
-        # was the reply to a link of our own lost?
-        return [w or _read(self._race(n)) == who for n, w in zip(numbers, won, strict=True)]
-
-    def _link(self, number: int, who: str) -> bool:
-        try:
-            os.link(self._race(who), self._race(number))
-        except FileExistsError:
-            return False
-        return True
-
-    def read_winners(self) -> list[str]:
-        """Return the holder of each round's name, as this node reads it; empty if it cannot."""
-        return [_read(self._race(number)) for number in range(NUM_ROUNDS)]
-
-    def _race(self, name: int | str) -> Path:
-        return self.path / "race" / str(name)
-
-    def _file(self, name: str) -> Path:
-        return self.path / name / "file"
-
-    def _names(self, name: str) -> set[str] | None:
-        """Return the names in one of the folders; None if it cannot be listed."""
-        try:
-            return {*names_in(self.path / name)}
-        except OSError:
-            return None
-
-
-def count_race(won: Sequence[tuple[bool, bool]], winners: Sequence[Sequence[str]]) -> LinkRace:
-    """Return the result of a race: who found that it won, and what both nodes read later (pure)."""
-    return LinkRace(
-        rounds=len(won),
-        both=sum(all(pair) for pair in won),
-        neither=sum(not any(pair) for pair in won),
-        differ=sum("" not in pair and pair[0] != pair[1] for pair in zip(*winners, strict=True)),
-    )
-
-
-def _read(file: Path) -> str:
-    """Return the content of a file; empty if it cannot be read."""
-    try:
-        refresh(file)
-        return file.read_text()
-    except (OSError, ValueError):
-        return ""
-
-
-def _append(file: Path, text: str) -> None:
-    """Append to a file, and synchronise it."""
-    with file.open("a") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())

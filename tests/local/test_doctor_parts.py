@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hpc_elastic.doctor import allreduce_check, probe_network, probe_task
+from hpc_elastic.doctor.folder_trial import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
 from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
 from hpc_elastic.doctor.probe_job import last_heartbeat, signal_time, survival_times
-from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
 from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER, start_worker
 from hpc_elastic.slurm.client import SiteClient, reachable
 

@@ -6,8 +6,8 @@ from test_shared_folder import _possible, mounts  # noqa: F401
 
 from hpc_elastic import shared_files
 from hpc_elastic.doctor import probe_network
+from hpc_elastic.doctor.folder_trial import CHANGES, NUM_ROUNDS, PATH, LinkRace
 from hpc_elastic.doctor.probe_folder import ProbeFolder
-from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, LinkRace
 from slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
 
 NAME = "nfs_doctor"

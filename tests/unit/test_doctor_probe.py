@@ -14,6 +14,7 @@ from hpc_elastic.doctor import node_checks, probe_job, probe_task
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
 from hpc_elastic.doctor.cluster import parse_settings
 from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst_verdict
+from hpc_elastic.doctor.folder_trial import CHANGES, LinkRace, Visibility, count_race
 from hpc_elastic.doctor.probe_folder import ProbeFolder
 from hpc_elastic.doctor.probe_job import (
     Evidence,
@@ -24,14 +25,7 @@ from hpc_elastic.doctor.probe_job import (
     signal_time,
     survival_times,
 )
-from hpc_elastic.doctor.probe_network import (
-    CHANGES,
-    LinkRace,
-    MeetingResult,
-    PeerResult,
-    Visibility,
-    count_race,
-)
+from hpc_elastic.doctor.probe_network import MeetingResult, PeerResult
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, NodeFacts
 from hpc_elastic.doctor.signal_recorder import ORPHANED, WORKER
 from hpc_elastic.slurm.job_state import TaskState

@@ -44,7 +44,7 @@ READ_BY_THEMSELVES = {
     ),
     "agent/stacks.py": "a file in this node's own memory, and the kernel's",
     **dict.fromkeys(
-        ("doctor/probe_network.py", "doctor/probe_folder.py", "doctor/probe_job.py",
+        ("doctor/folder_trial.py", "doctor/probe_folder.py", "doctor/probe_job.py",
          "doctor/probe_task.py"), "the probe's folder, which it has made",
     ),
     **dict.fromkeys(

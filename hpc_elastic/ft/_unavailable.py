@@ -57,25 +57,16 @@ class UnavailableError(HpcElasticError, NotImplementedError):
 
 
 def find_name(module: str, name: str) -> Any:
-    """Return what stands for a name of torchft's; for the ``__getattr__`` of a module.
+    """Return what stands for a name of torchft's, for a module's ``__getattr__``.
 
-    Args:
-        module: ``__name__`` of the module.
-        name: The attribute.
-
-    Raises:
-        AttributeError: torchft has no such name there, either.
+    Raises AttributeError if torchft has no such name either.
     """
     short = module.rpartition(".")[2]
     return _find_in(_COMMON.get(short) or _WHOLE.get(short, {}), module, name)
 
 
 def modules(package: str) -> dict[str, ModuleType]:
-    """Return the modules, by full name, that have no other names.
-
-    Args:
-        package: That they are in.
-    """
+    """Return the modules of the package, by full name, that have no other names."""
     return {f"{package}.{name}": _Module(f"{package}.{name}") for name in _WHOLE}
 
 

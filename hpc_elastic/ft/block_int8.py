@@ -25,11 +25,10 @@ MAX_MEMBERS = 7
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the 8-bit form of a tensor of floating-point numbers.
+    """Return a floating-point tensor as int8, and the scales of its blocks, float32.
 
-    Returns:
-        int8 of the shape [number of blocks, `BLOCK`], filled up with zeros, and the scales,
-        float32 of the shape [number of blocks, 1].
+    Both are of the shape [number of blocks, ..]; the codes are filled up with zeros to whole
+    blocks.
     """
     flat = values.detach().reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
@@ -44,18 +43,12 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size) -> 
 
 
 def sum_quantized(group: ProcessGroup, tensor: torch.Tensor) -> Work:
-    """Begin to sum a tensor over a group, in place, by 8-bit integers.
+    """Begin to sum a tensor over a group, in place, by 8-bit integers; return the work.
 
-    Each member gathers the codes of all, and adds them in float32 in the same order, so all get
-    the same sum. A member receives 1.016 (n - 1) bytes a value, a ring allreduce of float32
-    8 (n - 1) / n: a quarter of that in a group of two, half in one of four.
-
-    Args:
-        group: Of at most `MAX_MEMBERS`; with more members it costs more than float32.
-        tensor: Floating-point, of the same shape on all members.
-
-    Returns:
-        The work; the tensor has the sum once it is done.
+    Each member gathers the codes of all, and adds them in float32 in the same order, so all get the
+    same sum. A member receives 1.016 (n - 1) bytes a value, a ring allreduce of float32 8 (n - 1) /
+    n: a quarter of that in a group of two, half in one of four. With more than `MAX_MEMBERS` it
+    costs more than float32.
     """
     codes, scales = quantize(tensor)
     mine = torch.cat([codes.view(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])

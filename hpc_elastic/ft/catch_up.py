@@ -57,13 +57,7 @@ _log = logging.getLogger(__name__)
 class CatchUp:
     """Fetches the state of peers that train on, a part in each step.
 
-    Args:
-        transport: Fetches from peers that call `HTTPTransport.offer_parts` in each step.
-        optimizers: All whose steps change the state.
-        timeout: Of one step's fetch.
-
-    Attributes:
-        is_complete: The state is that of the peers.
+    ``optimizers`` are all whose steps change the state; ``timeout`` is of one step's fetch.
     """
 
     def __init__(
@@ -91,10 +85,9 @@ class CatchUp:
     ) -> None:
         """Begin to fetch a part, on other threads.
 
-        Args:
-            sources: What the peers' `HTTPTransport.metadata` returned.
-            progress: Of the peers' state in this step.
-            own: Returns the own state in the form of the peers', with live tensors.
+        ``sources`` are what the peers' `HTTPTransport.metadata` returned, ``progress`` is that of
+        their state in this step, and ``own`` returns the own state in the same form, with live
+        tensors.
         """
         self._is_ending, self._num_new = False, 0
         self._num_steps += 1
@@ -103,13 +96,9 @@ class CatchUp:
     def end_step(self) -> dict[str, Any] | None:
         """Return once nothing is written into the tensors any more; call it before they change.
 
-        Returns:
-            A state to load now: values and small tensors are the peers', large tensors the own ones
-            in their own memory. None if nothing is to be loaded.
-
-        Raises:
-            HealError: This replica cannot catch up: the state does not fit, or nothing came in
-                several steps.
+        Returns a state to load now, or None: its values and small tensors are the peers', its large
+        tensors the own ones in their own memory. Raises HealError if this replica cannot catch up:
+        the state does not fit, or nothing came in several steps.
         """
         fetching, self._fetching = self._fetching, None
         if fetching is None:
@@ -219,9 +208,7 @@ class _Part:
     """What is to be fetched in one step.
 
     Attributes:
-        target: The memory.
         large: Numbers of the large tensors that are received into the own ones.
-        units: Of these.
     """
 
     target: Target
@@ -272,11 +259,9 @@ class _Part:
         return {self.target.layout.specs[n].path for n in unit}
 
     def state(self, progress: CommittedProgress) -> dict[str, Any]:
-        """Return the state, if it is of this progress.
+        """Return the state; raise HealError if it is of other progress.
 
-        Raises:
-            HealError: It is not.
-            UnusableStateError: It does not fit.
+        Raises UnusableStateError if it does not fit.
         """
         self.land([*self.target.in_place.keys() - set(self.large)])
         state: dict[str, Any] = self.target.state()
@@ -323,7 +308,6 @@ class SkipCopiesOntoItself(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch, or not."""
         if func is torch.Tensor.copy_ and _is_same(args[0], args[1]):
             return args[0]
         return func(*args, **(kwargs or {}))

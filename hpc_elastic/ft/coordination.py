@@ -50,10 +50,8 @@ class LighthouseOptions:
     """The options of a lighthouse.
 
     Attributes:
-        min_replicas: The fewest members of a quorum, at least 1.
         join_timeout_ms: Wait for replicas that are connected and do not request a quorum yet.
         quorum_tick_ms: Time-outs are checked at this interval; 100 ms if it is longer.
-        heartbeat_timeout_ms: A replica that is silent for longer is lost.
     """
 
     min_replicas: int
@@ -145,13 +143,9 @@ async def serve(listener: Listener, options: LighthouseOptions) -> None:
 def open_port(bind: str | None, default_port: int = 0) -> tuple[Listener, str]:
     """Return the open port, and the address at which other hosts reach it.
 
-    Args:
-        bind: ``address:port``; None: `default_port` at the address of this host.
-        default_port: Where it listens if ``bind`` is None.
-
-    Raises:
-        ConfigError: ``bind`` is no ``address:port``.
-        OSError: The address is not this host's, or the port is taken.
+    ``bind`` is ``address:port``; None is ``default_port`` at the address of this host. Raises
+    ConfigError for another form, and OSError if the address is not this host's or the port is
+    taken.
     """
     if bind is None:
         host, port = _host_address(), default_port

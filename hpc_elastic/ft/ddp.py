@@ -67,14 +67,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 class _UsedParameters(ProcessGroupDummy):
     """DDP's group of one, in which it asks all replicas which parameters a step has used.
 
-    That is a count of each parameter. The only other collective of a step beside the hook's is one
-    of the buffers, if there are any.
-    A replica that adds nothing may have used what no participant has. torch would leave it its own
-    gradient there, or a zero; it keeps the one of before, as the participants do.
+    The answer is a count for each parameter that has gradients, in torch's order. The only other
+    collective of a step beside the hook's is one of the buffers, if there are any.
 
-    Args:
-        manager: The Manager.
-        parameters: Those of the model that have gradients, in torch's order.
+    A replica that adds nothing may have used a parameter that no participant has used. torch would
+    leave it its own gradient there, or a zero; it keeps the earlier one, as the participants do.
     """
 
     def __init__(self, manager: "Manager", parameters: list[nn.Parameter]) -> None:
@@ -109,7 +106,7 @@ class _UsedParameters(ProcessGroupDummy):
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Call something after DDP has written the gradients; torch has no public way."""
+    """Call a function after DDP has written the gradients; torch has no public way."""
     queue = Variable._execution_engine.queue_callback
     queue(lambda: queue(call))  # DDP queues its own between the two
 

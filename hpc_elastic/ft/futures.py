@@ -23,8 +23,7 @@ T = TypeVar("T")
 def make_future(*tensors: torch.Tensor) -> Future[Any]:
     """Return a future whose waiters' streams wait for the streams that compute its value.
 
-    Args:
-        tensors: Of the value, those that may be on another GPU than the present one.
+    ``tensors`` are those of the value that may be on another GPU than the present one.
     """
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -33,12 +32,7 @@ def make_future(*tensors: torch.Tensor) -> Future[Any]:
 
 
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
-    """Return a future with the value or the error of another, or with a TimeoutError.
-
-    Args:
-        fut: The one to follow.
-        timeout: When the TimeoutError comes, at least 0.
-    """
+    """Return a future with the value or the error of another, or with a TimeoutError."""
     limited: Future[T] = make_future()
     is_open = threading.Lock()
 
@@ -61,16 +55,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
 
 def future_wait(fut: Future[T], timeout: timedelta) -> T:
-    """Wait for a future, and return its value.
-
-    Args:
-        fut: The future.
-        timeout: The longest wait, at least 0.
-
-    Raises:
-        TimeoutError: It was not complete in time.
-        Exception: The future's own error.
-    """
+    """Wait for a future, and return its value; raise its error, or TimeoutError."""
     is_done = threading.Event()
     fut.add_done_callback(lambda _: is_done.set())
     if not is_done.wait(timeout.total_seconds()):
@@ -80,12 +65,7 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
 
 @contextmanager
 def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterator[None]:
-    """Call a function if the block under this context takes longer than the time-out.
-
-    Args:
-        callback: Called once, on a thread of its own.
-        timeout: At least 0.
-    """
+    """Call a function, on another thread, if the block takes longer than the time-out."""
     timer = _start_timer(callback, timeout)
     try:
         yield
@@ -94,14 +74,9 @@ def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterato
 
 
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
-    """Call a function if what the current stream has queued so far is not done in time.
+    """Call a function, on another thread, if the current stream's queue takes longer than this.
 
-    Args:
-        callback: Called once, on a thread of its own.
-        timeout: At least 0.
-
-    Raises:
-        RuntimeError: There is no accelerator.
+    Raises RuntimeError if there is no accelerator.
     """
     queued = torch.Event()
     queued.record()

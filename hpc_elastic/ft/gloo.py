@@ -189,9 +189,8 @@ def raw_address(family: int, address: tuple[object, ...]) -> bytes:
 def find_connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket]:
     """Return a duplicate of each connection of a group.
 
-    Args:
-        own: What gloo published for this rank; it holds its listener's address.
-        peers: What gloo published for the others.
+    gloo publishes one value for each rank, which has its listener's address: ``own``, and
+    ``peers``.
     """
     found: dict[int, socket.socket] = {}
     watched = _find_watched(own)

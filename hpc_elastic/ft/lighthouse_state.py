@@ -103,10 +103,8 @@ class LighthouseState:
     ) -> None:
         """Start a term without a quorum.
 
-        Args:
-            term: Higher than that of every lighthouse of this run before; at least 0.
-            rules: Sizes and time-outs; groups may require more members.
-            lost_members: Groups known to be dead (the leader before); not waited for.
+        ``term`` is higher than that of every earlier lighthouse of this run, at least 0.
+        ``lost_members`` are known to be dead (such as the leader before) and not waited for.
         """
         self._registry = ReplicaRegistry(rules, lost_members)
         self._next_id = (term << messages.TERM_SHIFT) + 1
@@ -298,7 +296,6 @@ class LighthouseState:
         return self._registry.quorum
 
     def _advance(self, now: float) -> list[ReplicaMessage]:
-        """Make all progress that needs no further event."""
         active = self._quorum
         if active.is_active:
             if self._switch.state is not AgreementState.CONFIRMED:

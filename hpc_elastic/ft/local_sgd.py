@@ -259,13 +259,6 @@ class Fragment:
     takes its mean over the replicas, and the outer optimizer steps the global parameters with it;
     if that is not committed, the replica goes on from the global parameters. They and the outer
     optimizer are a part of the state with which a replica heals.
-
-    Args:
-        manager: Its state gets this fragment's, under a key with the fragment's number.
-        number: The fragment's index in the model's list, the same on all replicas.
-        module: The part of the model.
-        outer_optimizer: Of this part, or of all.
-        options: Those of all fragments.
     """
 
     def __init__(
@@ -305,11 +298,9 @@ class Fragment:
     def perform_sync(self) -> bool:
         """Step the global parameters by the mean, if it is committed, and go on from them.
 
-        Returns:
-            Whether it was committed. If not, the local training since the last one is discarded.
-
-        Raises:
-            RuntimeError: `prepare_sync` has not been called for this synchronisation.
+        Returns whether it was committed; if not, the local training since the last one is
+        discarded. Raises RuntimeError if `prepare_sync` has not been called for this
+        synchronisation.
         """
         if self._averaging is None:
             raise RuntimeError("no synchronisation is under way: call prepare_sync() first")
@@ -362,16 +353,11 @@ class Fragment:
 class Averaging:
     """The mean of each tensor over the replicas; starts at once, beside other work.
 
-    Errors go to the manager, which does not commit then.
+    The tensors are floating-point; they hold the means once `wait` has returned. They are not to be
+    used before, and are undefined if the manager does not commit, as after an error.
 
-    Args:
-        manager: Its quorum has to be started.
-        tensors: Floating-point; they hold the means once `wait` has returned, and are undefined if
-            the manager does not commit. Not to be used before.
-        bucket_bytes: Tensors of one type and device are packed into buckets of at most this size, a
-            larger tensor by itself, which is faster for many small tensors; None sends each by
-            itself.
-        should_quantize: As in `Manager.allreduce`.
+    Tensors of one type and device are packed into buckets of at most ``bucket_bytes``, which is
+    faster for many small tensors; None sends each by itself, and a larger tensor always goes so.
     """
 
     def __init__(

@@ -631,11 +631,9 @@ class Manager:
     def _peer_state(self, progress: CommittedProgress) -> dict[str, Any]:
         """Return the live tensors of all parts, and their progress (on the quorum's thread).
 
-        The parts are those of the last step boundary, whatever the main thread does.
-
-        Raises:
-            TimeoutError: Reading has been disallowed for longer than the Manager's time-out.
-            UnusableStateError: No state is registered.
+        The parts are those of the last step boundary, whatever the main thread does. Raises
+        TimeoutError if reading has been disallowed for longer than the Manager's time-out, and
+        UnusableStateError if no state is registered.
         """
         self._require_state()
         timeout_s = self._limits.timeout_s
@@ -689,7 +687,7 @@ class Manager:
         return self._progress if healed is None else healed.progress
 
     def _known_participation(self) -> Participation:
-        """Wait for the quorum; the script may choose its samples by the result."""
+        """Wait for the quorum; record that the script may choose its samples by the result."""
         if self._step.is_started:
             self.wait_quorum()
             self._step.is_participation_known = True
@@ -869,8 +867,7 @@ class Manager:
     ) -> list[list[int]]:
         """Return the row of each member, by replica rank; all members call it in the same step.
 
-        Raises:
-            RuntimeError: A member's row is missing, or the process group failed.
+        Raises RuntimeError if a member's row is missing, or the process group failed.
         """
         table = torch.zeros(quorum.replica_world_size, len(own), dtype=torch.int64)
         table[quorum.replica_rank] = torch.tensor(own)
@@ -913,12 +910,7 @@ class Manager:
         One group saves for all, since all have the same parameters: the first of the participants.
         It saves when that is due, and in the last step before all leave; that save is urgent, since
         a group that has left can commit nothing. All ranks of the group answer the same; if a save
-        is due by a clock, it is the clock of rank 0, and one step later.
-
-        Args:
-            step: The script's.
-            by_step: A save is due by the count of steps, on all ranks.
-            by_time: A save is due by this process's clock.
+        is due ``by_time``, the clock of rank 0 counts, and the save is one step later.
         """
         if self._step.agreed_to_save is None:
             is_last = self._client.settle_next_step()
@@ -959,7 +951,6 @@ class Participation:
 
     Attributes:
         rank: Its rank among the participants; None if it adds zero.
-        size: Number of participants, at least 1 in a quorum.
     """
 
     rank: int | None
@@ -973,13 +964,8 @@ def find_participation(
 
     Only members with the newest state participate. In the first step of a quorum, a member that
     heals computes with old parameters and adds zero. From the next step on all participate, and
-    also in the first if healing ends before the forward pass: in sync mode, and at step 0, where
-    no state is worth a forward pass.
-
-    Args:
-        quorum: Its place in the quorum.
-        max_participants: The most participants; None if unlimited.
-        all_current: All members have the newest state, those that had to heal included.
+    also in the first if healing ends before the forward pass (``all_current``): in sync mode, and
+    at step 0, where no state is worth a forward pass.
     """
     rank, size = quorum.cohort_rank, quorum.cohort_size
     if all_current:
@@ -995,25 +981,16 @@ class StepState:
     """State of one step, from `Manager.start_quorum` to `Manager.should_commit`.
 
     Attributes:
-        allow_heal, shrink_only: Arguments of `Manager.start_quorum`.
         is_started: False only before the first step.
-        entering: The quorum is being entered.
         kept_state: The parts of the state at the beginning of the step, for peers, if the quorum is
             entered beside the forward pass.
         can_catch_up: The state may be given or taken in parts.
-        offering: The state of this step is being offered in parts.
         quorum: The last quorum entered; None before the first.
-        all_current: All members of the quorum have the newest state.
-        participation: This group's part in the step.
         is_participation_known: The script has read it, and may have chosen its samples by it.
         healed: A state that came in this step, and is not applied yet.
-        works: Its collectives.
         at_commit: What is called when it is committed.
         used_device: One of the collectives was on an accelerator.
-        error: Its first error.
-        is_over: It was committed or abandoned.
         needs_quorum: The next step needs a new quorum, since this one was abandoned.
-        commit_failures: Steps in a row that were not committed.
         agreed_to_save: Whether this group saves for all, and whether all its ranks do so at the end
             of this step; None before the script asks.
     """
@@ -1072,9 +1049,7 @@ class StepState:
 def copy_small_tensors(tree: Any, copies: dict[object, torch.Tensor]) -> Any:
     """Return a state with copies of its small tensors.
 
-    Args:
-        tree: The state, or a part of it.
-        copies: Those made so far, by what they are copies of: tied tensors stay tied.
+    ``copies`` are those made so far, by what they are copies of: tied tensors stay tied.
     """
     if isinstance(tree, dict):
         same_kind = copy.copy(tree)
@@ -1098,10 +1073,6 @@ class SaveAgreement:
 
     Rank 0 announces the next step in the group's store, before any rank can have the decision on
     that step. Each rank reads the store once a step.
-
-    Args:
-        store: The group's.
-        is_first: This is rank 0.
     """
 
     def __init__(self, store: Store, *, is_first: bool) -> None:
@@ -1113,11 +1084,7 @@ class SaveAgreement:
         self._prefix = f"hpc_elastic/ft/save/{restarts}"
 
     def should_save(self, *, due: bool) -> bool:
-        """Return whether to save after this step.
-
-        Args:
-            due: A save is due by this rank's clock; only rank 0's counts.
-        """
+        """Return whether to save after this step; only rank 0's ``due``, by its clock, counts."""
         self._num_asked += 1
         yes = bool(self._store.check([f"{self._prefix}/{self._num_asked}"]))
         if self._is_first and due and not yes and self._announced <= self._num_asked:

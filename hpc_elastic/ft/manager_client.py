@@ -75,18 +75,11 @@ class ManagerClient:
         on_abort: Callable[[int, str], None],
         timeout_s: float,
     ) -> None:
-        """Connect, and return once the server has answered.
+        """Connect to the server's Unix socket, and return once the server has answered.
 
-        Args:
-            path: The server's Unix socket.
-            group_rank: This worker's rank in its group, from 0.
-            group_world_size: Workers of the group, at least 1.
-            on_abort: Called with the present quorum's id and the reason when it is aborted, once,
-                on the reading thread: it has to abort the collectives that wait.
-            timeout_s: For the server's first answer, in seconds.
-
-        Raises:
-            ManagerServerLostError: The server does not answer.
+        ``on_abort`` is called with the present quorum's id and the reason when it is aborted, once,
+        on the reading thread: it has to abort the collectives that wait. Raises
+        ManagerServerLostError if the server does not answer within ``timeout_s``.
         """
         self.replica_id = ""
         self._path = path
@@ -130,11 +123,8 @@ class ManagerClient:
         """Start a step; return whether it needs a new quorum. Without one, this is all it costs.
 
         At a quorum step that is proposed for a switch, this waits until the proposal is confirmed
-        or withdrawn.
-
-        Args:
-            last_failed: The last step was not committed. In a group of several workers: by the
-                common decision.
+        or withdrawn. ``last_failed``: the last step was not committed; in a group of several
+        workers, by the common decision.
         """
         steps = self.steps
         with self._changed:
@@ -147,9 +137,8 @@ class ManagerClient:
     def settle_next_step(self) -> bool:
         """At the end of a step, decide about the next one; wait as `start_step` would.
 
-        Returns:
-            Whether the script has to save now: this group leaves in the next step, and no other
-            group has its state.
+        Returns whether the script has to save now: this group leaves in the next step, and no other
+        group has its state.
         """
         steps = self.steps
         with self._changed:
@@ -168,14 +157,10 @@ class ManagerClient:
     ) -> QuorumAnswer:
         """Request a place in the next quorum, and wait for the answer; None: without a limit.
 
-        Returns:
-            The place; or `LeaveGranted` if the group has left as announced; or
-            `CheckpointBeforeLeave` if it has to save before it leaves.
-
-        Raises:
-            TimeoutError: There was no quorum in time; the message names what is waited for. Try
-                again, or give up.
-            ManagerServerLostError: The server has ended.
+        The answer is `LeaveGranted` if the group has left as announced, and `CheckpointBeforeLeave`
+        if it has to save before it leaves. Raises TimeoutError, whose message names what is waited
+        for, if there was no quorum in time (try again, or give up), and ManagerServerLostError if
+        the server has ended.
         """
         with self._changed:
             self._answer = None
@@ -197,8 +182,7 @@ class ManagerClient:
     def vote(self, commit: bool, timeout_s: float) -> bool:
         """Vote whether this worker can commit its step; return whether the whole group does.
 
-        Raises:
-            ManagerServerLostError: The server has ended.
+        Raises ManagerServerLostError if the server has ended.
         """
         with self._changed:
             quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
@@ -223,13 +207,9 @@ class ManagerClient:
     def report_abort(self, quorum_id: int, reason: str, *, is_lasting: bool = False) -> None:
         """Report that this quorum cannot go on; may be repeated, and costs one message.
 
-        A server that has ended is no error here: the next request raises it.
-
-        Args:
-            quorum_id: The quorum's.
-            reason: What is wrong.
-            is_lasting: Another attempt does not cure it: it is in `QuorumSteps.lasting_errors` of
-                all ranks of the group before they enter another quorum.
+        A server that has ended is no error here: the next request raises it. An error that another
+        attempt does not cure (``is_lasting``) is in `QuorumSteps.lasting_errors` of all ranks of
+        the group before they enter another quorum.
         """
         with self._changed:
             is_news = self.steps.mark_aborted(quorum_id, reason)
@@ -253,8 +233,7 @@ class ManagerClient:
     def close(self, *, is_step_over: bool = True) -> None:
         """Report that this worker is done, and disconnect. May be repeated.
 
-        Args:
-            is_step_over: Its part in the step that it has started last is complete.
+        ``is_step_over``: its part in the step that it has started last is complete.
         """
         with self._changed:
             last_step = max(-1, self.steps.quorum_step - (not is_step_over))
@@ -378,14 +357,11 @@ class QuorumSteps:
     or withdrawn; meanwhile it accepts other proposals for the same step.
 
     Attributes:
-        is_single: The group has no other worker.
-        quorum_id: The quorum's; `NO_QUORUM` if none.
         quorum_step: Number of the last step started, from 0: the one that requested the quorum.
         abort_reason: Why the quorum is aborted; None if it is not.
         lasting_errors: Errors that another attempt does not cure, of any rank of the group, by the
             quorum that could not be entered; the worker clears it when it has entered one.
         must_request: A step that starts now needs a new quorum.
-        proposal: The switch that this worker has accepted.
         confirmation: Its confirmation.
         is_saved: `must_save` was set when the last step started.
     """
@@ -393,9 +369,8 @@ class QuorumSteps:
     def __init__(self, *, is_single: bool) -> None:
         """Start outside of any quorum.
 
-        Args:
-            is_single: The group has no other worker, so this one may request as soon as the quorum
-                is aborted; else all do after the same decision.
+        A worker that is alone in its group (``is_single``) may request as soon as the quorum is
+        aborted; else all do after the same decision.
         """
         self.is_single = is_single
         self._interval_s: float | None = None
@@ -578,8 +553,7 @@ def resolve_place(
 ) -> GroupPlace:
     """Return the worker's place: each argument, or the environment's value if it is None.
 
-    Raises:
-        ConfigError: The environment has no value.
+    Raises ConfigError if the environment has no value.
     """
 
     def require(name: str, argument: str) -> str:
@@ -605,15 +579,9 @@ def find_server(
 ) -> ManagerServerProcess:
     """Return the group's server; start one if this is rank 0 and there is no agent.
 
-    Args:
-        place: This worker's.
-        lighthouse_addr: Argument of `Manager`; None: the environment's.
-        replica_id: The same, for the group's name.
-        connect_timeout_s: For the connection to the group's store.
-
-    Raises:
-        ConfigError: There is neither an agent nor a lighthouse.
-        TimeoutError: The rank that starts the server, or the relay of this host, has not done so.
+    None for the lighthouse or the group's name is the environment's. Raises ConfigError if there is
+    neither an agent nor a lighthouse, and TimeoutError if the rank that starts the server, or the
+    relay of this host, has not done so.
     """
     if path := os.environ.get(messages.SOCKET_ENV):
         return ManagerServerProcess(Path(path))

@@ -54,16 +54,10 @@ def _secret(secret: bytes) -> bytes:
 class Relay:
     """The relaying end: one connection to the server of a group.
 
-    Args:
-        address: Of the server.
-        port: The same.
-        secret: The run's.
-        entry: Index of the log entry that placed the group.
-        host: This node's name.
-        on_message: Called with each answer for a worker, and its rank.
-        on_end: Called once, with the reason, when the connection has ended.
-        silence_s: Give up a server that is silent for so long, in seconds, and send it heartbeats;
-            None: a leader does that.
+    ``entry`` is the index of the log entry that placed the group. ``on_message`` is called with
+    each answer for a worker and its rank, ``on_end`` once, with the reason, when the connection has
+    ended. A server that is silent for ``silence_s`` is given up, and gets heartbeats; None: a
+    leader does that.
     """
 
     def __init__(
@@ -162,12 +156,8 @@ class Relay:
 class RelayPort(RemoteNodes):
     """The port of a server for the relays of the other nodes of its group.
 
-    Args:
-        address: Address of this node in the network of the run.
-        secret: The run's.
-        listener: The port, if it is open already.
-        silence_s: Take a relay for lost that is silent for so long, in seconds; None: a leader
-            does that.
+    A relay that is silent for ``silence_s`` is lost; None: a leader detects that. ``listener`` is
+    the port, if it is open already.
     """
 
     def __init__(

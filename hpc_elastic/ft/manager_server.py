@@ -61,9 +61,6 @@ class ManagerServer(ManagerState):
     """The server of one replica group, or a relay: its state, the socket and the workers' life.
 
     Everything happens in one event loop.
-
-    Attributes:
-        relays: Accepts the relays of the other nodes of the group; None if it may have none.
     """
 
     def __init__(
@@ -78,13 +75,11 @@ class ManagerServer(ManagerState):
     ) -> None:
         """Create the server; `start` starts it.
 
-        Args:
-            path: Of its Unix socket, in a folder that only the owner can enter.
-            replica_id: The group's name among all groups.
-            send: Queues a message for the lighthouse; called only while it is connected.
-            listener: The socket, if it is open already (`open_listener`).
-            on_empty: Called when the last of its workers has disconnected.
-            relays: Accepts the relays of the other nodes of the group, if it may have any.
+        ``path`` is that of its Unix socket, in a folder that only the owner can enter; ``listener``
+        is the socket, if it is open already (`open_listener`). ``send`` queues a message for the
+        lighthouse, and is called only while it is connected. ``on_empty`` is called when the last
+        worker has disconnected. ``relays`` accepts the relays of the other nodes of the group, if
+        it may have any.
         """
         super().__init__(replica_id, send, on_empty=on_empty, relays=relays)
         self._path = path
@@ -97,8 +92,7 @@ class ManagerServer(ManagerState):
     async def start(self) -> None:
         """Accept connections of workers from now on.
 
-        Raises:
-            OSError: The socket's path is taken, or too long for the system.
+        Raises OSError if the socket's path is taken, or too long for the system.
         """
         if self._listener is None:
             self._listener = open_listener(str(self._path))
@@ -173,18 +167,13 @@ class WorkerConnection:
     The kernel reports which process has connected (SO_PEERCRED), its death (a pidfd, since forked
     children may keep its socket open), and its state (/proc): a worker that holds the interpreter
     lock for minutes is healthy, one that a signal has stopped is not.
-
-    Attributes:
-        pid: The process's, in the process namespace of this process.
-        rank: The worker's, once it has sent its `Hello`.
     """
 
     def __init__(self, connection: socket.socket, server: ManagerServer) -> None:
         """Take over a connection, in the running event loop.
 
-        Raises:
-            PermissionError: It is another user's.
-            OSError: The process has ended already.
+        Raises PermissionError if it is another user's, and OSError if the process has ended
+        already.
         """
         self.pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -345,7 +334,6 @@ class ManagerServerProcess:
     """A running manager server; it ends by itself, after all workers have disconnected.
 
     Attributes:
-        path: The Unix socket for `manager_client.ManagerClient`.
         process: Its process; None if another process has started it.
         port: Where it accepts relays; 0 if it does not.
     """
@@ -357,9 +345,7 @@ class ManagerServerProcess:
     def wait(self, timeout_s: float = 5.0, *, is_last: bool = True) -> None:
         """Wait for the process's end, once the client is closed; kill it if it takes longer.
 
-        Args:
-            timeout_s: Longest wait, above 0.
-            is_last: No other worker needs it; else it is left to end with the last of them.
+        If other workers need it (not ``is_last``), it is left to end with the last of them.
         """
         if self.process is None:
             return
@@ -383,15 +369,9 @@ def start_server_process(
 ) -> ManagerServerProcess:
     """Start the server of this replica group; return at once, its socket accepts connections.
 
-    Args:
-        lighthouse_addr: ``host:port`` or ``http://host:port``.
-        replica_id: The group's name, different from that of any other.
-        group_world_size: Number of its workers.
-        relay_address: Address of this host at which it accepts relays; None: the group has none.
-
-    Raises:
-        ConfigError: The lighthouse's address has another form.
-        OSError: The socket, the port or the process cannot be created.
+    ``relay_address`` is the address of this host at which it accepts relays; None: the group has
+    none. Raises ConfigError if the lighthouse's address is not ``host:port`` or
+    ``http://host:port``, and OSError if the socket, the port or the process cannot be created.
     """
     messages.parse_address(lighthouse_addr)
     if relay_address is None:
@@ -408,13 +388,7 @@ def start_server_process(
 def start_relay_process(address: str, port: int, group_world_size: int) -> ManagerServerProcess:
     """Start a relay to the server of this group on another host; return at once, as above.
 
-    Args:
-        address: The server's.
-        port: The same.
-        group_world_size: Number of workers of the group.
-
-    Raises:
-        OSError: The socket or the process cannot be created.
+    Raises OSError if the socket or the process cannot be created.
     """
     arguments = [address, str(port), socket.gethostname()]
     return _start_process("relay_group", group_world_size, arguments)

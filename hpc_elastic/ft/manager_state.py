@@ -36,11 +36,7 @@ _NO_CONNECTION = "there is no connection to the lighthouse"
 
 
 class Worker(Protocol):
-    """A worker, as its group's server uses it: of this node, or behind the relay of another.
-
-    Attributes:
-        rank: Its rank in the group; None until its `Hello`.
-    """
+    """A worker, as its group's server uses it: of this node, or behind the relay of another."""
 
     rank: int | None
 
@@ -90,12 +86,7 @@ class ManagerState:
     ) -> None:
         """Start without workers, and without a lighthouse.
 
-        Args:
-            replica_id: The group's name among all groups.
-            send: Queues a message for the lighthouse; called only while it is connected.
-            on_empty: Called when the last of its workers has disconnected.
-            relays: Takes the relays of the other nodes of the group, if it may have any.
-            clock: Returns monotonic seconds.
+        The arguments are those of `ManagerServer`.
         """
         self._relays = relays
         self._relay: RelayLink | None = None
@@ -141,10 +132,9 @@ class ManagerState:
     ) -> None:
         """Forget the present workers, and wait for new ones, which the agent starts.
 
-        Args:
-            group_world_size: Number of workers of the group, those on other nodes included.
-            entry: Index of the log entry that placed the group.
-            relay: Connects to the server of the group, which is on another node; None: this is it.
+        The size includes workers on other nodes; ``entry`` is the index of the log entry that
+        placed the group. ``relay`` connects to the server of the group, which is on another node;
+        None: this is it.
         """
         if self._workers and not self._is_done and not self.has_left and self._relay is None:
             self._lose_workers("its workers are started again")
@@ -553,12 +543,7 @@ class NodeConnection(Protocol):
 
 
 class RemoteWorker:
-    """A worker on another node; see `Worker`.
-
-    Attributes:
-        rank: Its rank.
-        pid: A description of its process.
-    """
+    """A worker on another node; see `Worker`. ``pid`` is a description of its process."""
 
     def __init__(self, node: RemoteNode, rank: int) -> None:
         self.rank: int | None = None

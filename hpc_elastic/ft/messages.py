@@ -98,10 +98,7 @@ class QuorumRequest(Message):
         quorum_step: Steps started in the quorum ``quorum_id``, this one included.
         step: Steps committed.
         state_version: Version of the state at that step.
-        quorum_id: The last quorum it was in; `NO_QUORUM` if none.
         commit_failures: Steps in a row that were not committed.
-        min_replicas: The fewest members that it works with.
-        shrink_only: No group may join now.
         store: ``host:port`` of the group's TCPStore, for the members' process group.
         metadata: What a peer needs to fetch the state, by group rank (of a worker: its own alone).
         number: Counts the requests of a group; the same when one is repeated.
@@ -166,7 +163,6 @@ class SwitchVote(Message):
     """Up, in answer to a proposal.
 
     Attributes:
-        number: The proposal's.
         ok: No worker of the group has started the proposed quorum step.
         quorum_step: The furthest quorum step that a worker has started.
         rate: Steps per second lately, at least 0.
@@ -217,12 +213,8 @@ class QuorumResult(Message):
     """Down, in answer to `QuorumRequest`: one worker's place in a new quorum.
 
     Attributes:
-        quorum_id: The quorum's.
-        replica_rank: The group's rank among all members, from 0.
-        replica_world_size: Number of members.
         store: ``host:port`` of the store where the members form the new process group.
         max_step: The newest step; a member that heals will be there.
-        state_version: Version of the newest state.
         cohort_rank: The group's rank among the members with that state; None if it heals.
         cohort_size: Number of members with that state, at least 1.
         sources: Members to fetch the state from, the best first; empty unless the worker heals.
@@ -258,7 +250,6 @@ class QuorumResults(Message):
     """Down: the results of the workers of one group, by group rank.
 
     Attributes:
-        ranks: By group rank.
         number: Of the request that it answers: requests and answers may cross.
     """
 
@@ -268,11 +259,7 @@ class QuorumResults(Message):
 
 @dataclass(frozen=True)
 class LeaveGranted(Message):
-    """Down, in answer to `QuorumRequest`: the group has left the quorum as announced.
-
-    Attributes:
-        number: Of the request that it answers.
-    """
+    """Down, in answer to `QuorumRequest`: the group has left the quorum as announced."""
 
     number: int = 0
 
@@ -283,9 +270,6 @@ class CheckpointBeforeLeave(Message):
 
     No other group has that state. There is no quorum for the step that requested one: it fails, and
     the script can save at its end.
-
-    Attributes:
-        number: Of the request that it answers.
     """
 
     number: int = 0
@@ -335,7 +319,6 @@ class StateMismatch(Message):
     """Worker to server: its state differs from its counterparts' in the other groups.
 
     Attributes:
-        step: Steps committed at the check.
         worker: Replica id, host and rank of the worker.
         tensors: Paths of tensors that differ, for users.
         heals: It is certain that this state is the wrong one, and it heals.
@@ -349,12 +332,7 @@ class StateMismatch(Message):
 
 @dataclass(frozen=True)
 class HealFailed(Message):
-    """Worker to server: its healing keeps failing, so the others go on without it for a time.
-
-    Attributes:
-        worker: Replica id, host and rank of the worker.
-        reason: The last error.
-    """
+    """Worker to server: its healing keeps failing, so the others go on without it for a time."""
 
     worker: str
     reason: str
@@ -368,9 +346,7 @@ RunReport = StateMismatch | HealFailed
 class Shutdown(Message):
     """Worker to server, and up: it is done and leaves on purpose.
 
-    Attributes:
-        quorum_id: The last quorum it was in; `NO_QUORUM` if none.
-        quorum_step: The last step that it completed there; -1 if none.
+    The numbers are of the last quorum that it was in, and of the last step that it completed there.
     """
 
     quorum_id: int = NO_QUORUM
@@ -381,11 +357,7 @@ class Shutdown(Message):
 class ReplicaStatus(Message):
     """Group to lighthouse, first on each connection: the quorum that it is in.
 
-    Attributes:
-        quorum_id: `NO_QUORUM` if none.
-        replica_rank, replica_world_size: Its place there.
-        quorum_step: The furthest quorum step started.
-        is_aborted: It knows that the quorum is aborted.
+    ``quorum_step`` is the furthest quorum step that one of its workers has started.
     """
 
     quorum_id: int
@@ -424,11 +396,7 @@ def _plain(item: Any) -> Json:
 
 
 def unpack(raw: Json) -> Message:
-    """Return the message in a JSON object.
-
-    Raises:
-        ValueError: It is none of this module's messages.
-    """
+    """Return the message in a JSON object; raise ValueError if it is none of this module's."""
     type_ = _TYPES.get(str(raw.get("type")))
     if type_ is None:
         raise ValueError(f"unknown message type {raw.get('type')!r}")
@@ -482,8 +450,7 @@ class LineReader:
     def feed(self, data: bytes) -> list[Message]:
         """Return the messages that these bytes complete.
 
-        Raises:
-            ValueError: A line is no message, or longer than `MAX_LINE_BYTES`.
+        Raises ValueError if a line is no message, or longer than `MAX_LINE_BYTES`.
         """
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > MAX_LINE_BYTES:
@@ -495,11 +462,7 @@ class LineReader:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``http://host:port`` or ``host:port``.
-
-    Raises:
-        ConfigError: It has another form.
-    """
+    """Return host and port of ``http://host:port`` or ``host:port``; else raise ConfigError."""
     from urllib.parse import urlsplit
 
     remedy = "give it as host:port or http://host:port"

@@ -217,10 +217,8 @@ class WorkWatchdog:
     ) -> None:
         """Create it, without operations.
 
-        Args:
-            on_failure: Called once, on the watchdog's thread, with the error, or the name and the
-                seconds of the first operation that missed its deadline.
-            error: Returns the error of the communicator; None if it has none.
+        ``on_failure`` is called once, on the watchdog's thread, with the communicator's error
+        (``error``), or the name and the seconds of the first operation that missed its deadline.
         """
         self._on_failure = on_failure
         self._error = error

@@ -211,23 +211,14 @@ class ProcessGroupWrapper(ProcessGroup):
     def __init__(
         self, timeout: timedelta = DEFAULT_TIMEOUT, pg: ProcessGroup | None = None
     ) -> None:
-        """Wrap ``pg``.
-
-        Args:
-            timeout: Of each operation and of `configure`, if the subclass has a group of its own.
-            pg: The group to wrap; None if the subclass brings its own.
-        """
+        """Wrap ``pg``, or nothing if the subclass brings a group of its own."""
         super().__init__(0, 1)
         self._pg = pg
         self._timeout = timeout
 
     @property
     def parent(self) -> TorchProcessGroup:
-        """The group that does the operations.
-
-        Raises:
-            NotConfiguredError: There is none yet.
-        """
+        """The group that does the operations; raise NotConfiguredError if there is none yet."""
         if self._pg is None:
             raise NotConfiguredError(
                 f"{type(self).__name__} has no members: call configure() first"
@@ -545,10 +536,7 @@ class LiveGroup(ABC):
     """A group of torch's behind a `ProcessGroup`, with what is needed to end it.
 
     Attributes:
-        place: This member's.
-        end_error: Why it has ended; None while it has not.
         is_at_rest: It has ended, and operations that have not failed are stuck in the backend.
-        pending: Works whose futures have not completed.
     """
 
     def __init__(self, place: MemberPlace) -> None:
@@ -574,11 +562,9 @@ class LiveGroup(ABC):
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
         """Fail everything that is pending; what was sent still arrives.
 
-        Nothing is written to any tensor after it has returned.
-
-        Args:
-            error: Raised by pending operations, unless torch had another error before.
-            finish_pending: Operations that have started here may complete first, if they can.
+        Nothing is written to any tensor after it has returned. Pending operations raise ``error``,
+        unless torch had another one before; with ``finish_pending``, those that have started here
+        may complete first, if they can.
         """
 
 
@@ -598,14 +584,8 @@ class ManagedWork(Work):
     is divided, exactly once. The first call decides where: `wait` does it on the calling thread,
     `get_future` on the thread that completes the collective, so several can be under way.
 
-    Args:
-        work: torch's.
-        operation: Its name, for errors.
-        group: Its group; None for a work of an unknown group, whose errors stay as they are.
-        is_abortable: Whether ``work.wait`` can be repeated and a future be completed for it.
-
-    Attributes:
-        outputs: Value of the future where torch has none.
+    Errors of a work of an unknown group (None) stay as they are. ``outputs`` is the value of the
+    future where torch has none.
     """
 
     def __init__(
@@ -638,15 +618,9 @@ class ManagedWork(Work):
     def manage(
         self, tensor: torch.Tensor, divisor: int, on_error: Callable[[Exception], None]
     ) -> ManagedWork:
-        """Report errors instead of raising them, and divide the result.
+        """Report errors instead of raising them, and divide the result; return this work.
 
-        Args:
-            tensor: The operation's, and the future's value.
-            divisor: Divides the tensor; 1 leaves it as it is.
-            on_error: Called with the error, if there is one, on any thread.
-
-        Returns:
-            This work.
+        ``tensor`` is the operation's, and the future's value. ``on_error`` is called on any thread.
         """
         self._result, self._divisor, self._on_error = tensor, divisor, on_error
         return self
@@ -753,7 +727,6 @@ class ManagedWork(Work):
         self.synchronize()
 
     def _wait(self, timeout: timedelta | None) -> bool:
-        """Wait for torch's work."""
         group = self._abortable_in
         if group is None:
             return self._wait_for_torch(timeout)
@@ -806,7 +779,6 @@ class ManagedWork(Work):
             self._future.set_exception(error)
 
     def _finish(self, error: Exception | None) -> None:
-        """Divide the result of a managed work, or report its error."""
         assert self._on_error is not None
         if error is None and self._divisor != 1:
             try:
@@ -837,11 +809,8 @@ def swallow_errors(
 ) -> Future[T]:
     """Return a future that completes within the time-out, and never with an error.
 
-    Args:
-        future: The one to follow.
-        default: The value if that fails or takes too long.
-        timeout_s: Seconds, above 0.
-        on_error: Called with the error then, on any thread.
+    If the other one fails or takes too long, the value is ``default``, and ``on_error`` is called
+    with the error, on any thread.
     """
     result: Future[T] = make_future(*([default] if isinstance(default, torch.Tensor) else []))
     is_open = threading.Lock()

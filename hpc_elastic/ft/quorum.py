@@ -92,17 +92,11 @@ class ActiveQuorum:
     """The present quorum, or the last one; before the first, an ended one without members.
 
     Attributes:
-        quorum_id: Its id; `NO_QUORUM` before the first.
         members: Replica ids by rank, without those that are lost, done or dropped (ordered set).
         not_requesting: Members that do not request the next quorum (ordered set).
         size: Number of members when it was formed.
         num_unconnected: Number of members of an adopted quorum that have not connected to this
             lighthouse; their names are unknown.
-        end_reason: Why it ended; None while it is active.
-        formed_at: When it was formed, or adopted.
-        is_adopted: A lighthouse before this one formed it.
-        group_world_size: Workers of each group; 0 if unknown.
-        needs_switch: A member has requested a switch.
         first_shutdown: The member that was done first, and when, until the others are aborted.
         first_request_at: When the first of its members requested the next one; None before.
         step_s: Seconds of one of its steps, by then.
@@ -172,11 +166,7 @@ class ReplicaRegistry:
     """All replica groups known to one lighthouse.
 
     Attributes:
-        rules: Sizes and time-outs.
-        quorum: The present quorum, or the last one.
-        requests: Open requests for the next quorum, by replica.
         idle: Connected groups that have neither requested a quorum nor been members (ordered set).
-        connected: Groups with a connection.
         leave_deadlines: When groups under notice are lost.
         lost: Groups known to be dead that never connected to this lighthouse.
         first_request_at: Since when there has always been a request.
@@ -367,14 +357,7 @@ def list_some(replicas: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class Cohort:
-    """The members with the newest state.
-
-    Attributes:
-        step: The newest step.
-        state_version: Version of the state at that step.
-        ranks: Replica ranks with that state, rising; at least one.
-        healing: Replica ranks of all other members.
-    """
+    """The members with the newest state."""
 
     step: int
     state_version: str
@@ -408,10 +391,7 @@ def assign_results(
 ) -> dict[str, messages.QuorumResults]:
     """Return the results of each member of a new quorum.
 
-    Args:
-        quorum_id: The new quorum's.
-        members: Their replica ids by rank; at least one.
-        requests: Of each member; the groups have the same number of workers.
+    ``members`` are replica ids by rank, at least one; their groups have the same number of workers.
     """
     by_rank = [requests[m] for m in members]
     cohort = find_cohort(by_rank)
@@ -468,10 +448,7 @@ def _results_of_rank(
 class CommittedProgress:
     """The committed steps of one replica's parameters.
 
-    Attributes:
-        step: Steps committed.
-        batches_committed: Contributions to them, of all members.
-        state_version: Version of the parameters.
+    ``batches_committed`` are the contributions to them, of all members.
     """
 
     step: int

@@ -115,13 +115,8 @@ class Entered:
 class QuorumClient:
     """Enters and aborts this worker's quorums.
 
-    Args:
-        client: The worker's connection; it has to call `on_abort`.
-        pg: The process group over all members.
-        transport: Moves states.
-        get_state: Returns the state for peers, given the progress to send with it.
-        limits: Time-outs and attempts.
-        place: The worker's place in its group.
+    ``client`` has to call `on_abort`; ``get_state`` returns the state for peers, given the progress
+    to send with it.
 
     Attributes:
         one_source: Heal from one peer, though the transport could use several; the same on all
@@ -198,13 +193,8 @@ class QuorumClient:
     ) -> Entered:
         """Request a quorum until one is entered, or the attempts are used up.
 
-        Args:
-            progress: Of the worker's parameters as they are.
-            timeout_s: For one request, and for all attempts to enter.
-            commit_failures: Steps in a row that were not committed.
-            allow_heal: Whether states are sent and fetched.
-            shrink_only: No group may join now.
-            catch_up: This replica can catch up, or be caught up with, beside the training.
+        ``progress`` is that of the worker's parameters as they are; ``timeout_s`` limits one
+        request, and all attempts to enter.
 
         Raises:
             CheckpointBeforeLeaveError: There is none; the state has to be saved at the end of this
@@ -436,7 +426,7 @@ class QuorumClient:
     def _send_state(
         self, destinations: list[int], progress: CommittedProgress, timeout: timedelta
     ) -> None:
-        """Send this replica's state; if it cannot be sent, it is the others that cannot go on."""
+        """Send this replica's state; if it cannot be sent, abort the quorum for the others."""
         try:
             state = self._get_state(progress)
             self._transport.send_checkpoint(destinations, progress.step, state, timeout)

@@ -102,11 +102,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         """Fail everything that is pending, `configure` too (any thread, at any time).
 
         Pending operations raise in this process within milliseconds. Once this has returned, no
-        byte is written into a tensor any more.
-
-        Args:
-            errored: Whether it is an error, which `errored` returns until the next `configure`.
-            why: The error's text.
+        byte is written into a tensor any more. `errored` returns it, if it is an error, until the
+        next `configure`.
         """
         with self._lock:
             live, task = self._live, self._task
@@ -144,9 +141,8 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
     def parent(self) -> TorchProcessGroup:
         """torch's group of the present members.
 
-        Raises:
-            NotConfiguredError: It was never configured, or has been shut down.
-            Exception: The reason for which it was aborted.
+        Raises NotConfiguredError if it was never configured, or has been shut down, and the reason
+        for which it was aborted.
         """
         live = self._live
         if live is not None:
@@ -160,7 +156,6 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         return f"{type(self).__name__}({live.place if live else 'no members'})"
 
     def _build_group(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
-        """Form a group, on the task's thread."""
         raise NotImplementedError
 
     def _open_store(self, task: CancellableTask[LiveGroup], place: MemberPlace) -> AbortableStore:
@@ -206,9 +201,6 @@ class CancellableTask(Generic[T]):
     The reader is released at once by `cancel`, or when the time is over. A result that comes later
     is discarded by the thread. That is no daemon, since one that returns from C++ while Python ends
     would crash the process; whatever is built must therefore end by itself within seconds.
-
-    Attributes:
-        waits_for: What it waits for at present, for a time-out's error. Set by ``build``.
     """
 
     def __init__(
@@ -221,11 +213,9 @@ class CancellableTask(Generic[T]):
     ) -> None:
         """Create the task; `start` starts it.
 
-        Args:
-            build: Makes the result on the thread; calls `check` or `pause` while it waits.
-            discard: Releases a result that is not needed any more.
-            timeout_s: From now; above 0.
-            name: What is built, for errors.
+        ``build`` makes the result on the thread: it calls `check` or `pause` while it waits, and
+        sets ``waits_for``, for a time-out's error. ``discard`` releases a result that is not needed
+        any more. The time runs from now.
         """
         self.waits_for = "its store"
         self._build = build
@@ -245,9 +235,8 @@ class CancellableTask(Generic[T]):
     def result(self) -> T:
         """Wait for the result.
 
-        Raises:
-            CollectiveTimeoutError: The time was over; it names what was waited for.
-            Exception: What ``build`` raised, or the error given to `cancel`.
+        Raises CollectiveTimeoutError, which names what was waited for, what ``build`` raised, or
+        the error given to `cancel`.
         """
         if not self._over.wait(max(self.remaining_s, 0.0)):
             self.cancel(self._timeout_error())
@@ -367,11 +356,8 @@ def connect_store_ahead(store: str) -> None:
 class AbortableStore(Store):
     """The store of one group, for torch's constructors: its waits end with a task.
 
-    Attributes:
-        address: Where it is.
-        values: What the members wrote, by key, as far as this member has read or written it.
-        lasting: The same store without the end of the task.
-        rank: Of this member.
+    ``values`` are what the members wrote, by key, as far as this member has read or written it;
+    ``lasting`` is the same store without the end of the task.
     """
 
     def __init__(self, place: MemberPlace, task: CancellableTask[Any]) -> None:

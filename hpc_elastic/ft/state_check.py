@@ -56,14 +56,7 @@ def find_tensors(state: object, path: str = "") -> Iterator[tuple[str, torch.Ten
 
 @dataclass(frozen=True)
 class StateDigest:
-    """The digests of a state's tensors.
-
-    Attributes:
-        paths: Of the tensors.
-        form: Hash of their paths, types and shapes.
-        tensors: The digest of each.
-        total: The digest of all.
-    """
+    """The digests of a state's tensors; ``form`` is a hash of their paths, types and shapes."""
 
     paths: tuple[str, ...]
     form: int
@@ -115,8 +108,6 @@ class Mismatch:
     """Members of one rank in their groups whose states differ.
 
     Attributes:
-        names: Of all members, by replica rank.
-        tensors: Paths of the tensors that differ.
         suspects: Replica ranks that differ from most others in one of them; those of all members
             that may be wrong, if a tensor has no majority.
         is_certain: Most members agree on each tensor, and one of them on all.
@@ -156,13 +147,9 @@ class Mismatch:
 def find_corrupted(digests: Sequence[Row]) -> tuple[tuple[int, ...], bool]:
     """Return the members whose state is wrong, and whether that is certain.
 
-    Args:
-        digests: By member, the digest of each tensor; at least one differs.
-
-    Returns:
-        The members that differ from a strict majority in some tensor. Where a tensor has no
-        majority, as with two members, or where no member is right in all tensors: all members that
-        may be wrong.
+    Each member's row is the digest of each tensor; at least one differs. Wrong are the members that
+    differ from a strict majority in some tensor. Where a tensor has no majority, as with two
+    members, or where no member is right in all tensors: all members that may be wrong.
     """
     suspects: set[int] = set()
     is_certain = True

@@ -70,14 +70,11 @@ class HealRequest:
     """A replica's request to a peer.
 
     Attributes:
-        token: The server's.
         verb: The layout, a range of the bytes, the digests of the tensors, or nothing any more.
-        step: Of the state that is wanted.
         client: Names the replica's whole fetch, over all its connections.
         nonce: Not used before on the connection.
         wait_s: How long to wait for a state that is not offered yet.
         digest: Of the layout that the range or the tensors belong to.
-        begin, end: The range.
     """
 
     token: str
@@ -254,10 +251,8 @@ def is_gone(sock: socket.socket) -> bool:
 def receive_head(sock: socket.socket) -> bytes:
     """Return all up to an empty line, at which the other side waits or a body begins.
 
-    Raises:
-        ConnectionError: The connection has ended.
-        TimeoutError: Nothing came.
-        AuthenticationError: It is too long.
+    Raises ConnectionError if the connection has ended, TimeoutError if nothing came, and
+    AuthenticationError if it is too long.
     """
     head = b""
     while not head.endswith(END):
@@ -282,9 +277,8 @@ def receive(sock: socket.socket, num_bytes: int) -> bytes:
 def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
     """Fill buffers.
 
-    Raises:
-        ConnectionError: The connection has ended.
-        TimeoutError: Nothing came for the connection's time.
+    Raises ConnectionError if the connection has ended, and TimeoutError if nothing came for its
+    time.
     """
     _move(views, lambda some: sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0])
 
@@ -333,14 +327,8 @@ _POLL_S = 0.2
 class Offer:
     """A state that is offered, and its clients.
 
-    Attributes:
-        step: Of the state.
-        layout: As it is sent.
-        raw: The bytes of each tensor.
-        pieces: The same as one stream.
-        num_clients: Number of destinations that are announced.
-        timeout_s: How long they may take without any progress.
-        since: When it was made, or the last block was sent.
+    ``pieces`` are the bytes of each tensor (``raw``) as one stream. Its destinations may take
+    ``timeout_s`` without any progress; ``since`` is when it was made, or the last block was sent.
     """
 
     step: int
@@ -374,14 +362,9 @@ class StateServer:
     """Serves one replica's states with threads of its own, from its creation until `close`."""
 
     def __init__(self, key: bytes, addresses: Iterable[str]) -> None:
-        """Listen on a free port.
+        """Listen on a free port, at the first of these numeric addresses that is this machine's.
 
-        Args:
-            key: Known to all replicas alone.
-            addresses: Numeric ones; the first that is this machine's is taken.
-
-        Raises:
-            OSError: None is.
+        Raises OSError if none is.
         """
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()

@@ -66,9 +66,7 @@ class StateLayout:
     def from_json(cls, raw: bytes) -> StateLayout:
         """Return what `to_json` made.
 
-        Raises:
-            UnusableStateError: It is a refusal, see `encode_refusal`.
-            HealError: It is neither.
+        Raises UnusableStateError for a refusal (`encode_refusal`), and HealError for anything else.
         """
         try:
             known = json.loads(raw)
@@ -97,10 +95,8 @@ class PackedState:
     """A state taken apart; its tensors stay where they are.
 
     Attributes:
-        layout: Its layout.
         leaves: The state's own object for each spec.
         raw: The bytes of each spec's tensor, where it is; an empty one's are anywhere.
-        dtensors: The DTensors of the state, by path.
     """
 
     def __init__(self, state: object, step: int) -> None:
@@ -174,17 +170,13 @@ class Target:
         device: str = "cpu",
         staged: bool = False,
     ) -> None:
-        """Make the memory.
+        """Make the memory for a state to be received.
 
-        Args:
-            layout: Of the state to be received.
-            like: Returns the own state. Called for the meshes of its DTensors, and for `in_place`,
-                which takes what has the same form; the peer may have more.
-            in_place: Receive into the tensors of ``like()``, as far as they are on the device and
-                of the same form; else, and for the others, into fresh memory on the CPU.
-            device: Type of the device whose memory can be received into.
-            staged: Receive also what is of the same form on another device: into memory on the CPU,
-                from where `land` copies it.
+        ``like`` returns the own state; it is called for the meshes of its DTensors, and for
+        ``in_place``. In place, tensors go into those of the same form there that are on ``device``,
+        and all others (the peer may have more) into fresh memory on the CPU. ``staged`` also
+        receives what has the same form on another device: into memory on the CPU, from where `land`
+        copies it.
         """
         self.layout = layout
         self._get_own = like
@@ -232,9 +224,8 @@ class Target:
     def state(self) -> Any:
         """Return the state; call it once all bytes have arrived.
 
-        Raises:
-            UnusableStateError: The peer has a DTensor that is sharded in a way in which nothing is
-                sharded here, or the layout is none.
+        Raises UnusableStateError if the layout is none, or if the peer has a DTensor that is
+        sharded in a way in which nothing is sharded here.
         """
         made: dict[tuple[str, str], Any] = {}
 
@@ -305,12 +296,9 @@ class Target:
 class Sharding:
     """How a DTensor is sharded, without the processes: equal at the counterparts of two groups.
 
-    Attributes:
-        placements: As torch writes them, one for each dimension of the mesh.
-        mesh: Sizes of the mesh's dimensions.
-        names: Their names, if they have any.
-        device: Type of the device that holds the shard; with CPU offload not that of the mesh.
-        shape, stride: Of the whole tensor.
+    ``placements`` are as torch writes them, one for each dimension of the mesh; ``device`` is the
+    type of the device that holds the shard, with CPU offload not that of the mesh. Shape and stride
+    are those of the whole tensor.
     """
 
     placements: tuple[str, ...]

@@ -312,12 +312,9 @@ _FAILURES = (OSError, HealError)
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """What to fetch of a state, and where to.
+    """What to fetch of a state, and where to; nothing is written outside of the ranges.
 
-    Attributes:
-        memory: Of the whole state's bytes; nothing is written outside of the ranges.
-        small: Ranges that have to come from one source.
-        rest: Other ranges, in the order in which to fetch them.
+    The ranges of ``small`` have to come from one source; the others are fetched in their order.
     """
 
     memory: Pieces
@@ -348,14 +345,10 @@ class Fetch:
     ) -> None:
         """Prepare it.
 
-        Args:
-            sources: `StateServer.url` of each, the best first.
-            key: Known to all replicas.
-            step: Of the state.
-            timeout_s: Until the first block, and from each to the next, of any source.
-            num_connections: In all, if there are fewer sources; one to each at least.
-            plan: Called once with the layout.
-            is_enough: Whether these ranges suffice; called often.
+        ``sources`` are `StateServer.url` of each, the best first; each gets at least one
+        connection. The time-out is until the first block, and from each to the next, of any source.
+        ``plan`` is called once with the layout; ``is_enough``, whether these ranges suffice, is
+        called often.
         """
         self._sources = sources
         self._key = key
@@ -382,11 +375,8 @@ class Fetch:
     def run(self) -> set[Range]:
         """Return the ranges that have come, once they are enough, or all.
 
-        Nothing is written into the memory after that, or after an error.
-
-        Raises:
-            HealError: No source could give all of it; the message has the reason of each.
-            HealTimeoutError: None did in time.
+        Nothing is written into the memory after that, or after an error. Raises HealError, with the
+        reason of each, if no source could give all of it, and HealTimeoutError if none did in time.
         """
         threads = [
             threading.Thread(target=self._fetch, args=(f, i), name="heal-fetch", daemon=True)
@@ -646,14 +636,7 @@ class Fetcher:
 
 @dataclass
 class RangeScheduler:
-    """The ranges of one state.
-
-    Attributes:
-        small: Ranges that are the owner's.
-        rest: Other ranges, in the order in which they are to come.
-        owner: A source.
-        finished: The pieces that have come.
-    """
+    """The ranges of one state: ``small`` ones, which are the owner's, and others in their order."""
 
     small: Sequence[Range]
     rest: Sequence[Range]
@@ -749,15 +732,9 @@ def _connect(
 ) -> tuple[socket.socket, bytes]:
     """Return a connection to a peer's server, and the key of the connection.
 
-    Args:
-        url: `StateServer.url`.
-        key: Known to all replicas.
-        timeout_s: For the handshake, and for silence later.
-        hold: Called with each connection that is begun; it may be cut from then on.
-
-    Raises:
-        AuthenticationError: The peer has another key.
-        OSError: It is not reached.
+    The time-out is for the handshake, and for silence later. ``hold`` is called with each
+    connection that is begun; it may be cut from then on. Raises AuthenticationError if the peer has
+    another key, and OSError if it is not reached.
     """
     parts = urlsplit(url)
 
@@ -788,10 +765,8 @@ def _connect(
 def request_body(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
     """Return the body of a peer's answer.
 
-    Raises:
-        HealError: The peer refuses, for a reason that it gives.
-        AuthenticationError: It is none of ours.
-        OSError: The connection has ended, or nothing came in time.
+    Raises HealError, with the peer's reason, if it refuses, AuthenticationError if no peer has
+    signed the answer, and OSError if the connection has ended or nothing came in time.
     """
     _http.send(connection, [request.seal(key)])
     head = AnswerHead.parse(_http.receive_head(connection))
@@ -809,18 +784,10 @@ def send_request(
     timeout_s: float,
     hold: Callable[[socket.socket | None], None] = lambda _: None,
 ) -> bytes:
-    """Return a peer's answer.
+    """Return a peer's answer to a request without token and nonce.
 
-    Args:
-        url: Of the peer.
-        key: Known to all replicas.
-        request: Without its token and nonce yet.
-        timeout_s: For the answer.
-        hold: Called with each connection, which may be cut then, and with None at the end.
-
-    Raises:
-        HealError: The peer refuses.
-        OSError: It is not reached, or does not answer.
+    ``hold`` is called with each connection, which may be cut then, and with None at the end. Raises
+    HealError if the peer refuses, and OSError if it is not reached or does not answer.
     """
     try:
         connection, session = _connect(url, key, timeout_s, hold)

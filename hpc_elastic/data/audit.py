@@ -65,9 +65,6 @@ class EpochProof:
     """The samples of one epoch in the surviving history.
 
     Attributes:
-        epoch: From 0.
-        once: Samples that were trained exactly once.
-        twice: Samples that were trained more than once.
         never: Samples that were passed over.
         left: Samples not reached yet (last epoch only).
         dropped: Samples left out at the end (``end="drop"``).
@@ -90,14 +87,9 @@ class Proof:
     """The audit of one sampler of a run.
 
     Attributes:
-        name: Name of the sampler.
-        dataset_len: Samples of an epoch.
-        epochs: Each epoch that was begun, in order.
-        last_step: The last step of the surviving history.
         stretches: Number of stretches: a group began to train, from a state or from the start.
         replayed_steps: Steps in the ledger that were lost. A killed worker has not written its last
             ones (`ledger.FLUSH_S`); ``hpc-elastic events`` counts those too.
-        replayed_samples: Samples of these steps in the ledger.
         open_samples: Samples of steps that not all ranks have written yet.
         problems: Why there is no proof, each a sentence; empty if there is one.
     """
@@ -119,13 +111,9 @@ class Proof:
 
 
 def audit(run: Path) -> list[Proof]:
-    """Return the proof of each sampler of a run, by name.
+    """Return the proof of each sampler of a run, which may still go on, by name.
 
-    Args:
-        run: The run directory; the run may still go on.
-
-    Raises:
-        RunDirectoryError: It has no ledger, or a part of it is damaged.
+    Raises RunDirectoryError if it has no ledger, or a part of it is damaged.
     """
     result = read_json(RunDir(run).result) or {}
     complete = result.get("status") == "succeeded"
@@ -136,11 +124,8 @@ def audit(run: Path) -> list[Proof]:
 def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
     """Return the proof of one sampler (pure).
 
-    Args:
-        name: Name of the sampler.
-        record: Its ledger.
-        succeeded_in: How often the run had been resumed when it succeeded; its ledger is complete
-            then. None if it has not succeeded.
+    ``succeeded_in`` is how often the run had been resumed when it succeeded; its ledger is complete
+    then. None if it has not succeeded.
     """
     groups = record.groups
     end = None if succeeded_in is None else record.training_end(succeeded_in)
@@ -240,7 +225,6 @@ def _epoch_problems(epochs: Sequence[EpochProof]) -> Iterator[str]:
 
 
 def _epochs(parts: Sequence[LedgerPart]) -> list[EpochProof]:
-    """Return the proof of each epoch since the start of the history."""
     spans, planned = (
         np.concatenate([_NO_SPANS, *rows])
         for rows in ([p.kept() for p in parts], [p.planned() for p in parts])
@@ -270,13 +254,8 @@ def _epoch(
 ) -> EpochProof:
     """Return the proof of one epoch.
 
-    Args:
-        epoch: Its number.
-        spans: The trained ranges.
-        length: Length of the dataset.
-        elsewhere: Samples of it that another run has trained.
-        reach: The position up to which it had to be trained.
-        is_over: Whether the epoch has ended, so that a rest was dropped.
+    ``elsewhere`` are its samples that another run has trained; ``reach`` is the position up to
+    which it had to be trained. Once the epoch ``is_over``, a rest was dropped.
     """
     starts, stops = _ranges(_side_by_side(spans))
     padded = int((stops - np.maximum(starts, length)).clip(0).sum())
@@ -394,10 +373,7 @@ class LedgerPart:
         return place, head.plan().next_batch(place)
 
     def miscounted(self) -> dict[int, int]:
-        """Return the surplus of written steps of the ranks with a wrong number, by rank.
-
-        A negative number means missing steps.
-        """
+        """Return the surplus of written steps (negative: missing ones) of the ranks with one."""
         head = self.group.head
         written = {
             rank: _up_to(self.group.spans.get(rank, _NO_SPANS), self.until)[:, NUM_STEPS].sum()
@@ -417,11 +393,7 @@ class SamplerHistory:
     """The ends of the training by its processes."""
 
     def training_end(self, generation: int) -> TrainingEnd | None:
-        """Return the end of the training; None if a later group has trained since.
-
-        Args:
-            generation: How often the run has been resumed.
-        """
+        """Return the end of the training; None if a later group has trained since."""
         last = max(self.groups, default=(0, 0))
         found = [e for e in self.ends if e.generation == generation and e.by >= last]
         return max(found, key=lambda e: (e.by, e.ended, e.step), default=None)
@@ -430,10 +402,8 @@ class SamplerHistory:
 def read(folder: Path) -> dict[str, SamplerHistory]:
     """Read the ledger of a run, by the sampler's name.
 
-    A last line that is cut off because its writer was killed is ignored.
-
-    Raises:
-        RunDirectoryError: There is no ledger, or a line is damaged.
+    A last line that is cut off because its writer was killed is ignored. Raises RunDirectoryError
+    if there is no ledger, or a line is damaged.
     """
     found: dict[str, SamplerHistory] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -455,12 +425,9 @@ def read(folder: Path) -> dict[str, SamplerHistory]:
 
 
 def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> list[LedgerPart]:
-    """Return the surviving history, oldest first; it begins at a stretch without a parent.
+    """Return the history up to a step of the last stretch, oldest first.
 
-    Args:
-        groups: All stretches.
-        last: The name of the last one.
-        until: Its last step.
+    It begins at a stretch without a parent.
     """
     parts = [LedgerPart(groups[last], until)]
     while True:
@@ -471,11 +438,7 @@ def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> lis
 
 
 def _require_few(number: float) -> None:
-    """Refuse to compare more ranges than memory has room for.
-
-    Raises:
-        RunDirectoryError: There are too many.
-    """
+    """Refuse to compare more ranges than memory has room for: raise RunDirectoryError."""
     if number > _MOST:
         raise RunDirectoryError(
             f"the ledger has steps for {number:,.0f} ranges of samples, and {_MOST:,} are the most "
@@ -493,7 +456,6 @@ def _last_step(spans: Spans) -> int:
 
 
 def _up_to(spans: Spans, step: int) -> Spans:
-    """Return the spans up to a step."""
     cut = spans.copy()
     cut[:, NUM_STEPS] = np.clip(step + 1 - spans[:, STEP], 0, spans[:, NUM_STEPS])
     return cut[cut[:, NUM_STEPS] > 0]
@@ -541,8 +503,7 @@ def _cut(spans: Spans, cuts: NDArray[np.int64]) -> tuple[Spans, NDArray[np.int64
 def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[TrainingEnd]]:
     """Return each stretch in a file with its spans, and the ends.
 
-    Raises:
-        RunDirectoryError: The file is damaged.
+    Raises RunDirectoryError if the file is damaged.
     """
     stretches: dict[Name, tuple[LedgerSegment, list[Span]]] = {}
     spans: list[Span] | None = None

@@ -45,7 +45,6 @@ class MicroBatch:
         offset: Its first sample, counted from the global batch's first one.
         count: Its number of samples; 0 if the sample at ``offset`` has weight 0.
         weight: Factor for its mean loss.
-        rank: The rank, or virtual rank, that it belongs to.
     """
 
     offset: int
@@ -134,11 +133,7 @@ class BatchDivision:
     def ranks_of(self, worker: int) -> range:
         """Return the ranks whose shares a worker computes: its own, or several virtual ones.
 
-        Args:
-            worker: The worker's rank.
-
-        Raises:
-            ConfigError: There are more workers than virtual ranks.
+        Raises ConfigError if there are more workers than virtual ranks.
         """
         if self.virtual_ranks is None:
             return range(worker, worker + 1)
@@ -148,12 +143,9 @@ class BatchDivision:
         return range(num_ranks * worker // world_size, num_ranks * (worker + 1) // world_size)
 
     def num_micro_batches(self, size: int) -> int:
-        """Return the number of micro-batches that this rank makes of a global batch.
+        """Return the number of micro-batches that this rank makes of a global batch of that size.
 
         It is the same on all ranks, unless workers have different numbers of virtual ranks.
-
-        Args:
-            size: Samples of the global batch; fewer at the end of an epoch.
         """
         ranks = self.ranks_of(self.group()[0])
         return len(ranks) * self._num_micro_batches_of_a_rank(size)
@@ -175,9 +167,7 @@ class BatchDivision:
     def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
         """Return (offset, count) of this rank's share of a global batch of that size.
 
-        Args:
-            size: Samples of the global batch.
-            ranks: Adjoining ranks whose share it is; None: those that this rank computes.
+        ``ranks`` are adjoining ranks whose share it is; None: those that this rank computes.
         """
         ranks = self.ranks_of(self.group()[0]) if ranks is None else ranks
         cuts = _cuts(size, self._throughputs_or_number)
@@ -222,9 +212,7 @@ def decode_throughputs(text: str) -> tuple[int, ...]:
 def _cuts(size: int, throughputs: tuple[int, ...] | int) -> tuple[int, ...]:
     """Return where the shares of a batch begin, and its end.
 
-    Args:
-        size: Samples of the batch.
-        throughputs: Of each rank; or the number of ranks, if all are equally fast.
+    ``throughputs`` are those of each rank, or the number of ranks if all are equally fast.
     """
     if isinstance(throughputs, int):
         return tuple(size * rank // throughputs for rank in range(throughputs + 1))
@@ -239,13 +227,8 @@ def _largest(cuts: tuple[int, ...]) -> int:
 def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str | None:
     """Check a global batch against the largest number of workers (login node; pure).
 
-    Args:
-        global_batch: Samples of one optimizer step.
-        max_nodes: The largest number of nodes of the run.
-        nproc_per_node: Workers of each node; None if unknown before the nodes are.
-
-    Returns:
-        The problem with its remedy; None if every worker has at least one sample of each batch.
+    Returns the problem with its remedy; None if every worker has at least one sample of each batch.
+    ``nproc_per_node`` is None if unknown before the nodes are.
     """
     if global_batch < 1:
         return f"a global batch of {global_batch} samples is too small: give at least 1"

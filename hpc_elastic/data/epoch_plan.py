@@ -35,14 +35,7 @@ _ROUNDS = 12
 
 
 class Order:
-    """The samples of one epoch, by position.
-
-    Args:
-        num_samples: Length of the dataset, 1 to 2^62.
-        seed: Any integer.
-        epoch: Any integer; each epoch has its own order.
-        shuffle: False keeps the dataset's order.
-    """
+    """The samples of one epoch, by position; ``num_samples`` is at most 2^62."""
 
     def __init__(self, num_samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
         self._num_samples = num_samples
@@ -54,8 +47,7 @@ class Order:
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples' indices in the dataset.
 
-        Args:
-            positions: From 0; positions after the last sample wrap around.
+        Positions count from 0; those after the last sample wrap around.
         """
         positions = positions % self._num_samples
         if self._keys is None:
@@ -98,7 +90,6 @@ class SamplePosition:
     """A position in the training.
 
     Attributes:
-        epoch: The present epoch, from 0.
         position: Samples of its order that were trained, all ranks together.
         step: Global batches that were trained, over the whole run.
     """
@@ -139,12 +130,7 @@ class EpochPlan:
         return max(0, left) if self.end == "keep" else 0
 
     def after(self, place: SamplePosition, num_steps: int) -> SamplePosition:
-        """Return the position after a number of steps; the end of an epoch is still in that epoch.
-
-        Args:
-            place: The start.
-            num_steps: From 0.
-        """
+        """Return the position after a number of steps; an epoch's end is still in that epoch."""
         whole = self.batch.global_batch_size
         left = self.batches_from(place.position)
         epoch, position, ahead = place.epoch, place.position, num_steps
@@ -162,10 +148,6 @@ class EpochPlan:
         """Yield the samples of the steps after a position, all ranks together, as rows of a ledger.
 
         The rows have the fields of `ledger.Span`: steps that follow one rule are one row.
-
-        Args:
-            place: The start.
-            num_steps: From 0.
         """
         whole = self.batch.global_batch_size
         while num_steps > 0:
@@ -206,10 +188,7 @@ class EpochPlan:
     def random_seed(self, step: int, offset: int, use: Literal["loader", "model"]) -> int:
         """Return the seed of the random numbers of a micro-batch, from 0 to 2^63 - 1.
 
-        Args:
-            step: The step, from 1.
-            offset: The first sample of the micro-batch, counted from that of the global batch.
-            use: What draws them.
+        The step counts from 1; the offset is that of its first sample in the global batch.
         """
         return hashed(self.seed, step, offset, ("loader", "model").index(use)) >> 1
 
@@ -223,11 +202,7 @@ class EpochPlan:
         }
 
     def require_same_order(self, state: dict[str, Any]) -> None:
-        """Accept the state of a sampler with the same order.
-
-        Raises:
-            ConfigError: The order differs; the error names the key.
-        """
+        """Accept the state of a sampler with the same order; else raise ConfigError."""
         for key, mine in self.facts().items():
             if state.get(key) != mine:
                 remedy = (
@@ -238,10 +213,6 @@ class EpochPlan:
 
 
 def require_word(name: str) -> None:
-    """Accept a name that can be a part of a file's name.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Accept a name that can be a part of a file's name; else raise ConfigError."""
     if not re.fullmatch(r"[\w-]+", name):
         raise ConfigError("name", name, "give letters, digits, '_' and '-' only")

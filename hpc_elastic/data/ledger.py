@@ -80,17 +80,13 @@ class LedgerSegment:
     """The head of a stretch: its writer, its start and its plan.
 
     Attributes:
-        name: Name of the sampler.
         stretch: (entry or quorum, number of states loaded): equal on all ranks of a group.
         parent: The stretch that made the state; None at the start, or if another run made it.
         step: Global batches trained before, over the run.
-        epoch: The epoch in which it continues.
         position: Samples of that epoch that were trained before.
         rank: Rank of the writer; replicas write 0 of 1, each the whole batch.
         world_size: Number of ranks that write a share of the batch.
         facts: The values that fix the order: dataset_len, seed, shuffle, order.
-        end: Treatment of an epoch's last samples.
-        global_batch: Samples of a step.
         restored: Step of the checkpoint that this process has restored; None if it has begun from
             the start, lives on when the group changes, or is older than the field.
     """
@@ -111,8 +107,7 @@ class LedgerSegment:
     def plan(self) -> EpochPlan:
         """Return the plan, which fixes the positions of each step.
 
-        Raises:
-            ConfigError: No sampler has such a plan, so the stretch is damaged.
+        Raises ConfigError if no sampler has such a plan: the stretch is damaged.
         """
         length, seed, shuffle = (self.facts[key] for key in ("dataset_len", "seed", "shuffle"))
         return EpochPlan(
@@ -144,11 +139,7 @@ class TrainingEnd:
 
 
 def parse_record(raw: dict[str, Any]) -> LedgerSegment | TrainingEnd:
-    """Parse a line that is not a span.
-
-    Raises:
-        ValueError: It is damaged, or of another version.
-    """
+    """Parse a line that is not a span; raise ValueError if it is damaged or of another version."""
     fields = dict(raw)
     if (version := fields.pop("ledger", None)) != VERSION:
         raise ValueError(f"it has version {version}, this reads {VERSION}")
@@ -193,8 +184,7 @@ class Span:
 class Ledger:
     """The file of one rank; lines that cannot be written are kept for the next flush.
 
-    Raises:
-        ConfigError: The file exists: another sampler of this group has the same name and rank.
+    Raises ConfigError if the file exists: another sampler of this group has the same name and rank.
     """
 
     def __init__(self, path: Path) -> None:
@@ -230,11 +220,7 @@ class Ledger:
             self.flush()
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write all recorded steps.
-
-        Args:
-            sync: Also synchronise the file, in the background.
-        """
+        """Write all recorded steps; ``sync`` also synchronises the file, in the background."""
         if os.getpid() != self._process:
             return  # a child process, such as a loader's, has only a copy
         self._close_span()
@@ -326,12 +312,10 @@ def most_workers() -> int:
 
 
 class LedgerWriter:
-    """The ledger of one sampler; it writes nothing outside of a run.
+    """The ledger of one sampler; it writes nothing outside of a run, or without a name.
 
-    Args:
-        name: Name of the sampler; None writes nothing.
-        group: Returns this process's rank and the world size, in its replica if it is one.
-        is_replica: Whether this process lives on when the group changes.
+    ``group`` returns this process's rank and the world size, in its replica if it is one.
+    ``is_replica``: this process lives on when the group changes.
     """
 
     def __init__(
@@ -358,12 +342,7 @@ class LedgerWriter:
         """The thread that sends a replica's state to others also reads it."""
 
     def on_state_loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
-        """Record that a state was loaded; the next stretch is a child of its maker.
-
-        Args:
-            made_by: The state's field of `state_maker`.
-            step: Global batches trained before.
-        """
+        """Record that a state was loaded; the next stretch is a child of its `state_maker`."""
         is_ours = made_by and self._origin and made_by["run_id"] == self._origin.run_id
         self._parent = tuple(made_by["stretch"]) if made_by and is_ours else None
         self._step = step
@@ -373,8 +352,7 @@ class LedgerWriter:
     def state_maker(self, *, inside: bool = False) -> dict[str, Any] | None:
         """Return the run and the stretch that make the present state.
 
-        Args:
-            inside: Whether the loader takes the state, with which the stretch begins.
+        ``inside``: the loader takes the state, with which the stretch begins.
         """
         if self._origin is None:
             return None

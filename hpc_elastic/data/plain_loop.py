@@ -49,7 +49,6 @@ class TrainedModels:
     """The models of a sampler's plain loops, and what is known of their training.
 
     Attributes:
-        is_given: Whether there is one.
         has_stepped: Whether an optimizer has stepped since the first ``backward()``.
         holds_rest: Whether gradients may be held that belong to items of an epoch that has ended.
         is_in_step: Whether a ``backward()`` came before the second draw, so nothing draws ahead.
@@ -103,8 +102,7 @@ class TrainedModels:
     def require_known_state(self) -> None:
         """Accept a state of the data that is taken now.
 
-        Raises:
-            ConfigError: It is unknown whether the parameters hold the same samples.
+        Raises ConfigError if it is unknown whether the parameters hold the same samples.
         """
         if self._versions is not None and not self.wait_for_optimizer():
             remedy = (
@@ -148,11 +146,8 @@ class TrainedModels:
 class PlainLoop:
     """One loop over a DataLoader, and the items that it has handed out.
 
-    Args:
-        plan: The sampler's plan.
-        models: What the sampler trains; None in a loop without gradients.
-        count: Counts the next items as trained; given their number.
-        is_new: Whether the training has not continued from a state.
+    ``models`` is None in a loop without gradients; ``count`` is called with the number of items
+    that count as trained next; ``is_new``: the training has not continued from a state.
     """
 
     def __init__(
@@ -219,8 +214,7 @@ class PlainLoop:
     def on_backward(self) -> bool:
         """Record a ``backward()``; return whether it is one of the present item.
 
-        Raises:
-            ConfigError: Something draws ahead.
+        Raises ConfigError if something draws ahead.
         """
         if self.begin is None:
             if self.num_drawn and self._loader_thread != threading.get_ident():
@@ -245,8 +239,7 @@ class PlainLoop:
     def on_step(self, optimizer: Any) -> None:
         """Count the items with whose gradients an optimizer has stepped.
 
-        Raises:
-            ConfigError: The gradients are not from a ``backward()`` of the present items.
+        Raises ConfigError if the gradients are not from a ``backward()`` of the present items.
         """
         if self.begin is None or self._models is None:
             return
@@ -270,8 +263,7 @@ class PlainLoop:
     def require_same_weights(self, other: PlainLoop) -> None:
         """Accept a second loop at the same time.
 
-        Raises:
-            ConfigError: Its weights differ, with this number of ranks or another.
+        Raises ConfigError if its weights differ, with this number of ranks or another.
         """
         mine, theirs = self.plan, other.plan
         divisions = [replace(plan.batch, micro_batch_size=None) for plan in (mine, theirs)]
@@ -348,8 +340,7 @@ def backward(
 ) -> None:
     """Call torch's, with the weight of the present item in a plain loop.
 
-    Raises:
-        ConfigError: The weight cannot be right.
+    Raises ConfigError if the weight cannot be right.
     """
     given = grad_tensors if grad_variables is None else grad_variables
     outermost = bool(_loops) and not getattr(_thread, "is_inside", False) and not is_in_backward()

@@ -35,11 +35,7 @@ class SeededIndices(list[int]):
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all generators.
-
-    Args:
-        seed: From 0 to 2^63 - 1.
-    """
+    """Seed all generators, from 0 to 2^63 - 1."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     for generator in _torch_generators():

@@ -32,18 +32,10 @@ def default_store() -> Any:
 
 
 def require_equal_facts(name: str | None, plan: EpochPlan) -> bool:
-    """Compare what fixes the order, the batches and their weights.
+    """Compare what fixes the order, the batches and their weights; raise ConfigError if it differs.
 
-    Args:
-        name: Name of the sampler. One without a name is only compared with those that differ in
-            nothing but the seed: a rank may have it alone, as for an evaluation.
-        plan: The sampler's plan.
-
-    Returns:
-        Whether they were compared; False if there is no process group yet.
-
-    Raises:
-        ConfigError: A value differs.
+    A sampler without a name is only compared with those that differ in nothing but the seed: a rank
+    may have it alone, as for an evaluation. Returns False if there is no process group yet.
     """
     store = default_store()
     if store is None:

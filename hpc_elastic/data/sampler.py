@@ -396,10 +396,9 @@ class ElasticSampler:
         self._unstepped.clear()
 
     def _begin_loop(self, loader: Any) -> None:
-        """Start a loader at the present position.
+        """Start a loader at the present position; raise ConfigError as `batches` does.
 
-        Raises:
-            ConfigError: As `batches`; or a checkpoint was restored without the sampler's state.
+        Also if a checkpoint was restored without the sampler's state.
         """
         self._require_loader(loader)
         if self._plan.batch.virtual_ranks and not self._virtual_ranks and _records_gradients():
@@ -422,7 +421,7 @@ class ElasticSampler:
     def _is_beside_another(self) -> bool:
         """Return whether the epochs of another sampler are trained, and this one's repeat in them.
 
-        It is drawn with the other's (`zip`): a loop without an item would end that one's, too.
+        It is drawn with the other's (`zip`): a loop without an item would end the other one's, too.
         """
         if self._num_epochs is None and any(other is not self for other in _driven):
             return True
@@ -438,11 +437,7 @@ class ElasticSampler:
         require_loader_of(self, loader)
 
     def _require_own_state(self) -> None:
-        """Refuse to train from the first sample on where a checkpoint goes on from a later step.
-
-        Raises:
-            ConfigError: One was restored, and no state of this sampler.
-        """
+        """Refuse to train from the first sample on where a checkpoint goes on from a later step."""
         restored = reporting.restored_step()
         if restored and not self._num_loaded and _records_gradients():
             remedy = (
@@ -455,20 +450,15 @@ class ElasticSampler:
             raise InexactError("state", "without the sampler", remedy)
 
     def _require_equal_facts(self) -> None:
-        """Compare seed, length and order with the other ranks, once there is a process group.
-
-        Raises:
-            ConfigError: Those of another rank differ.
-        """
+        """Compare seed, length and order with the other ranks, once there is a process group."""
         if not self._are_facts_compared and self._plan.batch.rank is None:
             self._are_facts_compared = require_equal_facts(self._ledger.name, self._plan)
 
     def _plain_loop(self, loader: Any) -> Iterator[Any]:
         """Yield the items of a loop over the DataLoader itself; each is one step.
 
-        Raises:
-            ConfigError: The sampler has a manager, virtual ranks, or micro-batches, or no scaled
-                model.
+        Raises ConfigError if the sampler has a manager, virtual ranks or micro-batches, or no
+        scaled model.
         """
         if self._plan.batch.virtual_ranks is not None:
             remedy = (
@@ -501,7 +491,6 @@ class ElasticSampler:
         yield from self._hand_out(trains=trains)
 
     def _hand_out(self, *, trains: bool) -> Iterator[Any]:
-        """Yield the items of a plain loop that has begun."""
         from hpc_elastic.data.plain_loop import PlainLoop  # it imports torch
 
         place, num_loaded = self._place, self._num_loaded
@@ -538,11 +527,7 @@ class ElasticSampler:
             self._advance(1)
 
     def _require_sample_for_each_rank(self) -> None:
-        """Accept a plan for an evaluation: a sample of weight 0 would be counted with the others.
-
-        Raises:
-            ConfigError: A batch has fewer samples than there are ranks, now or in a larger group.
-        """
+        """Accept a plan for an evaluation: it would count a sample of weight 0 with the others."""
         batch = self._plan.batch
         whole = batch.global_batch_size
         sizes = [self._plan.size(0), self._plan.size(self._plan.length // whole * whole)]
@@ -777,12 +762,8 @@ class UnsteppedBatches:
 class StepReplicas:
     """The replicas of the present step, and the outcome of the step.
 
-    Args:
-        manager: The fault-tolerant manager.
-
-    Attributes:
-        in_position: Whether the step began at the sampler's position, or the sampler was healed
-            since; False between two steps.
+    ``in_position``: the step began at the sampler's position, or the sampler was healed since;
+    False between two steps.
     """
 
     def __init__(self, manager: ReplicaManager) -> None:
@@ -792,19 +773,11 @@ class StepReplicas:
     def begin_step(
         self, plan: EpochPlan, place: SamplePosition
     ) -> tuple[BatchDivision, SamplePosition]:
-        """Begin a step.
+        """Begin a step; return the division of the batch, and the position of the other replicas.
 
-        Args:
-            plan: The sampler's plan.
-            place: The sampler's position.
-
-        Returns:
-            The division of the batch, and the position of the other replicas. It differs from the
-            sampler's if this replica is about to be healed, or only its manager's state was loaded.
-
-        Raises:
-            RuntimeError: No quorum was started.
-            ConfigError: The manager is behind the sampler.
+        That differs from the sampler's ``place`` if this replica is about to be healed, or only its
+        manager's state was loaded. Raises RuntimeError if no quorum was started, and ConfigError if
+        the manager is behind the sampler.
         """
         rank, group_size = plan.batch.group()
         world_size = self._manager.num_participants() * group_size
@@ -835,11 +808,7 @@ class StepReplicas:
         return max(0, ahead) if self.in_position else 0
 
     def quorum_id(self) -> int:
-        """Return the number of the quorum of the present step.
-
-        Raises:
-            ConfigError: The manager has no quorum id.
-        """
+        """Return the number of the present step's quorum; raise ConfigError if there is none."""
         quorum_id = getattr(self._manager, "quorum_id", None)
         if quorum_id is None:
             remedy = "use hpc_elastic.ft.Manager, or name=None on the sampler: it writes no ledger"
@@ -854,11 +823,8 @@ class MicroBatchDraws:
     returns it once the micro-batch of that draw has been yielded. So its state is the progress of
     the loop, and not how far the workers have read ahead.
 
-    Args:
-        plan: The plan of the epoch.
-        place: The position from which it draws.
-        save: Returns the sampler's state at a position.
-        adopt: Loads a state if it is newer than the sampler's; returns the resulting position.
+    ``save`` returns the sampler's state at a position; ``adopt`` loads a state if it is newer than
+    the sampler's, and returns the resulting position.
     """
 
     def __init__(
@@ -928,7 +894,6 @@ class LoaderItems:
     Attributes:
         inside: Whether a call of the loader is running: a state that is requested then is the
             loader's own, and not a checkpoint's.
-        next: The plan and the position of the next item.
         draws: The loader's draws; None if it has not begun to draw.
     """
 
@@ -940,23 +905,14 @@ class LoaderItems:
         self._checked = False
 
     def open_loader(self, loader: Any, seed: int) -> None:
-        """Start a loader.
-
-        Args:
-            loader: The loader.
-            seed: Seed of its worker processes.
-        """
+        """Start a loader whose worker processes have this seed."""
         self._items = iter(())  # ends the workers of a loader that ended early
         with self._loader_running(), seeded_torch_generator(seed):
             self._items = iter(loader)
         self._checked = False
 
     def next_item(self) -> Any:
-        """Return the next item.
-
-        Raises:
-            RuntimeError: The loader does not fit the sampler.
-        """
+        """Return the next item; raise RuntimeError if the loader does not fit the sampler."""
         place = self.next and self.next[1]
         with self._loader_running():
             try:
@@ -973,11 +929,7 @@ class LoaderItems:
         return item
 
     def close_loader(self, *, must_have_ended: bool = False) -> None:
-        """End the loader.
-
-        Raises:
-            RuntimeError: `must_have_ended` is set, and it has further items.
-        """
+        """End the loader; raise RuntimeError if it must have ended, and has further items."""
         with self._loader_running():
             if must_have_ended and next(self._items, self) is not self:
                 raise RuntimeError(f"the loader has items after the end of the epoch: {_ONE_EACH}")
@@ -1043,8 +995,7 @@ _ONE_EACH = "it must yield one item for each list of indices of its batch_sample
 def require_loader_of(sampler: object, loader: Any) -> None:
     """Accept a loader that draws from this sampler, as far as that can be checked.
 
-    Raises:
-        ConfigError: It has another sampler, or changes the order.
+    Raises ConfigError if it has another sampler, or changes the order.
     """
     if getattr(loader, "batch_sampler", sampler) is not sampler:
         remedy = (

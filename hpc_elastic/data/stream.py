@@ -203,8 +203,6 @@ class StreamLayout:
     """The place of each position of an epoch in the shards (pure).
 
     Attributes:
-        lengths: Samples of each shard.
-        seed: Seed of the order.
         batch_lanes: Number of lanes of a global batch.
         period: Number of steps after which the same lanes recur.
         run: Samples of a lane at a time.
@@ -274,9 +272,7 @@ class StreamLayout:
     def num_readers(self, batch: BatchDivision, num_workers: int) -> float:
         """Return the average number of a rank's workers that read one lane.
 
-        Args:
-            batch: The rank's division of a global batch.
-            num_workers: Workers of its loader, which take the micro-batches in turn.
+        The workers of its loader take the micro-batches in turn.
         """
         parts = batch.micro_batches(self.batch_lanes * self.run)
         readers: set[tuple[int, int]] = set()
@@ -315,9 +311,7 @@ class StreamLayout:
 class StreamPlan(EpochPlan):
     """The global batches of a stream's epoch; the dataset turns positions into samples.
 
-    Attributes:
-        layout: The place of each position.
-        shards: A digest of the shards' names.
+    ``shards`` is a digest of the shards' names.
     """
 
     layout: StreamLayout
@@ -353,15 +347,12 @@ class StreamDataset:
         self._process = os.getpid()
 
     def __len__(self) -> int:
-        """Return the samples of an epoch."""
         return self._layout.num_samples
 
     def __getitem__(self, number: int) -> Any:
-        """Return one sample."""
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the samples of a micro-batch."""
         if self._process != os.getpid():  # files of the parent share one position
             self._epoch, self._process = None, os.getpid()
         size = self._layout.num_samples
@@ -378,12 +369,8 @@ class StreamDataset:
 class _Epoch:
     """One epoch in one process, with a reader for each lane that it has read from.
 
-    Attributes:
-        number: Its number.
-        layout: The place of each position.
-        shards: The shards in the epoch's order, one after the other.
-        begins: The start of each shard in that sequence; the last entry is the end.
-        read: Reads a shard.
+    ``shards`` are in the epoch's order, one after the other; ``begins`` has the start of each in
+    that sequence, and the end.
     """
 
     def __init__(
@@ -440,8 +427,7 @@ class _Lane:
 class _Reader:
     """Reads the sequence of an epoch forwards, from any sample on.
 
-    Attributes:
-        next: The sample that `read` returns next; -1 before the first `seek`.
+    ``next`` is the sample that `read` returns next; -1 before the first `seek`.
     """
 
     def __init__(self, epoch: _Epoch) -> None:
@@ -459,11 +445,7 @@ class _Reader:
             self.read()
 
     def read(self) -> Any:
-        """Return the next sample.
-
-        Raises:
-            ValueError: The shard has another length than given.
-        """
+        """Return the next sample; raise ValueError if the shard has another length than given."""
         begins = self._epoch.begins
         if self._samples is None:
             self._shard = bisect_right(begins, self.next) - 1

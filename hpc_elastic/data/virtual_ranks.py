@@ -46,8 +46,7 @@ from hpc_elastic.errors import ConfigError
 def additions(first: int, last: int) -> frozenset[tuple[int, int, int]]:
     """Return the additions of the tree over the virtual ranks from first up to last.
 
-    Returns:
-        (first, middle, last) of each: the sum of [first, middle) and the sum of [middle, last).
+    (first, middle, last) adds the sum of [middle, last) to the sum of [first, middle).
     """
     if last - first < 2:
         return frozenset()
@@ -58,8 +57,7 @@ def additions(first: int, last: int) -> frozenset[tuple[int, int, int]]:
 class PartialSum(NamedTuple):
     """The sum of the virtual ranks from ``first`` up to ``last``.
 
-    Attributes:
-        tensors: None where only the shape of the tree matters.
+    ``tensors`` is None where only the shape of the tree matters.
     """
 
     first: int
@@ -70,10 +68,7 @@ class PartialSum(NamedTuple):
 def push(sums: list[PartialSum], new: PartialSum, num_ranks: int) -> None:
     """Append the next sum, and make each addition of the tree that has become possible.
 
-    Args:
-        sums: Adjoining sums in order, a stack; the tensors are added in place.
-        new: The sum that follows them.
-        num_ranks: The number of virtual ranks.
+    ``sums`` are adjoining ones in order, a stack; the tensors are added in place.
     """
     while sums and (sums[-1].first, new.first, new.last) in additions(0, num_ranks):
         left = sums.pop()
@@ -97,10 +92,8 @@ def held_sums(ranks: range, num_ranks: int) -> list[PartialSum]:
 class _Flat:
     """A gradient of each parameter, in one flat tensor for each type of parameter.
 
-    Attributes:
-        tensors: The flat tensors; the number of workers divides their lengths.
-        views: A view for each parameter.
-        marks: A view for the marks of a step.
+    The number of workers divides the lengths of the flat tensors. ``marks`` is a view for the marks
+    of a step.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], num_marks: int, size: int) -> None:
@@ -130,14 +123,7 @@ class _Flat:
 
 
 class _Exchange:
-    """The sums of all workers become the average on each of them; the buffers are reused.
-
-    Args:
-        division: The division of the global batch.
-        process_group: The group of the workers.
-        parameters: The parameters that have gradients.
-        num_marks: The number of marks of a step.
-    """
+    """The sums of all workers become the average on each of them; the buffers are reused."""
 
     def __init__(
         self,
@@ -164,14 +150,10 @@ class _Exchange:
             self._received.insert(self._worker, [flat.part(self._worker) for flat in self._sent])
 
     def average(self, sums: Sequence[PartialSum], marks: Sequence[bool]) -> list[bool]:
-        """Complete the tree, and divide by the number of virtual ranks.
+        """Complete the tree, divide by the number of virtual ranks, and exchange the marks.
 
-        Args:
-            sums: The sums that this worker holds; the tensors of the first become the average.
-            marks: The marks of this worker.
-
-        Returns:
-            For each mark, whether any worker has set it.
+        The tensors of the first sum become the average. Returns for each mark whether any worker
+        has set it.
         """
         tensors = sums[0].tensors
         assert tensors is not None
@@ -252,10 +234,7 @@ class _Buffers:
 
     torch counts the changes of a tensor, but not those that batch normalisation makes. So the
     buffers of its modules, and those whose content the first step has changed, always count as
-    changed.
-
-    Attributes:
-        changed: Whether this worker has changed each of them in this step.
+    ``changed``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -300,9 +279,7 @@ class _Buffers:
     def end_step(self, changed: Sequence[bool], process_group: Any) -> None:
         """Take over what virtual rank 0 has changed, which worker 0 knows.
 
-        Args:
-            changed: Whether any worker has changed each of them.
-            process_group: The group of the workers.
+        ``changed`` is whether any worker has changed each of them.
         """
         self._is_first_step = False
         now = self._now()
@@ -321,13 +298,7 @@ class _Buffers:
 class VirtualRanks:
     """The virtual ranks of a training; see `ElasticSampler.average_gradients`.
 
-    Args:
-        model: The bare module.
-        plan: The plan of the epochs, whose ``batch`` has ``virtual_ranks``.
-        process_group: The group of the workers; None for the default one.
-
-    Raises:
-        ConfigError: The model is wrapped or sharded, or has nothing to train.
+    Raises ConfigError if the bare module is wrapped or sharded, or has nothing to train.
     """
 
     def __init__(self, model: nn.Module, plan: EpochPlan, process_group: Any) -> None:
@@ -343,10 +314,8 @@ class VirtualRanks:
     def global_batch(self) -> Iterator[None]:
         """Compute a global batch: its gradients are averaged at the end.
 
-        The generators of random numbers are then as before.
-
-        Raises:
-            ConfigError: The process group is not that of the sampler.
+        The generators of random numbers are then as before. Raises ConfigError if the process group
+        is not that of the sampler.
         """
         self._prepare()
         before = [p.grad for p in self._parameters]
@@ -373,8 +342,7 @@ class VirtualRanks:
     def rank(self, rank: int) -> Iterator[None]:
         """Compute a virtual rank: its gradients are added up at the end.
 
-        Raises:
-            ConfigError: A gradient is sparse.
+        Raises ConfigError if a gradient is sparse.
         """
         yield
         gradients = []
@@ -440,11 +408,7 @@ class VirtualRanks:
 
 
 def _require_bare(model: nn.Module) -> None:
-    """Accept a module whose gradients nothing else exchanges.
-
-    Raises:
-        ConfigError: It is wrapped or sharded.
-    """
+    """Accept a module whose gradients nothing else exchanges; else raise ConfigError."""
     for module in model.modules():
         if isinstance(module, SyncBatchNorm):
             remedy = "its statistics depend on the number of workers: use BatchNorm"

@@ -67,13 +67,7 @@ def session_key(secret: bytes, context: object, server_nonce: str, client_nonce:
 
 @dataclass
 class FrameSigner:
-    """One side of a connection: signs what it sends, checks what it receives, in sequence.
-
-    Attributes:
-        key: The connection's key.
-        me: This side.
-        max_bytes: Largest size of a frame to be sent.
-    """
+    """One side of a connection: signs what it sends, checks what it receives, in sequence."""
 
     key: bytes
     me: Side
@@ -82,11 +76,7 @@ class FrameSigner:
     received: int = 0
 
     def seal(self, message: dict[str, Any]) -> bytes:
-        """Return the message as one signed line.
-
-        Raises:
-            ValueError: The message exceeds ``max_bytes``.
-        """
+        """Return the message as one signed line; raise ValueError if it exceeds ``max_bytes``."""
         body = _to_json(message)
         mac = self._mac(self.me, self.sent, body)
         self.sent += 1
@@ -98,9 +88,8 @@ class FrameSigner:
     def open(self, frame: bytes) -> dict[str, Any]:
         """Return the message in a signed line.
 
-        Raises:
-            AuthenticationError: It is not signed with the key of this connection, is replayed, or
-                no JSON object.
+        Raises AuthenticationError if it is not signed with the key of this connection, is replayed,
+        or is no JSON object.
         """
         peer: Side = "server" if self.me == "client" else "client"
         mac, _, body = frame.decode(errors="replace").rstrip("\n").partition(" ")
@@ -135,8 +124,7 @@ class ServerHandshake:
     def read(self, line: bytes) -> dict[str, Any] | None:
         """Return the client's hello, which proves that it holds the secret; None for its nonce.
 
-        Raises:
-            AuthenticationError: it does not hold the secret.
+        Raises AuthenticationError if it does not hold the secret.
         """
         if self._unproved is None:
             self._unproved = FrameSigner(self._key_of(_checked_nonce(line)), "server")
@@ -150,8 +138,7 @@ def answer_greeting(
 ) -> tuple[bytes, FrameSigner]:
     """Return what the client sends, and the signer that is to open the server's welcome.
 
-    Raises:
-        AuthenticationError: it is no greeting.
+    Raises AuthenticationError if it is no greeting.
     """
     try:
         theirs = _checked_nonce(str(json.loads(greeting)["nonce"]).encode())

@@ -61,9 +61,8 @@ class ClientConnection:
     async def receive(self) -> dict[str, Any]:
         """Return the next message.
 
-        Raises:
-            ConnectionError: The peer has closed the connection.
-            AuthenticationError: The frame is not the peer's.
+        Raises ConnectionError if the peer has closed the connection, and AuthenticationError if the
+        frame is not the peer's.
         """
         return self._signer.open(await _read_line(self._reader))
 
@@ -258,15 +257,9 @@ class Listener:
     """
 
     def __init__(self, address: str, port: int = 0, *, opened: socket.socket | None = None) -> None:
-        """Open the port (0: any free one); ``::`` takes IPv4 as well.
+        """Open the port (0: any free one), unless it is ``opened``; ``::`` takes IPv4 as well.
 
-        Args:
-            address: Of this node.
-            port: Number of the port.
-            opened: The port, if it is open already.
-
-        Raises:
-            OSError: The address is not this node's, or the port is taken.
+        Raises OSError if the address is not this node's, or the port is taken.
         """
         self._socket = opened or socket.create_server(
             (address, port),
@@ -304,10 +297,7 @@ class Listener:
     def serve(self, secret: bytes, context: object, owner: ConnectionOwner) -> None:
         """Authenticate connections from now on, in the running event loop.
 
-        Args:
-            secret: Of both sides.
-            context: Purpose of the connections; the same on both sides.
-            owner: Handles those that are authenticated.
+        The context is the purpose of the connections, the same on both sides.
         """
         self._terms = secret, context, owner
         asyncio.get_running_loop().add_reader(self._socket, self._accept)

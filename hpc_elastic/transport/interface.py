@@ -54,14 +54,9 @@ def find(node_name: str, wanted: str | None, node_address: Callable[[], str | No
     reports a link up to a second late (linkwatch), as in a container whose network has just been
     made; a card may negotiate for longer.
 
-    Args:
-        node_name: Slurm's name of this node.
-        wanted: ``launcher.interface``; None to find one.
-        node_address: Asks Slurm for NodeAddr, a host name or an address. It is called only where
-            the node has several addresses to choose from, and ignored where it fails or hangs.
-
-    Raises:
-        ConfigError: As for `choose`.
+    ``node_address`` asks Slurm for NodeAddr, a host name or an address. It is called only where the
+    node has several addresses to choose from, and ignored where it fails or hangs. Raises
+    ConfigError as `choose` does.
     """
 
     def is_suitable(found: Iterable[Interface]) -> bool:
@@ -87,15 +82,10 @@ def choose(
 ) -> Interface:
     """Choose the interface by which the other nodes reach this one (pure).
 
-    Args:
-        node_name: Slurm's name of this node.
-        wanted: ``launcher.interface``; None to find one.
-        available: This node's interfaces.
-        known: The numeric addresses by which the site knows this node, best first. Taken one by
-            one, and only while the choice is open, since a lookup may be slow.
-
-    Raises:
-        ConfigError: The wanted interface is missing, or none can be reached from outside.
+    ``wanted`` is ``launcher.interface``, or None. ``known`` are the numeric addresses by which the
+    site knows this node, best first. They are taken one by one, and only while the choice is open,
+    since a lookup may be slow. Raises ConfigError if the wanted interface is missing, or none can
+    be reached from outside.
     """
     usable = sorted(
         (i for i in available if _is_reachable(i.address)),
@@ -147,9 +137,8 @@ def _interfaces_by_link() -> tuple[list[Interface], list[Interface]]:
 def resolve(host: str) -> list[str]:
     """Return the numeric addresses of a host name, IPv4 first; an address stands for itself.
 
-    Returns:
-        An empty list where the name does not resolve, or the name service does not answer soon:
-        one that is down stalls a lookup for many seconds.
+    None where the name does not resolve, or the name service does not answer soon: one that is down
+    stalls a lookup for many seconds.
     """
     with suppress(ValueError):
         ipaddress.ip_address(host)
@@ -214,8 +203,7 @@ def own_addresses() -> Iterator[str]:
 def address_towards(host: str) -> str:
     """Return the address of this node from which it reaches a host.
 
-    Raises:
-        OSError: There is no route to it, or its name does not resolve.
+    Raises OSError if there is no route to it, or its name does not resolve.
     """
     family, _, _, _, peer = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -235,7 +223,7 @@ def own_address(store_host: str) -> str:
 
 
 def _within(timeout_s: float, ask: Callable[[], _T]) -> _T | None:
-    """Return an answer, None if there is none in time: what hangs is left to a daemon thread."""
+    """Return an answer; None if it does not come in time: a daemon thread keeps what hangs."""
     answers: list[_T] = []
 
     def run() -> None:

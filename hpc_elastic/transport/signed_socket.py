@@ -67,13 +67,8 @@ def prove(sock: socket.socket, secret: bytes, context: object, *, timeout_s: flo
 class SignedSocket:
     """One end of a connection; both ends have proved that they hold a secret.
 
-    Any method raises an OSError if the connection has ended, or the peer is silent for longer
-    than the timeout. After an error the connection is unusable.
-
-    Args:
-        sock: The connection.
-        signer: Of this end, after the handshake.
-        timeout_s: Limit of the peer's silence.
+    Any method raises an OSError if the connection has ended, or the peer is silent for longer than
+    the timeout. After an error the connection is unusable.
     """
 
     def __init__(self, sock: socket.socket, signer: FrameSigner, timeout_s: float) -> None:
@@ -88,16 +83,10 @@ class SignedSocket:
     def connect(
         cls, address: tuple[str, int], secret: bytes, context: str, *, timeout_s: float
     ) -> SignedSocket:
-        """Connect to a `SocketServer`.
+        """Connect to a `SocketServer`; both sides give the same secret and purpose (``context``).
 
-        Args:
-            address: Host and port.
-            secret: The secret of both sides.
-            context: Purpose of the connection; the same on both sides.
-            timeout_s: Limit of the handshake, and of the peer's silence later.
-
-        Raises:
-            AuthenticationError: One side does not hold the secret.
+        The timeout limits the handshake, and the peer's silence later. Raises AuthenticationError
+        if one side does not hold the secret.
         """
 
         def connected() -> socket.socket:
@@ -151,15 +140,8 @@ def connect_and_prove(
 ) -> tuple[socket.socket, FrameSigner]:
     """Return a connection after the handshake; try again if strangers have taken all places.
 
-    Args:
-        connected: Returns a fresh connection.
-        secret: As for `prove`, like the others.
-        context: The same.
-        timeout_s: The same.
-
-    Raises:
-        AuthenticationError: One side does not hold the secret.
-        OSError: There is no connection.
+    ``connected`` returns a fresh connection; the other arguments are those of `prove`. Raises
+    AuthenticationError if one side does not hold the secret, and OSError if there is no connection.
     """
     number = 0
     while True:
@@ -180,16 +162,9 @@ def connect_and_prove(
 class SocketServer:
     """A port whose connections are served by a thread each, once they are authenticated.
 
-    Args:
-        addresses: Numeric ones; the port is opened on the first that is this machine's.
-        secret: Of both sides.
-        context: Purpose of the connections; the same on both sides.
-        serve: Called with a connection and the signer of this end in a thread; the connection is
-            closed when it returns. An OSError or ValueError ends the connection, too.
-        name: Of the threads.
-
-    Raises:
-        OSError: No port can be opened.
+    The port is opened on the first of these numeric addresses that is this machine's; OSError is
+    raised if none is. ``serve`` is called with a connection and the signer of this end in a thread;
+    the connection is closed when it returns. An OSError or ValueError ends the connection, too.
     """
 
     def __init__(
@@ -214,9 +189,7 @@ class SocketServer:
     def close(self, *, cut: bool = False, wait: bool = False) -> None:
         """Accept no more connections. May be repeated.
 
-        Args:
-            cut: End those that are served, too.
-            wait: Return once their threads have ended.
+        ``cut`` ends those that are served, too; ``wait`` returns once their threads have ended.
         """
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._listener.close)

@@ -41,8 +41,7 @@ _WATCH_S = 0.5
 def parse_networks(texts: Iterable[str]) -> list[Network]:
     """Return networks, given as ``10.1.0.0/16`` or an address, as few as cover the same.
 
-    Raises:
-        ValueError: A text names no network.
+    Raises ValueError if a text names no network.
     """
     found = [ipaddress.ip_network(text.strip(), strict=False) for text in texts]
     version_4 = (n for n in found if isinstance(n, ipaddress.IPv4Network))
@@ -94,8 +93,7 @@ def _rule(network: Network) -> list[tuple[int, int, int, int]]:
 def check_own(address: str) -> None:
     """Raise ConfigError if others cannot use the networks, or the kernel of this node cannot.
 
-    Args:
-        address: A node's own address; it must be in one of the networks.
+    The node's own address must be in one of the networks.
     """
     given = os.environ.get(VARIABLE)
     if not given:
@@ -116,9 +114,8 @@ def check_own(address: str) -> None:
 def apply(listening: socket.socket) -> None:
     """Let only the networks of `VARIABLE` reach a port; all if there is none.
 
-    Raises:
-        ValueError: The variable names no networks.
-        OSError: The kernel refuses the filter.
+    Raises ValueError if the variable names no networks, and OSError if the kernel refuses the
+    filter.
     """
     given = os.environ.get(VARIABLE)
     if not given:

@@ -270,11 +270,7 @@ class ElasticTraining(_Base):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: Any
     ) -> tuple[list[Any], None]:
-        """Draw the micro-batches of a step, and determine their weights (collective).
-
-        Raises:
-            RuntimeError: The last step did not compute one loss for each of its micro-batches.
-        """
+        """Draw the micro-batches of a step, and determine their weights (collective)."""
         assert self._loader is not None
         if self._shares:
             raise RuntimeError(
@@ -312,10 +308,7 @@ class ElasticTraining(_Base):
     ) -> list[tuple[float, int | None]]:
         """Return the weight of each micro-batch, and the number of labels that its loss is given.
 
-        Args:
-            weights: By samples; 0 for a sample that another rank trains.
-            counts: Numbers of labels.
-            device: Of the ranks' exchange.
+        ``weights`` are by samples; 0 for a sample that another rank trains.
         """
         own = [count or 0 if weight else 0 for weight, count in zip(weights, counts, strict=True)]
         sums = torch.tensor([sum(own), counts.count(None)], device=device)
@@ -346,10 +339,8 @@ class ElasticTraining(_Base):
     def _check_loss(self, inputs: Any) -> None:
         """Compare a micro-batch's loss with those of its halves, once, where samples differ.
 
-        That shows what it is a mean over; no rank depends on another here.
-
-        Raises:
-            ConfigError: It is no mean over the labels, so its weights would be wrong.
+        That shows what it is a mean over; no rank depends on another here. Raises ConfigError if it
+        is no mean over the labels, so its weights would be wrong.
         """
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.is_floating_point():
@@ -426,8 +417,7 @@ class ElasticTraining(_Base):
     def check_begin(self) -> dict[str, Any]:
         """Check the point where a training begins, and return what its mark holds of the Trainer.
 
-        Raises:
-            RuntimeError: The ranks have different checkpoints.
+        Raises RuntimeError if the ranks have different checkpoints.
         """
         step = self.state.global_step
         steps = self.accelerator.gather(torch.tensor([step], device=self.args.device)).tolist()
@@ -468,11 +458,7 @@ class ElasticTraining(_Base):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _require_what_works(self, args: TrainingArguments, dataset: Any) -> None:
-        """Refuse arguments whose error would show only later.
-
-        Raises:
-            ConfigError: An argument does not work.
-        """
+        """Refuse, by ConfigError, arguments whose error would show only later."""
         for key, (legal, remedy) in _LEGAL.items():
             if (value := getattr(args, key)) not in legal:
                 raise ConfigError(key, value, remedy)
@@ -626,11 +612,7 @@ def _run() -> str | None:
 
 
 def _require_same_epochs(mark: dict[str, Any], sampler: ElasticSampler) -> None:
-    """Refuse another number of steps an epoch: the Trainer counts epochs by it.
-
-    Raises:
-        ConfigError: It differs from that of the checkpoint.
-    """
+    """Refuse another number of steps an epoch: the Trainer counts epochs by it."""
     before = mark.get("trainer", {}).get("steps_per_epoch", sampler.num_batches)
     if before != sampler.num_batches:
         raise ConfigError(
@@ -644,12 +626,8 @@ def _require_same_epochs(mark: dict[str, Any], sampler: ElasticSampler) -> None:
 def _starting_point(folder: Path, given: Any) -> Path | None:
     """Return the checkpoint from which to continue; None to begin anew.
 
-    Args:
-        folder: Where the training saves.
-        given: As of `ElasticTraining.train`.
-
-    Raises:
-        ConfigError: The next restart would continue from another one, or it is not complete.
+    ``given`` is `ElasticTraining.train`'s. Raises ConfigError if the next restart would continue
+    from another one, or it is not complete.
     """
     key, complete, run = "resume_from_checkpoint", _complete(folder), _run()
     newest = complete[-1] if complete else None

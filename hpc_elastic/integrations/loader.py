@@ -80,8 +80,7 @@ class ElasticLoader:
     def on_optimizer_step(self) -> None:
         """Count the global batch as trained: the optimizer steps with its micro-batches.
 
-        Raises:
-            RuntimeError: This rank's micro-batches of the global batch are not complete.
+        Raises RuntimeError if this rank's micro-batches of the global batch are not complete.
         """
         if next(self._parts, self) is not self:
             raise RuntimeError(

@@ -79,7 +79,6 @@ class MlflowRun:
         self._steps = tracking.LastSteps(last, self._annotate)
 
     def __enter__(self) -> Self:
-        """Use the run."""
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -141,11 +141,9 @@ class ElasticTask(Checkpointable):
         return DelayedSubmission(ElasticTask(self.array_file, self.index, self.attempt + 1))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the pickled state, without the process."""
         return {**self.__dict__, "_agent": None}
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of the agent."""
         if not _in_slurm():
             job_id = ArrayFiles.of(Path(self.array_file)).job_id or "1"  # on one machine
             made_up = as_array_task(

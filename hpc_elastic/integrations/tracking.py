@@ -45,12 +45,7 @@ EVENTS = "hpc_elastic/events"
 
 @dataclass(frozen=True)
 class OwnRun:
-    """The run of this worker.
-
-    Attributes:
-        run_id: Its id, the same for all restarts and resumptions.
-        path: Its directory.
-    """
+    """The run of this worker; ``run_id`` is the same for all restarts and resumptions."""
 
     run_id: str
     path: Path
@@ -68,8 +63,7 @@ class OwnRun:
 def own_run() -> OwnRun | None:
     """Return the run of this worker; None outside of a run.
 
-    Raises:
-        RunDirectoryError: Its directory cannot be read.
+    Raises RunDirectoryError if its directory cannot be read.
     """
     path = os.environ.get(RUN_DIR_VARIABLE)
     return None if not path else OwnRun(RunDir(Path(path)).load().run_id, Path(path))
@@ -84,9 +78,7 @@ def is_logger() -> bool:
 class LastSteps:
     """The last step of each key that the tracker's store had when this worker started.
 
-    Args:
-        last: These steps; a key that is missing has none.
-        annotate: Called once, with the first step that is new, to add the run's events there.
+    ``annotate`` is called once, with the first step that is new, to add the run's events there.
     """
 
     def __init__(self, last: Mapping[str, int], annotate: Callable[[int], None]) -> None:

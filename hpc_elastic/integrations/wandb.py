@@ -112,7 +112,6 @@ class WandbRun:
         return getattr(self.run, name)
 
     def __enter__(self) -> Self:
-        """Use the run."""
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -161,13 +160,8 @@ class WandbRun:
 class _Rows:
     """The rows of a W&B run; those that W&B may not have written yet are in a file too.
 
-    That file is written at each log, without fsync: it survives the death of the process.
-
-    Args:
-        run: W&B's run.
-        file: The file.
-        last: The last row that W&B has.
-        annotate: As of `LastSteps`.
+    That file is written at each log, without fsync: it survives the death of the process. ``last``
+    is the last row that W&B has; ``annotate`` is `LastSteps`'s.
     """
 
     def __init__(self, run: Any, file: Path, last: int, annotate: Callable[[int], None]) -> None:
@@ -240,10 +234,8 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
 def read_rows(folder: Path, wandb_id: str, first: int | None) -> dict[int, dict[str, Any]]:
     """Return the rows of a W&B run in the files of a folder, by step, as far as they are needed.
 
-    Args:
-        folder: ``<dir>/wandb``.
-        wandb_id: The run's id for W&B.
-        first: The first step that is needed; None: only the last row is.
+    The folder is ``<dir>/wandb``. ``first`` is the first step that is needed; None: only the last
+    row.
     """
     files = folder.glob(f"*run-*-{wandb_id}/run-{wandb_id}.wandb")  # by time:
     rows = dict[int, dict[str, Any]]()

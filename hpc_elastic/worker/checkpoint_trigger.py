@@ -67,8 +67,7 @@ class Period:
     def interval_s(self, cost_s: float | None) -> float | None:
         """Return the seconds between two checkpoints; None where time does not count.
 
-        Args:
-            cost_s: For how long the training stood still for the last one; None before the first.
+        ``cost_s`` is for how long the training stood still for the last one; None before the first.
         """
         if self.every_steps is not None or self.every_s is not None:
             return self.every_s
@@ -94,10 +93,10 @@ class Clock:
         self._step_s: float | None = None
 
     def called(self, step: int, now: float) -> bool:
-        """A step is done; if a checkpoint was made before it, the rest of the time is its cost.
+        """Record that a step is done; return whether it is the first call of this step.
 
-        Returns:
-            Whether it is the first call of this step; any other changes nothing.
+        If a checkpoint was made before it, the rest of the time is the checkpoint's cost. Any other
+        call changes nothing.
         """
         if step == self._at_step:
             return False

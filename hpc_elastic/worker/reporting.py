@@ -257,9 +257,10 @@ def when_returned(then: Callable[[], object]) -> None:
 
 
 def function_returned() -> None:
-    """Do what `when_returned` was asked for, then publish the return; the worker calls it, once.
+    """Call what was registered by `when_returned`, then publish the return.
 
-    It is the only sign of success (`agent.elastic_agent`): exit codes are none.
+    The worker calls it, once. It is the only sign of success (`agent.elastic_agent`): exit codes
+    are none.
     """
     while _reporter.when_returned:
         _reporter.when_returned.pop()()
@@ -270,12 +271,9 @@ def function_returned() -> None:
 
 
 def note_restored(step: int) -> None:
-    """Record that this process goes on from the checkpoint of a step, with or without a run.
+    """Record that this process goes on from a checkpoint (0: from none), also outside of a run.
 
     A sampler that trains afterwards needs a state that was loaded, too (`ElasticSampler`).
-
-    Args:
-        step: Its step; 0 if there was no checkpoint, so that the training begins.
     """
     _reporter.restored = step
 
@@ -307,10 +305,9 @@ def mark_checkpoint(*, step: int) -> None:
 def run_scalars() -> dict[str, float]:
     """Return what is known of this worker's run; empty outside a run.
 
-    Returns:
-        ``restarts`` spent on workers' failures; ``round``: how often the group was formed;
-        ``world_size``; and, once known, ``goodput``: the share of the time since this node's task
-        was started in which steps were made that had not been made before.
+    ``restarts`` spent on workers' failures; ``round``: how often the group was formed;
+    ``world_size``; and, once known, ``goodput``: the share of the time since this node's task was
+    started in which steps were made that had not been made before.
     """
     page = own_page()
     if page is None:

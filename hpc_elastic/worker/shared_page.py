@@ -166,10 +166,9 @@ class SharedPage:
                 self._has_begun = True
 
     def report_metrics(self, metrics: Mapping[str, float]) -> bool:
-        """Publish values of the script's own metrics (worker).
+        """Publish values of the script's metrics (worker).
 
-        Returns:
-            Whether there was room for all of them.
+        Return whether there was room for all.
         """
         has_room = True
         for name, value in metrics.items():
@@ -234,10 +233,7 @@ class SharedPage:
         """Publish that a step is done, and return whether all ranks save there (worker).
 
         It returns at once, unless a request for this step or an earlier one is not confirmed yet.
-
-        Raises:
-            HpcElasticError: the request was neither confirmed nor withdrawn within
-                `LONGEST_WAIT_S`.
+        Raises HpcElasticError if that was neither confirmed nor withdrawn within `LONGEST_WAIT_S`.
         """
         previous, self._numbers[_PASSED] = self._numbers[_PASSED], step
         request = self._numbers[_REQUEST]
@@ -283,10 +279,9 @@ class SharedPage:
         self._numbers[_BOUNDARY] = step
 
     def pause_at(self, step: int) -> bool:
-        """Announce the checkpoint of a step, and stay while the agent asks for it (worker).
+        """Announce the checkpoint of a step, and stay while the agent requests it (worker).
 
-        Returns:
-            Whether the worker may continue; False if it has stayed for too long.
+        Returns whether the worker may continue; False if it has stayed for too long.
         """
         self.announce(step)
         until = time.monotonic() + LONGEST_PAUSE_S

@@ -343,7 +343,6 @@ class Checkpointer:
                 self._memory.close()
 
     def __enter__(self) -> Checkpointer:
-        """Close it at the end."""
         return self
 
     def __exit__(
@@ -362,11 +361,10 @@ class Checkpointer:
     # ---- one save -------------------------------------------------------------------------
 
     def _claim(self, store: Store) -> Owner:
-        """See whose the directory is, and mark it if it has no owner (every rank; collective).
+        """Find whose the directory is, and mark it if it has no owner (every rank; collective).
 
-        Raises:
-            ConfigError: it is another's, and the saves of this Checkpointer are boundaries of a
-                run. Others may restore from it; `save` raises it then.
+        Raises ConfigError if it is another's, and the saves of this Checkpointer are boundaries of
+        a run. Others may restore from it; `save` raises it then.
         """
         boundary, found = self._options.boundary, dict[str, Any]()
         owner = Owner(self._group.run, boundary=boundary)
@@ -406,10 +404,8 @@ class Checkpointer:
         """Return whether the step is the last one that was saved or restored, and not a later one.
 
         What counts is the same on all ranks: what rank 0 has seen at the construction, what was
-        restored, and the calls of `save`.
-
-        Raises:
-            ConfigError: the directory is another's, or has a later step.
+        restored, and the calls of `save`. Raises ConfigError if the directory is another's, or has
+        a later step.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -435,7 +431,7 @@ class Checkpointer:
         return True
 
     def _finish_earlier(self, save: Save) -> bool:
-        """See that no earlier save is under way; False if the new one is skipped instead."""
+        """Ensure that no earlier save is under way; return False to skip the new one instead."""
         earlier = self._save
         if earlier is None or earlier.is_done:
             return True
@@ -455,10 +451,9 @@ class Checkpointer:
         return True
 
     def _start(self, save: Save, *, blocking: bool) -> bool:
-        """Take a snapshot, and write it: at once, or in a thread behind the training.
+        """Take a snapshot, and write it; return whether that was done at once.
 
-        Returns:
-            Whether it was done at once.
+        Else it is written in a thread behind the training.
         """
         if self._mismatch is not None:
             mismatch, self._mismatch, self._compares = self._mismatch, None, True
@@ -480,11 +475,9 @@ class Checkpointer:
         return blocking
 
     def _hold_still(self, save: Save, *, blocking: bool) -> bool:
-        """Take a snapshot; without memory for a copy, one that is to be written at once.
+        """Take a snapshot; return whether it is to be written at once, without memory for a copy.
 
-        Returns:
-            Whether it is to be written at once. If there is no memory for that either, the save has
-            no snapshot, and an error.
+        If there is no memory for that either, the save has no snapshot, and an error.
         """
         flat = flatten(self._state, self._options.per_rank)
         pieces = self._planner.plan(flat.tensors, flat.first, flat.own)
@@ -577,12 +570,8 @@ def _refuse_second(directory: Path, state: Mapping[str, Any], boundary: bool) ->
     mixed state. Two that save different states to one directory would replace each other's
     checkpoints.
 
-    Returns:
-        Outside of a run, where scripts and notebooks open one to look at weights: why it may not
-        save; None if it may.
-
-    Raises:
-        ConfigError: there is such an open one.
+    In a run, this raises ConfigError if there is such an open one. Outside of a run, where scripts
+    and notebooks open one to look at weights, it returns why it may not save; None if it may.
     """
     mine = directory, boundary, tuple(sorted(state))
     in_run = reporting.own_page() is not None

@@ -25,8 +25,6 @@ class RankGroup:
     """This process in its group; every method is for all ranks together.
 
     Attributes:
-        rank: From 0.
-        world_size: At least 1.
         token: Distinguishes this group's staging folders from those of every other group, of
             this run or of another: lower-case letters and digits.
         run: Rank 0's run; `owner.NO_RUN` outside of one.
@@ -41,10 +39,8 @@ class RankGroup:
     def current(cls) -> RankGroup:
         """Return this process's group: the default process group, or itself alone.
 
-        Collective, where torch.distributed is initialised.
-
-        Raises:
-            CheckpointError: there are several ranks, and torch.distributed is not initialised.
+        Collective, where torch.distributed is initialised. Raises CheckpointError if there are
+        several ranks, and it is not.
         """
         size = process_group.size()
         if size is not None:

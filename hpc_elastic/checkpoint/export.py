@@ -28,7 +28,7 @@ from hpc_elastic.tree_codec import leaves, map_values
 
 
 def export(manifest: Manifest, folder: Path, output: Path, key: str | None = None) -> int:
-    """Write whole tensors, and the values beside them, to one file.
+    """Write whole tensors, and the values beside them, to one file; return the number of tensors.
 
     A key whose tensors each rank has for itself (`CheckpointOptions.per_rank`) is a dict of all
     ranks. Of other objects that may differ between ranks, it is rank 0's state.
@@ -41,9 +41,6 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
         folder: Where its files are; they have been verified.
         output: The file; it is replaced in one step.
         key: One key of the state, such as ``model``; None for a dict of all of them.
-
-    Returns:
-        The number of tensors.
 
     Raises:
         ConfigError: the state has no such key, or the output cannot be written.
@@ -105,12 +102,7 @@ def _tree(manifest: Manifest, key: str) -> Any:
 
 
 def _require_exportable(manifest: Manifest, state: Any) -> None:
-    """Refuse a state that is more than the checkpoint has, before anything is written.
-
-    Raises:
-        CheckpointError: it names a tensor that is not stored, or one twice; or a tensor has a type
-            that this torch lacks.
-    """
+    """Refuse a state that is more than the checkpoint has, before anything is written."""
     try:
         names = [ref.fqn for ref in leaves(state) if isinstance(ref, Ref)]
     except RecursionError as e:

@@ -98,17 +98,11 @@ def write_part(
 ) -> RankPart:
     """Write ``shard-<rank>.safetensors`` and, once it is complete, ``part-<rank>.json``.
 
-    Args:
-        folder: Exists; has no such files yet.
-        rank: Whose part it is.
-        snapshot: What to write.
-        sync: Whether both are to survive a loss of power.
-        on_block: Called after each block with its number of bytes; what it raises ends the writing.
-        replaced: The folder of the checkpoint that this one may replace: if this rank's shard there
-            has the same content, it gets a second name here.
-
-    Raises:
-        OSError: the folder cannot be written, or is full.
+    The folder has no such files yet. ``sync``: both are to survive a loss of power. ``on_block`` is
+    called after each block with its number of bytes; what it raises ends the writing. ``replaced``
+    is the folder of the checkpoint that this one may replace: if this rank's shard there has the
+    same content, it gets a second name here. Raises OSError if the folder cannot be written, or is
+    full.
     """
     path = folder / f"shard-{rank}.safetensors"
     part_name = f"part-{rank}.json"

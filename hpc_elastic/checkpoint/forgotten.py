@@ -67,11 +67,7 @@ def require_complete(state: Mapping[str, object], tensors: Iterable[torch.Tensor
 
 
 def _require_no_schedule(state: Mapping[str, object], optimizer: Optimizer) -> None:
-    """Refuse a state without the schedule that an optimizer has.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse, by ConfigError, a state without the schedule that an optimizer has."""
     if not any("initial_lr" in group for group in optimizer.param_groups):
         return  # as a schedule has set it, or a checkpoint from when there was one
     for schedule in live_objects(LRScheduler):
@@ -101,5 +97,5 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """Return what two tensors have in common that share their memory; else nothing else has it."""
+    """Return what two tensors have in common if, and only if, they share their memory."""
     return local(tensor).untyped_storage().data_ptr() or id(tensor)

@@ -114,11 +114,7 @@ class RankPart:
 
     @classmethod
     def from_json(cls, text: str) -> RankPart:
-        """Read a part file.
-
-        Raises:
-            CheckpointCorruptError: the text is no undamaged part.
-        """
+        """Read a part file; raise CheckpointCorruptError if it is no undamaged part."""
         body = unseal(text)
         with _reading("part"):
             return cls(
@@ -158,9 +154,9 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Read ``manifest.json``.
 
-        Raises:
-            CheckpointCorruptError: the text is no undamaged manifest, or one of a later version;
-                or a tensor has a hole, an overlap, an unknown type, or more bytes than its files.
+        Raises CheckpointCorruptError if the text is no undamaged manifest, or one of a later
+        version; or if a tensor has a hole, an overlap, an unknown type, or more bytes than its
+        files.
         """
         body = unseal(text)
         with _reading("manifest"):
@@ -211,9 +207,8 @@ class Manifest:
     def pieces(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each stored box, by its file and by its name in that.
 
-        Raises:
-            CheckpointCorruptError: two boxes are stored in one place, or a tensor has a type of
-                unknown size.
+        Raises CheckpointCorruptError if two boxes are stored in one place, or a tensor has a type
+        of unknown size.
         """
         found: dict[str, dict[str, int]] = {file.name: {} for file in self.files}
         for fqn, entry in self.tensors.items():
@@ -432,8 +427,7 @@ _MOST_DIMENSIONS = 64
 def bytes_of_type(dtype: str) -> int:
     """Return the bytes of an element of a type, by its name: torch's names contain the bits.
 
-    Raises:
-        CheckpointCorruptError: it is no type.
+    Raises CheckpointCorruptError if it is no type.
     """
     m = _TYPE.fullmatch(dtype)
     if dtype != "bool" and (m is None or len(m[1]) > 3):
@@ -469,11 +463,7 @@ def seal(content: Mapping[str, Any]) -> str:
 
 
 def unseal(text: str) -> dict[str, Any]:
-    """Return the content of sealed text.
-
-    Raises:
-        CheckpointCorruptError: the text is not as it was written.
-    """
+    """Return the content of sealed text; raise CheckpointCorruptError if it has changed."""
     try:
         outer = json.loads(text)
         content, checksum = outer["content"], outer["checksum"]
@@ -496,7 +486,7 @@ def _canonical(content: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn what a wrong form raises into a CheckpointCorruptError."""
+    """Raise a CheckpointCorruptError in the place of what a wrong form raises."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
@@ -550,7 +540,7 @@ def _described(body: Any) -> Described | None:
 
 
 def _file_name(value: Any) -> str:
-    """Let no manifest lead out of its folder."""
+    """Refuse a name that leads out of the manifest's folder."""
     name = _of(str, value)
     if not name or "/" in name or name.startswith(".") or "\0" in name:
         raise ValueError(f"no file name: {name!r:.80}")

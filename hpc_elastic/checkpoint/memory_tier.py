@@ -183,9 +183,8 @@ class MemoryStore:
     def gather(self, step: int, needed: Needed) -> tuple[Path, Manifest] | None:
         """Bring one of `steps` together, the same on every rank (every rank; collective).
 
-        Returns:
-            The folder and the manifest; the files that are needed are there, and verified. None,
-            on every rank, if that cannot be; why is logged.
+        ``needed`` returns which files of the checkpoint this rank will read: they are in the
+        returned folder, and verified. None, on every rank, if that cannot be; the reason is logged.
         """
         save = self._saves[step]
         manifest = CopyGathering(self._group, self._nodes, self._memory, save).run(needed)
@@ -217,15 +216,8 @@ def lacking_room(
     """Return the first node that has too little room; None if there is none (pure).
 
     Beside the saves, the snapshot of each of its workers takes room: of the same machine, and of
-    the same job's limit.
-
-    Args:
-        nodes: Where the ranks are.
-        rows: For each rank, the bytes of its part, and the room on its node.
-        copies: Whether nodes keep those of a neighbour, too.
-
-    Returns:
-        The node, what it may need and what it has, in bytes.
+    the same job's limit. Each rank's row has the bytes of its part, and the room on its node. The
+    result is the node, what it may need and what it has, in bytes.
     """
     numbers = sorted(set(nodes.of_rank))
     own = {node: sum(rows[rank][0] for rank in nodes.ranks(node)) for node in numbers}

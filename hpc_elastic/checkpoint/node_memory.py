@@ -53,10 +53,7 @@ _OWNER = "owner"
 class MemorySave:
     """One save of one worker group.
 
-    Attributes:
-        step: Optimizer steps that it holds.
-        token: Distinguishes the group from all others; at least 0, below 2^63.
-        world_size: Ranks that have a part of it.
+    ``token`` distinguishes the group from all others; it is at least 0, below 2^63.
     """
 
     step: int
@@ -109,10 +106,9 @@ class NodeMemory:
         return path
 
     def good_parts(self, save: MemorySave, ranks: Iterable[int]) -> dict[int, RankPart]:
-        """Read the parts of some ranks, and check their files.
+        """Return the parts of some ranks whose files are good.
 
-        Returns:
-            Those that are good; what is wrong with the others is logged.
+        Log what is wrong with the others.
         """
         good = {}
         for rank in ranks:
@@ -166,8 +162,7 @@ def identity(directory: Path) -> int:
 def read_identity(directory: Path) -> int:
     """Return the number of a directory of checkpoints; -1 if it has none.
 
-    Raises:
-        OSError: it cannot be read, so it is unknown.
+    Raises OSError if it cannot be read, so that it is unknown.
     """
     try:
         return int(read_text(directory / _IDENTITY), 16) % (1 << WORD_BITS)
@@ -179,16 +174,12 @@ def base_folder(wanted: Path | None = None) -> Path:
     """Return where this node's workers keep checkpoints in memory; it exists, for this user only.
 
     In a run it is in the folder of the node's agent: it survives the workers, and goes with the
-    agent. Outside of one it is in ``/dev/shm``, and survives everything but a reboot.
+    agent. Outside of one it is in ``/dev/shm``, and survives everything but a reboot. ``wanted`` is
+    another place, which only this user may write.
 
     Anybody may make a folder in ``/dev/shm``: one that is there already must be a folder, no link,
-    and its owner, this user, must be the only one who may enter it.
-
-    Args:
-        wanted: Another place, which only this user may write.
-
-    Raises:
-        ConfigError: it cannot be made, belongs to somebody else, or is open to others.
+    and its owner, this user, must be the only one who may enter it. Raises ConfigError if it is not
+    so, or cannot be made.
     """
     control_folder = os.environ.get(shared_page.DIRECTORY_VARIABLE)
     if wanted is not None:
@@ -232,11 +223,7 @@ class AgentFolder:
     Folders of agents that were killed are removed first. An agent holds a lock on a file in its
     folder: it ends with the process, however that ends, and in other containers, too.
 
-    Attributes:
-        path: The folder.
-
-    Args:
-        parent: Where; ``/dev/shm`` by default, or the folder for temporary files if there is none.
+    The parent is ``/dev/shm`` by default, or the folder for temporary files if there is none.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -257,10 +244,8 @@ class AgentFolder:
         """Make the folder again if its files were removed.
 
         systemd-logind does that when a user's last session on a node ends (RemoveIPC), within a
-        job, too. The copies of checkpoints are lost; those that neighbours keep are not.
-
-        Raises:
-            OSError: It cannot be made, or somebody else has made it.
+        job, too. The copies of checkpoints are lost; those that neighbours keep are not. Raises
+        OSError if it cannot be made, or somebody else has made it.
         """
         if os.fstat(self._owner.fileno()).st_nlink:
             return

@@ -74,9 +74,8 @@ class Owner:
     def current(cls, keys: Iterable[str] = (), *, boundary: bool = True) -> Owner:
         """Return this process, as the owner of what it saves.
 
-        Raises:
-            RunDirectoryError: its run cannot be read.
-            OSError: its run directory cannot be listed.
+        Raises RunDirectoryError if its run cannot be read, and OSError if its directory cannot be
+        listed.
         """
         kind = {"boundary": boundary, "keys": sorted(keys)}
         at = {"host": socket.gethostname(), "created": time.time(), "nonce": os.urandom(8).hex()}
@@ -112,13 +111,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class OwnerVerdict:
-    """What an owner may do with a directory.
-
-    Attributes:
-        marks: It marks the directory now.
-        problem: Why it may not save there; None if it may.
-        at_once: Whether that ends its training, since it cannot go on there after a restart either.
-    """
+    """What an owner may do with a directory."""
 
     marks: bool = False
     problem: ConfigError | None = None
@@ -130,13 +123,9 @@ def judge(
 ) -> OwnerVerdict:
     """Decide whether an owner may save to a directory (pure).
 
-    Args:
-        directory: Of the checkpoints.
-        mark: The directory's.
-        mine: The owner that would save.
-        take_over: Id of the owner that is to be replaced.
-        is_empty: Whether nothing is lost with the mark's owner: it is over, without a checkpoint.
-            Where there is no mark: whether there is no checkpoint.
+    ``take_over`` is the id of the owner that is to be replaced. ``is_empty``: nothing is lost with
+    the mark's owner, which is over, without a checkpoint; where there is no mark: there is no
+    checkpoint.
     """
     if mark is None:
         return OwnerVerdict(marks=mine.in_run and (mine.boundary or is_empty))
@@ -178,12 +167,10 @@ def claim(directory: Path, mine: Owner, take_over: str | None, *, has_steps: boo
 
 
 def require(directory: Path, mine: Owner) -> None:
-    """Return if a directory is an owner's still, right before a commit; mark it if it has no mark.
+    """Return if a directory is still an owner's, right before a commit; mark it if it has no mark.
 
-    Raises:
-        CheckpointError: it is another's.
-        ConfigError: the mark is damaged.
-        OSError: it cannot be read or written.
+    Raises CheckpointError if it is another's, ConfigError if the mark is damaged, and OSError if it
+    cannot be read or written.
     """
     while (mark := read(directory)) is None:
         write(directory, mine, replaces=False)
@@ -198,9 +185,7 @@ def require(directory: Path, mine: Owner) -> None:
 def read(directory: Path) -> Owner | None:
     """Return whose a directory is; None if it has no mark.
 
-    Raises:
-        ConfigError: the mark is damaged.
-        OSError: it cannot be read.
+    Raises ConfigError if the mark is damaged, and OSError if it cannot be read.
     """
     path = directory / MARK
     try:
@@ -214,9 +199,7 @@ def read(directory: Path) -> Owner | None:
 def _parse(text: str, path: Path) -> Owner:
     """Return the mark that a file holds; the same file is read at each commit.
 
-    Raises:
-        DamagedFileError: it is no JSON.
-        TypeError: it is no mark.
+    Raises DamagedFileError if it is no JSON, and TypeError if it is no mark.
     """
     mark = Owner(**parse_json(text, path))
     if not fits(mark, Owner):
@@ -232,8 +215,7 @@ def _damaged(path: Path) -> ConfigError:
 def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
     """Mark a directory; return False if another owner was first.
 
-    Raises:
-        OSError: it cannot be written.
+    Raises OSError if it cannot be written.
     """
     text = json.dumps(asdict(mine), indent=2) + "\n"
     if not replaces:

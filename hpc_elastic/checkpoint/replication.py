@@ -65,8 +65,7 @@ class Receiver:
     def __init__(self, memory: NodeMemory, key: bytes, addresses: Iterable[str]) -> None:
         """Begin to listen on the first of these numeric addresses that is this machine's.
 
-        Raises:
-            OSError: none is.
+        Raises OSError if none is.
         """
         self._memory = memory
         self._server = SocketServer(addresses, key, _CONTEXT, self._serve, name="checkpoint-copy")

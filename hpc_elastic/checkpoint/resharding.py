@@ -46,7 +46,7 @@ _MOST_THREADS = 4
 
 
 def read(manifest: Manifest, folder: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors from a checkpoint, in place (every rank for itself; no communication).
+    """Fill tensors, by the manifest's names, from a checkpoint, in place (no communication).
 
     They have the manifest's names, and may be DTensors of any mesh.
 
@@ -61,11 +61,7 @@ def read(manifest: Manifest, folder: Path, into: Mapping[str, torch.Tensor]) -> 
 
 
 def files_needed(manifest: Manifest, into: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the files that `read` would read on this rank.
-
-    Raises:
-        CheckpointError: as `read`.
-    """
+    """Return the files that `read` would read on this rank; raise as it does."""
     reader = ManifestReader(manifest, Path())
     _, plan = _plan(reader, manifest, into)
     return {reader.chunk(item).file for item in plan.items if 0 not in item.lengths}
@@ -78,18 +74,12 @@ def targets(
     like: Mapping[str, torch.Tensor],
     own: Container[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Return a tensor to fill for each name.
+    """Return a tensor to fill for each name that is wanted.
 
-    Args:
-        manifest: Of the checkpoint.
-        wanted: Names of tensors in it.
-        present: What there is already; it is used.
-        like: The parameter that a new tensor belongs to: one of the parameter's shape gets its
-            device, and its shards if it is a DTensor. Others are made on the CPU.
-        own: Names of tensors that this rank has for itself: of a DTensor, its part.
-
-    Raises:
-        CheckpointError: a tensor is not in the checkpoint.
+    ``present`` ones are used. ``like`` has the parameter that a new tensor belongs to: one of the
+    parameter's shape gets its device, and its shards if it is a DTensor; others are made on the
+    CPU. ``own`` are the names of tensors that this rank has for itself: of a DTensor, its part.
+    Raises CheckpointError if a tensor is not in the checkpoint.
     """
     found = {}
     for fqn in wanted:
@@ -129,11 +119,8 @@ def parameters_of(
 ) -> dict[Any, torch.Tensor]:
     """Return the parameters of an optimizer by their keys in its saved state.
 
-    Returns:
-        None of them if the state dict is not of torch's form: such an optimizer loads it itself.
-
-    Raises:
-        CheckpointError: as `like_parameters`.
+    None of them if the state dict is not of torch's form: such an optimizer loads it itself. Raises
+    CheckpointError as `like_parameters`.
     """
     groups = saved.get("param_groups")
     if not isinstance(groups, list) or not isinstance(saved.get("state"), dict):
@@ -181,8 +168,7 @@ class ManifestReader(StorageReader):
     def of(cls, folder: Path) -> ManifestReader:
         """Return a reader of a checkpoint's folder, ``.../step-00000100``.
 
-        Raises:
-            CheckpointError: there is no undamaged manifest.
+        Raises CheckpointError if there is no undamaged manifest.
         """
         return cls(read_manifest(folder), folder)
 
@@ -283,8 +269,6 @@ class Rows:
         dim: The dimension that the rows are counted along: the part is one element long along
             those before it.
         offset: Of the first row in the box, in bytes.
-        num_bytes: Of one row.
-        count: Number of rows.
         exact: Whether the rows hold nothing but the part.
     """
 

@@ -183,7 +183,7 @@ class Restorer:
         return None
 
     def _candidates(self) -> Iterator[tuple[int, bool]]:
-        """Give all steps, newest first, and whether it is in near memory that they are.
+        """Yield all steps, newest first, and whether each is in near memory.
 
         The same on every rank: the directory is as rank 0 sees it.
         """

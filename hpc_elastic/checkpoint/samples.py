@@ -60,8 +60,7 @@ class Comparer:
     def compare_structure(self, flat: Flat) -> None:
         """Compare keys, and names, shapes and types of tensors (every rank; collective).
 
-        Raises:
-            ConfigError: they differ; the same on every rank.
+        Raises ConfigError, on every rank, if they differ.
         """
         group = self._group
         both = sorted(flat.values), _listing(flat, self._planner.holders)
@@ -82,10 +81,8 @@ class Comparer:
     def describe(self, flat: Flat, number: int, *, compare: bool) -> Described | None:
         """Return what this rank has, after `Planner.plan`; None if it is the only rank.
 
-        Args:
-            flat: The state.
-            number: Of the save, the same on every rank.
-            compare: Whether to compare numbers also where it is not their turn.
+        ``number`` is the save's, the same on every rank. ``compare``: also numbers whose turn it is
+        not.
         """
         if self._group.world_size == 1:
             return None

@@ -96,12 +96,10 @@ class Save:
     Attributes:
         number: Of the save, the same on every rank.
         urgent: Leave out what can wait.
-        to_store: Whether it goes to the shared directory; otherwise to memory only.
         replaces: Whether it may replace a checkpoint of this step.
         snapshot: This rank's part; None once the save has ended.
         folder: Where all ranks write; its name is known to their group only.
         is_stored: Whether it is known to be committed in the shared directory.
-        error: Why it has failed.
         duration_s: How long it took, from the snapshot to its commit.
     """
 
@@ -266,7 +264,6 @@ class Save:
             raise failure
 
     def _await_commit(self) -> None:
-        """Return once the step is there (other ranks)."""
         store, looks = self.context.store, 0
         for names in self._poll_staging("commit", lambda: [0]):
             failure = self._failed_rank(names, [0])
@@ -284,7 +281,7 @@ class Save:
                 raise self._failure("rank 0 gave up")
 
     def _poll_staging(self, what: str, missing: Callable[[], list[int]]) -> Iterator[set[str]]:
-        """Give the names in the staging folder, again and again, for as long as it is allowed.
+        """Yield the names in the staging folder, again and again, for as long as it is allowed.
 
         A look that fails, as with too many open files, is no reason to end.
         """

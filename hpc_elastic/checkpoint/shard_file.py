@@ -26,8 +26,7 @@ class ShardFile:
     def __init__(self, path: Path) -> None:
         """Open the file and read its header.
 
-        Raises:
-            CheckpointCorruptError: it is no undamaged safetensors file, or cannot be read.
+        Raises CheckpointCorruptError if it is no undamaged safetensors file, or cannot be read.
         """
         self.path = path
         try:

@@ -42,11 +42,7 @@ class ShardPiece:
     """One box of one tensor, which this rank writes.
 
     Attributes:
-        fqn: Name of the tensor in the state.
-        shape: Of the whole tensor, over all ranks.
-        dtype: As torch prints it, without ``torch.``.
         offsets: Where the box begins in the whole tensor.
-        sizes: Of the box.
         start: Where the box begins in the tensor that this rank has in memory.
         is_own: Whether each rank stores its own tensor of that name.
     """
@@ -87,7 +83,7 @@ class Planner:
     def __init__(
         self, rank: int, world_size: int, replicated: Literal["spread", "first"] = "spread"
     ) -> None:
-        """Prepare.
+        """Prepare for one rank.
 
         Ranks with the same data share the writing (``spread``), or the first of them writes all.
         """
@@ -106,17 +102,10 @@ class Planner:
     ) -> list[ShardPiece]:
         """Return what this rank writes (every rank, at each save; cheap for a known structure).
 
-        Args:
-            tensors: All tensors of the state, by name; those that are not ``own`` have the same
-                names on every rank (`equality` compares them).
-            first: Names of those that the first rank writes, whatever their size.
-            own: Names of those that each rank has for itself, and writes as they are in memory.
-
-        Returns:
-            The boxes, by name; none for a rank whose share is empty.
-
-        Raises:
-            CheckpointError: a tensor cannot be stored; names it, the reason and the remedy.
+        ``first`` are the names of tensors that the first rank writes, whatever their size; ``own``
+        those that each rank has for itself, and writes as they are in memory. All others have the
+        same names on every rank (`equality` compares them). The boxes are sorted by name. Raises
+        CheckpointError, with the name, the reason and the remedy, if a tensor cannot be stored.
         """
         structure = (
             frozenset(first),
@@ -170,14 +159,9 @@ def share_rows(
 ) -> list[tuple[int, int]]:
     """Cut tensors that lie end to end into equal shares (pure).
 
-    Args:
-        items: Rows and bytes of each tensor, both at least 1.
-        index: Which share is asked for, from 0.
-        num_shares: How many there are.
-
-    Returns:
-        The first row of each tensor in the share, and the one after its last; equal where the
-        share has none of it. Over all shares every row occurs exactly once.
+    Each item is the rows and the bytes of a tensor, both at least 1. Returns the first row of each
+    tensor in the share, and the one after its last; equal where the share has none of it. Over all
+    shares every row occurs exactly once.
     """
     total = sum(num_bytes for _, num_bytes in items)
     cuts = (total * index // num_shares, total * (index + 1) // num_shares)
@@ -201,8 +185,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def box_of(fqn: str, tensor: torch.Tensor) -> Box | None:
     """Return which box of a tensor this rank holds; None if it is not in the tensor's mesh.
 
-    Raises:
-        CheckpointError: the shards are partial sums, or are no boxes.
+    Raises CheckpointError if the shards are partial sums, or are no boxes.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -227,11 +210,7 @@ def box_of(fqn: str, tensor: torch.Tensor) -> Box | None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's type of that name.
-
-    Raises:
-        CheckpointError: this torch has none.
-    """
+    """Return torch's type of that name; raise CheckpointError if this torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"this torch has no tensors of type {name!r}: use a later version")

@@ -72,10 +72,8 @@ class Snapshots:
     ) -> HostSnapshot:
         """Copy the pieces; when it returns, the state may change.
 
-        The snapshot is valid until the next call.
-
-        Raises:
-            Exception: there is no memory for the buffer, by `is_out_of_memory`.
+        The snapshot is valid until the next call. Raises what `is_out_of_memory` detects if there
+        is no memory for the buffer.
         """
         layout = self._layout_of(pieces)
         self._is_wanted = True

@@ -61,8 +61,7 @@ class Ref:
 def decode(value: Any) -> Any:
     """Return a stored value, with a `Ref` in the place of each tensor.
 
-    Raises:
-        CheckpointCorruptError: no checkpoint holds such a value.
+    Raises CheckpointCorruptError if no checkpoint holds such a value.
     """
 
     def ref(kind: Any, fqn: Any) -> Ref:
@@ -128,8 +127,7 @@ class RankStates:
     def value(self, manifest: Manifest, key: str, item: object) -> Any:
         """Return the stored value of an object for this rank.
 
-        Raises:
-            CheckpointError: there is none that fits, since the world size was another.
+        Raises CheckpointError if there is none that fits, since the world size was another.
         """
         own = _own_value(manifest, self.source(manifest), key)
         is_position = _is_position(item) or _own_value(manifest, 0, key, ["positions"]) is not None
@@ -386,8 +384,7 @@ def _require_known_shards(
 ) -> None:
     """Refuse a sharded tensor that a fresh optimizer could not make again.
 
-    Raises:
-        ConfigError: it is not the state of a parameter, or has another shape.
+    Raises ConfigError if it is not the state of a parameter, or has another shape.
     """
     sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     like = resharding.like_parameters(optimizer, tree, path) if sharded else {}
@@ -404,11 +401,7 @@ def _require_known_shards(
 
 
 def _require_no_flat_parameters(path: str, item: object) -> None:
-    """Refuse FSDP1, whose flat parameters are one rank's without being named so.
-
-    Raises:
-        ConfigError: the object is such a module, has one in it, or optimizes its parameters.
-    """
+    """Refuse FSDP1, whose flat parameters are one rank's without being named so."""
     found = False
     if isinstance(item, torch.nn.Module):
         fsdp = sys.modules.get("torch.distributed.fsdp")

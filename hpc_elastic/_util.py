@@ -40,18 +40,9 @@ def run(
     a process group of its own, which is killed as a whole: killing a shell alone would leave its
     child behind.
 
-    Args:
-        argv: The command line.
-        timeout_s: Its time limit; the call lasts `_REAP_S` longer at most. None: no limit.
-        env: Its environment; None: this process's.
-        errors: Treatment of bytes that are not UTF-8; ``surrogateescape`` for names of files.
-
-    Returns:
-        Its exit code and its output.
-
-    Raises:
-        OSError: It cannot be started.
-        subprocess.TimeoutExpired: It has not ended in time.
+    The call lasts at most ``timeout_s`` (None: no limit) and `_REAP_S`. ``errors`` is the treatment
+    of bytes that are not UTF-8: ``surrogateescape`` for names of files. Raises OSError if it cannot
+    be started, and subprocess.TimeoutExpired if it has not ended in time.
     """
     process = subprocess.Popen(
         argv, env=env, text=True, errors=errors, process_group=0,
@@ -139,12 +130,7 @@ def quoted(path: Path) -> str:
 
 
 def node_time(node_s: float, like: float | None = None) -> str:
-    """Return node-seconds in a unit that suits them.
-
-    Args:
-        node_s: The node-seconds.
-        like: The largest number in the same place, which fixes the unit of all; None: its own.
-    """
+    """Return node-seconds in a unit that suits them, or the largest number in the same place."""
     size = node_s if like is None else like
     if size < 600:
         return f"{node_s:.1f} node-s"
@@ -156,11 +142,9 @@ _MARKS = 60
 
 
 class ThroughputMeter:
-    """Throughput of a count, over the last seconds (pure).
+    """Throughput of a count, over the last ``window_s`` seconds, or without limit (pure).
 
-    Args:
-        window_s: Length of the window in seconds; infinite: since the beginning.
-        shortest_s: Shortest divisor in seconds, so that two close counts give no chance value.
+    Times below ``shortest_s`` count as that, so that two close counts give no chance value.
     """
 
     def __init__(self, window_s: float, shortest_s: float = 0.0) -> None:
@@ -194,10 +178,8 @@ class ThroughputMeter:
 def folder(name: Literal["conf", "examples", "sbatch_templates"]) -> Path:
     """Return a folder of files that ship with the package.
 
-    A wheel has them inside of the package, a clone beside it.
-
-    Raises:
-        FileNotFoundError: The installation is incomplete; reinstall it.
+    A wheel has them inside of the package, a clone beside it. Raises FileNotFoundError if the
+    installation is incomplete; reinstall it.
     """
     package = Path(__file__).resolve().parent
     for candidate in (package / name, package.parent / name):
@@ -217,10 +199,7 @@ def readable(*files: int | HasFileno, timeout_s: float | None = None) -> list[in
     """Wait for files; return those that can be read or are at their end.
 
     By poll(2), since select(2) refuses descriptors above 1024, and data loaders open more files.
-
-    Args:
-        files: Descriptors, or objects with one.
-        timeout_s: Longest wait; None: without limit; 0: not at all. At most 24 days, poll's limit.
+    The longest wait is poll's limit, 24 days; None is without limit.
     """
     poll = select.poll()
     by_number = {f if isinstance(f, int) else f.fileno(): f for f in files}
@@ -243,9 +222,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 def cleaned(text: str, *, colours: bool) -> str:
     """Return a line without control characters and escape sequences (pure).
 
-    Args:
-        text: The line.
-        colours: Keep colours and styles; they end with the line.
+    ``colours`` keeps colours and styles; they end with the line.
     """
     if text.isprintable():
         return text
@@ -266,9 +243,6 @@ class CleanedStream:
     """A text stream that removes control characters, except tabs and ends of lines.
 
     Colours stay on a terminal.
-
-    Attributes:
-        stream: Where it writes.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -312,8 +286,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 def patiently(work: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
     """Call a function; again after growing pauses, for two minutes, if the system is full.
 
-    Raises:
-        OSError: Another error, or the last one.
+    Raises another OSError at once, and the last one.
     """
     for pause_s in _PAUSES_S:
         try:

@@ -83,15 +83,12 @@ class LaunchResult(Mapping[int, Any]):
     restarts: int = 0
 
     def __getitem__(self, rank: int) -> Any:
-        """Return the return value of the worker with this global rank."""
         return self.by_rank[rank]
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the global ranks."""
         return iter(self.by_rank)
 
     def __len__(self) -> int:
-        """Return the world size of the last round."""
         return len(self.by_rank)
 
 
@@ -604,14 +601,11 @@ def launch_entry(
 ) -> LaunchResult | Run:
     """Run what workers import and call, and wait for it; see `launch`.
 
-    Args:
-        make_entry: Returns it, once the settings are checked.
-        name: Of the function or the script.
-        config: ``nodes``, ``nproc_per_node``, ``ft``, and the settings of the launcher.
-        run_dir: As of `launch`.
-        typed: The keys, each with ``=`` behind it, whose values YAML has not read.
-        in_background: Return the `Run` once it is submitted; with ``launcher.wait=false``, a run in
-            Slurm is not waited for either.
+    ``make_entry`` is called once the settings are checked. ``name`` is the function's or the
+    script's. ``config`` has ``nodes``, ``nproc_per_node``, ``ft``, and the settings of the
+    launcher. ``typed`` are the keys, each with ``=`` behind it, whose values YAML has not read.
+    ``in_background`` returns the `Run` once it is submitted; with ``launcher.wait=false``, a run in
+    Slurm is not waited for either.
     """
     from hpc_elastic.config.resolve import resolve
     from hpc_elastic.launcher.plan import RunRequest
@@ -661,9 +655,8 @@ def _json_arguments(
 ) -> list[Any]:
     """Return the arguments of a call by position, as workers read them.
 
-    Raises:
-        ConfigError: One cannot be written (`run.arguments`), or can only be given by name.
-        TypeError: The function does not have these parameters.
+    Raises ConfigError if one cannot be written (`run.arguments`), or can only be given by name, and
+    TypeError if the function does not have these parameters.
     """
     if kwargs:
         call = inspect.signature(fn).bind(*args, **kwargs)
@@ -685,10 +678,7 @@ def _follow(
 ) -> None:
     """Follow the runs of one submission to their ends, in a thread of this process.
 
-    Args:
-        runs: The runs.
-        poll_interval_s: Seconds between two polls.
-        futures: Their futures, in the same order; none if there are none to complete.
+    Completes their futures, which are in the same order, if there are any.
     """
     from hpc_elastic.launcher.wait import LoggedMessages, Waiter
 

@@ -79,13 +79,8 @@ def write_atomic(
 ) -> None:
     """Replace a file in one step: a reader sees the old content or the new, never a part.
 
-    Args:
-        path: The file.
-        content: Its new content.
-        mode: Its permissions.
-        staged_in: A folder of the same file system to write it in first; None: its own. If that
-            folder is renamed meanwhile, the file is not replaced, and `FileNotFoundError` is
-            raised.
+    It is written first in ``staged_in``, a folder of the same file system; None: its own. If that
+    folder is renamed meanwhile, the file is not replaced, and `FileNotFoundError` is raised.
     """
     staged = _stage(path, content, mode, staged_in or path.parent)
     try:
@@ -98,13 +93,8 @@ def write_atomic(
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     """Create a file in one step; return False if another process has created it.
 
-    Args:
-        path: The file.
-        text: Its content, different from that of any other caller.
-        mode: Its permissions.
-
-    Raises:
-        OSError: It is not there, and could not be made.
+    The text differs from that of any other caller. Raises OSError if the file is not there, and
+    could not be made.
     """
     staged = _stage(path, text, mode, path.parent)
     put, read = partial(os.link, staged, path), partial(read_bytes, path)
@@ -130,15 +120,9 @@ def make_folder(
     folder around it has a default ACL and belongs to this user or to root, the users and groups
     that the ACL names may write the new folder too.
 
-    Args:
-        folder: The folder.
-        parents: Whether to make the folders around it too, by the same rule.
-        mode: Its permissions, less the umask.
-        closed: Take away the write permission of group and others from one that exists, if it is
-            this user's, is no link and has no ACL.
-
-    Raises:
-        OSError: It is not there, and could not be made.
+    ``parents`` makes the folders around it by the same rule. ``closed`` takes away the write
+    permission of group and others from one that exists, if it is this user's, is no link and has no
+    ACL. Raises OSError if it is not there, and could not be made.
     """
     try:
         _make_folder(folder, mode)
@@ -188,8 +172,7 @@ def _has_attribute(path: Path, name: str) -> bool:
 def names_in(folder: Path) -> frozenset[str]:
     """Return the names in a folder by its server; an empty set if the folder is missing.
 
-    Raises:
-        OSError: The file system does not answer.
+    Raises OSError if the file system does not answer.
     """
     try:
         return frozenset(names_listed(folder))
@@ -200,9 +183,7 @@ def names_in(folder: Path) -> frozenset[str]:
 def names_listed(folder: Path) -> list[str]:
     """Return the names in a folder by its server.
 
-    Raises:
-        FileNotFoundError: It is missing.
-        OSError: The file system does not answer.
+    Raises FileNotFoundError if it is missing, and OSError if the file system does not answer.
     """
     mount = _mount_of(folder)
     if not mount.opened_is_fresh:
@@ -219,11 +200,8 @@ def names_listed(folder: Path) -> list[str]:
 def refresh(path: Path) -> None:
     """Have the client ask the server for a file, where opening it would not.
 
-    Args:
-        path: A file, or a folder that is no mount point.
-
-    Raises:
-        OSError: It is missing, or the file system does not answer.
+    Also for a folder that is no mount point. Raises OSError if it is missing, or the file system
+    does not answer.
     """
     if not _mount_of(path.parent).opened_is_fresh:
         _ask_about(path)
@@ -244,11 +222,7 @@ def _mount_of(path: Path) -> Mount:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file or folder exists by its server.
-
-    Raises:
-        OSError: The file system does not answer.
-    """
+    """Return whether a file or folder exists by its server; raise OSError if that is unknown."""
     return path.name in names_in(path.parent)
 
 
@@ -257,14 +231,11 @@ REMOVED_AFTER_S = 60.0
 
 
 class RemovalWatch:
-    """Observes whether a folder was removed for good.
+    """Observes whether a folder, which exists now, was removed for good.
 
     A listing of its parent shows its absence; if the parent is missing too, one of the next folder
     above it that exists. That folder must be on the file system on which the watched one was: an
     empty mount point is no removal. A folder that cannot be listed shows nothing.
-
-    Args:
-        folder: It exists; otherwise nothing is ever concluded.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -277,11 +248,7 @@ class RemovalWatch:
             self._device = None
 
     def is_removed(self, now: float) -> bool:
-        """Return whether the folder was absent in all calls of the last time; may block.
-
-        Args:
-            now: Monotonic seconds.
-        """
+        """Return whether the folder was absent in all calls of the last time; may block."""
         try:
             is_absent = self._is_absent()
         except OSError:
@@ -308,9 +275,7 @@ class RemovalWatch:
 def status_of(path: Path) -> os.stat_result:
     """Return the attributes of a file or folder by its server.
 
-    Raises:
-        DamagedFileError: It is neither.
-        OSError: It is missing, or may not be read.
+    Raises DamagedFileError if it is neither, and OSError if it is missing, or may not be read.
     """
     refresh(path)
     fd = _open(path)
@@ -327,11 +292,8 @@ def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
     """Begin to remove a file that is not needed any more; it stays if that fails.
 
     The removal runs in a thread: an NFS server delays it by 100 s while it recalls a delegation
-    from a dead client.
-
-    Args:
-        path: The file; if it is being removed already, nothing is begun.
-        wait_s: Longest wait for the end of the removal.
+    from a dead client. A file that is being removed already is not removed twice. ``wait_s`` is the
+    longest wait for the end of the removal.
     """
     name = f"removal of {path}"
     if any(thread.name == name for thread in threading.enumerate()):
@@ -384,9 +346,8 @@ def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
 def open_file(path: Path) -> BufferedReader:
     """Open a file of a run for reading; the only way in which one is opened.
 
-    Raises:
-        DamagedFileError: Something else has its name: a link, a FIFO, a device.
-        OSError: It is missing, a folder, or may not be read.
+    Raises DamagedFileError if something else has its name (a link, a FIFO, a device), and OSError
+    if it is missing, a folder, or may not be read.
     """
     fd = _open(path)
     try:
@@ -443,13 +404,8 @@ def _require_size(path: Path, num_bytes: int, limit: int) -> None:
 def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
     """Return the content of a file of a run.
 
-    Args:
-        path: The file.
-        limit: A larger file is not read.
-
-    Raises:
-        DamagedFileError: It is larger, or no file.
-        OSError: It is missing, or may not be read.
+    Raises DamagedFileError if it is larger than the limit, or no file, and OSError if it is
+    missing, or may not be read.
     """
     with open_file(path) as file:
         _require_size(path, os.fstat(file.fileno()).st_size, limit)
@@ -459,11 +415,9 @@ def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES, errors: str = "strict") -> str:
-    """Return the text of a file of a run; see `read_bytes`.
+    """Return the text of a file of a run; raise as `read_bytes`.
 
-    Raises:
-        DamagedFileError: As `read_bytes`; or it is no text.
-        OSError: As `read_bytes`.
+    Raises DamagedFileError also if it is no text.
     """
     try:
         return read_bytes(path, limit).decode(errors=errors)
@@ -487,17 +441,10 @@ def lines_in(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file of a run, each with the byte after its end.
 
-    A line of more than `LINE_BYTES` is left out.
-
-    Args:
-        path: The file.
-        start: The byte to begin with: the start of a line.
-        unfinished: Whether a last line without an end is one too.
-        newest: Of more than `LINES_BYTES` yield the last lines.
-
-    Raises:
-        DamagedFileError: It has more than `LINES_BYTES` and is not read from there, or is no file.
-        OSError: It is missing, or may not be read.
+    A line of more than `LINE_BYTES` is left out. ``start`` is the first byte of a line.
+    ``unfinished``: a last line without an end is one too. Of more than `LINES_BYTES`, ``newest``
+    yields the last lines; otherwise DamagedFileError is raised, as if it is no file. Raises OSError
+    if it is missing, or may not be read.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -519,15 +466,10 @@ def lines_in(
 def parse_json(
     text: str | bytes, what: object, loads: Callable[[str | bytes], Any] = json.loads
 ) -> Any:
-    """Return the value of JSON text.
+    """Return the value of JSON text; ``what`` is its file, for the message.
 
-    Args:
-        text: The text.
-        what: Its file, for the message.
-        loads: Reads it; it raises a `ValueError` at what it refuses.
-
-    Raises:
-        DamagedFileError: It is no JSON, or nested too deep for its readers.
+    ``loads`` reads it, and raises a `ValueError` at what it refuses. Raises DamagedFileError if it
+    is no JSON, or nested too deep for its readers.
     """
     try:
         value = loads(text)
@@ -550,11 +492,8 @@ def read_yaml(path: Path) -> Any:
     """Return the value of a YAML file of a run.
 
     A few bytes of aliases could name each other so often that no memory holds the value; the files
-    of a run have none.
-
-    Raises:
-        DamagedFileError: It is no YAML, has an alias, or is no file or too large a one.
-        OSError: It is missing, or may not be read.
+    of a run have none. Raises DamagedFileError if it has one, is no YAML, no file or too large a
+    one, and OSError if it is missing, or may not be read.
     """
     import yaml
 
@@ -574,13 +513,8 @@ def read_yaml(path: Path) -> Any:
 def read_json(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any] | None:
     """Return the object in a JSON file that is written atomically; None where there is none yet.
 
-    Args:
-        path: The file.
-        read: Reads it; `read_undelegated` for a file that others change later.
-
-    Raises:
-        DamagedFileError: It is no JSON, or no file, or too large a one.
-        OSError: It may not be read.
+    ``read`` is `read_undelegated` for a file that others change later. Raises DamagedFileError if
+    it is no JSON, no file, or too large a one, and OSError if it may not be read.
     """
     try:
         text = read_listed(path, read)
@@ -598,13 +532,9 @@ def read_undelegated(path: Path, num_bytes: int | None = None) -> str:
     who use its folder there. So this client gives it back at once: Linux's does so before it
     changes a mode.
 
-    Args:
-        path: The file.
-        num_bytes: Number of bytes to read from its end; None: the whole file.
-
-    Raises:
-        DamagedFileError: It has more than `TEXT_BYTES` to read, or is no file.
-        OSError: It is missing, or may not be read.
+    ``num_bytes`` are read from its end; None: the whole file. Raises DamagedFileError if there are
+    more than `TEXT_BYTES` to read, or it is no file, and OSError if it is missing, or may not be
+    read.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -618,15 +548,7 @@ def read_undelegated(path: Path, num_bytes: int | None = None) -> str:
 
 
 def read_listed(path: Path, read: Callable[[Path], str] = read_text) -> str | None:
-    """Return the text of a file; None if it is not there.
-
-    Args:
-        path: The file.
-        read: Reads it.
-
-    Raises:
-        OSError: It may not be read.
-    """
+    """Return the text of a file; None if it is not there. Raise OSError if it may not be read."""
     try:
         refresh(path)
         return read(path)
@@ -749,7 +671,6 @@ class Mount:
 
     Attributes:
         kind: Type of the file system, such as ``nfs4``, as the kernel names it; empty if unknown.
-        source: What is mounted, such as ``server:/export``.
         options: The options of the mount and of its file system, as far as the kernel shows them,
             by name; empty values where an option has none.
     """

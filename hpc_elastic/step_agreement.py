@@ -72,11 +72,9 @@ class StepVote:
     """A member's vote on a proposal.
 
     Attributes:
-        number: The proposal's.
         ok: No worker of the member has passed the step, nor is about to without having seen the
             proposal.
         passed: The largest step that one of its workers has passed; None: none has passed any.
-        rate: Steps a second, at least 0; another number is ignored.
     """
 
     number: int
@@ -96,14 +94,11 @@ class AgreementState(Enum):
 class StepAgreement(Generic[M]):
     """Agreements of one group of members, one after the other.
 
-    Args:
-        ahead_s: How far ahead of the furthest member a step is proposed, in seconds of steps.
-        number: That of the last proposal before; numbers rise.
+    A step is proposed ``ahead_s`` ahead of the furthest member, in seconds of steps. Numbers rise
+    from that of the last proposal before.
 
     Attributes:
-        state: How far it is.
         step: The step that is proposed or confirmed; 0: a question.
-        number: The last proposal's.
         is_fixed: The step cannot be moved, since a member acts there already.
         awaited: Members that have not voted on the proposal, or not passed the confirmed step.
         furthest: The largest step that any worker is known to have passed; None if unknown.

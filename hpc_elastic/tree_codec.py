@@ -58,16 +58,10 @@ def escape(key: object) -> str:
 def encode(tree: object, path: str, leaf_of: LeafOf, depth: int = 0) -> Any:
     """Return the JSON form of a tree.
 
-    Args:
-        tree: Any nesting of Python's own types, of NumPy's numbers, of torch's sizes, types and
-            devices, and of leaves.
-        path: Path of the tree, for messages and for ``leaf_of``.
-        leaf_of: Called for each object of another type. Keys, and elements of sets, have no path,
-            so they cannot be leaves.
-        depth: Depth in the whole tree.
-
-    Raises:
-        ConfigError: an object has another type, or is nested too deep. The message names its path.
+    A tree is any nesting of Python's own types, of NumPy's numbers, of torch's sizes, types and
+    devices, and of leaves. ``leaf_of`` is called for each object of another type, with its path
+    from ``path`` on. Keys, and elements of sets, have no path, so they cannot be leaves. Raises
+    ConfigError, with the path, if an object has another type, or is nested too deep.
     """
     kind: Any = type(tree)
     value: Any = tree
@@ -109,12 +103,8 @@ def encode(tree: object, path: str, leaf_of: LeafOf, depth: int = 0) -> Any:
 def decode(value: Any, leaf: Callable[[str, Any], Any]) -> Any:
     """Return the tree of a JSON form.
 
-    Args:
-        value: What `encode` returned, possibly damaged.
-        leaf: Returns the leaf of a kind and JSON; raises KeyError for an unknown kind.
-
-    Raises:
-        ValueError: `encode` never returned this.
+    ``leaf`` returns the leaf of a kind and JSON; it raises KeyError for an unknown kind. Raises
+    ValueError if `encode` never returned this.
     """
     try:
         return _decode(value, leaf)

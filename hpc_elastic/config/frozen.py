@@ -78,7 +78,6 @@ class Encoder:
     """Makes configs plain, and collects what the caller has to look at.
 
     Attributes:
-        interpolations: All interpolations.
         lost: Types that a worker could not import, by the dotted name of their first node.
     """
 
@@ -86,15 +85,10 @@ class Encoder:
     lost: dict[str, str] = field(default_factory=dict)
 
     def encode(self, node: Any, name: str = "", skip: Sequence[str] = ()) -> Frozen:
-        """Return a node as plain data.
+        """Return a node of a config, attached to the whole, as plain data.
 
-        Args:
-            node: A node of a config, attached to the whole.
-            name: Its dotted name in the whole.
-            skip: Keys of its own that are left out.
-
-        Raises:
-            ConfigError: A value is an object, which cannot be written.
+        ``name`` is its dotted name in the whole; ``skip`` are keys of its own that are left out.
+        Raises ConfigError if a value is an object, which cannot be written.
         """
         raw, found = node._value(), self._types(node, name)
         if isinstance(node, UnionNode) and isinstance(raw, Node):
@@ -190,8 +184,7 @@ _BY_CLASS = (
 def decode(frozen: Frozen) -> Any:
     """Return the node that `Encoder.encode` has made plain.
 
-    Raises:
-        ImportError: A class is not where it was at the submission.
+    Raises ImportError if a class is not where it was at the submission.
     """
     return _decode(frozen.values, frozen.types, None, None)
 
@@ -309,8 +302,6 @@ class Call:
     """A call of a resolver with constants.
 
     Attributes:
-        name: Of the resolver.
-        args: The texts of the arguments.
         result: What it returned at the submission, in JSON form.
         is_fixed: Whether all workers get this result. Otherwise it is the answer only where the
             worker cannot give one: the resolver or the variable does not exist there.
@@ -401,12 +392,10 @@ class Recorder:
 
 @contextmanager
 def answer_calls(calls: Sequence[Call], configs: Sequence[Any]) -> Iterator[None]:
-    """Answer calls of resolvers from the record (worker).
+    """Answer calls of resolvers from the record of the submission (worker).
 
-    Args:
-        calls: What the submission recorded.
-        configs: Configs with a cache of results. Hydra registers ``now`` again at times, and then
-            the cache answers.
+    The configs have a cache of results: Hydra registers ``now`` again at times, and then the cache
+    answers.
     """
     resolvers = BaseContainer._resolvers
     before = dict(resolvers)
@@ -445,8 +434,7 @@ def _answering(
 def _to_json(value: Any) -> Any:
     """Return the JSON form of a result.
 
-    Raises:
-        TypeError: It is an object, which the worker makes itself.
+    Raises TypeError if it is an object, which the worker makes itself.
     """
     if value is None or type(value) in (bool, int, str):
         return value

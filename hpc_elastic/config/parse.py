@@ -56,7 +56,6 @@ class GroupReader:
         typed: The dotted keys that were given on the command line.
         parsers: Parsers of keys whose annotation does not describe their form or range.
         elsewhere: Returns where an unknown key exists instead, as the end of the error.
-        errors: The errors so far.
     """
 
     typed: frozenset[str] = frozenset()
@@ -135,12 +134,9 @@ _LARGEST = 1 << 63
 def fits(value: object, hint: Any) -> bool:
     """Return whether a value has the type of an annotation (pure).
 
-    For values from a file that `convert` need not convert. A number is finite, and an integer has
-    at most 64 bits: Python fails at larger ones in many places.
-
-    Args:
-        value: The value; the fields of a dataclass are checked, too.
-        hint: The annotation: of a field of a dataclass, or a dataclass.
+    For values from a file that `convert` need not convert; the fields of a dataclass are checked,
+    too. A number is finite, and an integer has at most 64 bits: Python fails at larger ones in many
+    places.
     """
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -168,8 +164,7 @@ def fits(value: object, hint: Any) -> bool:
 def convert(hint: object, given: Given, parser: Parser | None = None) -> object:
     """Return the value in the type of its annotation, by the key's own parser if it has one.
 
-    Raises:
-        ConfigError: It cannot be read as that type.
+    Raises ConfigError if it cannot be read as that type.
     """
     optional = type(None) in get_args(hint)
     if given.value is None:
@@ -265,14 +260,9 @@ _TIME = re.compile(r"\d+|\d+:[0-5]?\d(:[0-5]?\d)?|\d+-\d+(:[0-5]?\d){0,2}")
 def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRange:
     """Return the range of nodes of ``4``, ``'4'``, ``'1:16'`` or ``'4:16:4'``.
 
-    Args:
-        value: As composed by Hydra.
-        from_yaml: Whether YAML may have read a range as a base-60 number.
-        key: The key in messages.
-
-    Raises:
-        ConfigError: Not such a form, a number below 1, min above max, min or max that is no
-            multiple of the third number, or an ambiguous integer.
+    With ``from_yaml``, YAML may have read a range as a base-60 number. Raises ConfigError for
+    another form, a number below 1, min above max, min or max that is no multiple of the third
+    number, or an ambiguous integer.
     """
     if from_yaml and isinstance(value, int) and value > BASE and value % BASE:
         low, high = divmod(value, BASE)
@@ -304,15 +294,10 @@ def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRa
 
 
 def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") -> str:
-    """Return a wall time in a form that sbatch accepts.
+    """Return a wall time in a form that sbatch accepts; an integer is minutes.
 
-    Args:
-        value: As composed by Hydra; an integer is minutes.
-        from_yaml: Whether YAML may have read ``24:00:00`` as a base-60 number.
-        key: The key in messages.
-
-    Raises:
-        ConfigError: Not one of Slurm's forms, zero, or an ambiguous integer.
+    With ``from_yaml``, YAML may have read ``24:00:00`` as a base-60 number. Raises ConfigError for
+    zero, an ambiguous integer, or none of Slurm's forms.
     """
     if from_yaml and isinstance(value, int) and value >= BASE:
         minutes, seconds = divmod(value, BASE)
@@ -353,8 +338,7 @@ def time_limit_s(text: str) -> float | None:
 def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
     """Return the number of workers of a node.
 
-    Raises:
-        ConfigError: Neither a count of at least 1 nor one of the three words.
+    Raises ConfigError if it is neither a count of at least 1 nor one of the three words.
     """
     if value == "auto" or value == "gpu" or value == "cpu":
         return value

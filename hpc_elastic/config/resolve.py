@@ -108,11 +108,7 @@ def resolve(
 def resolve_sweeper(raw: Mapping[str, Any]) -> OptunaSettings:
     """Return the checked settings of ``hydra/sweeper=elastic_optuna``.
 
-    Args:
-        raw: ``hydra.sweeper`` as a plain container.
-
-    Raises:
-        ConfigError: Settings cannot work; see `resolve`.
+    ``raw`` is ``hydra.sweeper`` as a plain container. Raises ConfigError as `resolve` does.
     """
     reader = parse.GroupReader(parsers=PARSERS)
     keys = {key: value for key, value in raw.items() if not key.startswith("_")}
@@ -399,9 +395,8 @@ def _env_file(given: Given) -> str:
 def read_env_file(path: str) -> dict[str, str]:
     """Return the variables in ``launcher.env_file``.
 
-    Raises:
-        ConfigError: It cannot be read, others may read or write it, or a line is no variable. The
-            error names the line, and no value.
+    Raises ConfigError if it cannot be read, others may read or write it, or a line is no variable;
+    the error names the line, and no value.
     """
     key = "launcher.env_file"
     try:
@@ -626,8 +621,7 @@ PARSERS |= {
 def read_override(override: str) -> tuple[str, Any]:
     """Return the dotted key and the value of an override such as ``launcher.partition=gpu``.
 
-    Raises:
-        ConfigError: It is no override, deletes a key, or has several values.
+    Raises ConfigError if it is no override, deletes a key, or has several values.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

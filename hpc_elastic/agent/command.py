@@ -27,8 +27,7 @@ from hpc_elastic.errors import HpcElasticError
 class FailedCommandError(HpcElasticError):
     """A command has failed, or was not found.
 
-    Attributes:
-        is_certain: Whether it would fail again: a wrong argument, or no such command.
+    ``is_certain``: it would fail again, for a wrong argument, or no such command.
     """
 
     def __init__(self, text: str, *, is_certain: bool) -> None:
@@ -43,10 +42,9 @@ _CERTAIN_CODES = (2, 126, 127)
 def run_command(*argv: str) -> None:
     """Run a command in this worker; return once it has succeeded.
 
-    Raises:
-        SystemExit: It has ended with exit code 0, perhaps at a preemption: the agent decides.
-        FailedCommandError: Its exit code is not 0, a signal has ended it, or it was not found.
-        BaseException: What a Python script raised.
+    Raises SystemExit if it has ended with exit code 0, perhaps at a preemption (the agent decides),
+    FailedCommandError if its exit code is not 0, a signal has ended it, or it was not found, and
+    what a Python script raised.
     """
     inside = _in_process(argv)
     if inside is not None:

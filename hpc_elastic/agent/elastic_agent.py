@@ -112,18 +112,10 @@ class AgentContext:
     """What an agent works with.
 
     Attributes:
-        place: Where it is, and where its workers' logs go.
-        attempt: How often Slurm has requeued its task.
         control: Folder of the control pages, in memory.
-        run: The run's directory.
-        settings: The run's ``launcher.agent``.
         notices: Where a notice for this node is found.
-        events: Its task's events.
-        is_local: Whether the nodes are processes on this machine.
         is_command: Whether the workers run a command, which succeeds by its exit code.
         replica: The node's, where its workers are one (``ft=true``).
-        times: Writes down when the workers' output was written.
-        observer: Measures the workers.
     """
 
     place: worker_failures.NodeIdentity
@@ -202,8 +194,8 @@ class ElasticAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Wait for a round; warm workers are started meanwhile, since nothing trains beside them.
 
-        A group that trains would be stopped for this node at once, and stand still until it has
-        imported what it needs: so it is joined after that.
+        A node joins a group that trains once its imports are done: the group would be stopped for
+        this node at once, and stand still until then.
         """
         session, self._refused = self._session, None
         if session.departed is None:
@@ -242,7 +234,6 @@ class ElasticAgent(LocalElasticAgent):
         return self._handler.round
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the workers; a start that the system refuses for a moment is tried again."""
         try:
             started = self._start_once(worker_group)
         except OSError as e:
@@ -469,8 +460,8 @@ class ElasticAgent(LocalElasticAgent):
     def _report(self, failures: Mapping[int, worker_failures.EndedWorker]) -> None:
         """Report failed workers; those that end because of a notice have not failed.
 
-        Such are all where the signals of a notice have come: Slurm may send them to each process.
-        Under any notice a script may save, and end its process.
+        All of them end because of a notice where its signals have come: Slurm may send them to each
+        process. Under any notice a script may save, and end its process.
         """
         place = self._workplace.place
         found = [
@@ -615,10 +606,6 @@ class ExitWatch:
     A tracker may send its files at exit, and threads and children are waited for. Nothing of that
     changes the outcome of the run; it has a limit, `launcher.agent.exit_timeout_s`, after which the
     processes are ended. Under notice it is over before the node is taken.
-
-    Args:
-        workplace: What the agent works with.
-        now: Monotonic seconds.
     """
 
     def __init__(self, workplace: AgentContext, now: float) -> None:
@@ -627,12 +614,7 @@ class ExitWatch:
         self._is_named = False
 
     def is_over(self, processes: Mapping[int, WorkerProcess], now: float) -> bool:
-        """Return whether all processes have ended, or are to be ended now.
-
-        Args:
-            processes: Those of the workers, by global rank.
-            now: Monotonic seconds.
-        """
+        """Return whether all processes (by global rank) have ended, or are to be ended now."""
         codes = {rank: process.own_exit_code for rank, process in processes.items()}
         alive = [rank for rank, code in codes.items() if code is None]
         if not alive:
@@ -673,14 +655,10 @@ class ExitWatch:
 def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[str, Any] | None:
     """Return the fields of the event of the first step in a round; None before it (pure).
 
-    Args:
-        workers: The node's.
-        started: Unix seconds at which they were started.
-
-    Returns:
-        ``step``, the first that was made; ``restored``, the step of the checkpoint, None without
-        one; ``restore_s`` and ``start_s``, of the slowest worker, from the start to the first step;
-        ``counted``: the script does not report these steps; ``time`` of the slowest one's step.
+    ``started`` is when the node's workers were started, in Unix seconds. The fields are ``step``,
+    the first that was made; ``restored``, the step of the checkpoint, None without one;
+    ``restore_s`` and ``start_s``, of the slowest worker, from the start to the first step;
+    ``counted``: the script does not report these steps; ``time`` of the slowest one's step.
     """
     steps = [worker.first_step for worker in workers if worker.first_step is not None]
     if not steps or len(steps) < len(workers):
@@ -699,13 +677,10 @@ def first_step_fields(workers: Sequence[WorkerStatus], started: float) -> dict[s
 def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
     """Return how far workers have come that were stopped before they were done (pure).
 
-    Args:
-        workers: What they last published; a script that asks at which step to save is believed
-            before the count of its optimizers' steps, which begins anew with every start.
-
-    Returns:
-        ``step``, the last one that any of them has made, and ``step_time``, Unix seconds of the
-        last step that was reported; each only if it is known.
+    ``step`` is the last one that any of them has made; ``step_time`` is the last step that was
+    reported, in Unix seconds; each only if it is known. The steps that a script passes to
+    `should_checkpoint` take precedence over the count of its optimizers' steps, which begins anew
+    with every start.
     """
     seen = list(workers)
     asked = [w.passed for w in seen if w.passed is not None]
@@ -720,10 +695,7 @@ def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
 class TrainingWatch:
     """The events of a training that goes on, and is not what was meant; each once in a round.
 
-    Args:
-        world_size: Workers of the group; None with ``ft=true``, where they need no group.
-        host: The node.
-        events: Those of the node.
+    ``world_size`` is None with ``ft=true``, where workers need no group.
     """
 
     def __init__(self, world_size: int | None, host: str, events: EventLog) -> None:
@@ -754,10 +726,8 @@ class CheckpointFailureLog:
 
     Such a failure never ends a training. Every rank learns if a part of a checkpoint could not be
     written, so the agent of the first rank writes the events for all: each incident once, for as
-    long as that agent has the first rank.
-
-    Args:
-        write: Writes an event, and does not wait for the file system: it may be what fails.
+    long as that agent has the first rank. ``write`` may not wait for the file system: it may be
+    what fails.
     """
 
     def __init__(self, write: Callable[..., None]) -> None:
@@ -767,11 +737,7 @@ class CheckpointFailureLog:
         self._failing = False
 
     def watch(self, page: SharedPage | None) -> None:
-        """Begin another round.
-
-        Args:
-            page: The first rank's control page, just made; None: that is another node's.
-        """
+        """Begin another round, with the first rank's page; None: that is another node's."""
         self._page, self._num_unsaved = page, 0
         self._failing = self._failing and page is not None
 
@@ -796,15 +762,8 @@ _REPORTS = {StateMismatch: "state_mismatch", HealFailed: "heal_failed"}
 class Replica:
     """The workers of one node, which are of a replica of the model (``ft=true``).
 
-    The session of the agent serves them (`hpc_elastic.ft.manager_server`), and connects them to
-    the lighthouse, which lives with the run's leader.
-
-    Args:
-        me: The node's agent.
-        session: Its session.
-        socket: Where it serves the workers.
-        max_replicas: The most replicas that the run may have.
-        write: Writes an event, and does not wait for the file system.
+    The session of the agent serves them (`hpc_elastic.ft.manager_server`), and connects them to the
+    lighthouse, which lives with the run's leader. ``write`` may not wait for the file system.
     """
 
     def __init__(
@@ -828,9 +787,7 @@ class Replica:
     def expect_workers(self, round_: RoundInfo, server: tuple[str, int] | None) -> None:
         """Forget the workers before: others are about to be started.
 
-        Args:
-            round_: Their round.
-            server: Where the server of their replica is, if it is on another node.
+        ``server`` is that of their replica, if it is on another node.
         """
         self._announced = None
         self._session.expect_workers(round_, server)
@@ -838,12 +795,7 @@ class Replica:
     def why_leave(
         self, notice: preemption.PreemptionNotice, _: Sequence[WorkerStatus], now: float
     ) -> str | None:
-        """Request release once; return why to wait for that no longer, None to wait.
-
-        Args:
-            notice: The node is to be left.
-            now: Monotonic seconds.
-        """
+        """Request release once; return why to wait for that no longer, None to wait."""
         if notice.by != self._announced:
             self._announced = notice.by
             self._session.run_in_loop(self._server.announce_leave, max(0.0, notice.by - now))

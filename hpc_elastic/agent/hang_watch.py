@@ -56,14 +56,7 @@ _DEBUGGED = "t"
 
 @dataclass(frozen=True)
 class WatchedWorker:
-    """One worker of this node.
-
-    Attributes:
-        local_rank: Its rank here.
-        page: Its shared page.
-        files: Its logs.
-        dump: The file of its stacks.
-    """
+    """One worker of this node; ``dump`` is the file of its stacks."""
 
     local_rank: int
     page: SharedPage
@@ -74,15 +67,9 @@ class WatchedWorker:
 class HangWatch:
     """The watch over the workers of one round.
 
-    Args:
-        leader: The session.
-        workers: The workers of the node.
-        after_s: The setting `launcher.agent.hang_timeout_s`.
-        first_step: The limit before the first step.
-        place: The node.
-        alone: The agent, and what writes its events, if its workers are a replica: then it decides
-            by itself. None otherwise.
-        gpus_fail: Returns whether the node's GPUs cannot be measured.
+    ``after_s`` is the setting `launcher.agent.hang_timeout_s`. ``alone`` is the agent, and what
+    writes its events, if its workers are a replica: then it decides by itself. ``gpus_fail``
+    returns whether the node's GPUs cannot be measured.
     """
 
     def __init__(
@@ -112,10 +99,8 @@ class HangWatch:
     def update(self, pids: Mapping[int, int], now: float, *, done: bool = False) -> None:
         """Read the workers' pages, and start a diagnosis if due; called several times a second.
 
-        Args:
-            pids: Process ids by local rank, also of workers that have returned.
-            now: Monotonic seconds.
-            done: Whether all workers have returned; the leader may still query.
+        ``pids`` (by local rank) include workers that have returned. The leader may still query once
+        all have (``done``).
         """
         request = self._leader.checkpoint_request
         awaited = None if request is None or request.confirmed else request.number
@@ -243,9 +228,7 @@ class WorkerSample:
     """A sample of one worker.
 
     Attributes:
-        letter: Linux's state letter of its process; None if it has ended.
         dumps: Stacks of its main thread, in order.
-        published: The content of its page.
         computes: Whether its main thread uses or wants a CPU nearly always, without a GPU: a thread
             that waits for its GPU spins.
         alive: Whether it was busy during the sample, or `StepClock.is_alive`.
@@ -315,12 +298,10 @@ _ASLEEP_S = 5.0
 
 @dataclass(frozen=True)
 class FirstStepLimit:
-    """The time limit for the first step of a round.
+    """The time limit for the first step of a round; None for none.
 
-    Attributes:
-        limit_s: The limit; None for none.
-        is_assumed: Whether it is neither set nor measured. The script may make no steps that can be
-            counted, so it applies only if a rank waits in a collective.
+    ``is_assumed``: it is neither set nor measured. The script may make no steps that can be
+    counted, so it applies only if a rank waits in a collective.
     """
 
     limit_s: float | None
@@ -332,10 +313,10 @@ def first_step_limit(
 ) -> FirstStepLimit:
     """Return the limit of a round that is about to start (pure).
 
-    Args:
-        wanted_s: The setting `launcher.agent.first_step_timeout_s`: None for the default, 0: never.
-        hang_s: The setting `launcher.agent.hang_timeout_s`, likewise; 0 applies here by default.
-        longest_start_s: The longest time to the first step that the node has measured in this run.
+    The first two are the settings `launcher.agent.first_step_timeout_s` and
+    `launcher.agent.hang_timeout_s`: None for the default, 0 for never; 0 of the second applies here
+    by default. ``longest_start_s`` is the longest time to the first step that the node has measured
+    in this run.
     """
     if wanted_s is not None:
         return FirstStepLimit(wanted_s or None)
@@ -350,11 +331,8 @@ def first_step_limit(
 class StepClock:
     """The time since one worker's last step; monotonic seconds.
 
-    Args:
-        after_s: The setting: None for the default, 0 for never.
-        now: Start of the worker.
-        first_s: The limit before the first step; None for none.
-        least_s: Least limit of the default.
+    ``after_s`` is the setting: None for the default, of at least ``least_s``, 0 for never.
+    ``first_s`` is the limit before the first step; None for none.
     """
 
     def __init__(
@@ -377,10 +355,7 @@ class StepClock:
     def update(self, worker: WorkerStatus, now: float, *, awaited: bool = False) -> None:
         """Update the clock by a worker's page; called several times a second.
 
-        Args:
-            worker: The content of the page.
-            now: The time.
-            awaited: Whether the worker waits for the leader's confirmation.
+        ``awaited``: the worker waits for the leader's confirmation.
         """
         slept_s = now - self._updated_at
         self._updated_at = now
@@ -451,7 +426,6 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        """Return the text for people."""
         return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}"
 
 
@@ -463,10 +437,8 @@ _THREAD = re.compile(r"^(Current thread|Thread) ")
 def parse_main_thread(text: str) -> tuple[Frame, ...]:
     """Return the frames of a dump's main thread, the innermost first; () if it has none.
 
-    Args:
-        text: The output of faulthandler, which ends with the main thread (unless there are more
-            than a hundred threads; then the current one is taken), or of ``py-spy dump``, which
-            calls it MainThread.
+    The dump of faulthandler ends with the main thread (unless there are more than a hundred
+    threads; then the current one is taken); that of ``py-spy dump`` calls it MainThread.
     """
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():

@@ -34,12 +34,9 @@ PastRound = tuple[int, int]
 def superfluous(
     rounds: Iterable[PastRound], kept: Collection[PastRound], stepless: Collection[PastRound]
 ) -> set[PastRound]:
-    """Return the past rounds of a task whose files are removed (pure).
+    """Return the past rounds of a task, of those with files, whose files are removed (pure).
 
-    Args:
-        rounds: Those that have files.
-        kept: Of these, those that reports name.
-        stepless: Of these, those that came to no step.
+    Reports name the ``kept`` ones; the ``stepless`` ones came to no step.
     """
     found = sorted(rounds)
     last = max((r for r in found if r not in stepless), default=(-1, -1))
@@ -49,12 +46,7 @@ def superfluous(
 
 
 class LogRetention:
-    """Removes the files of a task's past rounds, in threads of its own.
-
-    Args:
-        folder: The folder of this attempt's logs.
-        attempt: The number of the attempt.
-    """
+    """Removes the files of a task's past rounds, in threads of its own."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         self._attempt = attempt
@@ -74,10 +66,8 @@ class LogRetention:
     def start_round(self, number: int, restarts: int, *, had_step: bool) -> None:
         """Remove what is not kept any more, since another round begins; returns at once.
 
-        Args:
-            number: Its number.
-            restarts: Restarts that the run has spent before it.
-            had_step: Whether all workers of this node came to a step in the round before.
+        ``restarts`` are those that the run has spent before it. ``had_step``: all workers of this
+        node came to a step in the round before.
         """
         before, self._round = self._round, (number, restarts)
         args = (before, self._round, had_step)

@@ -26,11 +26,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def load_main(script: str | None, module: str | None) -> types.ModuleType:
-    """Load a script, or a module as ``python -m`` does, without its main block (worker).
-
-    Raises:
-        ModuleNotFoundError: There is no such module.
-    """
+    """Load a script, or a module as ``python -m`` does, without its main block (worker)."""
     spec = None if module is None else importlib.util.find_spec(module)
     file = spec.origin if spec is not None else script
     if file is None:
@@ -68,12 +64,7 @@ class _NameOfImport(ast.NodeTransformer):
 def split_block(source: bytes, called_by: Collection[str]) -> tuple[list[ast.stmt], list[ast.stmt]]:
     """Return the statements that run in workers, and those that cannot be run there (pure).
 
-    Args:
-        source: Of the script.
-        called_by: Names by which the script calls the function.
-
-    Raises:
-        SyntaxError: It is no Python.
+    ``called_by`` are the names by which the script calls the function.
     """
     top = ast.parse(source).body
     blocks = [each for each in top if isinstance(each, ast.If) and "__name__" in _names(each.test)]
@@ -94,12 +85,7 @@ def split_block(source: bytes, called_by: Collection[str]) -> tuple[list[ast.stm
 
 
 def is_in_block(source: bytes, name: str) -> bool:
-    """Return whether a script defines a function in its main block, where workers lack it (pure).
-
-    Args:
-        source: Of the script.
-        name: Of a function that the script has.
-    """
+    """Return whether a script defines a function in its main block, which workers lack (pure)."""
     kinds = ast.FunctionDef | ast.ClassDef
     return {
         isinstance(node, ast.If) and "__name__" in _names(node.test)
@@ -111,9 +97,7 @@ def is_in_block(source: bytes, name: str) -> bool:
 def names_of(function: Callable[..., Any], script: Mapping[str, Any]) -> set[str]:
     """Return the names by which a script calls a function, with a dot for one of a module.
 
-    Args:
-        function: The function; `hydra.main` may have wrapped what the script calls.
-        script: The names of the script.
+    `hydra.main` may have wrapped what the script calls; ``script`` has the script's names.
     """
     wanted = inspect.unwrap(function)
     found = {

@@ -84,11 +84,7 @@ _PACE_S = 30.0
 
 
 class TaskCounters:
-    """Totals over the rounds of one task (pure); monotonic seconds.
-
-    Args:
-        now: Start of the task.
-    """
+    """Totals over the rounds of one task, from ``now`` on (pure); monotonic seconds."""
 
     def __init__(self, now: float) -> None:
         self._since = now
@@ -109,12 +105,7 @@ class TaskCounters:
         return max(now - self._since, 1e-9)
 
     def update(self, worker: WorkerStatus, now: float) -> Sample:
-        """Return the present values.
-
-        Args:
-            worker: The page of the node's first worker.
-            now: The time.
-        """
+        """Return the present values, by the page of the node's first worker."""
         step = worker.step
         if step is not None and (self._step is None or step != self._step[0]):
             if self._step is not None and step > self._step[0]:
@@ -224,12 +215,9 @@ class _Server(ThreadingMixIn, WSGIServer):
 class Exporter:
     """Writes and serves one node's metrics, until it is closed.
 
-    Args:
-        file: The text file; its folder is created.
-        labels: The values of `LABELS`.
-        take_sample: Returns the present values; called every `EVERY_S`, on another thread.
-        port: Port at 127.0.0.1; None for none. A port in use is logged, and is no error.
-        is_local: Whether the file is on a file system of this node.
+    ``take_sample`` is called every `EVERY_S`, on another thread. ``port`` is one at 127.0.0.1; None
+    for none. A port in use is logged, and is no error. ``is_local``: the file, whose folder is
+    created, is on a file system of this node.
     """
 
     def __init__(
@@ -331,11 +319,9 @@ class WorkerLoads:
 
 
 def apart_workers(workers: Mapping[int, WorkerStatus], world_size: int | None) -> dict[int, int]:
-    """Return the workers that have made a step in a process group of another size, with its size.
+    """Return the workers, by global rank, that have made a step in a group of another size.
 
-    Args:
-        workers: By global rank.
-        world_size: Workers of the group; None if they need no process group.
+    The value is that size. ``world_size`` is None if they need no process group.
     """
     sizes = {rank: worker.group for rank, worker in workers.items()}
     return {
@@ -348,9 +334,7 @@ def apart_workers(workers: Mapping[int, WorkerStatus], world_size: int | None) -
 class WorkerObserver:
     """The measurements of one task's workers, over all rounds.
 
-    Args:
-        base: Returns a `Sample` with the fields that do not come from the workers.
-        gpu_meter: Of the task's GPUs.
+    ``base`` returns a `Sample` with the fields that do not come from the workers.
     """
 
     def __init__(self, base: Callable[[], Sample], gpu_meter: GpuMeter) -> None:
@@ -371,10 +355,8 @@ class WorkerObserver:
     ) -> None:
         """Start to measure the workers of another round (agent's thread).
 
-        Args:
-            pages: Their shared pages, by global rank, in order.
-            pids: Returns their process ids by local rank.
-            world_size: Workers of the group; None if they need no process group.
+        ``pages`` are by global rank, in order, and ``pids`` by local rank. ``world_size`` is None
+        if they need no process group.
         """
         with self._lock:
             self._world_size = world_size

@@ -75,17 +75,11 @@ def supervise(
     times: OutputTimes,
     checks: Preflight | None = None,
 ) -> int:
-    """Run the agent of one node until the run has ended or the node is left.
+    """Run the agent of one node until the run has ended or the node is left; return its exit code.
 
-    Args:
-        task: The node's task.
-        caught: The signals that came since the process was started.
-        warm_workers: The first warm workers; they end with this call.
-        times: Writes down when the workers' output was written.
-        checks: Those of this node, under way; None: it is not checked.
-
-    Returns:
-        0: the run has succeeded; `TAKEN`: the node was left; 1: the run, or this node, has failed.
+    ``caught`` has the signals that came since the process was started. The first warm workers end
+    with this call. ``checks`` are those of this node, under way; None: it is not checked. 0: the
+    run has succeeded; `TAKEN`: the node was left; 1: the run, or this node, has failed.
     """
     events = EventLog(task.run.events(task.name), task.name)
     started = psutil.Process().create_time()

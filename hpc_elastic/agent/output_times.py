@@ -44,11 +44,7 @@ class OutputTimes:
     """Writes the time index of each output file of a task; all methods return at once."""
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
-        """Create it without starting it.
-
-        Args:
-            files: Files that grow as long as the task lives; they need not exist.
-        """
+        """Create it without starting it; the files grow with the task, and need not exist."""
         self._always = [_OutputFile(file) for file in files]
         self._round: list[_OutputFile] = []
         self._over: list[_OutputFile] = []

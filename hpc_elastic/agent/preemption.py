@@ -45,11 +45,8 @@ _SET_UP_S = 30.0
 class PreemptionNotice:
     """This node is to be left.
 
-    Attributes:
-        reason: Why.
-        by: By when, in monotonic seconds.
-        signal: Name of the signal that announced it; None: it was something else.
-        given_s: How much time was given, from the announcement on; None: unknown.
+    ``by`` is when, in monotonic seconds; ``signal`` has announced it, unless it was something else;
+    ``given_s`` is how much time was given, from the announcement on, if known.
     """
 
     reason: Reason
@@ -66,12 +63,9 @@ def within(
 
 
 def of_signal(number: signal.Signals, spec: RunSpec, now: float) -> PreemptionNotice | None:
-    """Return what a signal means; None: nothing.
+    """Return what a signal that came now (monotonic seconds) means; None: nothing.
 
-    Args:
-        number: The signal; SIGTERM is Slurm's, `preempt_signal` stands for "leave this node".
-        spec: The run's.
-        now: When it came, in monotonic seconds.
+    SIGTERM is Slurm's, and `preempt_signal` stands for "leave this node".
     """
     if number is signal.SIGTERM:
         return within(Reason.SIGNAL, spec.preempt_grace_s, now, number.name)
@@ -83,11 +77,8 @@ def of_signal(number: signal.Signals, spec: RunSpec, now: float) -> PreemptionNo
 def of_departure(how: ExitAction | None, spec: RunSpec, now: float) -> PreemptionNotice:
     """Return what SIGTERM means once Slurm has reported how the task ends.
 
-    Args:
-        how: `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm is
-            silent.
-        spec: The run's.
-        now: When the signal came.
+    ``how`` is `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm
+    is silent. The signal came ``now``.
     """
     runs = how in (ExitAction.REQUEUE, ExitAction.REPLACE)
     return within(Reason.SIGNAL, spec.preempt_grace_s if runs else spec.kill_wait_s, now)
@@ -96,7 +87,7 @@ def of_departure(how: ExitAction | None, spec: RunSpec, now: float) -> Preemptio
 def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionNotice:
     """Return one notice for two: the earlier deadline, and the first reason.
 
-    But a signal goes before other reasons: what it means, Slurm has to be asked.
+    A signal takes precedence over other reasons: its meaning is known only once Slurm has answered.
     """
     if known is None:
         return new
@@ -109,13 +100,9 @@ def of_time_limit(
 ) -> tuple[float, PreemptionNotice]:
     """Return when the notice of the end of the wall time is due, and the notice.
 
-    Args:
-        end: When it is over; monotonic seconds, as is the result.
-        length_s: How long it is as a whole.
-        signal_delay_s: How long before the end the node is left at the earliest; at most a tenth of
-            the whole.
-        departure_s: How long it takes to save and to leave the node (`measured_departure_s`); None
-            if unknown.
+    All times are monotonic seconds. ``length_s`` is the whole wall time. The node is left at the
+    earliest ``signal_delay_s`` before the end, at most a tenth of the whole. ``departure_s`` is how
+    long it takes to save and to leave the node (`measured_departure_s`); None if unknown.
     """
     ahead_s = min(signal_delay_s, length_s * _SHARE_OF_LIMIT)
     if departure_s is not None:
@@ -153,13 +140,8 @@ def why_leave_now(
 ) -> str | None:
     """Return why to wait no longer for a checkpoint; None: wait.
 
-    Args:
-        notice: The notice.
-        workers: What this node's workers have reported.
-        now: Monotonic seconds.
-        since: When they were started.
-        saves_itself: Whether a script that neither polls when to save nor reports its checkpoints
-            may reach its own next one in the time that is left.
+    The workers were started ``since``. ``saves_itself``: a script that neither polls when to save
+    nor reports its checkpoints may reach its own next one in the time that is left.
     """
     if now >= notice.by:
         return "its time is up"
@@ -232,12 +214,8 @@ class PreemptionState:
 class DrainController:
     """What the workers of one round, and their agent, do about a notice.
 
-    Args:
-        leader: The session.
-        notices: Where the notice is.
-        pages: The workers' control pages.
-        why_leave: Returns why to wait no longer, and None to wait, from the notice, the reports of
-            the workers, and the monotonic seconds.
+    ``why_leave`` returns why to wait no longer, and None to wait, from the notice, the reports of
+    the workers, and the monotonic seconds.
     """
 
     def __init__(
@@ -307,13 +285,8 @@ class TimeLimitSource:
 class PreemptionWatcher:
     """Turns signals and the approaching end of the wall time into notices, on a thread.
 
-    It may ask Slurm, which can take seconds; nothing of the training waits for it.
-
-    Args:
-        caught: The signals of this process.
-        spec: The run's.
-        notices: Where notices go.
-        scheduler: Slurm; None for a task that has none, and no time limit.
+    It may query Slurm, which can take seconds; nothing of the training waits for it. ``scheduler``
+    is None for a task that has none, and no time limit.
     """
 
     def __init__(
@@ -365,7 +338,7 @@ class PreemptionWatcher:
             self._check_clock()
 
     def _plan(self, end: float) -> None:
-        """Plan the notice, and a look shortly before it: limits get extended."""
+        """Plan the notice, and a query shortly before it: limits get extended."""
         assert self._scheduler is not None
         self._end = end
         self._planned = self._notice_of_end(None)
@@ -382,7 +355,7 @@ class PreemptionWatcher:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_clock(self) -> None:
-        """Ask Slurm how much time is left, or add the notice, where that is due."""
+        """Query Slurm for the time that is left, or add the notice, where that is due."""
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
             assert self._scheduler is not None
             asked_at, self._ask_at = time.monotonic(), None

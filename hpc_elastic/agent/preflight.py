@@ -70,7 +70,6 @@ class Problem:
 
     Attributes:
         check: ``gpus``, ``memory``, ``arithmetic``, ``space`` or ``clock``.
-        reason: For people.
         is_nodes: Whether it is this node's own; otherwise it is only reported, and the node joins.
     """
 
@@ -110,13 +109,7 @@ def judge_clock(skew_s: float, took_s: float) -> Problem | None:
 
 
 def check_space(folder: Path, needed: int, *, is_nodes: bool) -> Problem | None:
-    """Check the free space of a file system.
-
-    Args:
-        folder: A folder on it.
-        needed: Bytes.
-        is_nodes: Whether it is the node's own.
-    """
+    """Check the free space, in bytes, of a folder's file system; ``is_nodes``: it is the node's."""
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return None
@@ -232,11 +225,8 @@ def check_gpu_arithmetic(
 class Preflight:
     """The checks of one node, which run beside its imports.
 
-    Args:
-        folder: The task's logs, on the shared file system.
-        granted: Its GPUs (`granted_gpus`).
-        shared: Whether others may use them.
-        numa: ``launcher.agent.numa``.
+    ``folder`` is that of the task's logs, on the shared file system; ``granted`` are its GPUs
+    (`granted_gpus`), ``shared``: others may use them too.
     """
 
     def __init__(
@@ -297,10 +287,8 @@ def start_checks(task: Task) -> Preflight:
 def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
     """Let the run's tasks avoid this node, unless they avoid its maximum number of nodes already.
 
-    If that many nodes fail, the cause is common to them: not the nodes.
-
-    Returns:
-        Whether the task may be requeued, to start on another node.
+    If that many nodes fail, the cause is common to them: not the nodes. Returns whether the task
+    may be requeued, to start on another node.
     """
     host, why = task.slurm.node_name, f"preflight: {problem.reason}"
     if task.spec.launcher != "slurm" or len(excluded(task.run)) >= task.spec.max_nodes:

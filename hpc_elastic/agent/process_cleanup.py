@@ -34,13 +34,9 @@ def adopt_orphans() -> None:
 
 
 def kill_strays(keep: Collection[int] = ()) -> int:
-    """Kill the workers and all their descendants.
+    """Kill the workers and all their descendants; return the number of killed processes.
 
-    Args:
-        keep: Ids of processes that stay, with their descendants: warm workers.
-
-    Returns:
-        The number of killed processes.
+    ``keep`` are processes that stay, with their descendants: warm workers.
     """
     killed: list[psutil.Process] = []
     num_idle = 0
@@ -72,10 +68,8 @@ def reap_orphans(keep: Collection[int]) -> None:
     """Reap adopted processes that have ended; called regularly (the thread of the workers).
 
     Those in the agent's session are left: another thread waits for its own commands, and what a
-    site's wrapper has started looks the same.
-
-    Args:
-        keep: Ids of processes that others wait for: workers and warm workers.
+    site's wrapper has started looks the same. Others wait for the processes in ``keep``: workers
+    and warm workers.
     """
     # another thread waits for the agent's own commands: they may be reaped at any moment
     with contextlib.suppress(ChildProcessError):

@@ -65,11 +65,7 @@ class SignalPipe:
         ignore_preemption_signals()
 
     def wait(self, timeout_s: float | None) -> list[signal.Signals]:
-        """Return what came, after waiting for it; nothing if nothing does (one thread).
-
-        Args:
-            timeout_s: How long to wait; None: for ever.
-        """
+        """Return the signals that came, after waiting for one; none if none comes (one thread)."""
         ready = readable(self._read, timeout_s=timeout_s)
         numbers = os.read(self._read, 1024) if ready else b""
         return [signal.Signals(n) for n in numbers if n in NOTICES]

@@ -53,12 +53,7 @@ def register_handler(control: Path, local_rank: int) -> None:
 
 
 def take_stacks(pid: int, file: Path) -> str | None:
-    """Return the stacks of a worker's threads; None if they are not available (agent).
-
-    Args:
-        pid: The worker.
-        file: The file of its stacks.
-    """
+    """Return the stacks of a worker's threads; None if they are not available (agent)."""
     command = shutil.which("py-spy") or shutil.which(Path(sys.executable).with_name("py-spy"))
     if command is not None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -111,9 +106,8 @@ def answer_collectives(control: Path, local_rank: int) -> None:
 def last_collectives(record: dict[str, Any]) -> dict[str, list[Any]]:
     """Return number, name and end of the last collective of each group (pure).
 
-    Args:
-        record: Of torch's flight recorder. Source:
-            https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+    ``record`` is that of torch's flight recorder. Source:
+    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
     """
     last: dict[str, list[Any]] = {}
     for entry in record.get("entries", ()):

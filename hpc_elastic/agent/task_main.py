@@ -41,9 +41,7 @@ _LOOK_S = 0.5
 def start(argv: Sequence[str], caught: SignalPipe) -> int:
     """Run the agent of one node; return its exit code.
 
-    Args:
-        argv: The arguments of `hpc_elastic.agent`.
-        caught: The signals that came since the process was started.
+    ``caught`` has the signals that came since the process was started.
     """
     parser = argparse.ArgumentParser(prog="python -m hpc_elastic.agent")
     parser.add_argument("array", type=Path, help="<sweep>/.hpc_elastic/array-<k>.json")
@@ -137,7 +135,7 @@ def _unless_it_ends(task: Task) -> Iterator[None]:
 
 
 def _leave_coallocated_job(task: Task) -> None:
-    """See that the co-allocated job ends with its run, whatever became of the batch script."""
+    """Ensure that the co-allocated job ends with its run, whatever became of the batch script."""
     try:
         scheduler.mark_agent_ended(task.logs, task.slurm)
         has_result = is_there(task.run.result)
@@ -165,9 +163,7 @@ class BackgroundLog:
 
     The file is on the shared file system. A caller only hands a record over: the event loop that
     keeps the heartbeats may wait neither for that file, nor for the lock of a thread that does.
-
-    Args:
-        make_handlers: Makes what writes it; again in a process that is forked.
+    ``make_handlers`` makes what writes it; again in a process that is forked.
     """
 
     def __init__(self, make_handlers: Callable[[], Sequence[logging.Handler]]) -> None:

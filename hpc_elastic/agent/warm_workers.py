@@ -83,12 +83,9 @@ class _WarmWorker:
 
 
 class WarmWorkerPool:
-    """The warm workers of one node, by worker slot.
+    """The warm workers of one node, by worker slot; none if it has no slots.
 
-    Args:
-        slots: Number of workers of the node; 0 keeps no warm workers.
-        command: The workers' whole command line.
-        num_warming: Number of processes that may import at a time while the workers train.
+    At most ``num_warming`` processes import at a time while the workers train.
     """
 
     def __init__(self, slots: int, command: Sequence[str], *, num_warming: int = 1) -> None:
@@ -104,9 +101,8 @@ class WarmWorkerPool:
     def fill(self, *, paced: bool) -> None:
         """Start a warm worker for every slot without one.
 
-        Args:
-            paced: Whether the workers train: then few are started at a time, with little CPU, and
-                `maintain` starts the others. Otherwise all start at once, at full speed.
+        ``paced``: the workers train, so few are started at a time, with little CPU, and `maintain`
+        starts the others. Otherwise all start at once, at full speed.
         """
         self._missing = [slot for slot in range(self._slots) if slot not in self._workers]
         if paced:
@@ -118,8 +114,7 @@ class WarmWorkerPool:
     def maintain(self) -> list[int]:
         """Read the reports, remove processes that have ended, and start the next ones.
 
-        Returns:
-            The exit codes of processes that have ended by themselves since the last call.
+        Returns the exit codes of processes that have ended by themselves since the last call.
         """
         self._refresh()
         dead, self._dead = self._dead, []
@@ -165,16 +160,10 @@ class WarmWorkerPool:
     def take_worker(
         self, slot: int, command: Sequence[str], env: Mapping[str, str], outputs: Sequence[int]
     ) -> subprocess.Popen[bytes] | None:
-        """Make the warm worker of a slot a worker.
+        """Make the warm worker of a slot a worker; return None if a new one must be started.
 
-        Args:
-            slot: The worker's local rank.
-            command: Its command line.
-            env: Its whole environment.
-            outputs: Descriptors for its stdout and stderr; the process gets copies.
-
-        Returns:
-            The worker's process; None if a new one must be started.
+        ``slot`` is the worker's local rank; ``env`` is its whole environment. The process gets
+        copies of ``outputs``, the descriptors for its stdout and stderr.
         """
         worker = self._workers.pop(slot, None)
         self._missing = [other for other in self._missing if other != slot]
@@ -319,11 +308,8 @@ def note_choice_of_gpus() -> None:
 def wait_for_use(how: str, modules: list[str]) -> None:
     """Import the modules, then block until the agent makes this process a worker.
 
-    Ends the process if the agent does not need it.
-
-    Args:
-        how: The descriptor of the socket to the agent, and ``paced`` or ``at once``.
-        modules: The modules to import; failures are reported to the agent.
+    Ends the process if the agent does not need it. ``how`` is the descriptor of the socket to the
+    agent, to which failures are reported, and ``paced`` or ``at once``.
     """
     number, _, pace = how.partition(" ")
     channel = socket.socket(fileno=int(number))

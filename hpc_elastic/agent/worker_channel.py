@@ -62,11 +62,8 @@ class SteeredPage(Protocol):
 def can_save_at(request: CheckpointRequest, worker: WorkerStatus) -> bool | None:
     """Return whether a worker will save at the step of a request if it is confirmed (pure).
 
-    Step 0 asks which workers poll steps at all: True for those that do not.
-
-    Returns:
-        None if the worker has come to that step, and does not wait there: it has passed it, or is
-        about to wait.
+    Step 0 asks which workers poll steps at all: True for those that do not. None if the worker has
+    come to that step, and does not wait there: it has passed it, or is about to wait.
     """
     if worker.passed is None or worker.passed < (request.step or 0):
         return True
@@ -80,11 +77,8 @@ def can_save_at(request: CheckpointRequest, worker: WorkerStatus) -> bool | None
 class WorkerChannel:
     """What one node's workers and their leader exchange in one round.
 
-    Args:
-        leader: The session.
-        pages: The workers' pages.
-        sleep: Waits until a store into a page is visible; the simulator's does not.
-        can_save_at: The rule of votes; the simulator breaks it on purpose.
+    ``sleep`` waits until a store into a page is visible; the simulator's does not. ``can_save_at``
+    is the rule of votes; the simulator breaks it on purpose.
     """
 
     def __init__(

@@ -33,12 +33,7 @@ _REMEDY_OF_SIGNAL = {
 
 @dataclass(frozen=True)
 class EndedWorker:
-    """A worker that has ended.
-
-    Attributes:
-        local_rank: Its rank on its node.
-        exitcode: Its exit code; negative: the signal that has ended it.
-    """
+    """A worker that has ended; a negative exit code is the signal that has ended it."""
 
     local_rank: int
     exitcode: int
@@ -110,11 +105,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the fields of `rendezvous.log_entry.Failure`, with its age in place of its time.
 
-    Args:
-        failure: How the worker has ended.
-        files: Its files.
-        place: Where it ran.
-        progress: What it has last published; None if unknown.
+    ``progress`` is what the worker has last published; None if unknown.
     """
     told = _worker_report(files.error)
     died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None

@@ -27,10 +27,6 @@ class GroupCheck:
     """Whether the workers of a group train together: each has a process group of all of them.
 
     Without one, each trains a model of its own, and all write the same files.
-
-    Args:
-        world_size: Workers of the group.
-        is_required: Whether it is an error if they do not.
     """
 
     _OTHERS = ("horovod", "mpi4py.MPI")
@@ -44,8 +40,7 @@ class GroupCheck:
     def on_step(self, size: int) -> None:
         """Publish the size of torch's process group at an optimizer step, 0 without one.
 
-        Raises:
-            PermanentError: It is not that of all workers, which is required.
+        Raises PermanentError if it is not that of all workers, and that is required.
         """
         if self._is_done or any(name in sys.modules for name in self._OTHERS):
             return
@@ -72,9 +67,6 @@ def keep_own_stores(given: Mapping[str, str]) -> None:
 
     A store in a file (``init_method="file://..."``) has one for each round: what a killed round has
     left in it would let the next one wait for ever.
-
-    Args:
-        given: The environment from the agent, which the script may have changed.
     """
     rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function so named
     name = "_create_c10d_store"
@@ -122,13 +114,7 @@ def _without_agent_store() -> Iterator[None]:
 
 
 def keep_spawned(given: Mapping[str, str], world_size: int, is_required: bool) -> None:
-    """Let processes of `torch.multiprocessing.spawn` host stores, and be checked, as a worker.
-
-    Args:
-        given: The environment from the agent.
-        world_size: Workers of the group.
-        is_required: As for `GroupCheck`.
-    """
+    """Let processes of `torch.multiprocessing.spawn` host stores, and be checked, as a worker."""
     module = sys.modules["torch.multiprocessing.spawn"]  # the package has a function so named
     theirs = module.start_processes
     names = ("MASTER_ADDR", "MASTER_PORT", "SLURM_LAUNCH_NODE_IPADDR", _RUN_ID, ROUND_VARIABLE)

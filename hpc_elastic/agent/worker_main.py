@@ -158,8 +158,7 @@ def main(argv: list[str]) -> int:
 def load_function(entry: Entry) -> Callable[..., Any]:
     """Import the user's script and module, and return the function named in the entry.
 
-    Raises:
-        HpcElasticError: the script has no function of that name.
+    Raises HpcElasticError if the script has no function of that name.
     """
     _enter(entry)
     sys.argv[1:] = entry.args if entry.kind == "hydra" else []
@@ -494,9 +493,7 @@ def end_children() -> None:
 def after_import(name: str, then: Callable[[], None]) -> None:
     """Call a function as soon as a module has been imported; now, if it has been.
 
-    Args:
-        name: Of a module or package, as in ``import name``.
-        then: Called once, by the thread that imports, before its import statement ends.
+    It is called once, by the thread that imports, before its import statement ends.
     """
     if name in sys.modules:
         then()

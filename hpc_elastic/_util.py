@@ -220,10 +220,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def cleaned(text: str, *, colours: bool) -> str:
-    """Return a line without control characters and escape sequences (pure).
-
-    ``colours`` keeps colours and styles; they end with the line.
-    """
+    """Return a line without control characters and escapes, but perhaps with its colours (pure)."""
     if text.isprintable():
         return text
 
@@ -240,10 +237,7 @@ def cleaned_lines(text: str, *, colours: bool) -> str:
 
 
 class CleanedStream:
-    """A text stream that removes control characters, except tabs and ends of lines.
-
-    Colours stay on a terminal.
-    """
+    """A text stream without control characters but tabs and line ends; terminals keep colours."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -284,10 +278,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 
 
 def patiently(work: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
-    """Call a function; again after growing pauses, for two minutes, if the system is full.
-
-    Raises another OSError at once, and the last one.
-    """
+    """Call a function; again, after growing pauses, for two minutes, while the system is full."""
     for pause_s in _PAUSES_S:
         try:
             return work()

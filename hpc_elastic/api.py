@@ -322,7 +322,6 @@ class RunFuture(Future[Any]):
                 self.set_running_or_notify_cancel()
 
     def _set_outcome(self, outcome: Outcome) -> None:
-        """Complete the future, unless it is."""
         if outcome.status == "cancelled":
             self._set_cancelled()
         with self._ending:
@@ -641,7 +640,6 @@ def _config(
     ft: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return keyword arguments as the config tree of a run."""
     return {
         "nodes": nodes,
         "nproc_per_node": nproc_per_node,
@@ -669,17 +667,13 @@ def _json_arguments(
 
 
 def _with_time(name: str) -> str:
-    """Return the name of a new directory."""
     return f"{name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
 
 
 def _follow(
     runs: Sequence[RunHandle], poll_interval_s: float, futures: Sequence[RunFuture] = ()
 ) -> None:
-    """Follow the runs of one submission to their ends, in a thread of this process.
-
-    Completes their futures, which are in the same order, if there are any.
-    """
+    """Follow the runs of one submission to their ends, in a thread; complete their futures."""
     from hpc_elastic.launcher.wait import LoggedMessages, Waiter
 
     jobs, owner = runs[0].jobs, os.getpid()

@@ -415,10 +415,7 @@ def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES, errors: str = "strict") -> str:
-    """Return the text of a file of a run; raise as `read_bytes`.
-
-    Raises DamagedFileError also if it is no text.
-    """
+    """Return the text of a file of a run; raise as `read_bytes`, or if it is no text."""
     try:
         return read_bytes(path, limit).decode(errors=errors)
     except UnicodeDecodeError as e:

@@ -25,10 +25,7 @@ from hpc_elastic.errors import HpcElasticError
 
 
 class FailedCommandError(HpcElasticError):
-    """A command has failed, or was not found.
-
-    ``is_certain``: it would fail again, for a wrong argument, or no such command.
-    """
+    """A command has failed, or was not found; it would fail again if ``is_certain``."""
 
     def __init__(self, text: str, *, is_certain: bool) -> None:
         super().__init__(text)

@@ -693,7 +693,7 @@ def last_step_fields(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
 
 
 class TrainingWatch:
-    """The events of a training that goes on, and is not what was meant; each once in a round.
+    """Events about a training that runs, but not as intended; each once in a round.
 
     ``world_size`` is None with ``ft=true``, where workers need no group.
     """

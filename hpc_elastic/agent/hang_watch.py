@@ -353,10 +353,7 @@ class StepClock:
         self._is_over = False
 
     def update(self, worker: WorkerStatus, now: float, *, awaited: bool = False) -> None:
-        """Update the clock by a worker's page; called several times a second.
-
-        ``awaited``: the worker waits for the leader's confirmation.
-        """
+        """Update the clock by a worker's page; ``awaited``: the worker waits for the leader."""
         slept_s = now - self._updated_at
         self._updated_at = now
         if slept_s > _ASLEEP_S:

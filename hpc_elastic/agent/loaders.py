@@ -36,7 +36,7 @@ def keep_fork_server() -> None:
 
 
 def loader_loop(*args: Any) -> None:
-    """Be a data loader."""
+    """Run the process of a data loader."""
     from torch.utils.data._utils import worker
 
     loop = _torchs_loop

@@ -181,10 +181,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A server with few threads: every user of the node can connect, and send nothing.
-
-    A new connection takes the place of the oldest one.
-    """
+    """A server with few threads, for every user of the node: a new connection ends the oldest."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -195,7 +192,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve it in a thread of its own."""
         for oldest in list(self._open)[: 1 - self._MOST]:
             self._open.pop(oldest, None)
             with contextlib.suppress(OSError):  # it has ended just now
@@ -332,10 +328,7 @@ def apart_workers(workers: Mapping[int, WorkerStatus], world_size: int | None) -
 
 
 class WorkerObserver:
-    """The measurements of one task's workers, over all rounds.
-
-    ``base`` returns a `Sample` with the fields that do not come from the workers.
-    """
+    """The measurements of one task's workers, over all rounds; ``base`` returns other fields."""
 
     def __init__(self, base: Callable[[], Sample], gpu_meter: GpuMeter) -> None:
         self._base = base

@@ -108,7 +108,7 @@ def supervise(
 
 
 def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
-    """Return what can be asked about this task, whose process was started then (Unix seconds)."""
+    """Return the queries about this task's end; its process started then (Unix seconds)."""
     queue, combined = task_queue(task.spec), _combined_queue(task)
     end_s: float | None = task.slurm.end_time_s
     if end_s is None and task.spec.time_s is not None and task.spec.time_min_s is None:

@@ -175,12 +175,12 @@ class PreemptionState:
         self._closed = False
 
     def close(self) -> None:
-        """Take in no more: the node is left."""
+        """Ignore further notices: the node is left."""
         with self._lock:
             self._closed = True
 
     def add(self, new: PreemptionNotice) -> None:
-        """Take in a notice, and pass on what is new about it."""
+        """Add a notice, and pass on what is new about it."""
         with self._lock:
             if self._closed:
                 return

@@ -34,10 +34,7 @@ def adopt_orphans() -> None:
 
 
 def kill_strays(keep: Collection[int] = ()) -> int:
-    """Kill the workers and all their descendants; return the number of killed processes.
-
-    ``keep`` are processes that stay, with their descendants: warm workers.
-    """
+    """Kill all descendants but ``keep`` (warm workers) and theirs; return how many were killed."""
     killed: list[psutil.Process] = []
     num_idle = 0
     while num_idle < _SCANS:  # they may start others meanwhile
@@ -103,7 +100,6 @@ def _processes() -> tuple[dict[int, tuple[bytes, int]], dict[int, list[int]]]:
 
 
 def _find_strays(keep: Collection[int]) -> list[psutil.Process]:
-    """Return the living descendants of workers."""
     (states, children), own_session = _processes(), os.getsid(0)
     strays = [
         pid

@@ -94,7 +94,7 @@ def answer_collectives(control: Path, local_rank: int) -> None:
                 os.read(questions, 1024)
                 write_atomic(answer, json.dumps(last_collectives(json.loads(record(True, False)))))
 
-    with contextlib.suppress(OSError, RuntimeError):  # no folder, or no thread is to be had
+    with contextlib.suppress(OSError, RuntimeError):  # no folder, or no thread can be started
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe, 0o600)
         questions = os.open(pipe, os.O_RDWR)  # for writing too: no end when the agent closes it

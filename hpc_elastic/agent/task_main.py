@@ -39,10 +39,7 @@ _LOOK_S = 0.5
 
 
 def start(argv: Sequence[str], caught: SignalPipe) -> int:
-    """Run the agent of one node; return its exit code.
-
-    ``caught`` has the signals that came since the process was started.
-    """
+    """Run the agent of one node, with the signals caught since its start; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m hpc_elastic.agent")
     parser.add_argument("array", type=Path, help="<sweep>/.hpc_elastic/array-<k>.json")
     parser.add_argument("--trust", action="store_true", help="act on what others may write, too")
@@ -116,7 +113,7 @@ def _raise_limits() -> None:
 
 @contextlib.contextmanager
 def _unless_it_ends(task: Task) -> Iterator[None]:
-    """End this process at once if its run ends meanwhile: no agent knows this node yet."""
+    """End this process at once if its run ends meanwhile, before the node has joined."""
     done = threading.Event()
 
     def poll_result() -> None:
@@ -126,7 +123,7 @@ def _unless_it_ends(task: Task) -> Iterator[None]:
                     os.write(1, f"{task.run.path}: the run has ended\n".encode())
                     os._exit(0)
 
-    if not task.is_coallocated:  # its first nodes see to the end of the job
+    if not task.is_coallocated:  # its first nodes end the job
         threading.Thread(target=poll_result, name="run's end", daemon=True).start()
     try:
         yield
@@ -195,7 +192,7 @@ class BackgroundLog:
                         handler.handleError(record)
 
     def _go_on_in_child(self) -> None:
-        """The thread is not there, and may have held a lock of what it wrote to."""
+        """Write at once in a forked child, with handlers of its own: it lacks the thread."""
         if self._hands_over in logging.getLogger().handlers:
             self._replace_by(self._make_handlers())
 

@@ -83,10 +83,7 @@ class _WarmWorker:
 
 
 class WarmWorkerPool:
-    """The warm workers of one node, by worker slot; none if it has no slots.
-
-    At most ``num_warming`` processes import at a time while the workers train.
-    """
+    """The warm workers of one node, by slot; few import at a time while the workers train."""
 
     def __init__(self, slots: int, command: Sequence[str], *, num_warming: int = 1) -> None:
         self._slots = slots
@@ -112,10 +109,7 @@ class WarmWorkerPool:
             self._start(self._missing.pop(0), paced=False)
 
     def maintain(self) -> list[int]:
-        """Read the reports, remove processes that have ended, and start the next ones.
-
-        Returns the exit codes of processes that have ended by themselves since the last call.
-        """
+        """Read reports, start the next processes; return the exit codes of those that ended."""
         self._refresh()
         dead, self._dead = self._dead, []
         return dead
@@ -346,10 +340,7 @@ def wait_for_use(how: str, modules: list[str]) -> None:
 
 
 def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
-    """Import modules until this process is needed; return the failures by module.
-
-    The user's script may not need the rest.
-    """
+    """Import modules until this process is needed; return the failures by module."""
     failed = {}
     for name in (each for module in modules for each in (module, *_ALSO_IMPORTED.get(module, ()))):
         if _is_needed(channel):

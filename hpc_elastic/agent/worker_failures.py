@@ -103,10 +103,7 @@ def describe(
     place: NodeIdentity,
     progress: WorkerStatus | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `rendezvous.log_entry.Failure`, with its age in place of its time.
-
-    ``progress`` is what the worker has last published; None if unknown.
-    """
+    """Return the fields of `rendezvous.log_entry.Failure`, with its age in place of its time."""
     told = _worker_report(files.error)
     died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None
     how = f"ended by {died_of}" if died_of else _how_it_exited(failure.exitcode, told, progress)

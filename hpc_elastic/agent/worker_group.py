@@ -143,7 +143,7 @@ class SpawnedFunction:
     is_required: bool
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Be one of the processes."""
+        """Run the function in one of the processes."""
         importlib.import_module("torch.distributed.rendezvous")
         keep_own_stores(self.stores)
         if index == 0:

@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
             from hpc_elastic.agent.warm_workers import warn_of_late_variables
 
             warn_of_late_variables(environment)
-        gc.freeze()  # a look for garbage among all that torch imports takes a tenth of a second
+        gc.freeze()  # garbage collection among all that torch imports takes a tenth of a second
         phase = "run"
         if entry.kind == "function":
             value = function(*arguments.decode(entry.args))
@@ -156,10 +156,7 @@ def main(argv: list[str]) -> int:
 
 
 def load_function(entry: Entry) -> Callable[..., Any]:
-    """Import the user's script and module, and return the function named in the entry.
-
-    Raises HpcElasticError if the script has no function of that name.
-    """
+    """Import the script and module, and return the entry's function; HpcElasticError if none."""
     _enter(entry)
     sys.argv[1:] = entry.args if entry.kind == "hydra" else []
     script = None
@@ -184,7 +181,7 @@ def load_function(entry: Entry) -> Callable[..., Any]:
 
 
 def _enter(entry: Entry) -> None:
-    """Have the working directory and the search path of the program that was submitted."""
+    """Set the working directory and the search path of the program that was submitted."""
     os.chdir(entry.cwd)
     own = entry.sys_path.index("") if "" in entry.sys_path else len(entry.sys_path)
     before, after = entry.sys_path[:own], entry.sys_path[own + 1 :]
@@ -192,7 +189,7 @@ def _enter(entry: Entry) -> None:
 
 
 def _wait_for_use(warm_worker: str, run: RunDir) -> None:
-    """Be a warm worker, which imports as the script would, until this is needed as a worker."""
+    """Import what the script would, as a warm worker, until the agent needs a worker."""
     from hpc_elastic.agent.warm_workers import wait_for_use
 
     modules: list[str] = []
@@ -383,7 +380,7 @@ def _is_message(code: object) -> bool:
 
 
 def _without_our_frames(error: BaseException) -> BaseException:
-    """Cut the frames that lead to the user's code, which only this module's reader knows."""
+    """Cut our frames, which lead to the user's code."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _FRAMES_OF_OURS:
         frames = frames.tb_next
@@ -470,7 +467,7 @@ once, and leaves no core file; nothing else sends it to a process without a term
 def set_up_signals() -> None:
     """Withstand the signals of a notice from now on (worker's main thread, at its start)."""
     signals.ignore_notices_here()
-    for number in (STOP, signal.SIGQUIT):  # what started all this may ignore them: nohup, `&`
+    for number in (STOP, signal.SIGQUIT):  # the parent of the program may ignore them: nohup, `&`
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The last one registered runs first: before multiprocessing, which waits for its children.
@@ -515,7 +512,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the one module, and see to what follows its execution."""
+        """Find the module as others would, and call the function once it has been executed."""
         if fullname != self._name or getattr(self._is_asking, "now", False):
             return None
         self._is_asking.now = True  # other hooks ask all finders

@@ -451,10 +451,7 @@ class Checkpointer:
         return True
 
     def _start(self, save: Save, *, blocking: bool) -> bool:
-        """Take a snapshot, and write it; return whether that was done at once.
-
-        Else it is written in a thread behind the training.
-        """
+        """Take a snapshot, and write it at once (True), or in a thread behind the training."""
         if self._mismatch is not None:
             mismatch, self._mismatch, self._compares = self._mismatch, None, True
             raise mismatch

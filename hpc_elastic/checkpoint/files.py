@@ -132,7 +132,6 @@ def write_part(
 
 
 def _blocks_of(snapshot: HostSnapshot) -> Iterator[memoryview]:
-    """Yield the content of the shard in blocks."""
     for view in [memoryview(_header_of(snapshot.layout)), *snapshot.data]:
         for begin in range(0, len(view), BLOCK_BYTES):
             yield view[begin : begin + BLOCK_BYTES]

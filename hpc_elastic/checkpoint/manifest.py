@@ -330,7 +330,6 @@ def _require_stored(manifest: Manifest) -> None:
 
 
 def _tensors_in(values: Any) -> set[str]:
-    """Return the names of the tensors in encoded values."""
     names = set[str]()
     with _reading("part"):
         tree_codec.decode(values, lambda _kind, name: names.add(name))
@@ -425,10 +424,7 @@ _MOST_DIMENSIONS = 64
 
 
 def bytes_of_type(dtype: str) -> int:
-    """Return the bytes of an element of a type, by its name: torch's names contain the bits.
-
-    Raises CheckpointCorruptError if it is no type.
-    """
+    """Return the bytes of a type's element, by its name: torch's names contain the bits."""
     m = _TYPE.fullmatch(dtype)
     if dtype != "bool" and (m is None or len(m[1]) > 3):
         raise CheckpointCorruptError(f"{dtype!r:.80} is no type of tensors")

@@ -108,7 +108,7 @@ class MemoryStore:
             secret = read_bytes(RunDir(entry.parent.parent).secret) if entry else b""
             self._key = hmac.digest(secret, b"checkpoint copies|" + drawn, "sha256")
             self._receiver = Receiver(self._memory, self._key, own_addresses())
-        except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
+        except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread can be started
             error = e
         if not group.all_agree(error is None):
             raise error or CheckpointError(
@@ -170,10 +170,7 @@ class MemoryStore:
             )  # fmt: skip
 
     def steps(self) -> list[int]:
-        """Return the steps that are complete in all nodes' memory together, newest first.
-
-        Collective. Whether they are good is seen by `gather`.
-        """
+        """Return the steps complete in all nodes' memory, newest first, unverified (collective)."""
         index, _ = self._nodes.share(self._group.rank)
         mine = self._memory.saves() if index == 0 else {}
         rows = [(s.step, s.token, s.world_size, r) for s, ranks in mine.items() for r in ranks]
@@ -246,10 +243,7 @@ class Peer:
 
 
 def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
-    """Return the worker that keeps copies of a rank's saves; None if there is one node (pure).
-
-    It is on the next node, in the order of the nodes' numbers.
-    """
+    """Return the worker, on the next node, that keeps copies of a rank's saves; None if alone."""
     me = peers[rank]
     nodes = sorted({peer.node for peer in peers})
     if len(nodes) == 1:

@@ -51,10 +51,7 @@ _OWNER = "owner"
 
 @dataclass(frozen=True, order=True)
 class MemorySave:
-    """One save of one worker group.
-
-    ``token`` distinguishes the group from all others; it is at least 0, below 2^63.
-    """
+    """One save of one worker group, whose token, from 0 to 2^63 - 1, no other group has."""
 
     step: int
     token: int
@@ -106,10 +103,7 @@ class NodeMemory:
         return path
 
     def good_parts(self, save: MemorySave, ranks: Iterable[int]) -> dict[int, RankPart]:
-        """Return the parts of some ranks whose files are good.
-
-        Log what is wrong with the others.
-        """
+        """Return the parts of some ranks whose files are good; log errors of others."""
         good = {}
         for rank in ranks:
             try:
@@ -160,10 +154,7 @@ def identity(directory: Path) -> int:
 
 
 def read_identity(directory: Path) -> int:
-    """Return the number of a directory of checkpoints; -1 if it has none.
-
-    Raises OSError if it cannot be read, so that it is unknown.
-    """
+    """Return the number of a directory of checkpoints; -1 if it has none; OSError if unknown."""
     try:
         return int(read_text(directory / _IDENTITY), 16) % (1 << WORD_BITS)
     except (FileNotFoundError, ValueError):

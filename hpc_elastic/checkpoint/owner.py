@@ -183,10 +183,7 @@ def require(directory: Path, mine: Owner) -> None:
 
 
 def read(directory: Path) -> Owner | None:
-    """Return whose a directory is; None if it has no mark.
-
-    Raises ConfigError if the mark is damaged, and OSError if it cannot be read.
-    """
+    """Return whose a directory is; None if it has no mark, ConfigError if it is damaged."""
     path = directory / MARK
     try:
         text = read_listed(path)
@@ -197,10 +194,7 @@ def read(directory: Path) -> Owner | None:
 
 @functools.lru_cache(maxsize=8)
 def _parse(text: str, path: Path) -> Owner:
-    """Return the mark that a file holds; the same file is read at each commit.
-
-    Raises DamagedFileError if it is no JSON, and TypeError if it is no mark.
-    """
+    """Return the mark that a file holds; the same file is read at each commit."""
     mark = Owner(**parse_json(text, path))
     if not fits(mark, Owner):
         raise TypeError(f"{path} is no mark of an owner")
@@ -213,10 +207,7 @@ def _damaged(path: Path) -> ConfigError:
 
 
 def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
-    """Mark a directory; return False if another owner was first.
-
-    Raises OSError if it cannot be written.
-    """
+    """Mark a directory; return False if another owner was first."""
     text = json.dumps(asdict(mine), indent=2) + "\n"
     if not replaces:
         try:
@@ -229,7 +220,7 @@ def write(directory: Path, mine: Owner, *, replaces: bool) -> bool:
 
 
 def tag(run: str) -> str:
-    """Return what the names of a run's unfinished saves have of it: hexadecimal digits."""
+    """Return the hexadecimal digits that stand for a run in the names of its unfinished saves."""
     return _digest(run)
 
 

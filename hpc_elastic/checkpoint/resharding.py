@@ -166,10 +166,7 @@ class ManifestReader(StorageReader):
 
     @classmethod
     def of(cls, folder: Path) -> ManifestReader:
-        """Return a reader of a checkpoint's folder, ``.../step-00000100``.
-
-        Raises CheckpointError if there is no undamaged manifest.
-        """
+        """Return a reader of a checkpoint's folder; CheckpointError without an intact manifest."""
         return cls(read_manifest(folder), folder)
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
@@ -257,7 +254,7 @@ class ManifestReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Refuse to be found by a path: a reader is made from a manifest."""
+        """Return False: a reader is made from a manifest, and not found by a path."""
         return False
 
 
@@ -318,7 +315,6 @@ class _Piece:
 
     @torch.no_grad()  # a setting of each thread
     def read(self) -> None:
-        """Fill the memory."""
         target = self.target
         in_order = target.is_contiguous() and not (target.is_conj() or target.is_neg())
         if self.rows.exact and target.device.type == "cpu" and in_order:

@@ -183,10 +183,7 @@ class Restorer:
         return None
 
     def _candidates(self) -> Iterator[tuple[int, bool]]:
-        """Yield all steps, newest first, and whether each is in near memory.
-
-        The same on every rank: the directory is as rank 0 sees it.
-        """
+        """Yield all steps as rank 0 sees them, newest first, and whether each is in near memory."""
         near = self.tier.steps() if self.tier is not None else []
         stored = self.store.steps() if self.group.rank == 0 else []
         count = self.group.broadcast_int(len(stored))
@@ -199,10 +196,7 @@ class Restorer:
             yield step, True
 
     def _find_stored(self, step: int) -> tuple[Path, Manifest] | None:
-        """Return a checkpoint of the directory if it is good, the same answer on every rank.
-
-        Each rank checks its share of the files.
-        """
+        """Return a checkpoint if all ranks, each with a share of its files, find it good."""
         folder, problems = self.store.stored(step), []
         manifest: Manifest | None = None
         try:

@@ -198,7 +198,7 @@ class Save:
             _log.warning("step %d is not in memory: %s", self.step, e)
 
     def _write_to_store(self, snapshot: HostSnapshot) -> None:
-        """Write this rank's part, and see it committed."""
+        """Write this rank's part, and wait for the commit."""
         context = self.context
         is_first = context.group.rank == 0
         try:

@@ -24,10 +24,7 @@ class ShardFile:
     """One safetensors file, open for reading by several threads."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and read its header.
-
-        Raises CheckpointCorruptError if it is no undamaged safetensors file, or cannot be read.
-        """
+        """Open an undamaged safetensors file (else CheckpointCorruptError), and read its header."""
         self.path = path
         try:
             self._file = open_file(path)

@@ -101,10 +101,7 @@ class Snapshots:
     def borrow(
         self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
     ) -> HostSnapshot:
-        """Return a snapshot in the state's own memory, as far as it is on the CPU.
-
-        The state may not change until it is written.
-        """
+        """Return a snapshot in the state's CPU memory: it may not change until that is written."""
         if any(tensor.device.type != "cpu" for tensor in flat.tensors.values()):
             return self.copy(flat, pieces, rank_values)
         layout = self._layout_of(pieces)
@@ -114,7 +111,6 @@ class Snapshots:
         return HostSnapshot(layout, data, flat.values, rank_values, keep=tensors)
 
     def _reserve(self, flat: Flat, num_bytes: int) -> mmap.mmap:
-        """Return memory of at least a size."""
         if self._map is not None and len(self._map) >= num_bytes:
             return self._map
         if self._map is not None:
@@ -143,7 +139,7 @@ class Snapshots:
 
         if self._warm_up is None or not self._warm_up.is_alive():
             self._warm_up = threading.Thread(target=prepare, name="checkpoint-warm-up")
-            with contextlib.suppress(RuntimeError):  # no thread is to be had: a save does without
+            with contextlib.suppress(RuntimeError):  # no thread can be started: a save does without
                 self._warm_up.start()
 
     def _prepare_piece(self) -> bool:

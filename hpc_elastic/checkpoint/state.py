@@ -59,10 +59,7 @@ class Ref:
 
 
 def decode(value: Any) -> Any:
-    """Return a stored value, with a `Ref` in the place of each tensor.
-
-    Raises CheckpointCorruptError if no checkpoint holds such a value.
-    """
+    """Return a stored value, with a `Ref` for each tensor; CheckpointCorruptError if it is none."""
 
     def ref(kind: Any, fqn: Any) -> Ref:
         if kind not in get_args(Kind):
@@ -125,10 +122,7 @@ class RankStates:
         return self.rank if manifest.world_size == self.world_size else 0
 
     def value(self, manifest: Manifest, key: str, item: object) -> Any:
-        """Return the stored value of an object for this rank.
-
-        Raises CheckpointError if there is none that fits, since the world size was another.
-        """
+        """Return an object's value for this rank; CheckpointError after another world size."""
         own = _own_value(manifest, self.source(manifest), key)
         is_position = _is_position(item) or _own_value(manifest, 0, key, ["positions"]) is not None
         if manifest.world_size == self.world_size:
@@ -382,10 +376,7 @@ def _require_known_shards(
     tree: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Refuse a sharded tensor that a fresh optimizer could not make again.
-
-    Raises ConfigError if it is not the state of a parameter, or has another shape.
-    """
+    """Refuse a sharded tensor that a fresh optimizer could not make again."""
     sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     like = resharding.like_parameters(optimizer, tree, path) if sharded else {}
     for name, tensor in sharded.items():

@@ -182,10 +182,7 @@ _BY_CLASS = (
 
 
 def decode(frozen: Frozen) -> Any:
-    """Return the node that `Encoder.encode` has made plain.
-
-    Raises ImportError if a class is not where it was at the submission.
-    """
+    """Return the node that `Encoder.encode` has made plain; ImportError if a class has moved."""
     return _decode(frozen.values, frozen.types, None, None)
 
 
@@ -432,10 +429,7 @@ def _answering(
 
 
 def _to_json(value: Any) -> Any:
-    """Return the JSON form of a result.
-
-    Raises TypeError if it is an object, which the worker makes itself.
-    """
+    """Return the JSON form of a result; TypeError for an object, which the worker makes."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is list:

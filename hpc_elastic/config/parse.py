@@ -162,10 +162,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def convert(hint: object, given: Given, parser: Parser | None = None) -> object:
-    """Return the value in the type of its annotation, by the key's own parser if it has one.
-
-    Raises ConfigError if it cannot be read as that type.
-    """
+    """Return the value in its annotation's type, by the key's own parser if any; or ConfigError."""
     optional = type(None) in get_args(hint)
     if given.value is None:
         if optional:
@@ -336,10 +333,7 @@ def time_limit_s(text: str) -> float | None:
 
 
 def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
-    """Return the number of workers of a node.
-
-    Raises ConfigError if it is neither a count of at least 1 nor one of the three words.
-    """
+    """Return the number of workers of a node: at least 1, or one of the three words."""
     if value == "auto" or value == "gpu" or value == "cpu":
         return value
     text = _text(value)

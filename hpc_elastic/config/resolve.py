@@ -106,10 +106,7 @@ def resolve(
 
 
 def resolve_sweeper(raw: Mapping[str, Any]) -> OptunaSettings:
-    """Return the checked settings of ``hydra/sweeper=elastic_optuna``.
-
-    ``raw`` is ``hydra.sweeper`` as a plain container. Raises ConfigError as `resolve` does.
-    """
+    """Return the checked settings of ``hydra/sweeper=elastic_optuna``; raise as `resolve` does."""
     reader = parse.GroupReader(parsers=PARSERS)
     keys = {key: value for key, value in raw.items() if not key.startswith("_")}
     settings = reader.group(OptunaSettings, keys, "hydra.sweeper")
@@ -122,7 +119,6 @@ def resolve_sweeper(raw: Mapping[str, Any]) -> OptunaSettings:
 
 
 def _raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raise all errors as one, with key and value of the first."""
     if errors:
         error = ConfigError(errors[0].key, errors[0].value, "")
         error.args = ("\n".join(map(str, errors)),)
@@ -343,8 +339,6 @@ def _bounded(read: Callable[[Given], float], low: float, *, above: bool = False)
 
 
 def _matching(pattern: str, allowed: str) -> Callable[[Given], str]:
-    """Return a parser of texts of one form."""
-
     def parse(given: Given) -> str:
         value = str(given.value) if isinstance(given.value, int) else given.value
         if isinstance(given.value, bool) or not re.fullmatch(pattern, str(value)):
@@ -619,10 +613,7 @@ PARSERS |= {
 
 
 def read_override(override: str) -> tuple[str, Any]:
-    """Return the dotted key and the value of an override such as ``launcher.partition=gpu``.
-
-    Raises ConfigError if it is no override, deletes a key, or has several values.
-    """
+    """Return the dotted key and the only value of an override; raise ConfigError if it has none."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

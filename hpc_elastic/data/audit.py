@@ -111,10 +111,7 @@ class Proof:
 
 
 def audit(run: Path) -> list[Proof]:
-    """Return the proof of each sampler of a run, which may still go on, by name.
-
-    Raises RunDirectoryError if it has no ledger, or a part of it is damaged.
-    """
+    """Return the proof of each sampler of a run, by name; RunDirectoryError if damaged."""
     result = read_json(RunDir(run).result) or {}
     complete = result.get("status") == "succeeded"
     generation = RunDir(run).load().generation if complete else None
@@ -296,7 +293,6 @@ def _side_by_side(spans: Spans) -> Spans:
 
 
 def _ranges(spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ranges of positions of each step, as their starts and stops."""
     counts = spans[:, NUM_STEPS]
     _require_few(counts.sum(dtype=float))
     index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -425,10 +421,7 @@ def read(folder: Path) -> dict[str, SamplerHistory]:
 
 
 def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> list[LedgerPart]:
-    """Return the history up to a step of the last stretch, oldest first.
-
-    It begins at a stretch without a parent.
-    """
+    """Return the history up to a step of a stretch, oldest first, from one without a parent."""
     parts = [LedgerPart(groups[last], until)]
     while True:
         head = parts[-1].group.head
@@ -501,10 +494,7 @@ def _cut(spans: Spans, cuts: NDArray[np.int64]) -> tuple[Spans, NDArray[np.int64
 
 
 def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[TrainingEnd]]:
-    """Return each stretch in a file with its spans, and the ends.
-
-    Raises RunDirectoryError if the file is damaged.
-    """
+    """Return each stretch in a file with its spans, and the ends; refuse a damaged file."""
     stretches: dict[Name, tuple[LedgerSegment, list[Span]]] = {}
     spans: list[Span] | None = None
     ends: list[TrainingEnd] = []

@@ -131,10 +131,7 @@ class BatchDivision:
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     def ranks_of(self, worker: int) -> range:
-        """Return the ranks whose shares a worker computes: its own, or several virtual ones.
-
-        Raises ConfigError if there are more workers than virtual ranks.
-        """
+        """Return the ranks, its own or virtual ones, whose shares a worker computes."""
         if self.virtual_ranks is None:
             return range(worker, worker + 1)
         _, world_size = self.group()

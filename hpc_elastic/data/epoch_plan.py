@@ -45,10 +45,7 @@ class Order:
         self._left, self._right = np.uint64(left), np.uint64(right)
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples' indices in the dataset.
-
-        Positions count from 0; those after the last sample wrap around.
-        """
+        """Return the samples' indices in the dataset; positions after the last wrap around."""
         positions = positions % self._num_samples
         if self._keys is None:
             return positions

@@ -105,10 +105,7 @@ class LedgerSegment:
     restored: int | None = None
 
     def plan(self) -> EpochPlan:
-        """Return the plan, which fixes the positions of each step.
-
-        Raises ConfigError if no sampler has such a plan: the stretch is damaged.
-        """
+        """Return the plan; raise ConfigError if the stretch is damaged, so that there is none."""
         length, seed, shuffle = (self.facts[key] for key in ("dataset_len", "seed", "shuffle"))
         return EpochPlan(
             length, seed, shuffle, self.end, BatchDivision(self.global_batch, None, 0, 1)

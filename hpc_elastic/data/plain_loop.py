@@ -100,10 +100,7 @@ class TrainedModels:
         )
 
     def require_known_state(self) -> None:
-        """Accept a state of the data that is taken now.
-
-        Raises ConfigError if it is unknown whether the parameters hold the same samples.
-        """
+        """Raise ConfigError if the parameters may hold other samples than the data's state."""
         if self._versions is not None and not self.wait_for_optimizer():
             remedy = (
                 "the parameters have changed without a step of a torch optimizer, so it is unknown "
@@ -175,7 +172,7 @@ class PlainLoop:
             _loops.append(self)
 
     def before_draw(self) -> None:
-        """Count the items that nothing is to be waited for, before the next one is drawn."""
+        """Count the items that wait for no optimizer step, before the next one is drawn."""
         if self.has_ended:
             return
         if not self._num_waiting or not self._models or not self._models.wait_for_optimizer():
@@ -212,10 +209,7 @@ class PlainLoop:
         self._count_open(self._num_waiting)
 
     def on_backward(self) -> bool:
-        """Record a ``backward()``; return whether it is one of the present item.
-
-        Raises ConfigError if something draws ahead.
-        """
+        """Record a ``backward()``; return whether it is one of the present item."""
         if self.begin is None:
             if self.num_drawn and self._loader_thread != threading.get_ident():
                 raise self._draws_ahead()
@@ -237,10 +231,7 @@ class PlainLoop:
         return InexactError("loader", f"{counted(self.num_drawn, 'item')} drawn", remedy)
 
     def on_step(self, optimizer: Any) -> None:
-        """Count the items with whose gradients an optimizer has stepped.
-
-        Raises ConfigError if the gradients are not from a ``backward()`` of the present items.
-        """
+        """Count the items with whose gradients an optimizer has stepped; refuse other gradients."""
         if self.begin is None or self._models is None:
             return
         if not self._num_waiting and not self._had_backward and not self._models.holds_rest:
@@ -261,10 +252,7 @@ class PlainLoop:
             self._count(num)
 
     def require_same_weights(self, other: PlainLoop) -> None:
-        """Accept a second loop at the same time.
-
-        Raises ConfigError if its weights differ, with this number of ranks or another.
-        """
+        """Refuse a second loop at the same time with other weights, for any number of ranks."""
         mine, theirs = self.plan, other.plan
         divisions = [replace(plan.batch, micro_batch_size=None) for plan in (mine, theirs)]
         if divisions[0] == divisions[1] and self.sizes_ahead() == other.sizes_ahead():
@@ -338,10 +326,7 @@ def backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """Call torch's, with the weight of the present item in a plain loop.
-
-    Raises ConfigError if the weight cannot be right.
-    """
+    """Call torch's, with the weight of the present item in a plain loop."""
     given = grad_tensors if grad_variables is None else grad_variables
     outermost = bool(_loops) and not getattr(_thread, "is_inside", False) and not is_in_backward()
     if outermost and _reaches_parameters(inputs):

@@ -77,7 +77,6 @@ def seeded_torch_generator(seed: int) -> Iterator[None]:
 
 
 def _torch_generators() -> list[Any]:
-    """Return torch's generators of the CPU and of the present GPU."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return []

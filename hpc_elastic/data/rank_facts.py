@@ -21,10 +21,7 @@ _num_compared = Counter[str]()
 
 
 def default_store() -> Any:
-    """Return the store of the default process group; None if there is none.
-
-    Private: torch has no public way to the store that it has made.
-    """
+    """Return the store of the default process group, private to torch; None if there is none."""
     distributed: Any = sys.modules.get("torch.distributed")
     if not (distributed and distributed.is_available() and distributed.is_initialized()):
         return None

@@ -396,10 +396,7 @@ class ElasticSampler:
         self._unstepped.clear()
 
     def _begin_loop(self, loader: Any) -> None:
-        """Start a loader at the present position; raise ConfigError as `batches` does.
-
-        Also if a checkpoint was restored without the sampler's state.
-        """
+        """Start a loader at the present position; raise ConfigError as `batches` does."""
         self._require_loader(loader)
         if self._plan.batch.virtual_ranks and not self._virtual_ranks and _records_gradients():
             remedy = "model = sampler.average_gradients(model), before the loop"
@@ -656,7 +653,6 @@ class ElasticSampler:
             self._ledger.record_step(before, before.position + offset, count)
 
     def _start_loader(self, loader: Any, plan: EpochPlan, place: SamplePosition) -> None:
-        """Start the loader at a position, with batches divided as in a plan."""
         if self._replicas:
             self._drawn = plan, place
         rank, _ = plan.batch.group()
@@ -993,10 +989,7 @@ _ONE_EACH = "it must yield one item for each list of indices of its batch_sample
 
 
 def require_loader_of(sampler: object, loader: Any) -> None:
-    """Accept a loader that draws from this sampler, as far as that can be checked.
-
-    Raises ConfigError if it has another sampler, or changes the order.
-    """
+    """Refuse a loader with another sampler, or one that changes the order, as far as it shows."""
     if getattr(loader, "batch_sampler", sampler) is not sampler:
         remedy = (
             "make it with batch_sampler=sampler, and no batch_size, shuffle, sampler, drop_last"

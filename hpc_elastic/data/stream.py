@@ -177,7 +177,6 @@ class ElasticStream(ElasticSampler):
             self._warn_of_shared_lanes(getattr(loader, "num_workers", 0))
 
     def _warn_of_shared_lanes(self, num_workers: int) -> None:
-        """Log a warning if several workers read the same lanes."""
         layout, batch = self._layout, self._plan.batch
         _, world_size = batch.group()
         num_readers = layout.num_readers(batch, max(1, num_workers))
@@ -270,10 +269,7 @@ class StreamLayout:
         return taken, begins - taken * np.arange(num_lanes + 1)
 
     def num_readers(self, batch: BatchDivision, num_workers: int) -> float:
-        """Return the average number of a rank's workers that read one lane.
-
-        The workers of its loader take the micro-batches in turn.
-        """
+        """Return the average number of a rank's workers, which take turns, that read one lane."""
         parts = batch.micro_batches(self.batch_lanes * self.run)
         readers: set[tuple[int, int]] = set()
         for step in range(math.lcm(self.period, num_workers)):
@@ -425,10 +421,7 @@ class _Lane:
 
 
 class _Reader:
-    """Reads the sequence of an epoch forwards, from any sample on.
-
-    ``next`` is the sample that `read` returns next; -1 before the first `seek`.
-    """
+    """Reads the sequence of an epoch forwards, from the sample ``next`` on (-1 before `seek`)."""
 
     def __init__(self, epoch: _Epoch) -> None:
         self._epoch = epoch

@@ -55,10 +55,7 @@ def additions(first: int, last: int) -> frozenset[tuple[int, int, int]]:
 
 
 class PartialSum(NamedTuple):
-    """The sum of the virtual ranks from ``first`` up to ``last``.
-
-    ``tensors`` is None where only the shape of the tree matters.
-    """
+    """The sum of the virtual ranks ``first`` to ``last``; without tensors, its place only."""
 
     first: int
     last: int
@@ -277,10 +274,7 @@ class _Buffers:
         return self._always[i] or not is_same
 
     def end_step(self, changed: Sequence[bool], process_group: Any) -> None:
-        """Take over what virtual rank 0 has changed, which worker 0 knows.
-
-        ``changed`` is whether any worker has changed each of them.
-        """
+        """Take over the buffers that any worker has ``changed``, as virtual rank 0 has them."""
         self._is_first_step = False
         now = self._now()
         for i, kept in self._kept.items():
@@ -296,10 +290,7 @@ class _Buffers:
 
 
 class VirtualRanks:
-    """The virtual ranks of a training; see `ElasticSampler.average_gradients`.
-
-    Raises ConfigError if the bare module is wrapped or sharded, or has nothing to train.
-    """
+    """The virtual ranks of a training of a bare module (`ElasticSampler.average_gradients`)."""
 
     def __init__(self, model: nn.Module, plan: EpochPlan, process_group: Any) -> None:
         _require_bare(model)
@@ -340,10 +331,7 @@ class VirtualRanks:
 
     @contextlib.contextmanager
     def rank(self, rank: int) -> Iterator[None]:
-        """Compute a virtual rank: its gradients are added up at the end.
-
-        Raises ConfigError if a gradient is sparse.
-        """
+        """Compute a virtual rank: its gradients, none sparse, are added up at the end."""
         yield
         gradients = []
         for i, p in enumerate(self._parameters):

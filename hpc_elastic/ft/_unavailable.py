@@ -57,10 +57,7 @@ class UnavailableError(HpcElasticError, NotImplementedError):
 
 
 def find_name(module: str, name: str) -> Any:
-    """Return what stands for a name of torchft's, for a module's ``__getattr__``.
-
-    Raises AttributeError if torchft has no such name either.
-    """
+    """Return what stands for a name of torchft's; raise AttributeError if there is none."""
     short = module.rpartition(".")[2]
     return _find_in(_COMMON.get(short) or _WHOLE.get(short, {}), module, name)
 

@@ -55,10 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class CatchUp:
-    """Fetches the state of peers that train on, a part in each step.
-
-    ``optimizers`` are all whose steps change the state; ``timeout`` is of one step's fetch.
-    """
+    """Fetches the state of peers that train on, a part in each step, within the time-out."""
 
     def __init__(
         self,
@@ -222,7 +219,6 @@ class _Part:
         own: Callable[[], Any],
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> _Part:
-        """Return all of a state as one part."""
         target = Target(layout, own, in_place=True, staged=True)
         large = [n for n in target.in_place if layout.specs[n].num_bytes > SMALL_BYTES]
         by_memory = {target.in_place[n].data_ptr(): n for n in large}
@@ -242,7 +238,6 @@ class _Part:
         return FetchPlan(memory, rest, [self._range(n) for unit in units for n in unit])
 
     def has(self, unit: Unit, finished: set[Range]) -> bool:
-        """Return whether a unit has come."""
         return _have_come([self._range(n) for n in unit], finished)
 
     def has_rest(self, finished: set[Range]) -> bool:
@@ -255,14 +250,10 @@ class _Part:
             self.target.land(number)
 
     def paths(self, unit: Unit) -> set[str]:
-        """Return the paths of a unit's tensors."""
         return {self.target.layout.specs[n].path for n in unit}
 
     def state(self, progress: CommittedProgress) -> dict[str, Any]:
-        """Return the state; raise HealError if it is of other progress.
-
-        Raises UnusableStateError if it does not fit.
-        """
+        """Return the state; raise HealError if it is of other progress, or UnusableStateError."""
         self.land([*self.target.in_place.keys() - set(self.large)])
         state: dict[str, Any] = self.target.state()
         given = CommittedProgress(**state["torchft"])

@@ -74,10 +74,7 @@ def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterato
 
 
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
-    """Call a function, on another thread, if the current stream's queue takes longer than this.
-
-    Raises RuntimeError if there is no accelerator.
-    """
+    """Call a function, on another thread, if the current accelerator stream takes longer."""
     queued = torch.Event()
     queued.record()
     _start_timer(lambda: None if queued.query() else callback(), timeout)

@@ -133,10 +133,7 @@ class GlooGroup(LiveGroup):
         return ManagedWork(work, operation, self, is_abortable=operation not in _WAIT_MOVES_DATA)
 
     def end_group(self, error: Exception, *, finish_pending: bool) -> None:
-        """Break the connections, and wait until gloo's threads have ended.
-
-        There is no gentler way: what was sent arrives in any case.
-        """
+        """Break the connections, and wait until gloo's threads have ended."""
         self.end_error = error
         connections, self._connections = self._connections, []
         break_connections(connections)

@@ -524,7 +524,6 @@ class LighthouseState:
         return []
 
     def _expire_switch(self, now: float) -> list[ReplicaMessage]:
-        """Withdraw a proposal that a member does not answer in time."""
         switch, active = self._switch, self._quorum
         if not active.is_active or not switch.is_late(now):
             return []

@@ -808,7 +808,7 @@ class Manager:
             step.offering = run_in_background(offer)
 
     def _end_part(self, step: StepState) -> None:
-        """Leave nothing under way that writes into the state; take what is to be loaded."""
+        """End a part's transfer, so that nothing writes into the state; take what to load."""
         if step.offering is not None:
             concurrent.futures.wait([step.offering])
             step.offering = None
@@ -865,10 +865,7 @@ class Manager:
     def _exchange_rows(
         self, step: StepState, quorum: QuorumResult, own: list[int]
     ) -> list[list[int]]:
-        """Return the row of each member, by replica rank; all members call it in the same step.
-
-        Raises RuntimeError if a member's row is missing, or the process group failed.
-        """
+        """Return the row of each member, by replica rank; all members call it in the same step."""
         table = torch.zeros(quorum.replica_world_size, len(own), dtype=torch.int64)
         table[quorum.replica_rank] = torch.tensor(own)
         if step.used_device:
@@ -892,7 +889,7 @@ class Manager:
         step.wait_for_works()
 
     def _close_step(self, step: StepState) -> None:
-        """Leave nothing of a step under way, nor a state that came in it unapplied."""
+        """End all work of a step, and apply a state that came in it."""
         if step.entering is not None:
             concurrent.futures.wait([step.entering])
             error = step.entering.exception()

@@ -61,9 +61,9 @@ class ManagerServerLostError(HpcElasticError, ConnectionError, RuntimeError):
 class ManagerClient:
     """One worker's connection; every method may be called from any thread.
 
-    Attributes:
-        replica_id: The group's name among its peers.
-        steps: The worker's steps in its present quorum; only this class changes them.
+    A method that waits raises ManagerServerLostError if the server has ended. Only this class
+    changes ``steps``, the worker's steps in its present quorum; ``replica_id`` is the group's name
+    among its peers.
     """
 
     def __init__(
@@ -159,8 +159,7 @@ class ManagerClient:
 
         The answer is `LeaveGranted` if the group has left as announced, and `CheckpointBeforeLeave`
         if it has to save before it leaves. Raises TimeoutError, whose message names what is waited
-        for, if there was no quorum in time (try again, or give up), and ManagerServerLostError if
-        the server has ended.
+        for, if there was no quorum in time: try again, or give up.
         """
         with self._changed:
             self._answer = None
@@ -180,10 +179,7 @@ class ManagerClient:
         raise TimeoutError(f"no quorum within {timeout_s:g} s: {self._waits_for}")
 
     def vote(self, commit: bool, timeout_s: float) -> bool:
-        """Vote whether this worker can commit its step; return whether the whole group does.
-
-        Raises ManagerServerLostError if the server has ended.
-        """
+        """Vote whether this worker can commit its step; return whether the whole group does."""
         with self._changed:
             quorum_id, quorum_step = self.steps.quorum_id, self.steps.quorum_step
 
@@ -551,10 +547,7 @@ class GroupPlace:
 def resolve_place(
     rank: int | None, world_size: int | None, store_addr: str | None, store_port: int | None
 ) -> GroupPlace:
-    """Return the worker's place: each argument, or the environment's value if it is None.
-
-    Raises ConfigError if the environment has no value.
-    """
+    """Return the worker's place, by arguments or else the environment; ConfigError if unset."""
 
     def require(name: str, argument: str) -> str:
         if not os.environ.get(name):

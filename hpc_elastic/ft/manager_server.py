@@ -58,10 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class ManagerServer(ManagerState):
-    """The server of one replica group, or a relay: its state, the socket and the workers' life.
-
-    Everything happens in one event loop.
-    """
+    """The server of one replica group, or a relay; everything happens in one event loop."""
 
     def __init__(
         self,
@@ -90,10 +87,7 @@ class ManagerServer(ManagerState):
     # ---- life ---------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Accept connections of workers from now on.
-
-        Raises OSError if the socket's path is taken, or too long for the system.
-        """
+        """Accept connections of workers; raise OSError if the path is taken or too long."""
         if self._listener is None:
             self._listener = open_listener(str(self._path))
         asyncio.get_running_loop().add_reader(self._listener, self._accept_all)
@@ -386,10 +380,7 @@ def start_server_process(
 
 
 def start_relay_process(address: str, port: int, group_world_size: int) -> ManagerServerProcess:
-    """Start a relay to the server of this group on another host; return at once, as above.
-
-    Raises OSError if the socket or the process cannot be created.
-    """
+    """Start a relay to the server of this group on another host, as `start_server_process`."""
     arguments = [address, str(port), socket.gethostname()]
     return _start_process("relay_group", group_world_size, arguments)
 

@@ -84,10 +84,7 @@ class ManagerState:
         relays: RemoteNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without workers, and without a lighthouse.
-
-        The arguments are those of `ManagerServer`.
-        """
+        """Start without workers and lighthouse; the arguments are those of `ManagerServer`."""
         self._relays = relays
         self._relay: RelayLink | None = None
         """The connection to the server of the group, if that is on another node."""

@@ -448,10 +448,7 @@ class LineReader:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that these bytes complete.
-
-        Raises ValueError if a line is no message, or longer than `MAX_LINE_BYTES`.
-        """
+        """Return the messages that these bytes complete; raise ValueError if a line is none."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > MAX_LINE_BYTES:
             raise ValueError(f"a line longer than {MAX_LINE_BYTES} bytes")

@@ -119,7 +119,7 @@ class ProcessGroupNCCL(reconfigurable.ReconfigurableProcessGroup):
 
 @contextmanager
 def _ending_no_process() -> Iterator[None]:
-    """Have torch's threads for the groups constructed inside end the process after no error."""
+    """Keep torch's threads for the groups made inside from ending the process after an error."""
     before = {name: os.environ.get(name) for name in _UNENDED}
     os.environ |= _UNENDED
     try:

@@ -270,7 +270,6 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        """Start the operation that is torch's method ``name``."""
         work: Work = getattr(self.parent, name)(*args, **kwargs)
         return work
 
@@ -400,7 +399,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
 
 
 class AlteredWork(Work):
-    """A work whose outcome goes through a function, which gets a call that returns it or raises."""
+    """A work whose outcome a function may alter: it gets a call that returns it or raises."""
 
     def __init__(self, work: Work, alter: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()

@@ -389,10 +389,7 @@ def should_catch_up(requests: Sequence[messages.QuorumRequest], cohort: Cohort) 
 def assign_results(
     quorum_id: int, members: Sequence[str], requests: Mapping[str, messages.QuorumRequest]
 ) -> dict[str, messages.QuorumResults]:
-    """Return the results of each member of a new quorum.
-
-    ``members`` are replica ids by rank, at least one; their groups have the same number of workers.
-    """
+    """Return the results of each member of a new quorum; members are replica ids by rank."""
     by_rank = [requests[m] for m in members]
     cohort = find_cohort(by_rank)
     catch_up = should_catch_up(by_rank, cohort)

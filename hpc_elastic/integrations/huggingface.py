@@ -415,10 +415,7 @@ class ElasticTraining(_Base):
         return self._loader.sampler.step % self.steps_per_epoch == 0
 
     def check_begin(self) -> dict[str, Any]:
-        """Check the point where a training begins, and return what its mark holds of the Trainer.
-
-        Raises RuntimeError if the ranks have different checkpoints.
-        """
+        """Check that all ranks begin at one checkpoint; return its mark's part of the Trainer."""
         step = self.state.global_step
         steps = self.accelerator.gather(torch.tensor([step], device=self.args.device)).tolist()
         if len(set(steps)) > 1:
@@ -591,7 +588,6 @@ class _Saving(TrainerCallback):
 
 
 def _cut(inputs: Any, size: int, part: slice) -> dict[str, Any]:
-    """Return a part of the samples of a micro-batch."""
     return {
         key: value[part]
         if isinstance(value, torch.Tensor) and value.shape[:1] == (size,)

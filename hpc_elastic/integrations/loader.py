@@ -78,10 +78,7 @@ class ElasticLoader:
                     yield data
 
     def on_optimizer_step(self) -> None:
-        """Count the global batch as trained: the optimizer steps with its micro-batches.
-
-        Raises RuntimeError if this rank's micro-batches of the global batch are not complete.
-        """
+        """Count the global batch as trained; RuntimeError if this rank's part is incomplete."""
         if next(self._parts, self) is not self:
             raise RuntimeError(
                 "the optimizer stepped before this rank's last micro-batch of the global batch: "
@@ -109,9 +106,6 @@ def sync_to_disk(path: Path) -> None:
 
 
 def sort_by_step(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths whose names end with a step (``step-120.ckpt``), in numerical order.
-
-    So 100 comes after 99.
-    """
+    """Return the paths sorted by the step with which their names end, as a number."""
     numbered = [(int(m[1]), path) for path in paths if (m := re.search(r"-(\d+)$", path.stem))]
     return [path for _, path in sorted(numbered)]

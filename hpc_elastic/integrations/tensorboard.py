@@ -69,10 +69,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
             self.add_text(tracking.EVENTS, text, step)
 
     def add_scalars(self, main_tag: str, *_: Any, **__: Any) -> None:
-        """Refuse, by ConfigError.
-
-        It makes a folder for each curve, which is not checked for steps.
-        """
+        """Refuse: it makes a folder for each curve, which is not checked for steps."""
         raise ConfigError("add_scalars", main_tag, "call add_scalar for each curve")
 
 

@@ -61,10 +61,7 @@ class OwnRun:
 
 
 def own_run() -> OwnRun | None:
-    """Return the run of this worker; None outside of a run.
-
-    Raises RunDirectoryError if its directory cannot be read.
-    """
+    """Return the run of this worker; None outside of a run."""
     path = os.environ.get(RUN_DIR_VARIABLE)
     return None if not path else OwnRun(RunDir(Path(path)).load().run_id, Path(path))
 

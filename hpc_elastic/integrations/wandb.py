@@ -205,7 +205,6 @@ class _Rows:
         os.pwrite(self._fd, json.dumps(kept).encode() + b"\n", 0)
 
     def complete(self) -> None:
-        """Hand the row to W&B."""
         if self._row:
             self._run.log(self._row, step=self._step, commit=True)
             self._recent.append((time.monotonic(), self._step, _plain(self._row)))

@@ -295,10 +295,7 @@ class Listener:
         return self._socket.detach()
 
     def serve(self, secret: bytes, context: object, owner: ConnectionOwner) -> None:
-        """Authenticate connections from now on, in the running event loop.
-
-        The context is the purpose of the connections, the same on both sides.
-        """
+        """Authenticate connections for a purpose (``context``), in the running event loop."""
         self._terms = secret, context, owner
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
 

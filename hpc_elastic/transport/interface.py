@@ -189,10 +189,7 @@ def group_addresses() -> Iterator[list[str]]:
 
 
 def own_addresses() -> Iterator[str]:
-    """Yield addresses by which other nodes may reach this one, the best first.
-
-    First those of `group_addresses`, then that from which MASTER_ADDR is reached.
-    """
+    """Yield addresses for other nodes: `group_addresses`, then the one that reaches MASTER_ADDR."""
     for addresses in group_addresses():
         yield from addresses
     with suppress(OSError):
@@ -201,10 +198,7 @@ def own_addresses() -> Iterator[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this node from which it reaches a host.
-
-    Raises OSError if there is no route to it, or its name does not resolve.
-    """
+    """Return the address of this node from which it reaches a host; raise OSError if it cannot."""
     family, _, _, _, peer = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(peer)  # sends nothing

@@ -39,10 +39,7 @@ _WATCH_S = 0.5
 
 
 def parse_networks(texts: Iterable[str]) -> list[Network]:
-    """Return networks, given as ``10.1.0.0/16`` or an address, as few as cover the same.
-
-    Raises ValueError if a text names no network.
-    """
+    """Return networks, given as ``10.1.0.0/16`` or addresses, as few as possible; or ValueError."""
     found = [ipaddress.ip_network(text.strip(), strict=False) for text in texts]
     version_4 = (n for n in found if isinstance(n, ipaddress.IPv4Network))
     version_6 = (n for n in found if isinstance(n, ipaddress.IPv6Network))
@@ -91,10 +88,7 @@ def _rule(network: Network) -> list[tuple[int, int, int, int]]:
 
 
 def check_own(address: str) -> None:
-    """Raise ConfigError if others cannot use the networks, or the kernel of this node cannot.
-
-    The node's own address must be in one of the networks.
-    """
+    """Raise ConfigError if the networks lack this node's address, or its kernel the filter."""
     given = os.environ.get(VARIABLE)
     if not given:
         return

@@ -76,10 +76,7 @@ class Period:
 
 
 class Clock:
-    """Measures steps and checkpoints, and decides when the next one is due (pure).
-
-    Times are monotonic seconds.
-    """
+    """Measures steps and checkpoints, and decides when one is due (pure; monotonic seconds)."""
 
     def __init__(self, now: float) -> None:
         self.cost_s: float | None = None
@@ -174,7 +171,7 @@ class PeriodDecision:
         return yes
 
     def _is_due_outside(self, step: int, period: Period, now: float) -> bool:
-        """Return whether it is time by the clock of rank 0; a collective now and then."""
+        """Return whether a save is due by rank 0's clock, which it broadcasts now and then."""
         size = process_group.size()
         if size is None and self._world_size > 1 and period.every_steps is None:
             raise ValueError(

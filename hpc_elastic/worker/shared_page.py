@@ -166,10 +166,7 @@ class SharedPage:
                 self._has_begun = True
 
     def report_metrics(self, metrics: Mapping[str, float]) -> bool:
-        """Publish values of the script's metrics (worker).
-
-        Return whether there was room for all.
-        """
+        """Publish values of the script's metrics; return whether there was room for all."""
         has_room = True
         for name, value in metrics.items():
             at = self._metrics.get(name)
@@ -279,10 +276,7 @@ class SharedPage:
         self._numbers[_BOUNDARY] = step
 
     def pause_at(self, step: int) -> bool:
-        """Announce the checkpoint of a step, and stay while the agent requests it (worker).
-
-        Returns whether the worker may continue; False if it has stayed for too long.
-        """
+        """Announce a checkpoint, and stay while requested; return False if that took too long."""
         self.announce(step)
         until = time.monotonic() + LONGEST_PAUSE_S
         while (number := self._pause_request(step)) and time.monotonic() < until:
@@ -314,7 +308,7 @@ class SharedPage:
 
     @property
     def notice_left_s(self) -> float | None:
-        """Seconds until the node has to be left; None if nothing of the kind is known (worker)."""
+        """Seconds until the node has to be left; None without a notice (worker)."""
         by = self._floats[_NOTICE_BY]
         return None if math.isnan(by) else by - time.monotonic()
 

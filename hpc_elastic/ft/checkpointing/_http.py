@@ -362,10 +362,7 @@ class StateServer:
     """Serves one replica's states with threads of its own, from its creation until `close`."""
 
     def __init__(self, key: bytes, addresses: Iterable[str]) -> None:
-        """Listen on a free port, at the first of these numeric addresses that is this machine's.
-
-        Raises OSError if none is.
-        """
+        """Listen on a free port, at the first of these numeric addresses that is this machine's."""
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._offer: Offer | None = None

@@ -33,11 +33,7 @@ _CPUS = Path("/proc/cpuinfo")
 
 
 class CompileCache:
-    """What this worker has compiled, and the file in the run.
-
-    Args:
-        run: The run.
-    """
+    """What this worker has compiled, and the file in the run."""
 
     def __init__(self, run: RunDir) -> None:
         import torch

@@ -267,12 +267,12 @@ class TimeLimitSource:
     """What Slurm reports about this task. Both calls may block for seconds.
 
     Attributes:
-        foresee: How the task would go now; None where Slurm does not answer.
-        time_left_s: What is left of its wall time, None where it has no end; raises
+        foresee: Returns how the task would end now; None where Slurm does not answer.
+        time_left_s: Returns what is left of its wall time, None where it has no end; raises
             `SlurmCommandError` where Slurm does not answer.
-        told_left_s: What is known of it without asking; None: nothing.
-        spread_s: All tasks together ask within this many seconds whether their limit was changed.
-        first_spread_s: And for it, where nothing is known.
+        told_left_s: What is left of it, as far as that is known without a query; None: unknown.
+        spread_s: All tasks query within this many seconds whether their limit was changed.
+        first_spread_s: The same for the first query, where nothing is known.
     """
 
     foresee: Callable[[], ExitAction | None]

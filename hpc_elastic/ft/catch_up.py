@@ -202,11 +202,7 @@ Unit = Sequence[int]
 
 @dataclass
 class _Part:
-    """What is to be fetched in one step.
-
-    Attributes:
-        large: Numbers of the large tensors that are received into the own ones.
-    """
+    """What is to be fetched in one step; ``large`` tensors are received into the own ones."""
 
     target: Target
     large: list[int]

@@ -944,11 +944,7 @@ def fill_neutral(tensor: torch.Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType)
 
 @dataclass(frozen=True)
 class Participation:
-    """One member's part in the mean of a step.
-
-    Attributes:
-        rank: Its rank among the participants; None if it adds zero.
-    """
+    """One member's part in the mean of a step; its rank is None if it adds zero."""
 
     rank: int | None
     size: int

@@ -247,11 +247,7 @@ class QuorumResult(Message):
 
 @dataclass(frozen=True)
 class QuorumResults(Message):
-    """Down: the results of the workers of one group, by group rank.
-
-    Attributes:
-        number: Of the request that it answers: requests and answers may cross.
-    """
+    """Down: the results of a group's workers, by group rank, for the request of this number."""
 
     ranks: tuple[QuorumResult, ...] = ()
     number: int = 0

@@ -534,8 +534,7 @@ class MemberPlace:
 class LiveGroup(ABC):
     """A group of torch's behind a `ProcessGroup`, with what is needed to end it.
 
-    Attributes:
-        is_at_rest: It has ended, and operations that have not failed are stuck in the backend.
+    ``is_at_rest``: it has ended, and operations that have not failed are stuck in the backend.
     """
 
     def __init__(self, place: MemberPlace) -> None:

@@ -28,8 +28,6 @@ class ElasticLoader:
     """Iterates over a DataLoader whose ``batch_sampler`` is an `ElasticSampler`.
 
     Attributes:
-        sampler: The sampler.
-        dataset: The loader's dataset, for frameworks that need its length.
         weight: Factor for the mean loss of the last micro-batch (`hpc_elastic.data.batch`); not 1
             if the ranks have shares of different size.
         is_endless: Whether an iteration goes on with the next epoch: the framework ends its epochs

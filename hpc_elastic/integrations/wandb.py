@@ -86,11 +86,6 @@ class WandbRun:
 
     Attributes:
         run: W&B's run, for what needs its type. Do not log with it.
-
-    Args:
-        run: W&B's run.
-        own: The run of this package; None: nothing is kept for a restart.
-        folder: The folder of W&B's folders, with ``own``.
     """
 
     def __init__(self, run: Any, own: tracking.OwnRun | None, folder: Path | None) -> None:

@@ -137,8 +137,8 @@ def _interfaces_by_link() -> tuple[list[Interface], list[Interface]]:
 def resolve(host: str) -> list[str]:
     """Return the numeric addresses of a host name, IPv4 first; an address stands for itself.
 
-    None where the name does not resolve, or the name service does not answer soon: one that is down
-    stalls a lookup for many seconds.
+    None at all where the name does not resolve, or the name service does not answer soon: one that
+    is down stalls a lookup for many seconds.
     """
     with suppress(ValueError):
         ipaddress.ip_address(host)

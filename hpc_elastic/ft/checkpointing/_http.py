@@ -98,7 +98,6 @@ class HealRequest:
         return [(begin, min(begin + BLOCK_BYTES, self.end)) for begin in starts]
 
     def seal(self, key: bytes) -> bytes:
-        """Return it as it is sent."""
         query = {k: v for k, v in asdict(self).items() if k not in ("token", "verb")}
         target = f"/{self.token}/{self.verb}?{urlencode(query)}"
         mac = sign(key, f"request|{target}")
@@ -197,7 +196,6 @@ class Pieces:
     """Buffers as one stream of bytes."""
 
     def __init__(self, parts: Sequence[_layout.Part]) -> None:
-        """Join parts that follow each other."""
         self._parts = parts
         self._begins = [begin for begin, _, _ in parts]
 
@@ -344,7 +342,6 @@ class Offer:
 
     @cached_property
     def digest(self) -> str:
-        """That of the layout."""
         return _layout.digest(self.layout)
 
     def wait_s(self) -> float:
@@ -417,7 +414,6 @@ class StateServer:
             self._changed.notify_all()
 
     def resume(self) -> None:
-        """Take requests again."""
         with self._changed:
             self._aborted = False
             self._early.clear()

@@ -59,7 +59,6 @@ class StateLayout:
     num_bytes: int
 
     def to_json(self) -> bytes:
-        """Return it as it is sent."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
@@ -310,7 +309,6 @@ class Sharding:
 
     @classmethod
     def of(cls, tensor: Any) -> Sharding:
-        """Return that of a DTensor."""
         mesh = tensor.device_mesh
         return cls(
             tuple(repr(p) for p in tensor.placements), tuple(mesh.shape),

@@ -170,10 +170,7 @@ def _has_attribute(path: Path, name: str) -> bool:
 
 
 def names_in(folder: Path) -> frozenset[str]:
-    """Return the names in a folder by its server; an empty set if the folder is missing.
-
-    Raises OSError if the file system does not answer.
-    """
+    """Return the names in a folder by its server, none if it is missing; OSError if unknown."""
     try:
         return frozenset(names_listed(folder))
     except FileNotFoundError:
@@ -181,10 +178,7 @@ def names_in(folder: Path) -> frozenset[str]:
 
 
 def names_listed(folder: Path) -> list[str]:
-    """Return the names in a folder by its server.
-
-    Raises FileNotFoundError if it is missing, and OSError if the file system does not answer.
-    """
+    """Return the names in a folder by its server; FileNotFoundError if it is missing."""
     mount = _mount_of(folder)
     if not mount.opened_is_fresh:
         _ask_about(folder)
@@ -198,11 +192,7 @@ def names_listed(folder: Path) -> list[str]:
 
 
 def refresh(path: Path) -> None:
-    """Have the client ask the server for a file, where opening it would not.
-
-    Also for a folder that is no mount point. Raises OSError if it is missing, or the file system
-    does not answer.
-    """
+    """Have the client ask the server about a path, no mount point, where opening would not."""
     if not _mount_of(path.parent).opened_is_fresh:
         _ask_about(path)
 
@@ -273,10 +263,7 @@ class RemovalWatch:
 
 
 def status_of(path: Path) -> os.stat_result:
-    """Return the attributes of a file or folder by its server.
-
-    Raises DamagedFileError if it is neither, and OSError if it is missing, or may not be read.
-    """
+    """Return a file's or folder's attributes by its server; DamagedFileError if it is neither."""
     refresh(path)
     fd = _open(path)
     try:
@@ -402,11 +389,7 @@ def _require_size(path: Path, num_bytes: int, limit: int) -> None:
 
 
 def read_bytes(path: Path, limit: int = TEXT_BYTES) -> bytes:
-    """Return the content of a file of a run.
-
-    Raises DamagedFileError if it is larger than the limit, or no file, and OSError if it is
-    missing, or may not be read.
-    """
+    """Return the content of a file of a run; DamagedFileError if it is too large, or no file."""
     with open_file(path) as file:
         _require_size(path, os.fstat(file.fileno()).st_size, limit)
         data = file.read(limit + 1)  # it may have grown

@@ -488,10 +488,7 @@ def end_children() -> None:
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call a function as soon as a module has been imported; now, if it has been.
-
-    It is called once, by the thread that imports, before its import statement ends.
-    """
+    """Call a function once a module has been imported, in the importing thread, or now."""
     if name in sys.modules:
         then()
     else:

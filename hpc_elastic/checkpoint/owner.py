@@ -72,11 +72,7 @@ class Owner:
 
     @classmethod
     def current(cls, keys: Iterable[str] = (), *, boundary: bool = True) -> Owner:
-        """Return this process, as the owner of what it saves.
-
-        Raises RunDirectoryError if its run cannot be read, and OSError if its directory cannot be
-        listed.
-        """
+        """Return this process as an owner; RunDirectoryError or OSError if it cannot be read."""
         kind = {"boundary": boundary, "keys": sorted(keys)}
         at = {"host": socket.gethostname(), "created": time.time(), "nonce": os.urandom(8).hex()}
         entry = fencing.own_entry()

@@ -75,11 +75,7 @@ class Interpolation:
 
 @dataclass
 class Encoder:
-    """Makes configs plain, and collects what the caller has to look at.
-
-    Attributes:
-        lost: Types that a worker could not import, by the dotted name of their first node.
-    """
+    """Makes configs plain; ``lost`` are types that workers cannot import, by their first node."""
 
     interpolations: list[Interpolation] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)

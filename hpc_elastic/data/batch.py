@@ -162,10 +162,7 @@ class BatchDivision:
         return known if len(known) == num else num
 
     def share(self, size: int, ranks: range | None = None) -> tuple[int, int]:
-        """Return (offset, count) of this rank's share of a global batch of that size.
-
-        ``ranks`` are adjoining ranks whose share it is; None: those that this rank computes.
-        """
+        """Return (offset, count) of the share of these ranks, by default its own, of a batch."""
         ranks = self.ranks_of(self.group()[0]) if ranks is None else ranks
         cuts = _cuts(size, self._throughputs_or_number)
         return cuts[ranks.start], cuts[ranks.stop] - cuts[ranks.start]
@@ -207,10 +204,7 @@ def decode_throughputs(text: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _cuts(size: int, throughputs: tuple[int, ...] | int) -> tuple[int, ...]:
-    """Return where the shares of a batch begin, and its end.
-
-    ``throughputs`` are those of each rank, or the number of ranks if all are equally fast.
-    """
+    """Return where the shares of a batch begin, and its end, by number or throughputs of ranks."""
     if isinstance(throughputs, int):
         return tuple(size * rank // throughputs for rank in range(throughputs + 1))
     before = tuple(itertools.accumulate(throughputs, initial=0))

@@ -84,12 +84,7 @@ End = Literal["keep", "drop", "pad"]
 
 @dataclass(frozen=True, order=True)
 class SamplePosition:
-    """A position in the training.
-
-    Attributes:
-        position: Samples of its order that were trained, all ranks together.
-        step: Global batches that were trained, over the whole run.
-    """
+    """A position in the training: samples of the epoch, steps of the run, all ranks together."""
 
     epoch: int = 0
     position: int = 0

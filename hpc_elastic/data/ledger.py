@@ -201,10 +201,7 @@ class Ledger:
         self.flush(sync=isinstance(record, TrainingEnd))
 
     def add_step(self, step: int, epoch: int, start: int, count: int) -> None:
-        """Record a step in which this rank trained the positions from start to start + count.
-
-        A count of 0 is also recorded: the rank has taken part.
-        """
+        """Record that this rank trained start to start + count in a step, also a count of 0."""
         span = Span(step, 1, epoch, start, 0, count)
         joined = self._span and self._span.joined(span)
         if joined is None:

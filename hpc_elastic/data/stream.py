@@ -305,10 +305,7 @@ class StreamLayout:
 
 @dataclass(frozen=True)
 class StreamPlan(EpochPlan):
-    """The global batches of a stream's epoch; the dataset turns positions into samples.
-
-    ``shards`` is a digest of the shards' names.
-    """
+    """The global batches of a stream's epoch; ``shards`` is a digest of the shards' names."""
 
     layout: StreamLayout
     shards: str

@@ -184,11 +184,7 @@ def raw_address(family: int, address: tuple[object, ...]) -> bytes:
 
 
 def find_connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket]:
-    """Return a duplicate of each connection of a group.
-
-    gloo publishes one value for each rank, which has its listener's address: ``own``, and
-    ``peers``.
-    """
+    """Return a duplicate of each connection of a group, by the addresses that gloo publishes."""
     found: dict[int, socket.socket] = {}
     watched = _find_watched(own)
     for entry in list(_FDS.iterdir()):

@@ -1040,10 +1040,7 @@ class StepState:
 
 
 def copy_small_tensors(tree: Any, copies: dict[object, torch.Tensor]) -> Any:
-    """Return a state with copies of its small tensors.
-
-    ``copies`` are those made so far, by what they are copies of: tied tensors stay tied.
-    """
+    """Return a state with copies of its small tensors; ``copies`` keeps tied tensors tied."""
     if isinstance(tree, dict):
         same_kind = copy.copy(tree)
         for key, value in tree.items():  # a Counter's `update` adds

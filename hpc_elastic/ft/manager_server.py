@@ -164,11 +164,7 @@ class WorkerConnection:
     """
 
     def __init__(self, connection: socket.socket, server: ManagerServer) -> None:
-        """Take over a connection, in the running event loop.
-
-        Raises PermissionError if it is another user's, and OSError if the process has ended
-        already.
-        """
+        """Take a connection; PermissionError if another user's, OSError if its process ended."""
         self.pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )

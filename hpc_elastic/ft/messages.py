@@ -340,10 +340,7 @@ RunReport = StateMismatch | HealFailed
 
 @dataclass(frozen=True)
 class Shutdown(Message):
-    """Worker to server, and up: it is done and leaves on purpose.
-
-    The numbers are of the last quorum that it was in, and of the last step that it completed there.
-    """
+    """Worker to server, and up: it is done, after this step of its last quorum, and leaves."""
 
     quorum_id: int = NO_QUORUM
     quorum_step: int = -1
@@ -351,10 +348,7 @@ class Shutdown(Message):
 
 @dataclass(frozen=True)
 class ReplicaStatus(Message):
-    """Group to lighthouse, first on each connection: the quorum that it is in.
-
-    ``quorum_step`` is the furthest quorum step that one of its workers has started.
-    """
+    """Group to lighthouse, first on each connection: its quorum, and its furthest step there."""
 
     quorum_id: int
     replica_rank: int

@@ -616,10 +616,7 @@ class ManagedWork(Work):
     def manage(
         self, tensor: torch.Tensor, divisor: int, on_error: Callable[[Exception], None]
     ) -> ManagedWork:
-        """Report errors instead of raising them, and divide the result; return this work.
-
-        ``tensor`` is the operation's, and the future's value. ``on_error`` is called on any thread.
-        """
+        """Report errors (on any thread) instead of raising; divide the result; return this work."""
         self._result, self._divisor, self._on_error = tensor, divisor, on_error
         return self
 

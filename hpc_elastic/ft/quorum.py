@@ -443,10 +443,7 @@ def _results_of_rank(
 
 @dataclass(frozen=True)
 class CommittedProgress:
-    """The committed steps of one replica's parameters.
-
-    ``batches_committed`` are the contributions to them, of all members.
-    """
+    """The committed steps of one replica's parameters, and all members' contributions to them."""
 
     step: int
     batches_committed: int

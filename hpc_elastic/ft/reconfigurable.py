@@ -139,11 +139,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
 
     @property
     def parent(self) -> TorchProcessGroup:
-        """torch's group of the present members.
-
-        Raises NotConfiguredError if it was never configured, or has been shut down, and the reason
-        for which it was aborted.
-        """
+        """torch's group of the present members; raise the reason if there is none."""
         live = self._live
         if live is not None:
             return live.pg
@@ -233,11 +229,7 @@ class CancellableTask(Generic[T]):
         threading.Thread(target=self._run, name="hpc-elastic-ft-build").start()
 
     def result(self) -> T:
-        """Wait for the result.
-
-        Raises CollectiveTimeoutError, which names what was waited for, what ``build`` raised, or
-        the error given to `cancel`.
-        """
+        """Wait for the result; raise what ``build`` or `cancel` did, or CollectiveTimeoutError."""
         if not self._over.wait(max(self.remaining_s, 0.0)):
             self.cancel(self._timeout_error())
         if self._error is not None:

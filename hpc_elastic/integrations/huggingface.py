@@ -306,10 +306,7 @@ class ElasticTraining(_Base):
     def _weigh(
         self, weights: list[float], counts: list[int | None], device: Any
     ) -> list[tuple[float, int | None]]:
-        """Return the weight of each micro-batch, and the number of labels that its loss is given.
-
-        ``weights`` are by samples; 0 for a sample that another rank trains.
-        """
+        """Return each micro-batch's weight, and the number of labels that its loss is given."""
         own = [count or 0 if weight else 0 for weight, count in zip(weights, counts, strict=True)]
         sums = torch.tensor([sum(own), counts.count(None)], device=device)
         total, num_unknown = self.accelerator.reduce(sums, "sum").tolist()

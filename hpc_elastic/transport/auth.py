@@ -57,11 +57,7 @@ def new_nonce() -> str:
 
 
 def session_key(secret: bytes, context: object, server_nonce: str, client_nonce: str) -> bytes:
-    """Return the key of one connection, 32 bytes.
-
-    The context is the purpose of the connection, such as the leader's term: a key is invalid in
-    another.
-    """
+    """Return the 32-byte key of one connection, valid for its purpose, such as a term, alone."""
     return bytes.fromhex(sign(secret, f"session|{context}|{server_nonce}|{client_nonce}"))
 
 

@@ -59,11 +59,7 @@ class ClientConnection:
             self._writer.write(self._signer.seal(message))
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next message.
-
-        Raises ConnectionError if the peer has closed the connection, and AuthenticationError if the
-        frame is not the peer's.
-        """
+        """Return the next message; ConnectionError at the end, AuthenticationError if forged."""
         return self._signer.open(await _read_line(self._reader))
 
     async def close(self) -> None:

@@ -273,11 +273,7 @@ def receive(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def receive_into(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill buffers.
-
-    Raises ConnectionError if the connection has ended, and TimeoutError if nothing came for its
-    time.
-    """
+    """Fill buffers; raise ConnectionError at the connection's end, TimeoutError after its time."""
     _move(views, lambda some: sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0])
 
 

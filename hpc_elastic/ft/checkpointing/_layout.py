@@ -63,10 +63,7 @@ class StateLayout:
 
     @classmethod
     def from_json(cls, raw: bytes) -> StateLayout:
-        """Return what `to_json` made.
-
-        Raises UnusableStateError for a refusal (`encode_refusal`), and HealError for anything else.
-        """
+        """Return what `to_json` made; UnusableStateError for a refusal, or else HealError."""
         try:
             known = json.loads(raw)
             if "refused" in known:

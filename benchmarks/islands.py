@@ -26,7 +26,7 @@ from islands.worker import STEP_S
 from rich.console import Console
 
 from hpc_elastic.ft.coordination import LighthouseServer
-from hpc_elastic.ft.outer_round import OuterRound, last_index, round_name
+from hpc_elastic.islands.outer_round import OuterRound, last_index, round_name
 
 CASES = (("synchronous", False), ("islands", False), ("islands", True))
 ABOUT = About(

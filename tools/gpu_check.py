@@ -56,11 +56,10 @@ from hpc_elastic._util import run
 from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, MemoryTier
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer
-from hpc_elastic.ft.block_int8 import sum_quantized
 from hpc_elastic.ft.checkpointing import HTTPTransport
 from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
 from hpc_elastic.ft.coordination import LighthouseServer
-from hpc_elastic.ft.process_group import ProcessGroup, ProcessGroupGloo
+from hpc_elastic.ft.process_group import ProcessGroup, ProcessGroupGloo, sum_quantized
 
 GB = 1_000_000_000
 MB = 1_000_000

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from hpc_elastic.ft.data import DistributedSampler
     from hpc_elastic.ft.ddp import DistributedDataParallel, PureDistributedDataParallel
     from hpc_elastic.ft.gloo import ProcessGroupBabyGloo, ProcessGroupGloo
-    from hpc_elastic.ft.islands import (
-        DivergedIslandError,
-        IslandDiLoCo,
-        IslandTimeoutError,
-        load_global_parameters,
-    )
     from hpc_elastic.ft.local_sgd import DiLoCo, LocalSGD
     from hpc_elastic.ft.manager import (
         ExceptionWithTraceback,
@@ -36,12 +30,18 @@ if TYPE_CHECKING:
     from hpc_elastic.ft.nccl import ProcessGroupBabyNCCL, ProcessGroupNCCL
     from hpc_elastic.ft.optim import OptimizerWrapper
     from hpc_elastic.ft.optim import OptimizerWrapper as Optimizer
-    from hpc_elastic.ft.outer_round import RoundPolicy
     from hpc_elastic.ft.process_group import (
         ErrorSwallowingProcessGroupWrapper,
         ManagedProcessGroup,
         ProcessGroup,
         ProcessGroupDummy,
+    )
+    from hpc_elastic.islands import (
+        DivergedIslandError,
+        IslandDiLoCo,
+        IslandTimeoutError,
+        RoundPolicy,
+        load_global_parameters,
     )
 
 __all__ = [
@@ -74,28 +74,28 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checkpointing": ("CheckpointTransport", "HTTPTransport"),
-    "data": ("DistributedSampler",),
-    "gloo": ("ProcessGroupBabyGloo", "ProcessGroupGloo"),
-    "nccl": ("ProcessGroupBabyNCCL", "ProcessGroupNCCL"),
-    "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
-    "islands": (
-        "DivergedIslandError",
-        "IslandDiLoCo",
-        "IslandTimeoutError",
-        "load_global_parameters",
-    ),
-    "local_sgd": ("DiLoCo", "LocalSGD"),
-    "manager": ("ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"),
-    "optim": ("Optimizer", "OptimizerWrapper"),
-    "outer_round": ("RoundPolicy",),
-    "process_group": (
+    "ft.checkpointing": ("CheckpointTransport", "HTTPTransport"),
+    "ft.data": ("DistributedSampler",),
+    "ft.gloo": ("ProcessGroupBabyGloo", "ProcessGroupGloo"),
+    "ft.nccl": ("ProcessGroupBabyNCCL", "ProcessGroupNCCL"),
+    "ft.ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
+    "ft.local_sgd": ("DiLoCo", "LocalSGD"),
+    "ft.manager": ("ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"),
+    "ft.optim": ("Optimizer", "OptimizerWrapper"),
+    "ft.process_group": (
         "ErrorSwallowingProcessGroupWrapper",
         "ManagedProcessGroup",
         "ProcessGroup",
         "ProcessGroupBabyXCCL",
         "ProcessGroupDummy",
         "ProcessGroupXCCL",
+    ),
+    "islands": (
+        "DivergedIslandError",
+        "IslandDiLoCo",
+        "IslandTimeoutError",
+        "RoundPolicy",
+        "load_global_parameters",
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    module = importlib.import_module(f"hpc_elastic.{_HOME[name]}")
     value = getattr(module, _OTHER_NAMES.get(name, name))
     globals()[name] = value
     return value

@@ -42,7 +42,6 @@ from torch.distributed.distributed_c10d import AllreduceOptions, Store
 from torch.futures import Future
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.block_int8 import MAX_MEMBERS, sum_quantized
 from hpc_elastic.ft.catch_up import CatchUp, SkipCopiesOntoItself
 from hpc_elastic.ft.checkpointing import (
     CheckpointTransport,
@@ -53,10 +52,12 @@ from hpc_elastic.ft.checkpointing._layout import SMALL_BYTES
 from hpc_elastic.ft.manager_client import ManagerClient, find_server, resolve_place
 from hpc_elastic.ft.messages import QuorumResult, StateMismatch
 from hpc_elastic.ft.process_group import (
+    MAX_QUANTIZED,
     DummyWork,
     ErrorSwallowingProcessGroupWrapper,
     ManagedWork,
     ProcessGroup,
+    sum_quantized,
     swallow_errors,
 )
 from hpc_elastic.ft.quorum import CommittedProgress, random_version
@@ -377,7 +378,7 @@ class Manager:
             fill_neutral(tensor, reduce_op)
         try:
             is_sum = torch.is_floating_point(tensor) and (is_mean or reduce_op == ReduceOp.SUM)
-            if should_quantize and is_sum and 2 <= self._pg.size() <= MAX_MEMBERS:
+            if should_quantize and is_sum and 2 <= self._pg.size() <= MAX_QUANTIZED:
                 work = ManagedWork.of(sum_quantized(self._pg, tensor))
             else:
                 options = AllreduceOptions()

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp, Work
 from torch.futures import Future
 
+from hpc_elastic.block_int8 import dequantize, quantize
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft import _unavailable
 from hpc_elastic.ft.futures import make_future
@@ -53,6 +54,8 @@ _BACKENDS = {
     "ProcessGroupGloo": "hpc_elastic.ft.gloo",
     "ProcessGroupNCCL": "hpc_elastic.ft.nccl",
 }
+MAX_QUANTIZED = 7
+"""Members up to which an exchange of all codes is less than a float32 ring allreduce."""
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -413,6 +416,40 @@ class AlteredWork(Work):
 
     def get_future(self) -> Any:
         return self._work.get_future().then(lambda future: self._alter(future.value))
+
+
+def sum_quantized(group: ProcessGroup, tensor: torch.Tensor) -> Work:
+    """Begin to sum a tensor over a group, in place, by 8-bit integers.
+
+    Each member gathers the codes of all, and adds them in float32 in the same order, so all get
+    the same sum. A member receives 1.016 (n - 1) bytes a value, a ring allreduce of float32
+    8 (n - 1) / n: a quarter of that in a group of two, half in one of four.
+
+    Args:
+        group: Of at most `MAX_QUANTIZED`; with more members it costs more than float32.
+        tensor: Floating-point, of the same shape on all members.
+
+    Returns:
+        The work; the tensor has the sum once it is done.
+    """
+    codes, scales = quantize(tensor)
+    mine = torch.cat([codes.view(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])
+    gathered = [torch.zeros_like(mine) for _ in range(group.size())]
+
+    def finish(end: Callable[[], Any]) -> list[torch.Tensor]:
+        end()
+        total = torch.zeros(tensor.shape, device=tensor.device)
+        for part in gathered:
+            theirs, scaled = part[: codes.numel()], part[codes.numel() :]
+            total += dequantize(
+                theirs.view(torch.int8).view_as(codes),
+                scaled.view(torch.float32).view_as(scales),
+                tensor.shape,
+            )
+        tensor.copy_(total)
+        return [tensor]
+
+    return AlteredWork(group.allgather([gathered], [mine]), finish)
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):

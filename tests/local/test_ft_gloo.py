@@ -13,7 +13,7 @@ import pytest
 import torch
 from ft_members import Member, configure, members, together
 
-from hpc_elastic.ft.block_int8 import sum_quantized
+from hpc_elastic.ft.process_group import sum_quantized
 
 BIG = 4_000_000
 SOON_S = 5.0  # against the time-out of 30 s; it takes milliseconds

@@ -26,7 +26,7 @@ from hpc_elastic.ft import (
     RoundPolicy,
     load_global_parameters,
 )
-from hpc_elastic.ft.outer_round import OuterRound, contribution_name, last_index, round_name
+from hpc_elastic.islands.outer_round import OuterRound, contribution_name, last_index, round_name
 from hpc_elastic.shared_files import names_in
 
 SCRIPT = Path(__file__).with_name("island.py")

@@ -1,6 +1,6 @@
 """Islands that share a folder, in virtual time: random schedules, and planted bugs.
 
-Islands carry out the product's own procedures (`hpc_elastic.ft.outer_round`) one step on the file
+Islands carry out the product's own procedures (`hpc_elastic.islands`) one step on the file
 system at a time, in random order. Between any two steps an island may be killed or paused. A step
 may fail, before or after it is done, and that of a killed island may be done later. A listing may
 be late, as on a mount without close-to-open consistency. Tensors are replaced by the multiset of
@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.ft import outer_round
-from hpc_elastic.ft.outer_round import (
+from hpc_elastic.islands import outer_round
+from hpc_elastic.islands.outer_round import (
     ContributionHead,
     Key,
     OuterRound,
@@ -301,7 +301,7 @@ class IslandSimulator:
         return _Process(self._life(name, files), files)
 
     def _life(self, name: str, files: SimulatedFiles) -> Steps[None]:
-        """Publish, adopt and close rounds, as `islands` does."""
+        """Publish, adopt and close rounds, as `diloco` does."""
         memory = self._memory[name]
         steps = memory.steps
         assert steps is not None and memory.timer is not None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpc_elastic.ft.block_int8 import BLOCK, dequantize, quantize
+from hpc_elastic.block_int8 import BLOCK, dequantize, quantize
 
 
 @pytest.mark.parametrize("shape", [(1000,), (3, 300), (1,), (), (0,), (2, 256)])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.outer_round import (
+from hpc_elastic.islands.outer_round import (
     ContributionHead,
     OuterRound,
     RoundPolicy,

@@ -1,6 +1,6 @@
 """The folder of one fragment that islands share, on a file system: implements `RoundFiles`.
 
-Every call may block as long as the file system does; `islands` calls them in a thread of its own.
+Every call may block as long as the file system does; `diloco` calls them in a thread of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import optim
 
+from hpc_elastic.block_int8 import dequantize, quantize
 from hpc_elastic.errors import ConfigError, DamagedFileError, RunDirectoryError
-from hpc_elastic.ft.block_int8 import dequantize, quantize
-from hpc_elastic.ft.outer_round import (
+from hpc_elastic.islands.outer_round import (
     ContributionHead,
     Key,
     OuterRound,
@@ -27,7 +27,7 @@ from hpc_elastic.ft.outer_round import (
     round_name,
     staged_name,
 )
-from hpc_elastic.ft.tensor_file import TensorFile, write_tensors
+from hpc_elastic.islands.tensor_file import TensorFile, write_tensors
 from hpc_elastic.shared_files import NO_HARD_LINKS, names_in, read_listed, remove_behind
 
 _log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpc_elastic.errors import ConfigError, HpcElasticError
-from hpc_elastic.ft.island_folder import (
+from hpc_elastic.islands.folder import (
     IslandFolder,
     OuterOptimizer,
     Tensors,
@@ -47,7 +47,7 @@ from hpc_elastic.ft.island_folder import (
     total,
     unpacked,
 )
-from hpc_elastic.ft.outer_round import (
+from hpc_elastic.islands.outer_round import (
     ContributionHead,
     OuterRound,
     RoundPolicy,

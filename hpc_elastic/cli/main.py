@@ -67,7 +67,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "logs": ("logs", "Show or follow the output of all workers, in order of time."),
         "events": ("events", "Show what happened to a run, and why."),
         "report": ("report", "Write a page on a run: nodes, training, faults and their cost."),
-        "watch": ("watch", "Show runs in a browser as they are now: a list, reports, logs."),
+        "watch": ("extras", "Show runs in a browser as they are now: a list, reports, logs."),
     },
     "Control": {
         "cancel": ("control", "End a run and its pending tasks."),

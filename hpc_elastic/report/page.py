@@ -106,21 +106,6 @@ def _polyline(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(at)
 
 
-def live_page(*, run: int | None, control: bool, is_alone: bool, root: str, tag: str) -> str:
-    """Return the frame of a live page, which scripts fill.
-
-    Args:
-        run: Number of the run; None for the list of runs.
-        control: Whether the page may change runs.
-        is_alone: Whether there is one run only, so that the page needs no way to the list.
-        root: Path of all pages, without a slash at its end.
-        tag: Part of the URLs of scripts and style sheets.
-    """
-    return _template("live.html.j2").render(
-        run=run, control=control, is_alone=is_alone, root=root, tag=tag, configs=chart_configs()
-    )
-
-
 def live_problem(text: str) -> str:
     """Return what a live page shows if there is no report."""
     return str(Markup('<main><p class="note">{}</p></main>').format(text))
@@ -148,13 +133,14 @@ def theme_css() -> str:
 
 
 def _template(name: str) -> Template:
-    return _environment().get_template(name)
+    return templates("hpc_elastic.report").get_template(name)
 
 
 @functools.cache
-def _environment() -> Environment:
+def templates(package: str) -> Environment:
+    """Return the templates that lie in a package."""
     return Environment(
-        loader=PackageLoader("hpc_elastic.report", "."), autoescape=True,
+        loader=PackageLoader(package, "."), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ import pytest
 from backends import eventually
 
 from hpc_elastic.testing.fake_slurm import FakeCommandError, FakeConfig, FakeSlurm, FakeSlurmError
-from hpc_elastic.testing.fake_slurm.controller import Controller
+from hpc_elastic_testing.controller import Controller
 
 ESCAPES = (
     "setsid sh -c 'echo $$ > {0}/session; exec sleep 600' & "

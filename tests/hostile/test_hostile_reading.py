@@ -17,10 +17,10 @@ from reader import reader as running_reader
 from strangers import STRANGER
 
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from hpc_elastic.cli import live_runs
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.run.log_index import index_of
+from hpc_elastic_watch import live_runs
 
 SECRET = "the private key of the reader"
 HUGE = 8 << 30

@@ -21,7 +21,7 @@ from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 PATIENCE_S = 60.0
 _SERVE = """
 import sys
-from hpc_elastic.cli import live_server
+from hpc_elastic_watch import live_server
 from hpc_elastic.cli.main import main
 live_server.REQUEST_S = float(sys.argv.pop(1))
 sys.exit(main(sys.argv[1:]))

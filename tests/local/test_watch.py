@@ -18,13 +18,13 @@ from local_runs import LocalRun
 from long_runs import LongRun, write
 from starlette.testclient import TestClient
 
-from hpc_elastic.cli.live_pages import application, command_line
-from hpc_elastic.cli.live_runs import LiveRuns
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.watch import listen
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.log_index import IndexWriter
+from hpc_elastic_watch.live_pages import application, command_line
+from hpc_elastic_watch.live_runs import LiveRuns
+from hpc_elastic_watch.watch import listen
 
 ROOT = Path(__file__).parents[2]
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))

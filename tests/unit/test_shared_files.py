@@ -23,6 +23,13 @@ from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.parsing import JobIdentity
 
 PACKAGE = Path(hpc_elastic.__file__).parent
+WATCH = PACKAGE.parent / "tools" / "hpc_elastic_watch" / "hpc_elastic_watch"
+MODULES = {
+    str(module.relative_to(package.parent)).removeprefix("hpc_elastic/"): module
+    for package in (PACKAGE, WATCH)
+    for module in sorted(package.rglob("*.py"))
+}
+"""The modules that read the files of runs."""
 FROM_MEMORY = {"exists", "is_file", "is_dir", "stat", "lstat"}
 """What a client of NFS answers from memory; see `hpc_elastic.shared_files`."""
 ONE_MACHINE = {
@@ -53,7 +60,7 @@ READ_BY_THEMSELVES = {
         "the user's own scripts",
     ),
     "launcher/detach.py": "a file that this process has made",
-    "cli/live_pages.py": "a file of this package",
+    "hpc_elastic_watch/live_pages.py": "a file of this package",
     "transport/interface.py": "the site's nccl.conf, and the user's own",
     "transport/secret.py": "the user's key, whose owner and mode are checked",
     **dict.fromkeys(
@@ -67,9 +74,8 @@ READ_BY_THEMSELVES = {
 def test_files_of_a_run_are_read_by_one_rule():
     """A FIFO or a link in place of one stops or misleads its reader; see `shared_files`."""
     found = {
-        str(module.relative_to(PACKAGE))
-        for module in PACKAGE.rglob("*.py")
-        if "testing" not in module.parts
+        name
+        for name, module in MODULES.items()
         for call in ast.walk(ast.parse(module.read_text()))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
@@ -95,8 +101,7 @@ def polls(module: Path) -> list[int]:
 
 def test_nothing_is_waited_for_by_its_path():
     """Who lists the folder first sees what the server has; who asks for a path, its memory."""
-    modules = [m for m in sorted(PACKAGE.rglob("*.py")) if "testing" not in m.parts]
-    found = {str(m.relative_to(PACKAGE)): polls(m) for m in modules}
+    found = {name: polls(module) for name, module in MODULES.items()}
     assert {m: lines for m, lines in found.items() if lines and m not in ONE_MACHINE} == {}
 
 

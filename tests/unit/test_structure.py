@@ -10,8 +10,11 @@ from pathlib import Path
 import hpc_elastic
 
 ROOT = Path(hpc_elastic.__file__).parents[1]
-ROOTS = (ROOT, ROOT / "tools", ROOT / "tools" / "slurm_sandbox")
-PACKAGES = (ROOT / "hpc_elastic", ROOT / "tools" / "soak", ROOTS[-1] / "slurm_sandbox")
+DISTRIBUTIONS = ("hpc_elastic_testing", "hpc_elastic_watch", "slurm_sandbox")
+ROOTS = (ROOT, ROOT / "tools", *(ROOT / "tools" / name for name in DISTRIBUTIONS))
+PACKAGES = (
+    ROOT / "hpc_elastic", ROOT / "tools" / "soak", *(ROOT / "tools" / n / n for n in DISTRIBUTIONS),
+)  # fmt: skip
 
 
 def name_of(path: Path) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import starmap
 
-from hpc_elastic.testing.fake_slurm.config import FakeConfig
-from hpc_elastic.testing.fake_slurm.jobs import COMPLETED, PENDING, Job
+from hpc_elastic_testing.config import FakeConfig
+from hpc_elastic_testing.jobs import COMPLETED, PENDING, Job
 
 
 @dataclass

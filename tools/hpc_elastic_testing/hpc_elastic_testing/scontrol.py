@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm import steps
-from hpc_elastic.testing.fake_slurm.cluster import FakeCluster
-from hpc_elastic.testing.fake_slurm.config import FakeConfig, FakePartition, Refusal, unknown
-from hpc_elastic.testing.fake_slurm.jobs import INVALID, FakeNode, Job
-from hpc_elastic.testing.fake_slurm.submit_options import (
+from hpc_elastic_testing import steps
+from hpc_elastic_testing.cluster import FakeCluster
+from hpc_elastic_testing.config import FakeConfig, FakePartition, Refusal, unknown
+from hpc_elastic_testing.jobs import INVALID, FakeNode, Job
+from hpc_elastic_testing.submit_options import (
     FLAG,
     VALUE,
     OptionTable,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm.config import FakeConfig, Refusal, unknown
+from hpc_elastic_testing.config import FakeConfig, Refusal, unknown
 
 FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
 """An option without a value, with one, or with one only after an equals sign."""

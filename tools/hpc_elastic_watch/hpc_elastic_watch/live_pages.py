@@ -41,12 +41,12 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hpc_elastic._util import cleaned
-from hpc_elastic.cli.live_runs import LiveRun, LiveRuns
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.report import log_files, page
 from hpc_elastic.report.log_files import LogLine, LogSource
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.log_index import Index
+from hpc_elastic_watch.live_runs import LiveRun, LiveRuns
 
 _COOKIE = "hpc_elastic_watch"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -180,7 +180,7 @@ class _Pages:
             return _missing()
         if run is None and len(self._runs) == 1:
             return RedirectResponse(f"{self._root}/runs/0", 303)
-        text = page.live_page(
+        text = live_page(
             run=None if run is None else run.number, control=self._control,
             is_alone=len(self._runs) == 1, root=self._root, tag=self._tag,
         )  # fmt: skip
@@ -430,16 +430,32 @@ def _line(line: LogLine) -> list[Any]:
     return [round(line.time, 3), host, origin, source.stream, text]
 
 
-# ---- scripts and style sheets
+# ---- the frame of a page, scripts and style sheets
 
 
-def _file(name: str) -> str:
-    return files("hpc_elastic.report").joinpath(name).read_text()
+def live_page(*, run: int | None, control: bool, is_alone: bool, root: str, tag: str) -> str:
+    """Return the frame of a live page, which scripts fill.
+
+    Args:
+        run: Number of the run; None for the list of runs.
+        control: Whether the page may change runs.
+        is_alone: Whether there is one run only, so that the page needs no way to the list.
+        root: Path of all pages, without a slash at its end.
+        tag: Part of the URLs of scripts and style sheets.
+    """
+    return page.templates(__package__).get_template("live.html.j2").render(
+        run=run, control=control, is_alone=is_alone, root=root, tag=tag,
+        configs=page.chart_configs(),
+    )  # fmt: skip
+
+
+def _file(name: str, package: str = __package__) -> str:
+    return files(package).joinpath(name).read_text()
 
 
 _ASSETS: Mapping[str, Callable[[], tuple[str, str]]] = {
     "vega.js": lambda: (page.charts_script(), "text/javascript"),
-    "page.js": lambda: (_file("page.js"), "text/javascript"),
+    "page.js": lambda: (_file("page.js", page.__package__), "text/javascript"),
     "live.js": lambda: (_file("live.js"), "text/javascript"),
     "live.css": lambda: (page.theme_css() + _file("live.css"), "text/css"),
 }

@@ -1,6 +1,6 @@
 """The controller: one process that is slurmctld and every slurmd of a fake cluster.
 
-``python -m hpc_elastic.testing.fake_slurm.controller FOLDER`` serves the commands on a Unix socket,
+``python -m hpc_elastic_testing.controller FOLDER`` serves the commands on a Unix socket,
 a JSON line each, and advances the cluster. `FakeSlurm` starts it, and it lives as long as that:
 when the other end of its standard input is closed, for whatever reason, it kills everything that it
 has started, and exits.
@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic._util import readable
-from hpc_elastic.testing.fake_slurm import jobs, steps, submit_options
-from hpc_elastic.testing.fake_slurm.cluster import FakeCluster
-from hpc_elastic.testing.fake_slurm.config import (
+from hpc_elastic_testing import jobs, steps, submit_options
+from hpc_elastic_testing.cluster import FakeCluster
+from hpc_elastic_testing.config import (
     CONFIG,
     SOCKET,
     CommandCall,
@@ -40,7 +40,7 @@ from hpc_elastic.testing.fake_slurm.config import (
     Refusal,
     refused,
 )
-from hpc_elastic.testing.fake_slurm.jobs import (
+from hpc_elastic_testing.jobs import (
     COMPLETED,
     FAILED,
     RUNNING,
@@ -48,9 +48,9 @@ from hpc_elastic.testing.fake_slurm.jobs import (
     JobStep,
     TaskExit,
 )
-from hpc_elastic.testing.fake_slurm.queries import sinfo, squeue
-from hpc_elastic.testing.fake_slurm.scontrol import VERSION, scancel, scontrol
-from hpc_elastic.testing.fake_slurm.submit_options import ParsedOptions, directives, parse
+from hpc_elastic_testing.queries import sinfo, squeue
+from hpc_elastic_testing.scontrol import VERSION, scancel, scontrol
+from hpc_elastic_testing.submit_options import ParsedOptions, directives, parse
 
 _TICK_S = 0.03
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)

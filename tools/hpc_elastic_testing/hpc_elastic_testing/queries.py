@@ -7,11 +7,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm.cluster import FakeCluster
-from hpc_elastic.testing.fake_slurm.config import FakeConfig, FakePartition, Refusal, unknown
-from hpc_elastic.testing.fake_slurm.jobs import COMPACT, INVALID, SHORT, Job, JobTable
-from hpc_elastic.testing.fake_slurm.steps import user_name
-from hpc_elastic.testing.fake_slurm.submit_options import (
+from hpc_elastic_testing.cluster import FakeCluster
+from hpc_elastic_testing.config import FakeConfig, FakePartition, Refusal, unknown
+from hpc_elastic_testing.jobs import COMPACT, INVALID, SHORT, Job, JobTable
+from hpc_elastic_testing.steps import user_name
+from hpc_elastic_testing.submit_options import (
     FLAG,
     VALUE,
     OptionTable,

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import IO
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm import jobs
-from hpc_elastic.testing.fake_slurm.config import FakeConfig, Refusal, unknown
-from hpc_elastic.testing.fake_slurm.jobs import MARKER, Job, JobStep, StepTask
-from hpc_elastic.testing.fake_slurm.submit_options import ParsedOptions
+from hpc_elastic_testing import jobs
+from hpc_elastic_testing.config import FakeConfig, Refusal, unknown
+from hpc_elastic_testing.jobs import MARKER, Job, JobStep, StepTask
+from hpc_elastic_testing.submit_options import ParsedOptions
 
 CLUSTER = "fake"
 _FIRST_PORT = 20000

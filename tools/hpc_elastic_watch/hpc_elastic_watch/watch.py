@@ -82,13 +82,13 @@ def watch_command(
     if everything == bool(runs):
         raise click.UsageError("give RUN, or --all (and not both)")
     try:
-        from hpc_elastic.cli.live_pages import application
-        from hpc_elastic.cli.live_server import serve
         from hpc_elastic.report.page import charts_script
+        from hpc_elastic_watch.live_pages import application
+        from hpc_elastic_watch.live_server import serve
     except ImportError as e:
         remedy = "pip install 'hpc_elastic[watch]'"
         raise click.ClickException(f"watch needs starlette and uvicorn ({e}): {remedy}") from e
-    from hpc_elastic.cli.live_runs import LiveRuns
+    from hpc_elastic_watch.live_runs import LiveRuns
 
     charts_script()  # refuses now, if the library is missing
     token = secrets.token_urlsafe(32)

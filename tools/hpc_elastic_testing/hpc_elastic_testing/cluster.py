@@ -9,9 +9,9 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpc_elastic.testing.fake_slurm import scheduling
-from hpc_elastic.testing.fake_slurm.config import FakeConfig
-from hpc_elastic.testing.fake_slurm.jobs import (
+from hpc_elastic_testing import scheduling
+from hpc_elastic_testing.config import FakeConfig
+from hpc_elastic_testing.jobs import (
     CANCELLED,
     COMPLETED,
     FAILED,
@@ -28,7 +28,7 @@ from hpc_elastic.testing.fake_slurm.jobs import (
     StepTask,
     TaskExit,
 )
-from hpc_elastic.testing.fake_slurm.steps import start_batch
+from hpc_elastic_testing.steps import start_batch
 
 
 class FakeCluster:

@@ -18,8 +18,8 @@ from typing import IO
 import psutil
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm.config import Refusal
-from hpc_elastic.testing.fake_slurm.submit_options import JobRequest
+from hpc_elastic_testing.config import Refusal
+from hpc_elastic_testing.submit_options import JobRequest
 
 PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"

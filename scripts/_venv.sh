@@ -36,7 +36,7 @@ make_venv() {
     "$python" -m venv --clear "$VENV" || die "could not make $VENV"
 }
 
-# Installs once for each content of both pyproject.toml and of constraints.txt.
+# Installs once for each content of all pyproject.toml and of constraints.txt.
 install_extra() {
     local stamp=$VENV/.installed-$1 wanted
     wanted=$(cat pyproject.toml tools/*/pyproject.toml constraints.txt <(python --version) | sha256sum)
@@ -47,10 +47,16 @@ install_extra() {
         quiet_pip $(torch_index) "$(torch_requirement)"
     fi
     say "Installing hpc_elastic[$1] into .venv"
-    local sandbox=()
-    case $1 in test | bench | docs) sandbox=(--editable ./tools/slurm_sandbox) ;; esac
-    [[ $1 != gpu ]] || sandbox=(--editable ./tools/slurm_sandbox --editable ./tools/simulated_gpu)
-    quiet_pip --editable ".[$1]" "${sandbox[@]}"
+    local names=() tools=() name
+    case $1 in
+    test | check | docs) names=(slurm_sandbox hpc_elastic_testing hpc_elastic_watch) ;;
+    bench) names=(slurm_sandbox) ;;
+    gpu) names=(slurm_sandbox simulated_gpu) ;;
+    esac
+    for name in "${names[@]}"; do
+        tools+=(--editable "./tools/$name")
+    done
+    quiet_pip --editable ".[$1]" "${tools[@]}"
     printf '%s\n' "$wanted" >"$stamp"
 }
 

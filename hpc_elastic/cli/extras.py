@@ -1,4 +1,4 @@
-"""Commands of distributions of their own, each of which an extra installs."""
+"""Commands that have a distribution of their own; an extra installs each."""
 
 import click
 

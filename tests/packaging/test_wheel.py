@@ -1,12 +1,14 @@
-"""The wheel holds all that the clone does: installed where the clone can not be imported."""
+"""The wheels hold all that the clone does: installed where the clone cannot be imported."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +23,19 @@ NOT_SOURCES = shutil.ignore_patterns(
 Run = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build from a copy, so that no earlier build's leftovers get into the wheel."""
-    sources = shutil.copytree(CLONE, tmp_path_factory.mktemp("wheel") / "src", ignore=NOT_SOURCES)
+def built(folder: Path, temporary: Path) -> Path:
+    """Build a wheel from a copy, so that no earlier build's leftovers get into it."""
+    sources = shutil.copytree(folder, temporary / "src", ignore=NOT_SOURCES)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(sources)]
     subprocess.run(build, check=True, capture_output=True)
-    (built,) = (sources / "dist").glob("*.whl")
-    return built
+    (wheel,) = (sources / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of hpc_elastic."""
+    return built(CLONE, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +43,16 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel beside this environment's other packages; editable ones stay unseen."""
     root = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
-    python = root / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python)]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", str(wheel)], check=True)
+    install(root, wheel)
     (site_packages,) = root.glob("lib/python*/site-packages")
     (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return root
+
+
+def install(environment: Path, *arguments: str | Path) -> None:
+    """Install wheels into an environment, without what they require."""
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", *arguments], check=True)
 
 
 @pytest.fixture
@@ -50,11 +61,11 @@ def run(environment: Path, tmp_path: Path) -> Run:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     env = kept | {"PATH": f"{environment / 'bin'}:{kept['PATH']}"}
 
-    def run(program: str, *args: str) -> str:
+    def run(program: str, *args: str, fails: bool = False) -> str:
         argv = [str(environment / "bin" / program), *args]
         done = subprocess.run(argv, cwd=tmp_path, env=env, text=True, capture_output=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert bool(done.returncode) == fails, done.stderr
+        return done.stderr if fails else done.stdout
 
     return run
 
@@ -82,20 +93,78 @@ def test_shipped_files_are_found(run: Run, environment: Path, resource: str, pat
     assert list(folder.glob(pattern))
 
 
-def test_the_slurm_sandbox_is_a_distribution_of_its_own(environment: Path, tmp_path: Path) -> None:
-    """The wheel of hpc_elastic has no tools for tests in it; that of the sandbox is complete."""
+DISTRIBUTIONS = ("hpc_elastic_testing", "hpc_elastic_watch", "slurm_sandbox")
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_tool_is_a_distribution_of_its_own(environment: Path, tmp_path: Path, name: str) -> None:
+    """The wheel of hpc_elastic has no tools in it; that of each tool is complete."""
     (installed,) = environment.glob("lib/python*/site-packages")
-    testing = installed / "hpc_elastic" / "testing"
-    assert {p.parent.name for p in testing.rglob("*.py")} == {"testing", "fake_slurm"}
-    assert not (installed / "slurm_sandbox").exists()
-    sandbox = CLONE / "tools" / "slurm_sandbox"
-    sources = shutil.copytree(sandbox, tmp_path / "src", ignore=NOT_SOURCES)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(sources)]
-    subprocess.run(build, check=True, capture_output=True)
-    (built,) = (sources / "dist").glob("*.whl")
-    shipped = {name for name in zipfile.ZipFile(built).namelist() if "dist-info" not in name}
-    package = sandbox / "slurm_sandbox"
-    assert shipped == {str(p.relative_to(sandbox)) for p in package.glob("*.[pc]*") if p.is_file()}
+    assert not (installed / name).exists()
+    folder = CLONE / "tools" / name
+    names = zipfile.ZipFile(built(folder, tmp_path)).namelist()
+    shipped = {name for name in names if "dist-info" not in name}
+    files = {path for path in (folder / name).glob("*.*") if path.suffix != ".pyc"}
+    assert shipped == {str(path.relative_to(folder)) for path in files}
+
+
+@pytest.mark.parametrize("name", ["testing", "watch"])
+def test_an_extension_belongs_to_one_version(name: str) -> None:
+    """It uses private parts of hpc_elastic, whose extra of its name requires it."""
+    main = tomllib.loads((CLONE / "pyproject.toml").read_text())["project"]
+    folder = CLONE / "tools" / f"hpc_elastic_{name}"
+    other = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert other["name"].replace("-", "_") == folder.name
+    assert other["version"] == main["version"]
+    wanted = f"{folder.name}=={main['version']}"
+    assert main["optional-dependencies"][name] == [wanted]
+    (needed,) = (n for n in other["dependencies"] if n.startswith("hpc_elastic"))
+    assert re.sub(r"\[\w+\]", "", needed) == f"hpc_elastic=={main['version']}"
+
+
+def test_a_name_of_an_extension_names_what_to_install(run: Run) -> None:
+    """Where it is missing: in one line, and the other commands and their list are there."""
+    for argv in (["watch", "last"], ["watch", "--all", "--port", "9000"]):
+        (line,) = run("hpc-elastic", *argv, fails=True).splitlines()
+        assert line.startswith("Error: watch needs hpc_elastic_watch (No module named ")
+        assert "pip install 'hpc_elastic[watch]'" in line
+    assert "watch " in run("hpc-elastic", "--help")
+    text = " ".join(run("hpc-elastic", "watch", "--help").split())
+    assert "pip install 'hpc_elastic[watch]'" in text
+    for statement in (
+        "from hpc_elastic.testing import FakeSlurm", "import hpc_elastic.testing.fake_slurm.fake"
+    ):  # fmt: skip
+        line = run("python", "-c", statement, fails=True).splitlines()[-1]
+        assert line.startswith("ImportError: the fake Slurm is not installed (No module named ")
+        assert "pip install 'hpc_elastic[testing]'" in line
+
+
+def test_an_extension_works_once_it_is_installed(
+    run: Run, environment: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Under the names of hpc_elastic, with its files, and with the processes that it starts."""
+    names = ("hpc_elastic_testing", "hpc_elastic_watch")
+    install(environment, *(built(CLONE / "tools" / n, tmp_path_factory.mktemp(n)) for n in names))
+    try:
+        assert "--control" in run("hpc-elastic", "watch", "--help")
+        code = (
+            "from hpc_elastic_watch.live_pages import _ASSETS, live_page\n"
+            "for name, make in _ASSETS.items():\n"
+            "    print(name, len(make()[0]) > 100)\n"
+            "print('live.js' in live_page(run=0, control=True, is_alone=True, root='', tag=''))"
+        )
+        assert "False" not in run("python", "-c", code)
+        code = (
+            "from hpc_elastic.testing import FakeSlurm\n"
+            "with FakeSlurm(nodes=2) as slurm:\n"
+            "    print(sorted(slurm.node_states().values()))"
+        )
+        assert run("python", "-c", code).strip() == "['idle', 'idle']"
+        plugin = ["-p", "hpc_elastic.testing.fake_slurm.fake", "--fixtures"]
+        assert "fake_slurm" in run("python", "-m", "pytest", "-q", *plugin)
+    finally:
+        pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *names], check=True)
 
 
 def test_the_page_of_a_report_is_found(run: Run) -> None:

@@ -126,7 +126,7 @@ class Run:
             not answer); or how it ended: ``succeeded``, ``failed``, ``cancelled``, or ``lost`` (its
             tasks have ended without a result).
         """
-        from hpc_elastic.launcher.run_view import read_view
+        from hpc_elastic.report.run_view import read_view
 
         return read_view(self.run_dir).phase
 
@@ -142,13 +142,13 @@ class Run:
             concurrent.futures.CancelledError: It was cancelled.
             RunDirectoryError: It was never submitted, or its files are damaged.
         """
-        from hpc_elastic.launcher.run_view import CANCELLED
         from hpc_elastic.launcher.wait import (
             LoggedMessages,
             Waiter,
             find_submission,
             read_handles,
         )
+        from hpc_elastic.report.run_view import CANCELLED
 
         deadline = None if timeout is None else time.monotonic() + timeout
         (handle,) = read_handles(find_submission(self.run_dir), self.run_dir)
@@ -183,7 +183,7 @@ class Run:
             SlurmError: Slurm refuses, or does not answer.
         """
         from hpc_elastic.launcher import control
-        from hpc_elastic.launcher.run_view import CANCELLED, end_limit_s
+        from hpc_elastic.report.run_view import CANCELLED, end_limit_s
 
         target = control.CancelTarget.read(self.run_dir)
         if control.nothing_to_do(target) is None:
@@ -207,7 +207,7 @@ class Run:
             SlurmError: Slurm does not answer.
         """
         from hpc_elastic.launcher.control import CancelTarget, resume
-        from hpc_elastic.launcher.run_view import end_limit_s
+        from hpc_elastic.report.run_view import end_limit_s
 
         target = CancelTarget.read(self.run_dir)
         deadline = time.monotonic() + end_limit_s(target.spec)

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_elastic.cli.report import report_of
 from hpc_elastic.cli.status import CachedQuery
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.launcher.run_view import LOST, Query, number
 from hpc_elastic.report import page
+from hpc_elastic.report.details import report_of
 from hpc_elastic.report.page import ReportLibraryError
 from hpc_elastic.report.progress_log import Point, read_points
+from hpc_elastic.report.run_view import LOST, Query, number
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.scheduler import take_snapshot

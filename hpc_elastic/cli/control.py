@@ -63,7 +63,7 @@ def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) ->
     """
     from hpc_elastic.launcher import control
     from hpc_elastic.launcher.run_handle import read_result_status
-    from hpc_elastic.launcher.run_view import end_limit_s
+    from hpc_elastic.report.run_view import end_limit_s
 
     target = control.CancelTarget.read(run)
     done = control.nothing_to_do(target)

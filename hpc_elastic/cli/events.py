@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.launcher.run_view import EndDetector, RunView
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.progress_log import Point, read_points
+from hpc_elastic.report.run_view import EndDetector, RunView
 from hpc_elastic.report.sentences import day_of, lines, sentence
 from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.directory import RunDir

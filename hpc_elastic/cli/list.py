@@ -18,7 +18,7 @@ from hpc_elastic._console import console
 from hpc_elastic._util import duration
 from hpc_elastic.cli import options
 from hpc_elastic.cli.status import PHASES
-from hpc_elastic.launcher.run_view import Query, label_of, read_views
+from hpc_elastic.report.run_view import Query, label_of, read_views
 from hpc_elastic.run import registry
 from hpc_elastic.run.registry import KnownRun
 from hpc_elastic.slurm.scheduler import take_snapshot

@@ -26,9 +26,9 @@ import click
 from hpc_elastic._util import cleaned
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.run_view import EndDetector, RunView, read_view
 from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import LogLine, LogSource
+from hpc_elastic.report.run_view import EndDetector, RunView, read_view
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices

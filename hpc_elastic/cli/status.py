@@ -21,10 +21,10 @@ from rich.text import Text
 from hpc_elastic._console import console
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
-from hpc_elastic.cli.run_details import RunDetails, RunTask, read_details
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.launcher.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
+from hpc_elastic.report.details import RunDetails, RunTask, read_details
 from hpc_elastic.report.node_time import KINDS
+from hpc_elastic.report.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
 from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.run.task_name import index_of
 from hpc_elastic.site import FAR_S, ExpectedStart

@@ -12,7 +12,6 @@ call.
 - `slurm`                   queries before a submission, sbatch, and the submitted jobs
 - `local`                   launcher=local: the same plan as processes
 - `run_handle`              a submitted run: its files, how it ended
-- `run_view`                what a run is doing, for all commands that show one
 - `wait`                    polling until all runs have ended; the table meanwhile
 - `control`                 cancel and resume of a run; `detach`: submission in the background
 """

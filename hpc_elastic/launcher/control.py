@@ -50,12 +50,11 @@ from hpc_elastic.launcher.run_handle import (
     SubmittedJobs,
     mark_cancelled,
     read_result_status,
-    stop_s,
 )
-from hpc_elastic.launcher.run_view import end_limit_s, read_view
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import LogEntry, resume_entry
 from hpc_elastic.rendezvous.term import make_term_folder
+from hpc_elastic.report.run_view import end_limit_s, read_view, stop_s
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog

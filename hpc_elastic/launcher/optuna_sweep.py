@@ -69,7 +69,6 @@ from hpc_elastic.errors import (
 )
 from hpc_elastic.launcher import control
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle, SubmittedJobs, mark_cancelled
-from hpc_elastic.launcher.run_view import LOST, NOT_SUBMITTED, end_limit_s, label_of, read_view
 from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.launcher.submit import ended_by_interrupt, released_on_failure, submit
 from hpc_elastic.launcher.sweep import (
@@ -83,6 +82,7 @@ from hpc_elastic.launcher.sweep import (
 from hpc_elastic.launcher.user_code import command_line, entry_of
 from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location, read_handles
 from hpc_elastic.report.progress_log import Point, read_points
+from hpc_elastic.report.run_view import LOST, NOT_SUBMITTED, end_limit_s, label_of, read_view
 from hpc_elastic.run import events, ownership
 from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.run.task_name import job_of

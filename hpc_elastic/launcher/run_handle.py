@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError, WorkerGroupError
-from hpc_elastic.run.directory import RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
 from hpc_elastic.run.task_name import queue_name
@@ -317,10 +317,3 @@ def mark_cancelled(run: RunDir, warn: Callable[[str], None]) -> None:
         warn(f"{what}: the tasks are cancelled nevertheless; check later that none comes back")
         return
     EventLog(run.events(COMMANDS), COMMANDS).write("cancel", user=who["user"], host=who["host"])
-
-
-def stop_s(spec: RunSpec) -> float:
-    """Return the seconds between SIGTERM and the end of a run's tasks, at most (pure)."""
-    if spec.launcher == "slurm":
-        return spec.kill_wait_s
-    return max(spec.kill_wait_s, spec.agent.stop_timeout_s)

@@ -31,11 +31,12 @@ from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
 from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, is_coallocated, make_plan
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
-from hpc_elastic.launcher.run_view import overrides_label
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.launcher.wait import location
+from hpc_elastic.report.run_view import overrides_label
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, Entry, Pool, RunDir, RunSpec, Submission
+from hpc_elastic.run.redaction import is_secret
 from hpc_elastic.shared_files import create_atomic, is_there, make_folder, read_json, write_atomic
 from hpc_elastic.slurm.parsing import Preemption, has_submitted_nothing
 
@@ -207,8 +208,6 @@ def _note_secrets(overrides: Sequence[str]) -> None:
     given = dict.fromkeys(re.findall(r"launcher\.env\.(\w+)=", "\n".join(overrides)))
     if not given:
         return
-    from hpc_elastic.report.report import is_secret
-
     for name in filter(is_secret, given):
         remedy = "launcher.env_file=PATH reads variables from a file that only you can read"
         where = "can be read by all users of this machine in the arguments of this process"

@@ -54,10 +54,10 @@ from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.launcher.hydra_compose import SharingLoader, name_overrides, settings_in
 from hpc_elastic.launcher.plan import RunRequest
 from hpc_elastic.launcher.run_handle import Outcome
-from hpc_elastic.launcher.run_view import unescaped
 from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
 from hpc_elastic.launcher.user_code import command_line, entry_of
 from hpc_elastic.launcher.wait import wait
+from hpc_elastic.report.run_view import unescaped
 from hpc_elastic.run.directory import Entry
 
 _log = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from hpc_elastic._util import counted, duration, sigterm_as_interrupt, terminal_of
 from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle, SubmittedJobs
-from hpc_elastic.launcher.run_view import (
+from hpc_elastic.report.progress_log import Point
+from hpc_elastic.report.run_view import (
     AbsenceTimer,
     count_states,
     label_of,
@@ -39,7 +40,6 @@ from hpc_elastic.launcher.run_view import (
     phase_of,
     warnings_of,
 )
-from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import STATUS_SELDOM_S, SUBMISSION, RunDir, Submission
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.run.registry import user

@@ -1,5 +1,7 @@
-"""What happened to a run, read from its files: on a login node, without torch, without a server.
+"""What a run does, and what happened to it: on a login node, without torch, without a server.
 
+- `run_view`      what a run is doing: its files, and its tasks in the scheduler
+- `details`       all that `status` and `report` show of one run
 - `attempts`      the events as attempts of tasks, rounds and leaders
 - `node_time`     what node time was spent on
 - `timeline`      the events as entries with causes and cost

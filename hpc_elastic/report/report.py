@@ -11,7 +11,6 @@ up to all node time that was not useful, without that of checkpoints.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -403,51 +402,3 @@ def _as_json(value: Any) -> Any:
     return (
         {key: _as_json(item) for key, item in vars(value).items()} if is_dataclass(value) else value
     )
-
-
-# ---- secrets
-# A report is passed on; the files that it is made of are private, because they may hold tokens.
-# Hidden are all values below a key ``env``, values whose key looks like that of a secret, and
-# passwords in URLs. A secret under another name is not recognised.
-
-
-HIDDEN = "***"
-"""Replacement of a secret."""
-
-_SECRET = re.compile(
-    r"token$|secret|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key|^env$",
-    re.IGNORECASE,
-)
-_IN_URL = re.compile(r"(\w://[^/\s:@]*:)[^/\s@]+@")
-_OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
-
-
-def redact(value: Any, *, hide: bool = False) -> Any:
-    """Return JSON values without secrets.
-
-    Args:
-        value: Any JSON value; keys of objects show which values are secret.
-        hide: Hide all values; keys are kept.
-    """
-    if isinstance(value, dict):
-        return {k: redact(v, hide=hide or is_secret(str(k))) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(item, hide=hide) for item in value]
-    if hide:
-        return value if value is None or value == "" else HIDDEN
-    return _IN_URL.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
-
-
-def redact_argument(text: str) -> str:
-    """Return an argument of the command line, without the value of a secret override."""
-    override = _OVERRIDE.fullmatch(text)
-    if override is None:
-        return str(redact(text))
-    key, value = override.groups()
-    hide = any(is_secret(part) for part in re.split(r"[./@]", key.lstrip("+~")))
-    return f"{key}={redact(value, hide=hide)}"
-
-
-def is_secret(key: str) -> bool:
-    """Return whether a key looks like that of a secret."""
-    return _SECRET.search(key) is not None

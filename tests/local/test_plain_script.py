@@ -12,7 +12,7 @@ from local_runs import LocalRun
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_details import read_details
+from hpc_elastic.report.details import read_details
 
 SCRIPT = textwrap.dedent(
     """

@@ -9,8 +9,9 @@ import pytest
 from long_runs import LongRun, write
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.report import render, report_of
+from hpc_elastic.cli.report import render
 from hpc_elastic.report.charts import QUEUE, SPENT_ON, charts
+from hpc_elastic.report.details import report_of
 
 LAPTOP, PHONE = 1366, 390
 MOST_BYTES = 3_000_000

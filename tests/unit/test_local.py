@@ -21,9 +21,9 @@ from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.launcher import control, local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import AbsenceTimer, read_view
 from hpc_elastic.launcher.submit import submit
 from hpc_elastic.launcher.wait import wait
+from hpc_elastic.report.run_view import AbsenceTimer, read_view
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.slurm.scheduler import take_snapshot
 

@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.run_view import overrides_label
 from hpc_elastic.launcher.wait import (
     Progress,
     console_for,
@@ -19,6 +18,7 @@ from hpc_elastic.launcher.wait import (
     results_table,
     row_of,
 )
+from hpc_elastic.report.run_view import overrides_label
 from hpc_elastic.slurm.job_state import TaskState
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")

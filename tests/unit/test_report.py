@@ -25,10 +25,11 @@ from made_events import (
 
 from hpc_elastic._util import counted
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.report import render, report_of
+from hpc_elastic.cli.report import render
 from hpc_elastic.report import charts as charts_module
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.charts import charts
+from hpc_elastic.report.details import report_of
 from hpc_elastic.report.node_time import KINDS, account
 from hpc_elastic.report.page import MEANINGS, by_cause, spec, tiles
 from hpc_elastic.report.progress_log import Point
@@ -37,14 +38,13 @@ from hpc_elastic.report.report import (
     Report,
     changes,
     hints,
-    redact,
-    redact_argument,
     report,
 )
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from hpc_elastic.run.event_schema import LossReason
+from hpc_elastic.run.redaction import redact, redact_argument
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.cli import status
 from hpc_elastic.launcher.run_handle import mark_cancelled
-from hpc_elastic.launcher.run_view import (
+from hpc_elastic.report.run_view import (
     GONE_S,
     AbsenceTimer,
     EndDetector,

@@ -8,7 +8,7 @@ import pytest
 from arrays import GONE, ME, run_of, write_table
 
 from hpc_elastic.errors import LocalQueueError, SlurmCommandError
-from hpc_elastic.launcher.run_view import read_view
+from hpc_elastic.report.run_view import read_view
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm import quarantine, run_tasks
 from hpc_elastic.slurm.job_state import TaskState

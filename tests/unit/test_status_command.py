@@ -15,9 +15,9 @@ from helps import not_in_help
 from hpc_elastic._util import duration
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_details import read_details
 from hpc_elastic.cli.status import CachedQuery, clock, line, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.report.details import read_details
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog

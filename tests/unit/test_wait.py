@@ -10,8 +10,8 @@ from rich.console import Console
 
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
 from hpc_elastic.launcher.run_handle import RunHandle
-from hpc_elastic.launcher.run_view import GONE_S
 from hpc_elastic.launcher.wait import LIST_S, UNREADABLE_S, Progress, Waiter, wait
+from hpc_elastic.report.run_view import GONE_S
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.job_state import TaskState
 

@@ -25,11 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.cli.report import report_of
-from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launcher.run_handle import results_folder
-from hpc_elastic.launcher.run_view import (
+from hpc_elastic.report import charts, page
+from hpc_elastic.report.details import RunDetails, read_details, report_of
+from hpc_elastic.report.progress_log import TRAINING, Point
+from hpc_elastic.report.run_view import (
     CANCELLED,
     LOST,
     RunView,
@@ -40,10 +41,8 @@ from hpc_elastic.launcher.run_view import (
     read_views,
     unescaped,
 )
-from hpc_elastic.report import charts, page
-from hpc_elastic.report.progress_log import TRAINING, Point
-from hpc_elastic.report.report import is_secret, redact, redact_argument
 from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.run.redaction import is_secret, redact, redact_argument
 from hpc_elastic.shared_files import VALUE_BYTES, parse_json, read_json, read_text
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic._util import cleaned
 from hpc_elastic.checkpoint.store import Store, directories_of
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.run_view import (
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.node_time import Account, account
+from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
+from hpc_elastic.report.report import About, Configuration, Report, WorkerFailure, report
+from hpc_elastic.report.run_view import (
     CANCELLED,
     LOST,
     STALE_S,
     Query,
     RunView,
     label_of,
+    overrides_label,
+    overrides_of,
     read_view,
 )
-from hpc_elastic.report.attempts import EventIndex
-from hpc_elastic.report.node_time import Account, account
-from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
+from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
+from hpc_elastic.run.redaction import redact, redact_argument
+from hpc_elastic.shared_files import read_json, read_tail, read_yaml
 from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.run_tasks import current_names
@@ -345,3 +353,112 @@ def _tasks(
             state.starts_in_s,
         ))  # fmt: skip
     return found
+
+
+# ---- the report
+
+
+def report_of(run: Path, query: Query = take_snapshot) -> Report:
+    """Return the report of a run, from its files and its scheduler.
+
+    Args:
+        run: The run directory.
+        query: Queries the scheduler.
+
+    Raises:
+        RunDirectoryError: This is no run directory, nor what is left of one.
+    """
+    details = read_details(run, query)
+    notes = list(details.notes)
+    timeline = build_timeline(details.history)
+    return report(
+        _about(details), details.account, details.points, timeline, made=time.time(),
+        failures=_failures(details), kept=_kept(run, notes),
+        configuration=_configuration(details, notes), notes=notes,
+    )  # fmt: skip
+
+
+def _about(details: RunDetails) -> About:
+    view, spec = details.view, details.view.spec
+    status, ended = details.status or Point(view.now), view.ended
+    overrides = [redact_argument(line) for line in overrides_of(view.run.path)]
+    return About(
+        run_id=details.run_id, directory=str(view.run.path), overrides=overrides_label(overrides),
+        launcher=details.launcher, ft=spec is not None and spec.ft, phase=view.phase,
+        submitted=view.submitted, until=view.now if ended is None else ended.time,
+        ended=None if ended is None else asdict(ended),
+        min_nodes=details.nodes and details.nodes[1], max_nodes=details.nodes and details.nodes[2],
+        restarts=view.restarts[0], max_restarts=view.restarts[1],
+        rounds=details.round, step=status.step, total_steps=status.total_steps,
+        samples=status.samples, loss=status.loss,
+        steps_per_s=details.pace.steps_per_s, remaining_s=details.pace.remaining_s,
+    )  # fmt: skip
+
+
+def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
+    run, ended = details.view.run.path.resolve(), details.view.ended
+    found = [
+        WorkerFailure(
+            event["time"], event["failure"], event["host"], event.get("rank"), event.get("round"),
+            event.get("traceback"), event.get("log"),
+        )
+        for event in details.history.of("restart")
+    ]  # fmt: skip
+    if ended is not None and ended.failure is not None:
+        last = ended.failure
+        found.append(WorkerFailure(
+            ended.time, ended.why or str(last.get("message")), str(last.get("host")),
+            last.get("rank"), last.get("round"), last.get("traceback"), last.get("log"),
+            ended_run=True,
+        ))  # fmt: skip
+    for number, failure in enumerate(found):
+        log, text = failure.log, ""
+        # a forged event may name a private file of the reader's, outside of the run
+        if log and Path(log).resolve().is_relative_to(run):
+            text = "\n".join(
+                cleaned(line, colours=False) for line in read_tail(Path(log)).splitlines()
+            )
+        found[number] = replace(
+            failure, traceback=redact(failure.traceback), last_lines=redact(text)
+        )
+    return found
+
+
+def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        stores = [Store(directory) for directory in directories_of(RunDir(run))]
+        return [
+            {"step": step, "time": store.folder(step).stat().st_mtime}
+            for store in stores
+            for step in store.steps()
+        ]
+    except OSError as e:
+        notes.append(f"the checkpoints cannot be listed: {e}")
+        return []
+
+
+def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
+    files, spec = RunDir(details.view.run.path), details.view.spec
+    config = _content(files.hydra / "config.yaml", read_yaml, notes)
+    if config is None and spec is not None:
+        config = {"args": spec.entry.args} if spec.entry.kind == "function" else None
+    if isinstance(config, dict):
+        config.pop("launcher", None)  # part of the settings
+    provenance = dict(spec.provenance) if spec is not None else {}
+    provenance.pop("environment", None)
+    if isinstance(provenance.get("argv"), list):
+        provenance["argv"] = [redact_argument(str(word)) for word in provenance["argv"]]
+    return Configuration(
+        redact(_content(files.settings, read_json, notes)), redact(config), redact(provenance)
+    )  # fmt: skip
+
+
+def _content(file: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:
+    """Return the values of a YAML or JSON file; None if there is none."""
+    try:
+        return read(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        notes.append(f"{file.name} cannot be read: {e}")
+        return None

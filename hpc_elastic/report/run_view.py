@@ -23,7 +23,6 @@ from typing import Any
 
 from hpc_elastic._util import counted, quoted
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.launcher.run_handle import stop_s
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import is_there, read_json, read_yaml
@@ -476,6 +475,13 @@ def must_have_ended(spec: RunSpec, cancellation: Cancellation | None, now: float
         now: Unix seconds.
     """
     return cancellation is not None and now - cancellation.time > end_limit_s(spec)
+
+
+def stop_s(spec: RunSpec) -> float:
+    """Return the seconds between SIGTERM and the end of a run's tasks, at most (pure)."""
+    if spec.launcher == "slurm":
+        return spec.kill_wait_s
+    return max(spec.kill_wait_s, spec.agent.stop_timeout_s)
 
 
 def end_limit_s(spec: RunSpec) -> float:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
+import math
 import os
 import secrets
 import sys
@@ -59,7 +60,8 @@ from hpc_elastic.shared_files import read_json
 if TYPE_CHECKING:
     import pandas
 
-    from hpc_elastic.launcher.run_handle import Outcome, RunHandle
+    from hpc_elastic.launcher.run_handle import RunHandle
+    from hpc_elastic.report.run_view import RunEnd
 
 _log = logging.getLogger(__name__)
 
@@ -142,33 +144,27 @@ class Run:
             concurrent.futures.CancelledError: It was cancelled.
             RunDirectoryError: It was never submitted, or its files are damaged.
         """
-        from hpc_elastic.launcher.wait import (
-            LoggedMessages,
-            Waiter,
-            find_submission,
-            read_handles,
-        )
+        from hpc_elastic.launcher.progress import LoggedMessages
+        from hpc_elastic.launcher.wait import Waiter, find_submission, read_handles
         from hpc_elastic.report.run_view import CANCELLED
 
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         (handle,) = read_handles(find_submission(self.run_dir), self.run_dir)
         settings = (read_json(self._paths.settings) or {}).get("launcher", {})
         poll_interval_s = float(settings.get("poll_interval_s", 1.0))
         waiter = Waiter([handle], LoggedMessages(), poll_interval_s=poll_interval_s)
-        while (outcome := waiter.poll_runs()[0]) is None:
-            left_s = poll_interval_s if deadline is None else deadline - time.monotonic()
-            if left_s > 0:
-                time.sleep(min(left_s, poll_interval_s))
-                continue
+        *_, (view,) = waiter.polls(deadline)
+        end = view.ended
+        if end is None:
             state = self.status()
             if state != CANCELLED:
                 raise self._timeout_error(timeout, state)
-            outcome = handle.lost({})  # the waiter allows for results that appear late
-        if outcome.status == "cancelled":
-            raise CancelledError(str(outcome.error))
-        if outcome.error is not None:
-            raise outcome.error
-        return LaunchResult(outcome.values, self.run_dir, outcome.restarts)
+            end = handle.lost({})  # the waiter allows for results that appear late
+        if end.status == CANCELLED:
+            raise CancelledError(str(end.error))
+        if end.error is not None:
+            raise end.error
+        return LaunchResult(dict(end.values), self.run_dir, end.restarts)
 
     def cancel(self) -> bool:
         """Cancel the run, and wait until its tasks are gone; it saves a checkpoint first.
@@ -321,16 +317,17 @@ class RunFuture(Future[Any]):
                 super().cancel()
                 self.set_running_or_notify_cancel()
 
-    def _set_outcome(self, outcome: Outcome) -> None:
-        if outcome.status == "cancelled":
+    def _set_end(self, end: RunEnd) -> None:
+        """Complete the future, unless it is."""
+        if end.status == "cancelled":
             self._set_cancelled()
         with self._ending:
             if self.done():
                 return
-            if outcome.error is not None:
-                self.set_exception(outcome.error)
+            if end.error is not None:
+                self.set_exception(end.error)
             else:
-                self.set_result(outcome.value)
+                self.set_result(end.value)
 
 
 class ElasticExecutor(Executor):
@@ -623,10 +620,10 @@ def launch_entry(
             return Run(path)
         if not is_awaited(checked.launcher):
             return LaunchResult({}, path)
-        (outcome,) = wait(runs, poll_interval_s=checked.launcher.poll_interval_s)
-    if outcome.error is not None:
-        raise outcome.error
-    return LaunchResult(outcome.values, path, outcome.restarts)
+        (end,) = wait(runs, poll_interval_s=checked.launcher.poll_interval_s)
+    if end.error is not None:
+        raise end.error
+    return LaunchResult(dict(end.values), path, end.restarts)
 
 
 # ---- parts
@@ -673,8 +670,9 @@ def _with_time(name: str) -> str:
 def _follow(
     runs: Sequence[RunHandle], poll_interval_s: float, futures: Sequence[RunFuture] = ()
 ) -> None:
-    """Follow the runs of one submission to their ends, in a thread; complete their futures."""
-    from hpc_elastic.launcher.wait import LoggedMessages, Waiter
+    """Follow the runs of one submission, and complete their futures, in a thread."""
+    from hpc_elastic.launcher.progress import LoggedMessages
+    from hpc_elastic.launcher.wait import Waiter
 
     jobs, owner = runs[0].jobs, os.getpid()
 
@@ -689,12 +687,12 @@ def _follow(
     def follow() -> None:
         try:
             waiter = Waiter(runs, LoggedMessages(), poll_interval_s=poll_interval_s)
-            while None in (outcomes := waiter.poll_runs()):
-                complete(outcomes)
+            for views in waiter.polls():
+                for future, view in zip(futures, views, strict=False):
+                    if view.ended is not None:
+                        future._set_end(view.ended)
                 if futures and all(future.done() for future in futures):  # the rest is cancelled
                     break
-                time.sleep(poll_interval_s)
-            complete(outcomes)
             jobs.close()
             atexit.unregister(end_with_process)
         except BaseException as e:
@@ -702,11 +700,6 @@ def _follow(
                 with suppress(InvalidStateError):
                     future.set_exception(e)
             raise
-
-    def complete(outcomes: Sequence[Outcome | None]) -> None:
-        for future, outcome in zip(futures, outcomes, strict=False):
-            if outcome is not None:
-                future._set_outcome(outcome)
 
     atexit.register(end_with_process)
     threading.Thread(target=follow, name="hpc_elastic-follow", daemon=True).start()

@@ -5,29 +5,29 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_elastic.cli.status import CachedQuery
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launcher.follow import LIST_SHOWN_S, RunFollower
 from hpc_elastic.report import page
 from hpc_elastic.report.details import report_of
 from hpc_elastic.report.page import ReportLibraryError
 from hpc_elastic.report.progress_log import Point, read_points
-from hpc_elastic.report.run_view import LOST, Query, number
+from hpc_elastic.report.run_view import RunView, number, read_view
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import read_json
-from hpc_elastic.slurm.scheduler import take_snapshot
 
 if TYPE_CHECKING:
     import pandas
 
 _SHARE = 10
 """At most a tenth of the time is spent on reading a run."""
-_LOST_S = 12.0
-"""Time without a task after which a run without a result has ended."""
+_UNREADABLE_S = 12.0
+"""Time after which a run that cannot be read is shown no further."""
 
 
 def progress(run_dir: Path) -> pandas.DataFrame:
@@ -57,17 +57,15 @@ def progress(run_dir: Path) -> pandas.DataFrame:
 
 def card(run_dir: Path) -> str:
     """Return a run as HTML; a run that cannot be read, as what is wrong with it."""
-    return _card(run_dir, take_snapshot)[0]
+    return _card(read_view(run_dir))[0]
 
 
-def _card(run_dir: Path, query: Query) -> tuple[str, str | None]:
-    """Return the card, and how the run ended; None if it goes on."""
+def _card(view: RunView) -> tuple[str, bool]:
+    """Return the card of a run, and whether the run can be read."""
     try:
-        report = report_of(run_dir, query).to_json()
+        return page.card_html(report_of(view).to_json()), True
     except (HpcElasticError, OSError) as e:
-        return page.live_problem(str(e)), LOST
-    ended = report["about"]["ended"]
-    return page.card_html(report), None if ended is None else str(ended["status"])
+        return page.live_problem(str(e)), False
 
 
 def watch(run_dir: Path, every_s: float) -> None:
@@ -76,19 +74,20 @@ def watch(run_dir: Path, every_s: float) -> None:
         from IPython.display import HTML, display
     except ImportError as e:
         raise ReportLibraryError(f"watch() is for notebooks ({e}): {_INSTEAD}") from e
-    query, handle, lost_since = CachedQuery(), None, 0.0
+    follower, handle, readable_at = RunFollower([run_dir], list_s=LIST_SHOWN_S), None, math.inf
     try:
         while True:
             began = time.monotonic()
-            text, ended = _card(run_dir, query)
+            (view,) = follower.poll()
+            text, is_readable = _card(view)
             if handle is None:
                 handle = display(HTML(text), display_id=True)
                 if handle is None:
                     raise ReportLibraryError(f"watch() is for notebooks: {_INSTEAD}")
             else:
                 handle.update(HTML(text))
-            lost_since = began if ended != LOST else lost_since or began
-            if ended is not None and (ended != LOST or began - lost_since > _LOST_S):
+            readable_at = began if is_readable else min(began, readable_at)
+            if view.ended is not None or began - readable_at > _UNREADABLE_S:
                 return
             time.sleep(max(every_s, _SHARE * (time.monotonic() - began)))
     except KeyboardInterrupt:

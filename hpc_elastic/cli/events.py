@@ -12,9 +12,10 @@ from pathlib import Path
 import click
 
 from hpc_elastic.cli import options
+from hpc_elastic.launcher.follow import READ_S, RunFollower
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.progress_log import Point, read_points
-from hpc_elastic.report.run_view import EndDetector, RunView
+from hpc_elastic.report.run_view import RunView
 from hpc_elastic.report.sentences import day_of, lines, sentence
 from hpc_elastic.report.timeline import TimelineEntry, build_timeline
 from hpc_elastic.run.directory import RunDir
@@ -108,13 +109,13 @@ def _follow(run: Path, *, as_json: bool) -> int:
 def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
     """Show the events until the run has ended; return its last view."""
     reader = EventReader(RunDir(run).event_logs)
-    detector = EndDetector(RunDir(run), warn=_print_message)
+    follower = RunFollower([run], read_s=READ_S, warn=_print_message)
     while True:
-        ended = detector.poll()  # before the events, so that none is missed
+        (view,) = follower.poll()  # before the events, so that none is missed
         began = time.monotonic()
         show(reader.new())
-        if ended is not None:
-            return ended
+        if view.ended is not None:
+            return view
         time.sleep(max(_POLL_S, _PAUSE * (time.monotonic() - began)))
 
 

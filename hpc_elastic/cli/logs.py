@@ -26,9 +26,10 @@ import click
 from hpc_elastic._util import cleaned
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.launcher.follow import READ_S, RunFollower
 from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import LogLine, LogSource
-from hpc_elastic.report.run_view import EndDetector, RunView, read_view
+from hpc_elastic.report.run_view import RunView, read_view
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices
@@ -255,8 +256,8 @@ def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
     """Print the present output and what is added, until the run has ended; return its view."""
-    detector, ended_at = EndDetector(run, warn=_print_message), 0.0
-    ended: RunView | None = None
+    end = RunFollower([run.path], read_s=READ_S, warn=_print_message)
+    ended, ended_at = None, 0.0
     follower = log_files.Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.selects(source)]
@@ -274,8 +275,9 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     while ended is None or not _is_complete(ended_at, follower.last_news):
         out.write(follower.poll())
         sys.stdout.flush()
-        if ended is None and (ended := detector.poll()) is not None:
-            ended_at = time.monotonic()
+        (view,) = end.poll()
+        if ended is None and view.ended is not None:
+            ended, ended_at = view, time.monotonic()
         time.sleep(_POLL_S)
     out.write(follower.finish())
     return ended

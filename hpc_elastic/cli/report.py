@@ -12,6 +12,7 @@ from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.report.details import report_of
 from hpc_elastic.report.report import Report
+from hpc_elastic.report.run_view import read_view
 from hpc_elastic.shared_files import write_atomic
 
 _FORMATS = ("html", "png", "json")
@@ -78,7 +79,7 @@ def report_command(run: Path, output: Path | None, form: str | None, as_json: bo
     to_file = output is not None and str(output) != _STANDARD_OUTPUT
     if (output is None and form != "json") or (as_json and not to_file):
         raise click.UsageError(f"-o FILE is missing, such as -o report.{form}")
-    report = report_of(run)
+    report = report_of(read_view(run))
     text = render(report, form)
     if output is None or not to_file:
         sys.stdout.buffer.write(text)

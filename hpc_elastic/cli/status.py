@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -22,19 +22,15 @@ from hpc_elastic._console import console
 from hpc_elastic._util import counted, duration, node_time, sigterm_as_interrupt
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launcher.follow import LIST_SHOWN_S, RunFollower
 from hpc_elastic.report.details import RunDetails, RunTask, read_details
 from hpc_elastic.report.node_time import KINDS
-from hpc_elastic.report.run_view import CANCELLED, LOST, AbsenceTimer, RunEnd, RunView
-from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.report.run_view import read_view
 from hpc_elastic.run.task_name import index_of
 from hpc_elastic.site import FAR_S, ExpectedStart
-from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
-_QUERY_INTERVAL_S, _SETTLED_QUERY_INTERVAL_S = 10.0, 60.0
-"""Seconds between two queries of Slurm by a watch; the longer while the run trains and its group
-does not change. Many users have a watch open all day."""
-_GONE_S = 12.0
-"""Time without a task after which a run without a result has ended: two queries."""
+_GAP_S = 60.0
+"""Seconds between two queries about gaps. Many users have a watch open all day."""
 _LINE_EVERY_S = 10.0
 _AROUND_TASKS = 20
 """Lines of the page besides those of tasks."""
@@ -97,14 +93,14 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     directory, also after the end of the run. The exit code is 1 if RUN is no run; with --watch also
     if the run has not succeeded.
     """
-    query = CachedQuery()
+    gap, follower = NextGap(), RunFollower([run], list_s=LIST_SHOWN_S)
 
     def read() -> RunDetails:
-        return query.with_next_gap(query.observe(read_details(run, query)))
+        return gap.added(read_details(follower.poll()[0] if watch else read_view(run)))
 
     details = read()
     if watch:
-        return _watch(read, details, every_s, as_json=as_json)
+        return _watch(_until_end(details, read, every_s), as_json=as_json)
     if as_json:
         print(json.dumps(details.to_json(), indent=2))
     else:
@@ -113,37 +109,14 @@ def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int
     return 0
 
 
-class CachedQuery:
-    """Queries the scheduler, Slurm only now and then."""
+class NextGap:
+    """Queries Slurm now and then for the next gap in which a waiting task fits."""
 
     def __init__(self) -> None:
         self._asked_at = -math.inf
-        self._answer: QueueSnapshot | None = None
-        self._group: object = None
-        self._changed_at = 0.0
-        self._gap_asked_at = -math.inf
-        self._gap_at: float | None = None
+        self._at: float | None = None
 
-    def __call__(self, specs: Sequence[RunSpec]) -> QueueSnapshot:
-        """Return the tasks of these runs as of the last query."""
-        settled = self._group is not None and self._changed_at < self._asked_at
-        every_s = _SETTLED_QUERY_INTERVAL_S if settled else _QUERY_INTERVAL_S
-        local = all(spec.launcher == "local" for spec in specs)
-        if local or self._answer is None or time.monotonic() - self._asked_at >= every_s:
-            self._asked_at, self._answer = time.monotonic(), take_snapshot(specs)
-        return self._answer
-
-    def observe(self, details: RunDetails) -> RunDetails:
-        """Record the group, and return the details. The files show changes of a training group."""
-        view, status = details.view, details.status
-        fresh = view.now - (view.updated or 0.0) < _QUERY_INTERVAL_S
-        trains = view.phase == "training" and status is not None and fresh
-        group = (details.round, status.nodes) if trains and status is not None else None
-        if group != self._group:
-            self._group, self._changed_at = group, time.monotonic()
-        return details
-
-    def with_next_gap(self, details: RunDetails) -> RunDetails:
+    def added(self, details: RunDetails) -> RunDetails:
         """Return the details with the next gap for a waiting task, if it is before Slurm's plan."""
         view = details.view
         expected, spec = details.next_node, view.spec
@@ -151,69 +124,45 @@ class CachedQuery:
             return details
         if all(share.time_min_s is None for _, share in spec.shares):
             return details
-        if time.monotonic() - self._gap_asked_at >= _SETTLED_QUERY_INTERVAL_S:
+        if time.monotonic() - self._asked_at >= _GAP_S:
             from hpc_elastic.site import next_gap
 
-            self._gap_asked_at, self._gap_at = time.monotonic(), None
+            self._asked_at, self._at = time.monotonic(), None
             with contextlib.suppress(HpcElasticError, OSError, ValueError):  # Slurm's plan remains
-                self._gap_at = next_gap(view.run, spec)
-        if self._gap_at is None or self._gap_at >= expected.at:
+                self._at = next_gap(view.run, spec)
+        if self._at is None or self._at >= expected.at:
             return details
-        return replace(details, next_node=replace(expected, at=max(view.now, self._gap_at)))
+        return replace(details, next_node=replace(expected, at=max(view.now, self._at)))
 
 
-def _watch(
-    read: Callable[[], RunDetails], details: RunDetails, every_s: float, *, as_json: bool
-) -> int:
-    out, has_ended = console(), EndCheck()
+def _until_end(
+    details: RunDetails, read: Callable[[], RunDetails], every_s: float
+) -> Iterator[RunDetails]:
+    yield details
+    while details.view.ended is None:
+        time.sleep(every_s)
+        details = read()
+        yield details
+
+
+def _watch(watched: Iterator[RunDetails], *, as_json: bool) -> int:
+    """Show a run until it has ended; return the exit code."""
+    out, ended = console(), None
     if out.is_terminal and not as_json:
-        return _watch_page(out, read, details, every_s)
+        with sigterm_as_interrupt(), Live(console=out, auto_refresh=False) as live:
+            for details in watched:
+                most = max(3, out.height - _AROUND_TASKS)
+                live.update(page(details, out.width, most_tasks=most), refresh=True)
+                ended = details.view.ended
     shown: tuple[object, float] = (None, 0.0)
-    while True:
-        changed = slow_values(details) != shown[0]
-        if changed or time.monotonic() - shown[1] >= _LINE_EVERY_S:
+    for details in watched:
+        if slow_values(details) != shown[0] or time.monotonic() - shown[1] >= _LINE_EVERY_S:
             shown = (slow_values(details), time.monotonic())
             text = json.dumps(details.to_json()) if as_json else line(details)
             stamp = "" if as_json else time.strftime("%H:%M:%S ")
             print(f"{stamp}{text}", flush=True)
-        end = has_ended(details.view)
-        if end is not None:
-            return end.exit_code
-        time.sleep(every_s)
-        details = read()
-
-
-class EndCheck:
-    """Detects the end of a run that is watched: without a result, when no task is left for long."""
-
-    def __init__(self) -> None:
-        self._gone = AbsenceTimer(_GONE_S)
-
-    def __call__(self, view: RunView) -> RunEnd | None:
-        """Return how the run ended; None if it goes on, or its result may be on its way."""
-        if view.ended is None:
-            self._gone.since = None
-            return None
-        if view.ended.status not in (CANCELLED, LOST):
-            return view.ended
-        self._gone.update((), view.now)
-        is_over = self._gone.is_over(view.now) or view.now - view.ended.time > 2 * _GONE_S
-        return view.ended if is_over else None
-
-
-def _watch_page(
-    out: Console, read: Callable[[], RunDetails], details: RunDetails, every_s: float
-) -> int:
-    has_ended = EndCheck()
-    with sigterm_as_interrupt(), Live(console=out, auto_refresh=False) as live:
-        while True:
-            most = max(3, out.height - _AROUND_TASKS)
-            live.update(page(details, out.width, most_tasks=most), refresh=True)
-            end = has_ended(details.view)
-            if end is not None:
-                return end.exit_code
-            time.sleep(every_s)
-            details = read()
+        ended = details.view.ended
+    return 1 if ended is None else ended.exit_code
 
 
 # ---- the text: `page` for a terminal or a file, `line` for a watch in a file

@@ -370,20 +370,18 @@ def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
 
     runs = launcher_wait.read_handles(launcher_wait.find_submission(sweep.absolute()))
     out = sys.stderr if as_json else sys.stdout
-    outcomes = launcher_wait.wait(runs, poll_interval_s=poll_interval_s, out=out)
-    failed = [outcome.error for outcome in outcomes if outcome.error]
+    ends = launcher_wait.wait(runs, poll_interval_s=poll_interval_s, out=out)
+    failed = [end.error for end in ends if end.error]
     for error in failed:
         print(f"\n{error}", file=out)
     if as_json:
         printed = [
             {
-                "run_id": outcome.run.paths.load().run_id, "run": str(outcome.run.dir),
-                "status": outcome.status,
-                "values": json.loads(json.dumps(outcome.values), parse_constant=lambda _: None),
-                "restarts": outcome.restarts,
-                "error": None if outcome.error is None else str(outcome.error),
+                "run_id": run.paths.load().run_id, "run": str(run.dir), "status": end.status,
+                "values": json.loads(json.dumps(end.values), parse_constant=lambda _: None),
+                "restarts": end.restarts, "error": None if end.error is None else str(end.error),
             }
-            for outcome in outcomes
+            for run, end in zip(runs, ends, strict=True)
         ]  # fmt: skip
         print(json.dumps(printed, indent=2))
     return 1 if failed else 0

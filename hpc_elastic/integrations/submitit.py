@@ -112,11 +112,11 @@ class ElasticTask(Checkpointable):
             env=self._environment(os.environ),
         )
         exit_code = _wait(self._agent)
-        outcome = self._run().read_outcome()
-        if outcome is not None:
-            if outcome.error is not None:
-                raise outcome.error
-            return outcome.value
+        end = self._run().read_end()
+        if end is not None:
+            if end.error is not None:
+                raise end.error
+            return end.value
         if exit_code == 128 + signal.SIGTERM:  # its node was taken
             exit_action: ExitAction | None = ExitAction.REQUEUE
             if _in_slurm():

@@ -68,7 +68,8 @@ from hpc_elastic.errors import (
     SubmissionError,
 )
 from hpc_elastic.launcher import control
-from hpc_elastic.launcher.run_handle import Outcome, RunHandle, SubmittedJobs, mark_cancelled
+from hpc_elastic.launcher.progress import Progress, console_for, location
+from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs, mark_cancelled
 from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.launcher.submit import ended_by_interrupt, released_on_failure, submit
 from hpc_elastic.launcher.sweep import (
@@ -80,9 +81,16 @@ from hpc_elastic.launcher.sweep import (
     on_job_end,
 )
 from hpc_elastic.launcher.user_code import command_line, entry_of
-from hpc_elastic.launcher.wait import Progress, Waiter, console_for, location, read_handles
+from hpc_elastic.launcher.wait import Waiter, read_handles
 from hpc_elastic.report.progress_log import Point, read_points
-from hpc_elastic.report.run_view import LOST, NOT_SUBMITTED, end_limit_s, label_of, read_view
+from hpc_elastic.report.run_view import (
+    LOST,
+    NOT_SUBMITTED,
+    RunEnd,
+    end_limit_s,
+    label_of,
+    read_view,
+)
 from hpc_elastic.run import events, ownership
 from hpc_elastic.run.directory import SUBMISSION, RunDir
 from hpc_elastic.run.task_name import job_of
@@ -692,35 +700,35 @@ class _StudyRunner:
     def _poll(self) -> bool:
         """Poll once; return whether a trial has ended."""
         before = list(self._flights)
-        for flight, outcome in zip(before, self._waiter.poll_runs(), strict=True):
-            if outcome is not None:
-                self._end_trial(flight, outcome)
+        for flight, view in zip(before, self._waiter.poll_runs(), strict=True):
+            if view.ended is not None:
+                self._end_trial(flight, view.ended)
             elif self._settings.pruner is not None:
-                status = Point.of(self._waiter.status_of(flight.run), 0.0)
+                status = view.status or Point(0.0)
                 if self._report(flight, status) and flight.trial.should_prune():
                     self._prune(flight)
         return len(self._flights) < len(before)
 
-    def _end_trial(self, flight: _Flight, outcome: Outcome) -> None:
-        """Store the outcome of a trial in the study."""
+    def _end_trial(self, flight: _Flight, end: RunEnd) -> None:
+        """Store the end of a trial in the study."""
         what, detail = "failed", ""
-        if outcome.status == "cancelled":  # by a user
+        if end.status == "cancelled":  # by a user
             self._store(flight.trial, state=TrialState.PRUNED)
             what = "cancelled, which counts as pruned"
-        elif outcome.error is None:
+        elif end.error is None:
             try:
-                values = values_of(outcome.value, len(self._study.directions))
+                values = values_of(end.value, len(self._study.directions))
             except ValueError as e:
                 detail = str(e)
             else:
                 self._store(flight.trial, values)
                 what = ", ".join(f"{value:.6g}" for value in values)
         else:
-            detail = str(outcome.error)
+            detail = str(end.error)
         if detail:
             self._store(flight.trial, state=TrialState.FAIL)
             self._errors[flight.trial.number] = detail
-        on_job_end(self._sweep, flight.job, outcome)
+        on_job_end(self._sweep, flight.job, end)
         is_blind = self._settings.pruner is not None and flight.curve.before is None
         if is_blind and not detail and not self._warned_blind:
             self._warned_blind = True

@@ -1,4 +1,4 @@
-"""A submitted run: `RunHandle` polls its files, and reads how it ended.
+"""A submitted run: `RunHandle` reads how it ended.
 
 The error of a failed run shows the first failure in full, and each worker that died afterwards in
 one line. The mark ``<run>/cancelled`` shows that a run was cancelled: none of its tasks starts or
@@ -11,12 +11,13 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import DamagedFileError, RunDirectoryError, WorkerGroupError
+from hpc_elastic.report import failure
+from hpc_elastic.report.run_view import CANCELLED, LOST, SUCCEEDED, RunEnd, end_with_result
 from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.registry import user
@@ -31,7 +32,6 @@ from hpc_elastic.shared_files import (
     write_atomic,
 )
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.scheduler import states_of
 
 _LONGEST_NAME = 200
 
@@ -70,48 +70,6 @@ class SubmittedJobs(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one run ended.
-
-    Attributes:
-        run: The run.
-        status: ``lost`` if its tasks are gone without a result; ``cancelled`` if it was cancelled
-            by `hpc-elastic cancel`.
-        values: Return values of the workers, by global rank.
-        restarts: Number of restarts that it spent.
-        error: The error to raise; None if it succeeded.
-    """
-
-    run: RunHandle
-    status: Literal["succeeded", "failed", "lost", "cancelled"]
-    values: dict[int, Any]
-    restarts: int
-    error: WorkerGroupError | None
-
-    @property
-    def value(self) -> Any:
-        """Return value of rank 0."""
-        return self.values.get(0)
-
-
-@dataclass(frozen=True)
-class RunPoll:
-    """The state of a run at one moment.
-
-    Attributes:
-        outcome: How it ended; None if it has left no result.
-        status: status.json, whose fields may be damaged; None if there is none, or unreadable.
-        states: Its tasks as listed by the scheduler; None if that was not queried.
-        error: Why its result cannot be read at the moment; None if it can.
-    """
-
-    outcome: Outcome | None
-    status: Mapping[str, Any] | None
-    states: Sequence[TaskState] | None
-    error: OSError | None = None
-
-
-@dataclass(frozen=True)
 class RunHandle:
     """One submitted run.
 
@@ -141,23 +99,11 @@ class RunHandle:
         inside = self.dir != sweep and self.dir.is_relative_to(sweep)
         return str(self.dir.relative_to(sweep)) if inside else self.dir.name
 
-    def poll(self, listed: Mapping[str, TaskState] | None) -> RunPoll:
-        """Return the state of the run, from its files and the scheduler's list.
+    def read_end(self) -> RunEnd | None:
+        """Return how the run ended, with its values or its error; None if it has no result.
 
-        A read that fails is no statement about the run: on NFS a file that is replaced every second
-        may be stale before it is read, and a server may be away for minutes. Poll again.
-
-        Args:
-            listed: What `SubmittedJobs.list_tasks` returned; None if it was not called.
-        """
-        states = None if listed is None else list(states_of(self.tasks, listed).values())
-        try:
-            return RunPoll(self.read_outcome(), self._read_status(), states)
-        except OSError as e:
-            return RunPoll(None, self._read_status(), states, e)
-
-    def read_outcome(self) -> Outcome | None:
-        """Return how the run ended; None if it has not. A run with damaged files has failed.
+        A run with damaged files has failed. A read that fails is no statement about the run: on NFS
+        a server may be away for minutes. Read again.
 
         Raises:
             OSError: Its files cannot be read at the moment.
@@ -166,36 +112,32 @@ class RunHandle:
             result = read_json(self.paths.result)
             if result is None:
                 return None
-            restarts = int(result.get("restarts") or 0)
-            if result.get("status") == "succeeded":
+            end = replace(end_with_result(result), restarts=int(result.get("restarts") or 0))
+            if end.status == SUCCEEDED:
                 folder = results_folder(self.paths, result)
                 files = folder.glob("rank-*.json") if folder else ()
                 values = {
                     int(f.stem.removeprefix("rank-")): parse_json(read_text(f, VALUE_BYTES), f)
                     for f in sorted(files)
                 }
-                return Outcome(self, "succeeded", values, restarts, None)
-            return Outcome(self, "failed", {}, restarts, self._failure(result))
+                return replace(end, values=values)
+            return replace(end, status="failed", error=self._failure(result))
         except (ValueError, TypeError, AttributeError, OverflowError) as e:
             file = self.paths.result
             what = f"the run has ended, but {file}, or a file it names, is damaged: {e}"
             see = f"what happened: hpc-elastic events {self.dir}"
-            return Outcome(self, "failed", {}, 0, WorkerGroupError(f"{what}\n{see}"))
+            return RunEnd("failed", 0.0, error=WorkerGroupError(f"{what}\n{see}"))
 
-    def lost(self, last_seen: Mapping[str, str]) -> Outcome:
-        """Return the outcome of the run if its tasks are gone without a result.
-
-        Args:
-            last_seen: The last state of each of its tasks.
-        """
+    def lost(self, last_seen: Mapping[str, str]) -> RunEnd:
+        """Return the end of the run if its tasks, last seen in these states, left no result."""
         mark = self.paths.cancellation()
         if mark is not None:
             error = WorkerGroupError(f"the run was cancelled{mark.by_whom}: {self.dir}")
-            return Outcome(self, "cancelled", {}, 0, error)
+            return RunEnd(CANCELLED, mark.time, error=error)
         lines = [f"the run ended without a result: {self.dir}"]
         lines += [f"  task {task}: {last_seen.get(task, 'never seen')}" for task in self.tasks]
         lines += self.log_tails()
-        return Outcome(self, "lost", {}, 0, WorkerGroupError("\n".join(lines)))
+        return RunEnd(LOST, 0.0, error=WorkerGroupError("\n".join(lines)))
 
     def log_tails(self, num_files: int = 3) -> list[str]:
         """Return the last lines of the run's captured logs that are not empty, with their paths."""
@@ -205,26 +147,15 @@ class RunHandle:
         files = (folder / f"{name}.log" for name in names)
         written = [(file, text) for file in files if (text := read_tail(file))]
         shown = [
-            line for file, text in written[:num_files] for line in (f"--- {file}", _quoted(text))
+            line
+            for file, text in written[:num_files]
+            for line in (f"--- {file}", failure.quoted_text(text))
         ]
         return shown or [f"no task has written anything to {folder}"]
 
-    def _read_status(self) -> dict[str, Any] | None:
-        try:
-            return read_json(self.paths.status)
-        except (OSError, ValueError):
-            return None
-
     def _failure(self, result: Mapping[str, Any]) -> WorkerGroupError:
         first, later = result.get("failure"), list(result.get("secondary_failures") or [])
-        lines = [f"the run failed: {self.dir}"]
-        lines += [_in_full(first)] if first else ["no worker's failure was recorded"]
-        for failed in later:
-            round_ = failed.get("round")
-            when = "died afterwards"
-            if first is not None and round_ not in (None, first.get("round")):
-                when = f"failed in a later attempt, round {round_}"
-            lines.append(f"  {_place(failed)}: {_cause(failed)} ({when})")
+        lines = [f"the run failed: {self.dir}", *failure.in_full(first, later)]
         lines += [f"logs: {self.dir / 'tasks'}", f"      {Submission(self.submission).logs}"]
         return WorkerGroupError("\n".join(lines), first, later)
 
@@ -243,42 +174,6 @@ def results_folder(run: RunDir, result: Mapping[str, Any]) -> Path | None:
     if not is_inside or len(str(name)) > _LONGEST_NAME:
         raise DamagedFileError(f"{run.result} is damaged: its results are in {str(name)!r:.80}")
     return run.path / folder
-
-
-def _in_full(first: Mapping[str, Any]) -> str:
-    lines = [f"first failure: {_place(first)}: {_cause(first)}"]
-    if first.get("traceback"):
-        lines.append(_quoted(str(first["traceback"]).rstrip()))
-    elif first.get("message") != _cause(first) and (first.get("exception") or first.get("message")):
-        lines.append(_quoted(f"{first.get('exception') or 'error'}: {first.get('message') or ''}"))
-    if first.get("remedy"):
-        lines.append(str(first["remedy"]))
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    """Return a text of the training's own so that it is not taken for ours."""
-    return "\n".join(f"    {line}" for line in text.split("\n"))
-
-
-def _place(failed: Mapping[str, Any]) -> str:
-    parts = [f"host {failed.get('host')}"]
-    for key, word in (("rank", "rank"), ("local_rank", "local rank"), ("task", "task")):
-        parts += [f"{word} {failed[key]}"] if failed.get(key) is not None else []
-    return ", ".join(parts)
-
-
-def _cause(failed: Mapping[str, Any]) -> str:
-    if failed.get("phase") == "hang":
-        return "hung"
-    if failed.get("signal"):
-        number = failed["signal"]
-        return f"ended by {name_of(number) if isinstance(number, int) else number}"
-    if failed.get("exit_code") is not None:
-        if not failed.get("exception") and str(failed.get("message")).startswith("exited with"):
-            return str(failed["message"])
-        return f"exit code {failed['exit_code']}"
-    return str(failed.get("exception") or failed.get("phase") or "failed")
 
 
 def read_result_status(run: RunDir) -> str | None:

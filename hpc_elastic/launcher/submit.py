@@ -30,9 +30,9 @@ from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettin
 from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
 from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, is_coallocated, make_plan
+from hpc_elastic.launcher.progress import location
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
-from hpc_elastic.launcher.wait import location
 from hpc_elastic.report.run_view import overrides_label
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import SUBMISSION, Entry, Pool, RunDir, RunSpec, Submission

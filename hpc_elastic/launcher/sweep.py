@@ -53,11 +53,11 @@ from hpc_elastic.config.resolve import resolve
 from hpc_elastic.errors import ConfigError, HpcElasticError
 from hpc_elastic.launcher.hydra_compose import SharingLoader, name_overrides, settings_in
 from hpc_elastic.launcher.plan import RunRequest
-from hpc_elastic.launcher.run_handle import Outcome
+from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
 from hpc_elastic.launcher.user_code import command_line, entry_of
 from hpc_elastic.launcher.wait import wait
-from hpc_elastic.report.run_view import unescaped
+from hpc_elastic.report.run_view import RunEnd, unescaped
 from hpc_elastic.run.directory import Entry
 
 _log = logging.getLogger(__name__)
@@ -116,9 +116,8 @@ def launch_sweep(
             return [_job_return(job) for job in jobs]
         job_of, returns = {job.request.dir: job for job in jobs}, {}
 
-        def on_end(outcome: Outcome) -> None:
-            path = outcome.run.dir
-            returns[path] = on_job_end(sweep, job_of[path], outcome)
+        def on_end(run: RunHandle, end: RunEnd) -> None:
+            returns[run.dir] = on_job_end(sweep, job_of[run.dir], end)
 
         wait(runs, poll_interval_s=launcher.poll_interval_s, on_end=on_end)
     return [returns[path] for path in job_of]
@@ -199,15 +198,15 @@ def check_choices(config: DictConfig) -> None:
             print(note, file=sys.stderr)
 
 
-def on_job_end(sweep: Sweep, job: FrozenJob, outcome: Outcome) -> JobReturn:
+def on_job_end(sweep: Sweep, job: FrozenJob, end: RunEnd) -> JobReturn:
     """Return the JobReturn of a run that has ended, after Hydra's callbacks of that name."""
     returned = _job_return(job)
-    returned.return_value = outcome.value
+    returned.return_value = end.value
     returned.cfg = decode(job.task)
     returned.hydra_cfg = whole_config(Frozen({}, {}), job.hydra)
-    if outcome.error is not None:
+    if end.error is not None:
         returned.status = JobStatus.FAILED
-        returned.return_value = hide_traceback(outcome.error)
+        returned.return_value = hide_traceback(end.error)
         returned.overrides = list(map(unescaped, job.request.overrides))  # Hydra prints them
     if sweep.context.callbacks.callbacks:
         sweep.context.callbacks.on_job_end(config=job.config(), job_return=returned)

@@ -23,12 +23,10 @@ from hpc_elastic.report.run_view import (
     CANCELLED,
     LOST,
     STALE_S,
-    Query,
     RunView,
     label_of,
     overrides_label,
     overrides_of,
-    read_view,
 )
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir, RunSpec
@@ -39,7 +37,6 @@ from hpc_elastic.shared_files import read_json, read_tail, read_yaml
 from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.run_tasks import current_names
-from hpc_elastic.slurm.scheduler import take_snapshot
 
 
 @dataclass(frozen=True)
@@ -168,22 +165,18 @@ class RunDetails:
             "warnings": list(view.warnings),
             "goodput": self.account.goodput, "node_seconds": time_s,
             "queue_seconds": round(self.account.queue_s, 1),
-            "ended": None if view.ended is None else asdict(view.ended),
+            "ended": None if view.ended is None else view.ended.to_json(),
             "notes": list(self.notes),
         }  # fmt: skip
 
 
-def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
+def read_details(view: RunView) -> RunDetails:
     """Return the details of a run.
-
-    Args:
-        run: The run directory.
-        query: Queries the scheduler.
 
     Raises:
         RunDirectoryError: This is no run directory, nor what is left of one.
     """
-    view = read_view(run, query)
+    run = view.run.path
     notes: list[str] = []
     events: list[Event] = []
     try:
@@ -358,22 +351,18 @@ def _tasks(
 # ---- the report
 
 
-def report_of(run: Path, query: Query = take_snapshot) -> Report:
-    """Return the report of a run, from its files and its scheduler.
-
-    Args:
-        run: The run directory.
-        query: Queries the scheduler.
+def report_of(view: RunView) -> Report:
+    """Return the report of a run.
 
     Raises:
         RunDirectoryError: This is no run directory, nor what is left of one.
     """
-    details = read_details(run, query)
+    details = read_details(view)
     notes = list(details.notes)
     timeline = build_timeline(details.history)
     return report(
         _about(details), details.account, details.points, timeline, made=time.time(),
-        failures=_failures(details), kept=_kept(run, notes),
+        failures=_failures(details), kept=_kept(view.run, notes),
         configuration=_configuration(details, notes), notes=notes,
     )  # fmt: skip
 
@@ -386,7 +375,7 @@ def _about(details: RunDetails) -> About:
         run_id=details.run_id, directory=str(view.run.path), overrides=overrides_label(overrides),
         launcher=details.launcher, ft=spec is not None and spec.ft, phase=view.phase,
         submitted=view.submitted, until=view.now if ended is None else ended.time,
-        ended=None if ended is None else asdict(ended),
+        ended=None if ended is None else ended.to_json(),
         min_nodes=details.nodes and details.nodes[1], max_nodes=details.nodes and details.nodes[2],
         restarts=view.restarts[0], max_restarts=view.restarts[1],
         rounds=details.round, step=status.step, total_steps=status.total_steps,
@@ -424,9 +413,9 @@ def _failures(details: RunDetails) -> Sequence[WorkerFailure]:
     return found
 
 
-def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        stores = [Store(directory) for directory in directories_of(RunDir(run))]
+        stores = [Store(directory) for directory in directories_of(run)]
         return [
             {"step": step, "time": store.folder(step).stat().st_mtime}
             for store in stores

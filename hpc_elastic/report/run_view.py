@@ -1,31 +1,33 @@
 """What a run is doing: one view of its files and of its tasks in the scheduler.
 
-`RunView` is a value; `read_view` and `read_views` make it. Every command that shows a run uses it:
-`list`, `status`, `report`, and `logs` and `events`, which follow a run to its end by `EndDetector`.
-No leader need live, and files may be missing or damaged: `RunView.notes` names them.
+`RunView` is a value. `read_view` and `read_views` make it from one reading of the files and one
+query of the scheduler; `launcher.follow.RunFollower` makes it again and again, to the end of the
+run. No leader need live, and files may be missing or damaged: `RunView.notes` names them.
 
 A run has ended when it has left a result. A cancelled run leaves none, nor does a run whose tasks
 have ended otherwise (scancel by hand, a time limit, a job that Slurm has purged). It has ended when
-the scheduler has listed no task of it for a while.
+the scheduler lists no task of it; who follows the run looks twice, since a task that is being
+requeued may be in no list for a moment.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic._util import counted, quoted
-from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.errors import RunDirectoryError, WorkerGroupError
+from hpc_elastic.report.failure import one_line
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
-from hpc_elastic.shared_files import is_there, read_json, read_yaml
+from hpc_elastic.shared_files import read_json, read_yaml
 from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
@@ -36,13 +38,9 @@ STALE_S = 30.0
 NOT_SUBMITTED = "not submitted"
 LOST, CANCELLED, SUCCEEDED = "lost", "cancelled", "succeeded"
 
-GONE_S = 6.0
-"""Time after the end of the last task within which a network file system shows the result, and the
-scheduler a task that is being requeued."""
 _PURGED_S = 300.0
 """Slurm lists ended tasks for this time (MinJobAge). Those of a younger run, if none is listed, may
 be newer than the answer of a squeue that is a cache."""
-_QUERY_INTERVAL_S = 5.0
 _TOO_LARGE = 1e11
 """No time, step or count of a run is as large: the file is damaged."""
 
@@ -60,17 +58,39 @@ class RunEnd:
         time: Unix seconds; of a run without a result, of its last sign.
         why: The first failure, or what else is known; None if nothing is.
         failure: The first failure as in result.json; None if there was none.
+        restarts: Restarts that it spent, as in result.json.
+        values: Return values of the workers, by global rank, if they were read
+            (`RunHandle.read_end`).
+        error: The error that tells a program of the end, if it was made; None if it succeeded.
     """
 
     status: str
     time: float
     why: str | None = None
     failure: Mapping[str, Any] | None = None
+    restarts: int = 0
+    values: Mapping[int, Any] = field(default_factory=dict)
+    error: WorkerGroupError | None = None
 
     @property
     def exit_code(self) -> int:
         """Exit code of a command that has followed the run to its end."""
         return 0 if self.status == SUCCEEDED else 1
+
+    @property
+    def value(self) -> Any:
+        """Return value of rank 0."""
+        return self.values.get(0)
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the run has left a result."""
+        return self.status not in (LOST, CANCELLED)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what commands print of it."""
+        shown = {"status": self.status, "time": self.time, "why": self.why}
+        return {**shown, "failure": self.failure}
 
 
 @dataclass(frozen=True)
@@ -89,12 +109,14 @@ class RunView:
         status: The group as its leader wrote it last; None if it has not.
         updated: When that was, in Unix seconds; None as above.
         members: Task and number of workers of each member of that group, by group rank.
+        num_joined: Number of nodes that wait for a place in the group, as in status.json.
         restarts: Restarts that failures of workers have spent, and how many are allowed.
         stragglers: Ranks that are persistently slower than the others, as in status.json.
         warnings: What is wrong with the training though it goes on, as in status.json.
         cancellation: Who cancelled it; None if it was not.
         ended: How it ended; None if it goes on.
         notes: What cannot be found out, and why.
+        unreadable: Why its result cannot be read at the moment; None if it can.
     """
 
     run: RunDir
@@ -107,12 +129,14 @@ class RunView:
     status: Point | None
     updated: float | None
     members: Sequence[tuple[str, int]]
+    num_joined: int
     restarts: tuple[int, int]
     stragglers: Sequence[Mapping[str, Any]]
     warnings: Sequence[str]
     cancellation: Cancellation | None
     ended: RunEnd | None
     notes: tuple[str, ...]
+    unreadable: OSError | None
 
     @property
     def submitted(self) -> float | None:
@@ -168,47 +192,65 @@ def read_view(run: Path, query: Query = take_snapshot) -> RunView:
 
 def read_views(runs: Iterable[Path], query: Query = take_snapshot) -> list[RunView]:
     """Return the views of runs; the scheduler is queried once for all that have no result."""
-    files = [_Files.read(RunDir(run)) for run in runs]
+    files = [RunReading.read(RunDir(run)) for run in runs]
     going = [f.spec for f in files if f.spec is not None and f.result is None]
     queue = query(going) if going else QueueSnapshot()
-    return [f.view(queue, time.time()) for f in files]
+    return [f.view(*f.tasks_in(queue)) for f in files]
 
 
 @dataclass(frozen=True)
-class _Files:
+class RunReading:
     """The content of a run's files, as far as they can be read."""
 
     run: RunDir
-    spec: RunSpec | None
-    status: Mapping[str, Any]
-    result: Mapping[str, Any] | None
-    cancellation: Cancellation | None
-    notes: tuple[str, ...]
+    spec: RunSpec | None = None
+    status: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
+    cancellation: Cancellation | None = None
+    notes: tuple[str, ...] = ()
+    unreadable: OSError | None = None
 
     @classmethod
-    def read(cls, run: RunDir) -> _Files:
-        notes: list[str] = []
-        spec = None
-        try:
-            spec = run.load()
-        except RunDirectoryError as e:
-            notes.append(str(e))
-        status = _read(run.status, notes) or {}
-        result = _read(run.result, notes, damaged={"status": "unknown"})
-        return cls(run, spec, status, result, run.cancellation(), tuple(notes))
+    def read(cls, run: RunDir, known: RunReading | None = None) -> RunReading:
+        """Read the files of a run.
 
-    def view(self, queue: QueueSnapshot, now: float) -> RunView:
-        """Return the view of the run."""
-        spec, status, result = self.spec, self.status, self.result
-        asked = spec if result is None else None
-        why_unknown = None if asked is None else queue.why_unknown(asked)
-        tasks = None if asked is None else queue.tasks_of(asked)
+        Args:
+            run: The run.
+            known: An earlier reading: if it has the spec, only what a leader writes is read again.
+        """
+        notes: list[str] = []
+        known = known if known is not None and known.spec is not None else None
+        spec = None if known is None else known.spec
+        if spec is None:
+            try:
+                spec = run.load()
+            except RunDirectoryError as e:
+                notes.append(str(e))
+        found, _ = _read(run.status, notes)
+        before = {} if known is None else known.status  # it may be replaced at this moment
+        status = before if found is None else found
+        result, unreadable = _read(run.result, notes, damaged={"status": "unknown"})
+        cancellation = run.cancellation() if known is None else known.cancellation
+        return cls(run, spec, status, result, cancellation, tuple(notes), unreadable)
+
+    def tasks_in(self, queue: QueueSnapshot) -> tuple[dict[str, TaskState] | None, str | None]:
+        """Return the tasks of the run in an answer of the scheduler; if unknown, None and why."""
+        if self.spec is None or self.result is not None:
+            return None, None
+        return queue.tasks_of(self.spec), queue.why_unknown(self.spec)
+
+    def view(
+        self, tasks: Mapping[str, TaskState] | None, why_unknown: str | None = None
+    ) -> RunView:
+        """Return the view of the run with its tasks as in `RunView`."""
+        spec, status, result, now = self.spec, self.status, self.result, time.time()
+        if result is not None:
+            tasks = why_unknown = None
         notes = self.notes
         if why_unknown is not None:
             notes = (*notes, f"what the tasks do now is unknown: {why_unknown}")
         updated, submitted = number(status.get("updated")), _submitted(spec)
         members = members_of(status)
-        is_submitted = spec is not None and bool(current_names(spec))
         phase = phase_of(
             tasks,
             str(status.get("phase") or ""),
@@ -217,27 +259,26 @@ class _Files:
             age_s=now - (updated or submitted or now),
             cancelled=self.cancellation is not None,
         )
-        if spec is not None and not (is_submitted or status or result is not None):
+        is_submitted = bool(tasks) or result is not None or _is_submitted(spec)
+        if spec is not None and not (is_submitted or status):
             phase = NOT_SUBMITTED
         spent = (result or {}).get("restarts") or status.get("restarts")
         allowed = spec.max_restarts if spec else status.get("max_restarts")
-        listed = status.get("stragglers")
-        stragglers = listed if isinstance(listed, list) else []
+        listed_slow = status.get("stragglers")
+        stragglers = listed_slow if isinstance(listed_slow, list) else []
         last_sign = updated or submitted
         ended = None
         if result is not None:
-            found = result.get("failure")
-            failure = found if isinstance(found, Mapping) else None
-            at = number(result.get("ended")) or last_sign or 0.0
-            ended = RunEnd(str(result.get("status")), at, _first_failure(failure), failure)
-        if ended is None and phase in (LOST, CANCELLED):
+            ended = end_with_result(result, last_sign or 0.0)
+        elif phase in (LOST, CANCELLED):
             ended = _end_without_result(self.cancellation, tasks, last_sign)
         return RunView(
             self.run, spec, now, phase, tasks, why_unknown, is_submitted,
             Point.of(status, updated or 0.0) if status else None, updated, members,
+            int(number(status.get("joined")) or 0),
             (int(number(spent) or 0), int(number(allowed) or 0)),
             [each for each in stragglers if isinstance(each, Mapping)], warnings_of(status),
-            self.cancellation, ended, notes,
+            self.cancellation, ended, notes, self.unreadable,
         )  # fmt: skip
 
 
@@ -249,13 +290,13 @@ def warnings_of(status: Mapping[str, Any]) -> list[str]:
 
 def _read(
     file: Path, notes: list[str], *, damaged: dict[str, Any] | None = None
-) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if there is none, or it cannot be read now."""
+) -> tuple[dict[str, Any] | None, OSError | None]:
+    """Return the content of a JSON file, or None; and why it cannot be read now, or None."""
     try:
-        return read_json(file)
+        return read_json(file), None
     except (OSError, ValueError) as e:
         notes.append(f"{file.name} cannot be read: {e}")
-        return damaged if isinstance(e, ValueError) else None
+        return (damaged, None) if isinstance(e, ValueError) else (None, e)
 
 
 def overrides_of(run: Path) -> list[str]:
@@ -341,11 +382,30 @@ def _all_ended(states: Iterable[TaskState]) -> bool:
     return all(state.phase is Phase.ENDED for state in states)
 
 
+def _is_submitted(spec: RunSpec | None) -> bool:
+    with suppress(OSError):  # not as far as is known
+        return spec is not None and bool(current_names(spec))
+    return False
+
+
 def _submitted(spec: RunSpec | None) -> float | None:
     try:
         return datetime.fromisoformat(spec.provenance["time"]).timestamp() if spec else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
+
+
+def end_with_result(result: Mapping[str, Any], last_sign: float = 0.0) -> RunEnd:
+    """Return the end of a run that has left a result (pure).
+
+    Args:
+        result: The content of result.json.
+        last_sign: Unix seconds, if it has no time.
+    """
+    found, restarts = result.get("failure"), int(number(result.get("restarts")) or 0)
+    failure = found if isinstance(found, Mapping) else None
+    at = number(result.get("ended")) or last_sign
+    return RunEnd(str(result.get("status")), at, one_line(failure), failure, restarts)
 
 
 def _end_without_result(
@@ -361,120 +421,12 @@ def _end_without_result(
     return RunEnd(LOST, last_sign or 0.0, why)
 
 
-def _first_failure(failure: Mapping[str, Any] | None) -> str | None:
-    """Return a failure in one line."""
-    if not failure:
-        return None
-    where = f"rank {failure.get('rank')} on {failure.get('host')}"
-    if failure.get("phase") == "start":
-        where = f"task {failure.get('task')} on {failure.get('host') or 'an unknown node'}"
-    what = str(failure.get("message") or "").strip().partition("\n")[0]
-    error = failure.get("exception")
-    signal, code = failure.get("signal"), failure.get("exit_code")
-    how = f"ended by {signal}" if signal else f"{error}: {what}" if error else what
-    return f"{where}: {how or f'exit code {code}'}"
-
-
 def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return task and number of workers of each member in status.json; none if it is damaged."""
     try:
         return [(str(m["task"]), int(m["nproc"])) for m in status.get("members") or ()]
     except (TypeError, ValueError, KeyError, OverflowError):
         return []
-
-
-# ---- the end
-
-
-@dataclass
-class AbsenceTimer:
-    """Measures how long no task of a run is left: without a result it has ended after a while.
-
-    Attributes:
-        limit_s: Seconds without a task after which the run has ended.
-        since: When it was first seen without a task, on the caller's clock; None if it has one.
-    """
-
-    limit_s: float = GONE_S
-    since: float | None = None
-
-    def update(self, states: Iterable[TaskState], now: float) -> None:
-        """Note the tasks that the scheduler lists now."""
-        if not _all_ended(states):
-            self.since = None
-        elif self.since is None:
-            self.since = now
-
-    def is_over(self, now: float) -> bool:
-        """Return whether no task has been left for longer than `limit_s`."""
-        return self.since is not None and now - self.since > self.limit_s
-
-
-class EndDetector:
-    """Detects the end of a run, for a caller that polls it a few times a second.
-
-    Args:
-        run: The run.
-        query: Queries the scheduler.
-        clock: Monotonic seconds.
-        warn: Called once when the scheduler does not answer, and once when it does again.
-
-    Raises:
-        RunDirectoryError: `run` is no run directory.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        query: Query = take_snapshot,
-        clock: Callable[[], float] = time.monotonic,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._run = run
-        self._spec = run.load()
-        self._query = query
-        self._clock = clock
-        self._warn = warn
-        self._is_silent = False
-        self._query_at = 0.0
-        self._gone = AbsenceTimer()
-        self._view: RunView | None = None
-
-    def poll(self) -> RunView | None:
-        """Return the view of the run, whose ``ended`` is set, if it has ended; else None."""
-        if is_there(self._run.result):
-            view = read_view(self._run.path, lambda specs: QueueSnapshot())
-            if view.ended is not None and view.tasks is None:
-                return view
-        now = self._clock()
-        if now >= self._query_at:
-            self._query_at = now + _QUERY_INTERVAL_S
-            self._view = read_view(self._run.path, self._query)
-            why = self._view.why_unknown
-            if why is not None and not self._is_silent:
-                what = "it is not known whether the run goes on, but its files are read"
-                self._warn(f"{what}: {why}")
-            if why is None and self._is_silent:
-                self._warn("its tasks can be listed again")
-            self._is_silent = why is not None
-            if self._view.tasks is None:
-                if must_have_ended(self._spec, self._view.cancellation, self._view.now):
-                    self._gone.since = -math.inf
-            elif self._view.is_submitted:
-                self._gone.update(self._view.tasks.values(), now)
-        is_over = self._view is not None and self._gone.is_over(now)
-        return self._view.concluded() if is_over and self._view is not None else None
-
-
-def must_have_ended(spec: RunSpec, cancellation: Cancellation | None, now: float) -> bool:
-    """Return whether a run was cancelled longer ago than its tasks can take to end (pure).
-
-    Args:
-        spec: The run.
-        cancellation: Who cancelled it; None if it was not.
-        now: Unix seconds.
-    """
-    return cancellation is not None and now - cancellation.time > end_limit_s(spec)
 
 
 def stop_s(spec: RunSpec) -> float:

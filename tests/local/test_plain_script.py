@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.report.details import read_details
+from hpc_elastic.report.run_view import read_view
 
 SCRIPT = textwrap.dedent(
     """
@@ -68,7 +69,10 @@ def test_its_steps_and_its_pace_are_shown(tmp_path, capsys):
     overrides = ("-m", "+launcher=local", f"launcher.agent.metrics_port={port}")
     with LocalRun(script, tmp_path, *overrides) as run:
         run.eventually(
-            lambda: (run.path / "run.json").exists() and read_details(run.path).pace.steps_per_s,
+            lambda: (
+                (run.path / "run.json").exists()
+                and read_details(read_view(run.path)).pace.steps_per_s
+            ),
             "steps and their pace are known",
         )
         assert main(["status", "--json", str(run.path)]) == 0

@@ -12,6 +12,7 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render
 from hpc_elastic.report.charts import QUEUE, SPENT_ON, charts
 from hpc_elastic.report.details import report_of
+from hpc_elastic.report.run_view import read_view
 
 LAPTOP, PHONE = 1366, 390
 MOST_BYTES = 3_000_000
@@ -27,7 +28,7 @@ def long_run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def long_page(long_run) -> str:
     """Its page."""
-    return render(report_of(long_run), "html").decode()
+    return render(report_of(read_view(long_run)), "html").decode()
 
 
 @pytest.fixture
@@ -74,14 +75,14 @@ def test_what_a_run_is_called_can_not_run(tmp_path, chromium):
     (folder / ".hydra" / "config.yaml").write_text(json.dumps({"name": NASTY, NASTY: 1}))
     spec = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**spec, "run_id": NASTY}))
-    page = render(report_of(folder), "html").decode()
+    page = render(report_of(read_view(folder)), "html").decode()
     assert "&lt;script&gt;window.hacked" in page and "\\u003c/script\\u003e" in page
     seen = chromium.look(page, PHONE)
     told = seen.told
     assert (told["hacked"], told["alien"], seen.console) == (False, 0, [])
     assert told["title"].startswith(NASTY) and told["drawn"] == "light"
     assert told["scroll_width"] <= PHONE and told["wide"] == []
-    assert render(report_of(folder), "png").startswith(b"\x89PNG")
+    assert render(report_of(read_view(folder)), "png").startswith(b"\x89PNG")
 
 
 def test_a_run_that_never_started_has_a_page(tmp_path, chromium):
@@ -89,9 +90,9 @@ def test_a_run_that_never_started_has_a_page(tmp_path, chromium):
     run = write(LongRun(nodes=2, days=0.02, faults=0), tmp_path / "run")
     for file in [*(run / "events").iterdir(), run / "progress.jsonl", run / "result.json"]:
         file.unlink()
-    page = render(report_of(run), "html").decode()
+    page = render(report_of(read_view(run)), "html").decode()
     assert "No task of this run has started" in page and "vegaEmbed" not in page
-    assert render(report_of(run), "png").startswith(b"\x89PNG")
+    assert render(report_of(read_view(run)), "png").startswith(b"\x89PNG")
     seen = chromium.look(page, PHONE)
     assert (seen.told["drawn"], seen.told["canvases"], seen.console) == ("nothing", 0, [])
 
@@ -118,7 +119,7 @@ def test_the_report_of_a_long_run_adds_up(long_run, tmp_path, capsys):
 
 def test_the_bar_shows_where_all_of_the_time_went(long_run):
     """A part for every kind that took any, and together all of it; so does the picture."""
-    report = report_of(long_run)
+    report = report_of(read_view(long_run))
     values = report.to_json()
     (bar,) = (chart for chart in charts(values) if chart.name == "bar")
     rows, spent = bar.spec["data"]["values"], values["spent"]

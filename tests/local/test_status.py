@@ -19,6 +19,7 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.report.details import RunDetails, read_details
 from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.report.progress_log import read_points
+from hpc_elastic.report.run_view import read_view
 
 EVERY = 150
 LOST = 15
@@ -76,7 +77,7 @@ class Run(LocalRun):
 
         def is_so() -> bool:
             if (self.path / "run.json").exists():
-                found.append(read_details(self.path))
+                found.append(read_details(read_view(self.path)))
             return bool(found) and bool(holds(found[-1]))
 
         self.eventually(is_so, what)

@@ -12,8 +12,9 @@ import pytest
 
 from hpc_elastic.errors import SubmissionError
 from hpc_elastic.launcher import control, submit
+from hpc_elastic.launcher.follow import EndDecision
 from hpc_elastic.launcher.run_handle import mark_cancelled
-from hpc_elastic.report.run_view import AbsenceTimer, read_view
+from hpc_elastic.report.run_view import read_view
 from hpc_elastic.site.gaps import expected_start
 from hpc_elastic.site.siblings import NodeSupply, QueuedRun, why_blocked
 from hpc_elastic.slurm import quarantine, requeue, run_tasks
@@ -257,10 +258,10 @@ def test_a_task_that_the_cache_does_not_list_yet_is_not_gone(site, tmp_path):
     started = Started(tmp_path / "s", 1)
     task = running(site, started)
     (tmp_path / "site/empty").touch()
-    run, timer = started.runs[0], AbsenceTimer()
+    run, decision = started.runs[0], EndDecision()
     for now in (0.0, 60.0):
-        timer.update(started.jobs.list_tasks().values(), now)
-    assert not timer.is_over(60.0)
+        decision.judge(read_view(run.path), now)
+    assert decision.since is None
     assert not read_view(run.path).has_no_task_left
     with ThreadPoolExecutor(1) as pool:
         leave = partial(requeue.requeue_or_exit, task, started.client, attempt=0, run=run)

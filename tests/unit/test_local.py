@@ -18,12 +18,12 @@ from ended import is_gone
 from hpc_elastic import _util
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.launcher import control, local
+from hpc_elastic.launcher import control, follow, local
 from hpc_elastic.launcher.plan import RunRequest, make_plan
-from hpc_elastic.launcher.run_handle import Outcome, RunHandle
+from hpc_elastic.launcher.run_handle import RunHandle
 from hpc_elastic.launcher.submit import submit
 from hpc_elastic.launcher.wait import wait
-from hpc_elastic.report.run_view import AbsenceTimer, read_view
+from hpc_elastic.report.run_view import RunEnd, read_view
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.slurm.scheduler import take_snapshot
 
@@ -58,7 +58,7 @@ def submitted(sweep: Path, *runs: RunSettings) -> list[RunHandle]:
     return submit(requests(sweep, *runs), sweep=sweep, name="train")
 
 
-def outcomes_of(runs: list[RunHandle]) -> list[Outcome]:
+def ends_of(runs: list[RunHandle]) -> list[RunEnd]:
     """Wait for runs, and return how they ended."""
     return wait(runs, poll_interval_s=0.05)
 
@@ -79,8 +79,8 @@ def listed(sweep: Path) -> dict:
 def test_runs_go_through_and_return_values(tmp_path):
     """Every run ends by itself; output, task states and job id lie where the agents look."""
     runs = submitted(tmp_path, settings(1), settings(1))
-    outcomes = outcomes_of(runs)
-    assert [outcome.values for outcome in outcomes] == [{0: 0.5, 1: 1.5}] * 2
+    ends = ends_of(runs)
+    assert [end.values for end in ends] == [{0: 0.5, 1: 1.5}] * 2
     (job_id,) = runs[0].jobs.job_ids
     assert (tmp_path / ".hpc_elastic" / "array-0.jobid").read_text() == f"{job_id}\n"
     assert set(listed(tmp_path)) == {f"{job_id}_0", f"{job_id}_1"}
@@ -91,18 +91,18 @@ def test_runs_go_through_and_return_values(tmp_path):
 def test_tasks_of_a_run_that_has_ended_are_not_started(tmp_path):
     """With one place, the second node's turn comes when there is nothing left to do."""
     (run,) = submitted(tmp_path, settings(3, max_agents=1))
-    outcomes_of([run])
+    ends_of([run])
     states = sorted(task.state for task in run.jobs.list_tasks().values())
     assert states == ["CANCELLED", "CANCELLED", "COMPLETED"]
 
 
 def test_a_task_that_dies_alone_makes_the_run_lost(tmp_path, monkeypatch):
     """No result and no task left: the states and the log are in the error."""
-    monkeypatch.setattr(AbsenceTimer, "is_over", lambda self, now: self.since is not None)
-    (outcome,) = outcomes_of(submitted(tmp_path, settings(1, env={"PLOT": "die"})))
-    assert outcome.status == "lost"
-    assert "FAILED (exit code 1)" in str(outcome.error)
-    assert "the interpreter is broken" in str(outcome.error)
+    monkeypatch.setattr(follow, "GONE_S", 0.0)
+    (end,) = ends_of(submitted(tmp_path, settings(1, env={"PLOT": "die"})))
+    assert end.status == "lost"
+    assert "FAILED (exit code 1)" in str(end.error)
+    assert "the interpreter is broken" in str(end.error)
 
 
 def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
@@ -116,7 +116,7 @@ def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr("hpc_elastic.launcher.wait.Waiter.poll_runs", interrupt)
     with pytest.raises(SystemExit) as ended:
-        outcomes_of(runs)
+        ends_of(runs)
     assert ended.value.code == 130
     assert not psutil.pid_exists(pid)
     told = capsys.readouterr().out
@@ -245,20 +245,20 @@ def test_a_disk_that_is_full_does_not_end_the_wait(tmp_path, monkeypatch):
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails
     monkeypatch.setattr(sys, "stdout", full)
     try:
-        outcomes = outcomes_of(submitted(tmp_path, settings(1)))
+        ends = ends_of(submitted(tmp_path, settings(1)))
         with pytest.raises(OSError, match="No space left"):
             print("who writes by himself is told", flush=True)
     finally:
         with contextlib.suppress(OSError):
             full.close()
-    assert [outcome.status for outcome in outcomes] == ["succeeded"]
+    assert [end.status for end in ends] == ["succeeded"]
 
 
 def test_a_launcher_without_standard_output_waits_as_well(tmp_path, monkeypatch):
     """It was started by a program that has closed it."""
     monkeypatch.setattr(sys, "stdout", None)
-    outcomes = outcomes_of(submitted(tmp_path, settings(1)))
-    assert [outcome.status for outcome in outcomes] == ["succeeded"]
+    ends = ends_of(submitted(tmp_path, settings(1)))
+    assert [end.status for end in ends] == ["succeeded"]
 
 
 def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, capsys):

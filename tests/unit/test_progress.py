@@ -1,13 +1,13 @@
 """Progress of runs: the cells of a row, lines in a log file, the live table, the final table."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from hpc_elastic.launcher.run_handle import Outcome, RunHandle
-from hpc_elastic.launcher.wait import (
+from hpc_elastic.launcher.progress import (
     Progress,
     console_for,
     fitting,
@@ -18,7 +18,9 @@ from hpc_elastic.launcher.wait import (
     results_table,
     row_of,
 )
-from hpc_elastic.report.run_view import overrides_label
+from hpc_elastic.launcher.run_handle import RunHandle
+from hpc_elastic.report.run_view import RunEnd, RunReading, overrides_label
+from hpc_elastic.run.directory import RunDir
 from hpc_elastic.slurm.job_state import TaskState
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")
@@ -35,9 +37,11 @@ STATUS = {
 ROW = {"run": "0", "overrides": "a=[1,2]", "state": "queued"}
 
 
-def row(status=None, states=None, outcome=None) -> dict[str, str]:
+def row(status=None, states=None, end=None) -> dict[str, str]:
     """Return the row of the run."""
-    return row_of(RUN, status, states, outcome)
+    tasks = None if states is None else {state.task: state for state in states}
+    view = RunReading(RunDir(RUN.dir), status=status or {}).view(tasks)
+    return row_of(RUN, replace(view, ended=end))
 
 
 def test_a_row_shows_status_and_queue():
@@ -72,7 +76,7 @@ def test_the_state_of_a_run_is_that_of_its_view(status, states, state):
 def test_a_run_that_has_ended_has_no_tasks_and_no_time_left():
     """Its tasks may still be listed as running for a moment."""
     status = {**STATUS, "total_steps": 120, "steps_per_s": 2.0}
-    cells = row(status, [RUNNING, PENDING], Outcome(RUN, "succeeded", {}, 1, None))
+    cells = row(status, [RUNNING, PENDING], RunEnd("succeeded", 0.0))
     expected = "[0] lr=0.1: succeeded, step 120 of 120 (100%), loss 0.1235, 1 of 3 restarts"
     assert line_of(cells) == expected
 
@@ -134,7 +138,7 @@ def test_runs_that_continue_are_shown_first_where_not_all_fit():
 def test_the_final_table_shows_every_run_with_the_start_of_its_result(value, start):
     """A list of a million numbers would fill the terminal for minutes."""
     out = io.StringIO()
-    table = results_table([Outcome(RUN, "succeeded", {0: value}, 2, None)])
+    table = results_table([RUN], [RunEnd("succeeded", 0.0, restarts=2, values={0: value})])
     Console(file=out, width=300).print(table)
     assert all(text in out.getvalue() for text in ("lr=0.1", "succeeded", start, " 2 "))
     assert len(out.getvalue()) < 2000

@@ -40,6 +40,7 @@ from hpc_elastic.report.report import (
     hints,
     report,
 )
+from hpc_elastic.report.run_view import read_view
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
@@ -345,7 +346,7 @@ def run(tmp_path) -> RunDir:
 
 def test_damaged_events_are_left_out_and_that_is_said(run):
     """The rest is reported."""
-    found = report_of(run.path)
+    found = report_of(read_view(run.path))
     assert "damaged events are left out: 1" in found.notes
     assert [change.cause for change in found.changes] == ["node_lost"]
     assert (found.about.phase, found.about.launcher) == ("not submitted", "local")
@@ -369,19 +370,22 @@ def test_failures_are_shown_with_their_traceback_and_log(run, tmp_path):
         "status": "failed", "ended": 30.0,
         "failure": {"host": "node2", "rank": 3, "round": 2, "message": "it broke", "log": None},
     }))  # fmt: skip
-    first, forged, last = report_of(run.path).failures
+    first, forged, last = report_of(read_view(run.path)).failures
     assert (first.rank, first.round, first.traceback) == (0, 1, "Traceback: <b>")
     assert first.last_lines == "before it\nhttps://me:***@host <script>"
-    assert forged.last_lines == "" and "the key" not in render(report_of(run.path), "json").decode()
+    assert (
+        forged.last_lines == ""
+        and "the key" not in render(report_of(read_view(run.path)), "json").decode()
+    )
     assert last.ended_run and (last.host, last.rank) == ("node2", 3) and "broke" in last.error
-    page = render(report_of(run.path), "html").decode()
+    page = render(report_of(read_view(run.path)), "html").decode()
     assert "Failures of workers (3)" in page and "host &lt;script&gt;" in page
 
 
 @pytest.mark.parametrize("form", ["json", "html"])
 def test_no_secret_is_in_a_report(run, form):
     """Neither of the settings, nor of the arguments, nor of the command line."""
-    text = render(report_of(run.path), form).decode()
+    text = render(report_of(read_view(run.path)), form).decode()
     assert "hidden-" not in text and "***" in text and "WANDB_API_KEY" in text
     assert "lr=1 wandb.api_key=***" in text
 

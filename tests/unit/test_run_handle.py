@@ -38,9 +38,9 @@ VICTIM = {"host": "node1", "task": "7_1", "rank": 1, "local_rank": 0, "signal": 
 def test_a_failed_run_shows_the_first_failure_in_full(run):
     """Host, ranks, exit code and traceback of who failed; who died of it is one line."""
     write(run, status="failed", restarts=2, failure=FAILURE, secondary_failures=[VICTIM])
-    outcome = run.read_outcome()
-    assert outcome and outcome.error and outcome.restarts == 2
-    assert str(outcome.error).splitlines() == [
+    end = run.read_end()
+    assert end and end.error and end.restarts == 2
+    assert str(end.error).splitlines() == [
         f"the run failed: {run.dir}",
         "first failure: host node3, rank 3, local rank 1, task 7_3: exit code 1",
         "    Traceback (most recent call last):",
@@ -49,15 +49,15 @@ def test_a_failed_run_shows_the_first_failure_in_full(run):
         f"logs: {run.dir / 'tasks'}",
         f"      {run.submission / 'logs'}",
     ]
-    assert (outcome.error.failure, outcome.error.secondary_failures) == (FAILURE, [VICTIM])
+    assert (end.error.failure, end.error.secondary_failures) == (FAILURE, [VICTIM])
 
 
 def test_a_worker_can_write_no_line_of_ours(run):
     """Nor anything that a terminal obeys: whoever shows the error need not clean it."""
     text = "Traceback\x1b]0;owned\x07\x1b[2J\x9b2K\r\u202e\nthe run succeeded"
     write(run, status="failed", failure={**FAILURE, "traceback": text, "host": "n\x1b[1A"})
-    outcome = run.read_outcome()
-    assert outcome and str(outcome.error).splitlines()[1:4] == [
+    end = run.read_end()
+    assert end and str(end.error).splitlines()[1:4] == [
         "first failure: host n, rank 3, local rank 1, task 7_3: exit code 1",
         "    Traceback",
         "    the run succeeded",
@@ -73,8 +73,8 @@ def test_a_failure_of_a_later_attempt_is_not_one_that_died_afterwards(run):
     }  # fmt: skip
     victims = [{**VICTIM, "round": 1}, {**exited, "round": 3}]
     write(run, status="failed", restarts=2, failure=exited, secondary_failures=victims)
-    outcome = run.read_outcome()
-    assert outcome and str(outcome.error).splitlines()[1:5] == [
+    end = run.read_end()
+    assert end and str(end.error).splitlines()[1:5] == [
         f"first failure: host node2, rank 1, local rank 0, task 7_1: {how}",
         "return from the function",
         "  host node1, rank 1, local rank 0, task 7_1: ended by SIGTERM (died afterwards)",
@@ -86,8 +86,8 @@ def test_a_failure_without_a_traceback_still_says_what_it_was(run):
     """A worker that was killed has no exception; one that could not be started has a message."""
     failure = {"host": "n", "exception": "RendezvousTimeoutError", "message": "nobody came"}
     write(run, status="failed", failure=failure, secondary_failures=None)
-    outcome = run.read_outcome()
-    assert outcome and "RendezvousTimeoutError: nobody came" in str(outcome.error)
+    end = run.read_end()
+    assert end and "RendezvousTimeoutError: nobody came" in str(end.error)
 
 
 def test_return_values_are_read_by_global_rank(run):
@@ -97,9 +97,9 @@ def test_return_values_are_read_by_global_rank(run):
     for rank in (0, 1, 10):
         (folder / f"rank-{rank}.json").write_text(json.dumps({"rank": rank}))
     write(run, status="succeeded", restarts=0, results="results/round-2")
-    outcome = run.read_outcome()
-    assert outcome and outcome.values == {rank: {"rank": rank} for rank in (0, 1, 10)}
-    assert (outcome.value, outcome.error) == ({"rank": 0}, None)
+    end = run.read_end()
+    assert end and end.values == {rank: {"rank": rank} for rank in (0, 1, 10)}
+    assert (end.value, end.error) == ({"rank": 0}, None)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_a_run_whose_result_is_damaged_has_failed(run, damaged):
     (run.dir / "results").mkdir(parents=True)
     (run.dir / "results" / "rank-0.json").write_text("{")
     run.paths.result.write_text(damaged)
-    outcome = run.read_outcome()
-    assert outcome and outcome.status == "failed"
-    assert "result.json" in str(outcome.error) and "hpc-elastic events" in str(outcome.error)
+    end = run.read_end()
+    assert end and end.status == "failed"
+    assert "result.json" in str(end.error) and "hpc-elastic events" in str(end.error)
 
 
-def test_no_result_is_no_outcome(run):
+def test_no_result_is_no_end(run):
     """A run without result.json has not ended, as far as its directory says."""
-    assert run.read_outcome() is None
+    assert run.read_end() is None
 
 
 def test_a_lost_run_shows_states_and_logs(run):

@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.cli import status
-from hpc_elastic.launcher.run_handle import mark_cancelled
-from hpc_elastic.report.run_view import (
+from hpc_elastic.launcher.follow import (
     GONE_S,
-    AbsenceTimer,
-    EndDetector,
+    LIST_SHOWN_S,
+    EndDecision,
+    RunFollower,
     must_have_ended,
-    phase_of,
-    read_view,
 )
+from hpc_elastic.launcher.run_handle import mark_cancelled
+from hpc_elastic.report.run_view import phase_of, read_view
 from hpc_elastic.run.directory import Cancellation, Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import QueueSnapshot
@@ -57,16 +56,21 @@ class Scheduler:
 
 def followed(run: RunDir, slurm: Scheduler, seconds: float):
     """Look for so many seconds, five times in each; return how the run ended, or None."""
-    detector = EndDetector(run, slurm, slurm.clock)
-    return poll(detector, slurm, seconds)
+    return poll(follower_of(run, slurm), slurm, seconds)
 
 
-def poll(detector: EndDetector, slurm: Scheduler, seconds: float):
+def follower_of(run: RunDir, slurm: Scheduler, **options) -> RunFollower:
+    """Return what follows the run on the clock of the scheduler."""
+    return RunFollower([run.path], slurm, clock=slurm.clock, **options)
+
+
+def poll(follower: RunFollower, slurm: Scheduler, seconds: float):
     """Look on for so many seconds."""
     until = slurm.now + seconds
     while slurm.now < until:
-        if (end := detector.poll()) is not None:
-            return end
+        (view,) = follower.poll()
+        if view.ended is not None:
+            return view
         slurm.now += 0.2
     return None
 
@@ -81,9 +85,9 @@ def test_a_run_without_a_task_has_ended(tmp_path, states, is_cancelled, status, 
     run, slurm = made(tmp_path), Scheduler(*states)
     if is_cancelled:
         mark_cancelled(run, print)
-    detector = EndDetector(run, slurm, slurm.clock)
-    assert poll(detector, slurm, 5.0) is None
-    end = poll(detector, slurm, 60.0)
+    follower = follower_of(run, slurm)
+    assert poll(follower, slurm, 5.0) is None
+    end = poll(follower, slurm, 60.0)
     assert end is not None and (end.ended.status, end.ended.exit_code) == (status, 1)
     assert words in end.describe() and "hpc-elastic resume" in end.describe()
     assert slurm.asked <= 4
@@ -101,12 +105,12 @@ def test_a_run_with_a_task_goes_on_even_if_it_is_cancelled(tmp_path, state):
 def test_a_task_that_comes_back_is_waited_for_anew(tmp_path):
     """While it is requeued, or replaced, Slurm may list none for a moment."""
     run, slurm = made(tmp_path), Scheduler()
-    detector = EndDetector(run, slurm, slurm.clock)
-    assert poll(detector, slurm, 4.0) is None
+    follower = follower_of(run, slurm)
+    assert poll(follower, slurm, 4.0) is None
     slurm.states = (WAITS,)
-    assert poll(detector, slurm, 60.0) is None
+    assert poll(follower, slurm, 60.0) is None
     slurm.states = ()
-    assert poll(detector, slurm, 60.0).ended.status == "lost"
+    assert poll(follower, slurm, 60.0).ended.status == "lost"
 
 
 @pytest.mark.parametrize(
@@ -120,14 +124,30 @@ def test_a_task_that_comes_back_is_waited_for_anew(tmp_path):
         ([], 10.0),
     ],
 )
-def test_how_long_no_task_is_left(states, since):
+def test_how_long_no_task_is_left(tmp_path, states, since):
     """A task that is being ended, or requeued, is left."""
-    timer = AbsenceTimer()
-    timer.update([], 10.0)
-    timer.update(states, 12.0)
-    assert timer.since == since
-    assert not timer.is_over(10.0 + GONE_S)
-    assert timer.is_over(10.1 + GONE_S) == (since is not None)
+    run, decision = made(tmp_path, num_tasks=2), EndDecision()
+    tasks = [replace(state, task=f"17_{i}") for i, state in enumerate(states)]
+    decision.judge(read_view(run.path, Scheduler()), 10.0)
+    for now, is_over in ((10.0 + GONE_S, False), (10.1 + GONE_S, since is not None)):
+        view = read_view(run.path, Scheduler(*tasks))
+        decision.judge(view, now)
+        assert decision.since == since
+        assert (decision.apply(view).ended is not None) == is_over
+
+
+def test_a_run_that_is_being_requeued_is_shown_as_before(tmp_path):
+    """It is in no list for a moment; a run that is lost at the first look is shown as lost."""
+    run, slurm = made(tmp_path), Scheduler(RUNS)
+    run.status.write_text(json.dumps({"phase": "training", "updated": time.time()}))
+    follower = follower_of(run, slurm)
+    assert follower.poll()[0].phase == "training"
+    slurm.states = (HAS_ENDED,)
+    slurm.now += LIST_SHOWN_S
+    (view,) = follower.poll()
+    assert (view.phase, view.ended) == ("training", None)
+    (view,) = follower_of(run, slurm).poll()
+    assert (view.phase, view.ended) == ("lost", None)
 
 
 def test_a_result_is_believed_at_once(tmp_path):
@@ -158,11 +178,11 @@ def test_of_a_silent_slurm_a_cancelled_run_is_waited_for_as_long_as_it_may_take(
 def test_that_slurm_is_silent_is_said_once(tmp_path):
     """And that it answers again."""
     run, slurm, said = made(tmp_path), Scheduler(silent="no answer"), []
-    detector = EndDetector(run, slurm, slurm.clock, said.append)
-    assert poll(detector, slurm, 60.0) is None
+    follower = follower_of(run, slurm, warn=said.append)
+    assert poll(follower, slurm, 60.0) is None
     assert len(said) == 1 and "Slurm does not answer: no answer" in said[0]
     slurm.states, slurm.silent = (RUNS,), None
-    assert poll(detector, slurm, 60.0) is None
+    assert poll(follower, slurm, 60.0) is None
     assert said[1:] == ["its tasks can be listed again"]
 
 
@@ -194,21 +214,29 @@ def test_a_cancelled_run_is_told_from_a_lost_one(tmp_path):
     assert read_view(run.path, Scheduler(HAS_ENDED)).phase == "lost"
 
 
-def test_a_watch_ends_once_the_tasks_were_gone_for_a_while(tmp_path):
-    """With a result at once."""
-    run = made(tmp_path)
-    lost = read_view(run.path, Scheduler(HAS_ENDED))
-    has_ended = status.EndCheck()
-    assert not has_ended(_at(lost, 1000.0)) and not has_ended(_at(lost, 1010.0))
-    assert not has_ended(read_view(run.path, Scheduler(RUNS)))
-    assert not has_ended(_at(lost, 1011.0)) and has_ended(_at(lost, 1024.0)).exit_code == 1
-    run.result.write_text(json.dumps({"status": "succeeded", "ended": 1.0}))
-    assert status.EndCheck()(read_view(run.path)).exit_code == 0
+@pytest.mark.parametrize("launcher", ["slurm", "local"])
+def test_a_display_of_a_run_asks_slurm_seldom(tmp_path, launcher):
+    """Once a minute while it trains; local tasks are in a file, which is read each second."""
+    run, slurm = made(tmp_path, launcher=launcher), Scheduler(RUNS)
+    follower = follower_of(run, slurm, list_s=LIST_SHOWN_S)
 
+    def asked_in(seconds: int, **status: object) -> int:
+        before = slurm.asked
+        for _ in range(seconds):
+            slurm.now += 1.0
+            if status:
+                run.status.write_text(json.dumps({"updated": slurm.now, **status}))
+            follower.poll()
+        return slurm.asked - before
 
-def _at(view, now):
-    """The same at another time, of a run that ended just before 1000."""
-    return replace(view, now=now, ended=replace(view.ended, time=999.0))
+    if launcher == "local":
+        assert asked_in(60) == 60
+        return
+    assert asked_in(60) == 6
+    assert asked_in(60, phase="waiting", nodes=0) <= 6
+    assert asked_in(300, phase="training", nodes=2) <= 6
+    assert asked_in(15, phase="training", nodes=1) == 1
+    assert asked_in(60) >= 5
 
 
 @pytest.mark.parametrize(

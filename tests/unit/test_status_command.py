@@ -6,7 +6,6 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,9 +14,10 @@ from helps import not_in_help
 from hpc_elastic._util import duration
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.status import CachedQuery, clock, line, number, page, sparkline
+from hpc_elastic.cli.status import NextGap, clock, line, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.report.details import read_details
+from hpc_elastic.report.run_view import read_view
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
@@ -87,7 +87,7 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     """Everything that can be known."""
     run = made(tmp_path)
     training(run, time.time())
-    details = read_details(run.path, slurm(RUNS, WAITS))
+    details = read_details(read_view(run.path, slurm(RUNS, WAITS)))
     told = json.loads(json.dumps(details.to_json()))
     entries = (told, told["tasks"][0], told["group"][0])
     assert not set().union(*(not_in_help("status", entry) for entry in entries))
@@ -121,7 +121,7 @@ def test_the_next_node_is_shown_while_a_task_waits(tmp_path, waits, words):
     """With its time, or why that is unknown; not once all tasks run or have ended."""
     run = made(tmp_path)
     training(run, time.time())
-    details = read_details(run.path, slurm(RUNS, waits))
+    details = read_details(read_view(run.path, slurm(RUNS, waits)))
     text = " ".join(shown(details).split())
     assert "next node" not in text if words is None else words in text
     found = details.to_json()["next_node"]
@@ -196,9 +196,9 @@ def test_the_next_node_comes_with_the_next_gap_if_that_is_sooner(
 
     monkeypatch.setattr("hpc_elastic.site.next_gap", next_gap)
     training(run, time.time())
-    query = CachedQuery()
+    next_gap_of = NextGap()
     for _ in range(3):
-        details = query.with_next_gap(read_details(run.path, slurm(RUNS, WAITS)))
+        details = next_gap_of.added(read_details(read_view(run.path, slurm(RUNS, WAITS))))
     assert details.next_node.at == pytest.approx(time.time() + 60 * in_min, abs=20)
     assert len(asked) == 1
 
@@ -241,7 +241,7 @@ def test_the_newest_checkpoint_is_told_with_its_age(tmp_path, told, there, step,
     announced(run, *told, begin=now - 200)
     for at_step, age in there.items():
         saved(run, at_step, now - age)
-    details = read_details(run.path, slurm(RUNS, WAITS))
+    details = read_details(read_view(run.path, slurm(RUNS, WAITS)))
     found = details.to_json()["checkpoint"]
     if step is None:
         assert found is None
@@ -258,7 +258,7 @@ def test_tasks_that_wait_alike_are_one_line(tmp_path):
     run = made(tmp_path, num_tasks=1000)
     training(run, time.time())
     waiting = [replace(WAITS, task=f"17_{i}") for i in range(1, 1000)]
-    details = read_details(run.path, slurm(RUNS, *waiting))
+    details = read_details(read_view(run.path, slurm(RUNS, *waiting)))
     text = shown(details)
     assert "17_1 to 999" in text and "999 PENDING" in text and len(text.splitlines()) < 30
     assert len(details.to_json()["tasks"]) == 1000
@@ -268,7 +268,7 @@ def test_slurm_that_does_not_answer_is_said(tmp_path):
     """The rest is shown as the leader last wrote it."""
     run = made(tmp_path)
     training(run, time.time())
-    details = read_details(run.path, slurm(silent="squeue: timed out"))
+    details = read_details(read_view(run.path, slurm(silent="squeue: timed out")))
     assert details.view.phase == "training" and "squeue: timed out" in details.notes[0]
     assert [(task.state, task.node) for task in details.tasks] == [(None, "node1"), (None, None)]
     told = shown(details)
@@ -281,7 +281,7 @@ def test_a_leader_that_is_silent_is_said(tmp_path):
     """As long as somebody has a node, the run may go on."""
     run = made(tmp_path)
     training(run, time.time() - 300)
-    details = read_details(run.path, slurm(RUNS))
+    details = read_details(read_view(run.path, slurm(RUNS)))
     assert details.view.phase == "training" and "no leader has written" in details.notes[0]
 
 
@@ -292,7 +292,7 @@ def test_a_run_that_failed_shows_why(tmp_path):
     training(run, now - 60)
     result = {"status": "failed", "ended": now - 50, "restarts": 3, "failure": FAILURE}
     run.result.write_text(json.dumps(result))
-    details = read_details(run.path, lambda specs: pytest.fail("nothing is to be asked"))
+    details = read_details(read_view(run.path, lambda specs: pytest.fail("nothing is to be asked")))
     why = "rank 3 on node1: torch.OutOfMemoryError: CUDA out of memory"
     ended = details.view.ended
     assert ended is not None and (ended.status, ended.why) == ("failed", why)
@@ -305,7 +305,7 @@ def test_a_run_whose_tasks_are_gone_is_lost(tmp_path):
     """It ended when it was last heard of."""
     run = made(tmp_path)
     training(run, time.time() - 300)
-    details = read_details(run.path, slurm(replace(RUNS, state="CANCELLED")))
+    details = read_details(read_view(run.path, slurm(replace(RUNS, state="CANCELLED"))))
     ended = details.view.ended
     assert details.view.phase == "lost" and ended is not None
     assert ended.why == "its tasks have ended without a result: 1 task CANCELLED"
@@ -320,7 +320,7 @@ def test_what_is_left_of_a_run_is_shown(tmp_path):
     run.status.write_text("")
     run.progress.unlink()
     (tmp_path / "0" / "events" / "17_1.jsonl").write_text('{"no": "event"}\n')
-    details = read_details(run.path, slurm())
+    details = read_details(read_view(run.path, slurm()))
     assert len(details.notes) == 2 and "status.json" in details.notes[1]
     assert "unknown" in shown(details) and json.dumps(details.to_json())
 
@@ -328,7 +328,7 @@ def test_what_is_left_of_a_run_is_shown(tmp_path):
 def test_a_run_that_was_just_submitted(tmp_path):
     """Nothing is known yet but that it waits."""
     run = made(tmp_path)
-    details = read_details(run.path, slurm(replace(WAITS, task="17_0"), WAITS))
+    details = read_details(read_view(run.path, slurm(replace(WAITS, task="17_0"), WAITS)))
     assert details.view.phase == "queued" and details.nodes == (0, 1, 2) and details.notes == []
     assert "queued" in shown(details) and "goodput" not in shown(details)
 
@@ -336,15 +336,15 @@ def test_a_run_that_was_just_submitted(tmp_path):
 def test_a_run_that_waits_for_nothing_any_more(tmp_path):
     """Cancelled before it began, and forgotten by Slurm; or only rendered, and never submitted."""
     run = made(tmp_path, provenance={"time": "2020-01-01T00:00:00+00:00"})
-    assert read_details(run.path, slurm()).view.phase == "lost"
+    assert read_details(read_view(run.path, slurm())).view.phase == "lost"
     Submission(tmp_path / ".hpc_elastic").array(0).job_id_file.unlink()
-    assert read_details(run.path, slurm()).view.phase == "not submitted"
+    assert read_details(read_view(run.path, slurm())).view.phase == "not submitted"
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     """With what to give instead."""
     with pytest.raises(RunDirectoryError, match="hpc-elastic list"):
-        read_details(tmp_path)
+        read_details(read_view(tmp_path))
     assert main(["status", str(tmp_path)]) == 1
     assert "is no run directory" in capsys.readouterr().err
 
@@ -421,29 +421,3 @@ def test_a_line_of_blocks_is_the_mean_over_time():
     changes = [(10.0, 4.0), (20.0, 2.0)]
     assert sparkline(changes, 0.0, 40.0, 4, 4.0) == " █▄▄"
     assert sparkline(changes, 5.0, 5.0, 4, 4.0) == ""
-
-
-def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
-    """Once a minute, and again soon when the group has changed or its leader is silent."""
-    now, asked = [0.0], []
-    spec = SimpleNamespace(launcher="slurm")
-    monkeypatch.setattr("hpc_elastic.cli.status.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(
-        "hpc_elastic.cli.status.take_snapshot",
-        lambda specs: asked.append(now[0]) or QueueSnapshot(),
-    )
-    query = CachedQuery()
-
-    def asked_in(seconds: int, phase: str, nodes: int, silent_s: float = 1.0) -> int:
-        before = len(asked)
-        for _ in range(seconds):
-            now[0] += 1.0
-            query([spec])
-            view = SimpleNamespace(phase=phase, now=now[0], updated=now[0] - silent_s)
-            query.observe(SimpleNamespace(view=view, round=1, status=SimpleNamespace(nodes=nodes)))
-        return len(asked) - before
-
-    assert asked_in(60, "waiting", 0) == 6
-    assert asked_in(300, "training", 2) <= 6
-    assert asked_in(15, "training", 1) == 1
-    assert asked_in(60, "training", 1, silent_s=30.0) >= 5

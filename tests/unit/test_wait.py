@@ -9,9 +9,12 @@ import pytest
 from rich.console import Console
 
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
+from hpc_elastic.launcher.follow import GONE_S, LIST_S
+from hpc_elastic.launcher.progress import Progress
 from hpc_elastic.launcher.run_handle import RunHandle
-from hpc_elastic.launcher.wait import LIST_S, UNREADABLE_S, Progress, Waiter, wait
-from hpc_elastic.report.run_view import GONE_S
+from hpc_elastic.launcher.wait import UNREADABLE_S, Waiter, wait
+from hpc_elastic.report.run_view import RunEnd
+from hpc_elastic.run.directory import Entry, RunSpec, Submission
 from hpc_elastic.shared_files import read_json
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -64,9 +67,18 @@ class Shown:
 @pytest.fixture
 def run(tmp_path):
     """Return a run of two tasks with its directories."""
-    (tmp_path / "0").mkdir()
-    (tmp_path / ".hpc_elastic" / "logs").mkdir(parents=True)
-    return RunHandle(tmp_path / "0", "lr=0.1", ("7_0", "7_1"), tmp_path / ".hpc_elastic", None)
+    submission = Submission(tmp_path / ".hpc_elastic")
+    submission.logs.mkdir(parents=True)
+    submission.array(0).submitted_as("7")
+    run = RunHandle(tmp_path / "0", "lr=0.1", ("7_0", "7_1"), submission.path, None)
+    create(run, (0, 0), (0, 1))
+    return run
+
+
+def create(run: RunHandle, *slots: tuple[int, int], least: int = 1, **fields) -> None:
+    """Write run.json of a run with tasks in these arrays, at these indexes."""
+    num, entry, where = len(slots), Entry("hydra", "main"), str(run.submission)
+    run.paths.create(RunSpec("train", least, num, 1, 3, entry, where, list(slots), **fields))
 
 
 def waiter(script: Script, runs, shown: Shown) -> Waiter:
@@ -74,6 +86,18 @@ def waiter(script: Script, runs, shown: Shown) -> Waiter:
     runs = [replace(run, jobs=script) for run in runs]
     clock = {"clock": lambda: script.now, "sleep": script.sleep}
     return Waiter(runs, shown, poll_interval_s=1.0, **clock)
+
+
+def statuses(waiter: Waiter) -> list[str]:
+    """Wait until the runs have ended, and return how."""
+    *_, views = waiter.polls()
+    return [view.ended.status for view in views]
+
+
+def end_of(waiter: Waiter) -> RunEnd:
+    """Wait until the one run has ended, and return how."""
+    *_, (view,) = waiter.polls()
+    return view.ended
 
 
 def write(run: RunHandle, **result) -> None:
@@ -89,14 +113,15 @@ def write_status(run: RunHandle, **status) -> None:
 def test_waits_until_every_run_has_a_result(run, tmp_path):
     """One question for all runs each poll; the outcomes come in the order of the runs."""
     other = replace(run, dir=tmp_path / "1", tasks=("7_2",))
-    other.dir.mkdir()
+    create(other, (0, 2))
     script, shown = Script([[PENDING], [RUNNING, PENDING]]), Shown()
     watch = waiter(script, [run, other], shown)
     watch.poll_runs()
     script.sleep(LIST_S)
+    watch.poll_runs()
     write(run, status="succeeded", restarts=0, results=None)
     write(other, status="failed", failure=None)
-    assert [outcome.status for outcome in watch.wait()] == ["succeeded", "failed"]
+    assert statuses(watch) == ["succeeded", "failed"]
     assert script.num_queries == 2
     assert [row["state"] for row in shown.rows[-1]] == ["succeeded", "failed"]
 
@@ -144,23 +169,25 @@ def test_a_scheduler_that_answers_slowly_is_queried_less(run):
 def test_a_run_whose_tasks_vanish_is_given_up_after_the_grace_period(run):
     """Nobody is left who could write a result."""
     script, shown = Script([[RUNNING, PENDING], [FAILED, CANCELLED], []]), Shown()
-    (outcome,) = waiter(script, [run], shown).wait()
-    assert outcome.status == "lost" and "7_1: CANCELLED" in str(outcome.error)
+    end = end_of(waiter(script, [run], shown))
+    assert end.status == "lost" and "7_1: CANCELLED" in str(end.error)
     assert GONE_S < script.now < GONE_S + LIST_S + 2
 
 
 def test_a_coallocated_job_is_one_line_of_the_queue_and_several_tasks(run):
     """All its nodes have the job's state; its batch script's log is shown beside theirs."""
     (run.submission / "logs" / "8.log").write_text("module: command not found")
-    job = replace(run, tasks=("8.0", "8.1", "7_0"))
+    job = replace(run, dir=run.dir.with_name("1"), tasks=("8.0", "8.1", "7_0"))
+    Submission(run.submission).array(1).submitted_as("8")
+    create(job, (1, 0), (1, 1), (0, 0), least=2, coallocate_min=True)
     running = TaskState("8", "RUNNING", node="n[1-2]")
     script, shown = Script([[running, RUNNING], [TaskState("8", "FAILED")], []]), Shown()
     watch = waiter(script, [job], shown)
     watch.poll_runs()
     assert (shown.rows[-1][0]["state"], shown.rows[-1][0]["queue"]) == ("starting", "")
-    (outcome,) = watch.wait()
-    assert outcome.status == "lost"
-    assert all(text in str(outcome.error) for text in ("8.1: FAILED", "7_0: RUNNING", "module:"))
+    end = end_of(watch)
+    assert end.status == "lost"
+    assert all(text in str(end.error) for text in ("8.1: FAILED", "7_0: RUNNING", "module:"))
 
 
 def test_a_result_that_is_late_counts(run):
@@ -171,7 +198,7 @@ def test_a_result_that_is_late_counts(run):
     script.now += GONE_S
     watch.poll_runs()
     write(run, status="succeeded", restarts=0)
-    assert watch.wait()[0].status == "succeeded"
+    assert end_of(watch).status == "succeeded"
 
 
 @pytest.mark.parametrize(
@@ -206,16 +233,16 @@ def test_one_failed_read_of_status_or_result_ends_no_wait(run, monkeypatch, name
             raise stale.pop()
         return read_json(path)
 
-    monkeypatch.setattr("hpc_elastic.launcher.run_handle.read_json", reads)
+    monkeypatch.setattr("hpc_elastic.report.run_view.read_json", reads)
     script, shown = Script([[RUNNING]]), Shown()
-    (outcome,) = waiter(script, [run], shown).wait()
-    assert outcome.status == "succeeded" and not stale and not shown.messages
+    assert end_of(waiter(script, [run], shown)).status == "succeeded"
+    assert not stale and not shown.messages
 
 
 def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch, tmp_path):
     """For all together, and not for a moment; a result that may be there is not given up."""
     other = replace(run, dir=tmp_path / "1", tasks=("7_2",))
-    other.dir.mkdir()
+    create(other, (0, 2))
     script, shown = Script([[]]), Shown()
     watch = waiter(script, [run, other], shown)
 
@@ -223,7 +250,7 @@ def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpc_elastic.launcher.run_handle.read_json", refuse)
+        patch.setattr("hpc_elastic.report.run_view.read_json", refuse)
         for _ in range(4):
             watch.poll_runs()
             script.now += UNREADABLE_S - 1
@@ -231,7 +258,7 @@ def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch
     assert said.startswith("2 of 2 runs cannot be read") and "Permission denied" in said
     for each in (run, other):
         write(each, status="succeeded", restarts=0)
-    assert [outcome.status for outcome in watch.wait()] == ["succeeded"] * 2
+    assert statuses(watch) == ["succeeded"] * 2
     assert shown.messages[1:] == ["the runs can be read again"]
 
 
@@ -257,7 +284,7 @@ def test_a_status_that_is_damaged_ends_no_wait(run, name, value):
     for console in ({}, {"force_terminal": True}):
         Progress(Console(file=io.StringIO(), **console)).show_rows(shown.rows[-1])
     write(run, status="succeeded", restarts=0)
-    assert watch.wait()[0].status == "succeeded"
+    assert end_of(watch).status == "succeeded"
 
 
 def test_what_is_wrong_with_a_training_is_printed_once_when_it_happens(run):
@@ -274,7 +301,6 @@ def test_what_is_wrong_with_a_training_is_printed_once_when_it_happens(run):
 def test_the_error_behind_a_restart_is_printed_once_when_it_happens(run):
     """With its host and rank; those before a run was resumed are no news, nor is a late file."""
     events = run.dir / "events"
-    events.mkdir()
 
     def write_events(*found: tuple[str, dict]) -> None:
         lines = [{"v": 1, "time": 1.0, "kind": kind, "task": "7_0", **rest} for kind, rest in found]
@@ -340,7 +366,7 @@ def test_an_interrupt_while_results_are_printed_says_that_the_runs_have_ended(ru
     """They were submitted, and no process of theirs continues."""
     write(run, status="succeeded", restarts=0)
 
-    def interrupted(outcomes):
+    def interrupted(runs, ends):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hpc_elastic.launcher.wait.results_table", interrupted)

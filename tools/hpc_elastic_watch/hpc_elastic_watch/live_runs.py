@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launcher.follow import EndDecision
 from hpc_elastic.launcher.run_handle import results_folder
 from hpc_elastic.report import charts, page
 from hpc_elastic.report.details import RunDetails, read_details, report_of
 from hpc_elastic.report.progress_log import TRAINING, Point
 from hpc_elastic.report.run_view import (
-    CANCELLED,
-    LOST,
     RunView,
     members_of,
     number,
     overrides_label,
     overrides_of,
+    read_view,
     read_views,
     unescaped,
 )
@@ -112,6 +112,7 @@ class LiveRun:
     curve_version: int = 0
     num_viewers: int = 0
     _view: RunView | None = None
+    _end: EndDecision = field(default_factory=lambda: EndDecision(-math.inf))
     _queue: QueueSnapshot = field(default_factory=QueueSnapshot)
     _viewed_at: float = -math.inf
     _status_at: float = -math.inf
@@ -192,12 +193,10 @@ class LiveRun:
         before, self._queue, self._viewed_at = self._view, queue, time.monotonic()
         if before is not None and view.status is not None:
             view = replace(view, status=with_known(view.status, before.status))
-        self._view = view
-        has_no_result = view.phase in (LOST, CANCELLED)
-        if has_no_result and before is not None and before.phase != view.phase:
-            # a task that is being requeued is in no list for a moment: a second look decides
-            if before.ended is None and not before.has_no_task_left:
-                self._view = replace(view, phase=before.phase, ended=None)
+        if view.ended is not None or not view.has_no_task_left:  # else squeue may be older
+            self._end.judge(view, self._viewed_at)
+        self._view = self._end.apply(view)
+        if self._end.is_open:  # a second look decides
             self._viewed_at -= _SETTLED_VIEW_S
         if before is None or before.phase != self._view.phase:
             self._details_at = min(self._details_at, time.monotonic() - _DETAILS_S)
@@ -210,7 +209,7 @@ class LiveRun:
         """Read its events and progress for its row."""
         self._details_at = time.monotonic()
         try:
-            details = read_details(self.path, self._known_queue)
+            details = read_details(self._read_view())
             self._found = found_in(details)
             curve = curve_of(details.points)
         except (HpcElasticError, OSError, ValueError) as e:
@@ -223,7 +222,7 @@ class LiveRun:
         """Make its page."""
         began, self._page_of = time.monotonic(), self._view
         try:
-            html, specs = page.live_html(report_of(self.path, self._known_queue).to_json())
+            html, specs = page.live_html(report_of(self._read_view()).to_json())
         except (HpcElasticError, OSError, ValueError) as e:
             html, specs = page.live_problem(str(e)), []
         if self.page is None or (self.page.html, self.page.charts) != (html, specs):
@@ -231,8 +230,8 @@ class LiveRun:
         took_s = time.monotonic() - began
         self._page_due = time.monotonic() + max(_PAGE_S, _SHARE * took_s)
 
-    def _known_queue(self, specs: Sequence[RunSpec]) -> QueueSnapshot:
-        return self._queue
+    def _read_view(self) -> RunView:
+        return read_view(self.path, lambda specs: self._queue)
 
     def new_row(self) -> Row:
         """Return its row."""

@@ -144,7 +144,7 @@ class Run:
             concurrent.futures.CancelledError: It was cancelled.
             RunDirectoryError: It was never submitted, or its files are damaged.
         """
-        from hpc_elastic.launcher.progress import LoggedMessages
+        from hpc_elastic.launcher.progress import Progress
         from hpc_elastic.launcher.wait import Waiter, find_submission, read_handles
         from hpc_elastic.report.run_view import CANCELLED
 
@@ -152,7 +152,7 @@ class Run:
         (handle,) = read_handles(find_submission(self.run_dir), self.run_dir)
         settings = (read_json(self._paths.settings) or {}).get("launcher", {})
         poll_interval_s = float(settings.get("poll_interval_s", 1.0))
-        waiter = Waiter([handle], LoggedMessages(), poll_interval_s=poll_interval_s)
+        waiter = Waiter([handle], Progress(None), poll_interval_s=poll_interval_s)
         *_, (view,) = waiter.polls(deadline)
         end = view.ended
         if end is None:
@@ -671,7 +671,7 @@ def _follow(
     runs: Sequence[RunHandle], poll_interval_s: float, futures: Sequence[RunFuture] = ()
 ) -> None:
     """Follow the runs of one submission, and complete their futures, in a thread."""
-    from hpc_elastic.launcher.progress import LoggedMessages
+    from hpc_elastic.launcher.progress import Progress
     from hpc_elastic.launcher.wait import Waiter
 
     jobs, owner = runs[0].jobs, os.getpid()
@@ -686,7 +686,7 @@ def _follow(
 
     def follow() -> None:
         try:
-            waiter = Waiter(runs, LoggedMessages(), poll_interval_s=poll_interval_s)
+            waiter = Waiter(runs, Progress(None), poll_interval_s=poll_interval_s)
             for views in waiter.polls():
                 for future, view in zip(futures, views, strict=False):
                     if view.ended is not None:

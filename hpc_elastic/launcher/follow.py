@@ -106,10 +106,10 @@ class RunFollower:
         now = self._clock()
         if now - self._read_at >= self._read_s:
             self._read_at = now
-            going = [run for run in self._runs if not run.has_ended]
+            going = [run for run in self._runs if run.view is None or run.view.ended is None]
             for run in going:
                 run.read(now)
-            self._list_tasks([run for run in going if run.goes_on], now)
+            self._list_tasks([run for run in going if run.files.result is None], now)
             for run in going:
                 run.update_view(self._clock())
         return [run.view for run in self._runs if run.view is not None]
@@ -122,7 +122,8 @@ class RunFollower:
             return
         for run in runs:
             run.prepare_query()
-        queue = self._query([run.files.spec for run in runs if run.files.spec is not None])
+        specs = [run.files.spec for run in runs if run.files.spec is not None]
+        queue = self._query(specs) if specs else None
         self._listed_at, self._answer_s = now, self._clock() - now
         for run in runs:
             run.listed_at = now
@@ -155,15 +156,6 @@ class _FollowedRun:
         """When the leader's time in the last status was first read."""
         self._group_since = -math.inf
         """The same for its phase, number of nodes and of joined nodes."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.view is not None and self.view.ended is not None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the scheduler knows more than the files."""
-        return self.files.result is None and self.files.spec is not None
 
     def read(self, now: float) -> None:
         """Read what the leader writes, and the rest if it was not read yet."""
@@ -212,11 +204,6 @@ class EndDecision:
     _is_over: bool = field(default=False, init=False)
     _phase: str | None = field(default=None, init=False)
     """The phase before it had no task."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no task was left at the last look, and another look decides."""
-        return self.since is not None and self.since > -math.inf and not self._is_over
 
     def judge(self, view: RunView, now: float) -> None:
         """Note whether a task is left, after a query of the scheduler."""

@@ -63,9 +63,8 @@ class RunNews:
         self.view: RunView | None = None
         self._last_seen: dict[str, str] = {}
         """The last state of each of its tasks."""
-        self._has_failed_task = False
-        self._reasons: set[str] = set()
-        self._warnings: set[str] = set()
+        self._reported: set[str] = set()
+        """Warnings, reasons to wait, and states of tasks of which a message was printed."""
         self._num_restarts = 0
         self._restarts: dict[int, Event] = {}
         """The ``restart`` events read so far, by number."""
@@ -81,10 +80,8 @@ class RunNews:
             error = str(event.get("failure") or "")
             shown = error if len(error) <= _LONGEST_ERROR else f"{error[:_LONGEST_ERROR]}..."
             yield f"{head}: restart {nth} of {allowed}: {shown}"
-        for text in view.warnings:
-            if text not in self._warnings:
-                yield f"{head}: {text}"
-        self._warnings |= set(view.warnings)
+        for text in self._new(view.warnings):
+            yield f"{head}: {text}"
 
     def _of_tasks(self, view: RunView) -> Iterator[str]:
         """Yield which task has failed, and which cannot start."""
@@ -95,15 +92,19 @@ class RunNews:
             self._last_seen[task] = f"{state.state}{f' ({state.reason})' if state.reason else ''}"
         name = self.run.label or self.run.name
         failed = [task for task, state in states.items() if state.state == "FAILED"]
-        if failed and not self._has_failed_task:  # the other tasks may wait for hours
-            self._has_failed_task = True
+        for _ in self._new(["FAILED"] if failed else []):  # the other tasks may wait for hours
             yield "\n".join([f"task {failed[0]} of {name} failed", *self.run.log_tails(1)])
         waiting = [(s.reason, task) for task, s in states.items() if s.state == "PENDING"]
         stuck = {reason: task for reason, task in waiting if remedy(reason)}
-        for reason in sorted(stuck.keys() - self._reasons):
+        for reason in self._new(sorted(stuck)):
             what = f"task {stuck[reason]} of {name} will not start by itself"
             yield f"{what} ({reason}): {remedy(reason)}"
-        self._reasons |= stuck.keys()
+
+    def _new(self, texts: Iterable[str]) -> list[str]:
+        """Return the texts that were not reported yet, and count them as reported."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._reported]
+        self._reported.update(new)
+        return new
 
     def _with_result(self, view: RunView) -> RunView:
         if view.ended is None:
@@ -111,7 +112,8 @@ class RunNews:
         try:
             has_result = view.ended.has_result
             end = self.run.read_end() if has_result else self.run.lost(self._last_seen)
-            return replace(view, ended=end)
+            known = view.ended
+            return replace(view, ended=end and replace(end, time=known.time, why=known.why))
         except OSError as e:
             return replace(view, ended=None, unreadable=e)
 
@@ -182,12 +184,16 @@ def _text(value: object) -> str:
 
 
 class Progress:
-    """Shows the runs while entered: a live table on a terminal, else a line for each change."""
+    """Shows the runs while entered: a live table on a terminal, else a line for each change.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: Where; None: messages are logged, for a thread beside the user's program.
+    """
+
+    def __init__(self, console: Console | None) -> None:
         self._console = console
         self._live = None
-        if console.is_terminal:
+        if console is not None and console.is_terminal:
             from rich.live import Live
 
             self._live = Live(console=console, auto_refresh=False)
@@ -207,6 +213,8 @@ class Progress:
 
     def show_rows(self, rows: Sequence[Row]) -> None:
         """Redraw the table, or print the rows that have changed."""
+        if self._console is None:
+            return
         if self._live is not None:
             self._live.update(_table(rows, self._console.height - _CHROME_LINES), refresh=True)
             return
@@ -220,21 +228,10 @@ class Progress:
 
     def print_message(self, text: str) -> None:
         """Print a message, above the table if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class LoggedMessages(Progress):
-    """Logs the messages, and shows no rows: for a thread beside the user's program."""
-
-    def __init__(self) -> None:
-        """Need no console."""
-
-    def show_rows(self, rows: Sequence[Row]) -> None:
-        """Do nothing."""
-
-    def print_message(self, text: str) -> None:
-        """Log a message."""
-        _log.warning("%s", text)
+        if self._console is None:
+            _log.warning("%s", text)
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def line_interval_s(age_s: float) -> float:
@@ -327,11 +324,7 @@ def location(dirs: Sequence[Path], sweep: Path, cwd: Path) -> str:
 
 
 def console_for(stream: TextIO | None) -> Console:
-    """Return the console of the progress and the results.
-
-    Args:
-        stream: Where it writes; None: the program has no standard output, nothing is written.
-    """
+    """Return a console of the progress and the results; one that writes nothing for no stream."""
     from hpc_elastic._console import CleanConsole
 
     file = None if stream is None else cast(TextIO, _Unfailing(terminal_of(stream)))

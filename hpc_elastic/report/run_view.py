@@ -181,11 +181,9 @@ class RunView:
 
 
 def read_view(run: Path, query: Query = take_snapshot) -> RunView:
-    """Return the view of a run; the scheduler is queried if it has no result.
+    """Return the view of a run directory; the scheduler is queried if it has no result.
 
-    Args:
-        run: The run directory. `RunView.spec` is None if it is none.
-        query: Queries the scheduler.
+    `RunView.spec` is None if it is no run directory.
     """
     return read_views([run], query)[0]
 
@@ -264,8 +262,6 @@ class RunReading:
             phase = NOT_SUBMITTED
         spent = (result or {}).get("restarts") or status.get("restarts")
         allowed = spec.max_restarts if spec else status.get("max_restarts")
-        listed_slow = status.get("stragglers")
-        stragglers = listed_slow if isinstance(listed_slow, list) else []
         last_sign = updated or submitted
         ended = None
         if result is not None:
@@ -277,15 +273,15 @@ class RunReading:
             Point.of(status, updated or 0.0) if status else None, updated, members,
             int(number(status.get("joined")) or 0),
             (int(number(spent) or 0), int(number(allowed) or 0)),
-            [each for each in stragglers if isinstance(each, Mapping)], warnings_of(status),
+            [each for each in _list_in(status, "stragglers") if isinstance(each, Mapping)],
+            list(map(str, _list_in(status, "warnings"))),
             self.cancellation, ended, notes, self.unreadable,
         )  # fmt: skip
 
 
-def warnings_of(status: Mapping[str, Any]) -> list[str]:
-    """Return the warnings in status.json."""
-    listed = status.get("warnings")
-    return [str(text) for text in listed] if isinstance(listed, list) else []
+def _list_in(status: Mapping[str, Any], name: str) -> list[Any]:
+    found = status.get(name)
+    return found if isinstance(found, list) else []
 
 
 def _read(
@@ -396,12 +392,7 @@ def _submitted(spec: RunSpec | None) -> float | None:
 
 
 def end_with_result(result: Mapping[str, Any], last_sign: float = 0.0) -> RunEnd:
-    """Return the end of a run that has left a result (pure).
-
-    Args:
-        result: The content of result.json.
-        last_sign: Unix seconds, if it has no time.
-    """
+    """Return the end of a run that has left this result.json; without a time, at the last sign."""
     found, restarts = result.get("failure"), int(number(result.get("restarts")) or 0)
     failure = found if isinstance(found, Mapping) else None
     at = number(result.get("ended")) or last_sign

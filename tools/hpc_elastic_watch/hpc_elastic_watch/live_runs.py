@@ -196,7 +196,7 @@ class LiveRun:
         if view.ended is not None or not view.has_no_task_left:  # else squeue may be older
             self._end.judge(view, self._viewed_at)
         self._view = self._end.apply(view)
-        if self._end.is_open:  # a second look decides
+        if view.ended is not None and self._view.ended is None:  # a second look decides
             self._viewed_at -= _SETTLED_VIEW_S
         if before is None or before.phase != self._view.phase:
             self._details_at = min(self._details_at, time.monotonic() - _DETAILS_S)

@@ -88,14 +88,9 @@ def list_command(everything: bool, limit: int, as_json: bool) -> int:
     return 0
 
 
-def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed]:
-    """Return the rows of runs; the scheduler is queried once for all that go on.
-
-    Args:
-        known: The runs.
-        query: Queries the scheduler; None for Slurm and the local launchers.
-    """
-    views = read_views([run.path for run in known], query or take_snapshot)
+def listed(known: Sequence[KnownRun], query: Query = take_snapshot) -> list[Listed]:
+    """Return the rows of runs; the scheduler is queried once for all that go on."""
+    views = read_views([run.path for run in known], query)
     found = []
     for run, view in zip(known, views, strict=True):
         head = (run.run_id, str(run.path), run.submitted)

@@ -12,6 +12,7 @@ call.
 - `slurm`                   queries before a submission, sbatch, and the submitted jobs
 - `local`                   launcher=local: the same plan as processes
 - `run_handle`              a submitted run: its files, how it ended
-- `wait`                    polling until all runs have ended; the table meanwhile
+- `follow`                  what runs are doing, again and again, until they have ended
+- `wait`                    waiting until all runs have ended; `progress`: the table meanwhile
 - `control`                 cancel and resume of a run; `detach`: submission in the background
 """

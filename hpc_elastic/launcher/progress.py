@@ -64,7 +64,7 @@ class RunNews:
         self._last_seen: dict[str, str] = {}
         """The last state of each of its tasks."""
         self._reported: set[str] = set()
-        """Warnings, reasons to wait, and states of tasks of which a message was printed."""
+        """Warnings, reasons to wait, and states of tasks that have had their message."""
         self._num_restarts = 0
         self._restarts: dict[int, Event] = {}
         """The ``restart`` events read so far, by number."""

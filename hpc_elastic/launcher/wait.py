@@ -91,8 +91,6 @@ class Waiter:
         display: Shows progress and messages.
         poll_interval_s: Seconds between two polls.
         jobs: Those of the submission; None: of the first run.
-        clock: Monotonic seconds.
-        sleep: The sleep of that clock.
     """
 
     def __init__(
@@ -138,12 +136,7 @@ class Waiter:
             self._sleep(min(left_s, self._poll_interval_s))
 
     def poll_runs(self) -> list[RunView]:
-        """Poll once.
-
-        Returns:
-            What each run is doing, in the order of the runs; of those that have ended, with their
-            values or errors.
-        """
+        """Poll once; return what each run is doing, those that have ended with values or error."""
         for news, view in zip(self._runs, self._follower.poll(), strict=True):
             if news.view is None or news.view.ended is None:
                 for text in news.messages(view):

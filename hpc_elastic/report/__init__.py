@@ -10,6 +10,7 @@
 - `report`        all of it as values: the JSON form
 - `charts`        the charts of a report in Vega-Lite
 - `page`          the report as HTML and PNG; needs the extra ``report``
+- `failure`       a failed worker in words
 - `log_files`     the log files of a run as one stream of lines, also as they grow
 
 Whatever imports this package binds it to `hpc_elastic.report`, where the function of that name was.

@@ -61,7 +61,7 @@ class RunEnd:
         restarts: Restarts that it spent, as in result.json.
         values: Return values of the workers, by global rank, if they were read
             (`RunHandle.read_end`).
-        error: The error that tells a program of the end, if it was made; None if it succeeded.
+        error: The error for a program that waits, if it was made; None if the run succeeded.
     """
 
     status: str
@@ -210,12 +210,7 @@ class RunReading:
 
     @classmethod
     def read(cls, run: RunDir, known: RunReading | None = None) -> RunReading:
-        """Read the files of a run.
-
-        Args:
-            run: The run.
-            known: An earlier reading: if it has the spec, only what a leader writes is read again.
-        """
+        """Read the files of a run; those that its leader writes alone, if the spec is known."""
         notes: list[str] = []
         known = known if known is not None and known.spec is not None else None
         spec = None if known is None else known.spec

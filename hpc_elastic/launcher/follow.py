@@ -21,13 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc_elastic.report.run_view import (
-    CANCELLED,
-    LOST,
-    RunReading,
-    RunView,
-    end_limit_s,
-)
+from hpc_elastic.report.run_view import CANCELLED, LOST, RunReading, RunView, end_limit_s
 from hpc_elastic.run.directory import STATUS_SELDOM_S, Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import Mount
 from hpc_elastic.slurm.job_state import TaskState
@@ -116,9 +110,8 @@ class RunFollower:
 
     def _list_tasks(self, runs: Sequence[_FollowedRun], now: float) -> None:
         """Query the scheduler, if it is due for one of the runs."""
-        dues = (run.list_due(self._list_s, self._fresh_s, now) for run in runs)
-        due = min(dues, default=math.inf)
-        if now < max(due, self._listed_at + self._answer_s / ANSWER_SHARE):
+        dues = [run.list_due(self._list_s, self._fresh_s, now) for run in runs]
+        if now < max(min(dues, default=math.inf), self._listed_at + self._answer_s / ANSWER_SHARE):
             return
         for run in runs:
             run.prepare_query()

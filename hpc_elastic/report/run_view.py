@@ -6,8 +6,8 @@ run. No leader need live, and files may be missing or damaged: `RunView.notes` n
 
 A run has ended when it has left a result. A cancelled run leaves none, nor does a run whose tasks
 have ended otherwise (scancel by hand, a time limit, a job that Slurm has purged). It has ended when
-the scheduler lists no task of it; who follows the run looks twice, since a task that is being
-requeued may be in no list for a moment.
+the scheduler lists no task of it. A follower looks twice, since a task that is being requeued may
+be in no list for a moment.
 """
 
 from __future__ import annotations

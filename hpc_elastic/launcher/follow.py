@@ -200,11 +200,12 @@ class EndDecision:
 
     def judge(self, view: RunView, now: float) -> None:
         """Note whether a task is left, after a query of the scheduler."""
-        if view.unreadable is not None:  # there may be a result
+        if view.spec is None or view.unreadable is not None:  # there may be a result
+            return
+        if view.ended is not None and view.ended.has_result:
             return
         if view.tasks is None:
-            mark = view.cancellation
-            if view.spec is not None and must_have_ended(view.spec, mark, view.now):
+            if must_have_ended(view.spec, view.cancellation, view.now):
                 self._is_over = True
         elif not view.has_no_task_left:
             self.since, self._is_over = None, False

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.launcher.follow import EndDecision
+from hpc_elastic.launcher.follow import LIST_SETTLED_S, LIST_SHOWN_S, EndDecision
 from hpc_elastic.launcher.run_handle import results_folder
 from hpc_elastic.report import charts, page
 from hpc_elastic.report.details import RunDetails, read_details, report_of
@@ -54,11 +54,9 @@ _STATUSES_A_TICK = 50
 """Reads of status.json at a time: 200 runs in 8 s, in which a leader writes it on a file server."""
 _VIEWS_A_TICK, _FIRST_VIEWS = 20, 200
 """Whole views at a time; the second of runs that were not read yet."""
-_QUERY_S = 10.0
-"""Shortest interval of queries of Slurm."""
-_VIEW_S, _SETTLED_VIEW_S = 10.0, 60.0
+_VIEW_S, _SETTLED_VIEW_S = LIST_SHOWN_S, LIST_SETTLED_S
 """Interval of whole views of a run; the longer while it trains, and once it has ended. With more
-than `_VIEWS_A_TICK` runs it is as many times longer."""
+than `_VIEWS_A_TICK` runs it is as many times longer. The first is that of queries of Slurm, too."""
 _FRESH_S = 20.0
 """Age of status.json up to which a group trains, without a look at its tasks."""
 _DETAILS_S = 60.0
@@ -196,8 +194,9 @@ class LiveRun:
         if view.ended is not None or not view.has_no_task_left:  # else squeue may be older
             self._end.judge(view, self._viewed_at)
         self._view = self._end.apply(view)
-        if view.ended is not None and self._view.ended is None:  # a second look decides
-            self._viewed_at -= _SETTLED_VIEW_S
+        if before is not None and view.ended is not None and self._view.ended is None:
+            self._view = replace(self._view, phase=before.phase)
+            self._viewed_at -= _SETTLED_VIEW_S  # a second look decides
         if before is None or before.phase != self._view.phase:
             self._details_at = min(self._details_at, time.monotonic() - _DETAILS_S)
             if self._view.ended is not None:
@@ -401,7 +400,7 @@ class LiveRuns:
         unseen = [run for run in shown if run.row is None]
         if unseen:
             return unseen[:_FIRST_VIEWS]
-        may_ask, num = now - self._queried_at >= _QUERY_S, len(shown)
+        may_ask, num = now - self._queried_at >= _VIEW_S, len(shown)
         due = [r for r in shown if r.view_due(num) <= now and (may_ask or r.is_local)]
         due.sort(key=lambda r: (not r.num_viewers, r.view_due(num)))
         return due[:_VIEWS_A_TICK]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import browser
@@ -20,10 +21,13 @@ from starlette.testclient import TestClient
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.report.run_view import RunEnd, read_view
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.log_index import IndexWriter
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.scheduler import QueueSnapshot
 from hpc_elastic_watch.live_pages import application, command_line
-from hpc_elastic_watch.live_runs import LiveRuns
+from hpc_elastic_watch.live_runs import LiveRun, LiveRuns
 from hpc_elastic_watch.watch import listen
 
 ROOT = Path(__file__).parents[2]
@@ -257,6 +261,23 @@ def test_an_unread_run_is_due_and_a_page_without_viewers_never(sweep):
         assert run.view_due(200) > run.view_due(1) + 60
         run.num_viewers = 1
         assert run.view_due(200) == run.view_due(1)
+
+
+def test_a_second_look_decides_that_a_run_is_lost(sweep, monkeypatch):
+    """One that is being requeued is in no list for a moment; one that was not read yet is lost."""
+    monkeypatch.setattr("hpc_elastic.launcher.follow.GONE_S", 0.0)
+    view = read_view(sweep / "3", lambda specs: QueueSnapshot())
+    trains = replace(view, tasks={"1_0": TaskState("1_0", "RUNNING")}, is_submitted=True)
+    lost = replace(trains, tasks={}, phase="lost", ended=RunEnd("lost", 1.0))
+    run, unread = (LiveRun(number, sweep / "3") for number in range(2))
+    unread.set_view(lost, QueueSnapshot())
+    assert not unread.goes_on
+    run.set_view(trains, QueueSnapshot())
+    run.set_view(lost, QueueSnapshot())
+    assert run.goes_on and run.new_row()["phase"] == "training"
+    assert run.view_due(1) < time.monotonic()
+    run.set_view(lost, QueueSnapshot())
+    assert not run.goes_on and run.new_row()["phase"] == "lost"
 
 
 def test_logs_are_paged_and_searched(sweep, tmp_path):

@@ -174,7 +174,8 @@ class _FollowedRun:
     def prepare_query(self) -> None:
         """Read again what decides whether a run without a task was cancelled, or resumed."""
         if self._end.since is not None or not self.listed[0]:
-            self.files = RunReading.read(self.run)
+            again = RunReading.read(self.run)
+            self.files = self.files if again.spec is None else again  # its directory may be gone
 
     def update_view(self, now: float) -> None:
         view = self.files.view(*self.listed)

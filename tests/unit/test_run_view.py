@@ -1,6 +1,7 @@
 """What a run is doing, and when it has ended."""
 
 import json
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -212,6 +213,17 @@ def test_a_cancelled_run_is_told_from_a_lost_one(tmp_path):
     assert read_view(run.path, Scheduler(RUNS)).ended is None
     run.cancelled.unlink()
     assert read_view(run.path, Scheduler(HAS_ENDED)).phase == "lost"
+
+
+def test_a_run_whose_directory_is_removed_has_ended_with_its_tasks(tmp_path):
+    """Its agents end it; what was read of it before counts."""
+    run, slurm = made(tmp_path), Scheduler(RUNS)
+    follower = follower_of(run, slurm)
+    assert poll(follower, slurm, 10.0) is None
+    shutil.rmtree(run.path)
+    assert poll(follower, slurm, 10.0) is None
+    slurm.states = ()
+    assert poll(follower, slurm, 60.0).ended.status == "lost"
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "local"])

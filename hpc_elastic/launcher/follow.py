@@ -173,7 +173,8 @@ class _FollowedRun:
 
     def prepare_query(self) -> None:
         """Read again what decides whether a run without a task was cancelled, or resumed."""
-        if self._end.since is not None or not self.listed[0]:
+        has_tasks = self.listed[0] and self._end.since is None
+        if self.view is not None and not has_tasks:
             again = RunReading.read(self.run)
             self.files = self.files if again.spec is None else again  # its directory may be gone
 

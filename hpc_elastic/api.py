@@ -55,7 +55,6 @@ from hpc_elastic.config.schema import Nproc
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import arguments
 from hpc_elastic.run.directory import Entry, RunDir
-from hpc_elastic.shared_files import read_json
 
 if TYPE_CHECKING:
     import pandas
@@ -150,8 +149,7 @@ class Run:
 
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         (handle,) = read_handles(find_submission(self.run_dir), self.run_dir)
-        settings = (read_json(self._paths.settings) or {}).get("launcher", {})
-        poll_interval_s = float(settings.get("poll_interval_s", 1.0))
+        poll_interval_s = self._paths.load().settings.launcher.poll_interval_s
         waiter = Waiter([handle], Progress(None), poll_interval_s=poll_interval_s)
         *_, (view,) = waiter.polls(deadline)
         end = view.ended
@@ -211,8 +209,8 @@ class Run:
             time.sleep(_POLL_S)  # its tasks are ending
             target = CancelTarget.read(self.run_dir)
         resumption, handle = resume(self.run_dir, overrides)
-        if resumption.spec.launcher == "local":
-            _follow([handle], resumption.settings.launcher.poll_interval_s)
+        if resumption.spec.settings.backend == "local":
+            _follow([handle], resumption.spec.settings.launcher.poll_interval_s)
 
     def progress(self) -> pandas.DataFrame:
         """Return the progress of the run so far, for plots and tables.

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.rendezvous.run_status import spacing_s
 from hpc_elastic.run import registry
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, PoolTerms, RunDir, RunSpec
 from hpc_elastic.run.log_index import IndexWriter
 
 DAY_S = 86_400.0
@@ -170,7 +171,9 @@ def write(folder: Path, plan: Plan, now: float) -> RunDir:
     slots = [(0, slot) for slot in range(plan.num_nodes)]
     run = RunDir(folder / "run")
     entry = Entry("function", "train", module="m")
-    run.create(RunSpec("big", 1, plan.num_nodes, 1, 0, entry, str(submission), slots))
+    settings = RunSettings(NodeRange(1, plan.num_nodes), 1, SlurmSettings(max_restarts=0))
+    terms = [PoolTerms(30.0, 30.0, whole_nodes=False)]
+    run.create(RunSpec("big", str(submission), slots, entry, settings, terms))
     history = History(plan, now - plan.days * DAY_S)
     _write_events(run, history)
     with run.progress.open("w") as f:

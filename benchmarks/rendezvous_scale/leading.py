@@ -94,7 +94,8 @@ def _context(size: int, folder: Path) -> LeaderContext:
     for needed in (run.first_term, events.path.parent):
         needed.mkdir(parents=True, exist_ok=True)
     settings = RendezvousSettings()
-    rules = RoundRules(size, size, 3, settings.straggler_timeout_s, settings.last_call_s)
+    waits_s = settings.straggler_timeout_s, settings.last_call_s
+    rules = RoundRules(size, size, 3, *waits_s, below_min_timeout_s=None)
     log = DecisionLog(run.rdzv, SECRET)
     return LeaderContext(
         rules,

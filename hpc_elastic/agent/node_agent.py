@@ -87,7 +87,7 @@ def supervise(
         "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
     )
     notices, time_limit = preemption.PreemptionState(events), _time_limit(task, started)
-    watch = preemption.PreemptionWatcher(caught, task.spec, notices, time_limit)
+    watch = preemption.PreemptionWatcher(caught, task.pool, notices, time_limit)
     watch.start()
     with patiently(AgentFolder) as folder:
         try:
@@ -109,13 +109,13 @@ def supervise(
 
 def _time_limit(task: Task, started: float) -> preemption.TimeLimitSource:
     """Return the queries about this task's end; its process started then (Unix seconds)."""
-    queue, combined = task_queue(task.spec), _combined_queue(task)
+    queue, combined, pool = task_queue(task.spec), _combined_queue(task), task.pool
     end_s: float | None = task.slurm.end_time_s
-    if end_s is None and task.spec.time_s is not None and task.spec.time_min_s is None:
-        end_s = (task.slurm.script_started_s or started) + task.spec.time_s
+    if end_s is None and pool.time_s is not None and pool.time_min_s is None:
+        end_s = (task.slurm.script_started_s or started) + pool.time_s
 
     def time_left_s() -> float | None:
-        if task.spec.launcher == "local":
+        if task.spec.settings.backend == "local":
             return None
         if isinstance(combined, CombinedRequests):
             return combined.time_left_s()
@@ -145,7 +145,7 @@ def _leave_job(task: Task, events: EventLog, reason: Reason) -> int:
         task.name, _combined_queue(task), attempt=task.attempt, reason=reason, run=task.run,
         note=known.append,
     )  # fmt: skip
-    host = task.slurm.node_name if task.spec.launcher == "slurm" else None
+    host = task.slurm.node_name if task.spec.settings.backend == "slurm" else None
     if host is not None:
         quarantine.lift_own_quarantine(task.run, task.name, host, SlurmClient())
     means, fields = meaning(known[0]) if known else None, {}
@@ -177,23 +177,24 @@ class NodeAgent:
         self._events = events
         self._control = control
         self._notices = notices
+        settings = task.spec.settings
         self._queue: QueuePolicy | None = None
         """What the queue lets the run do; None without Slurm."""
-        if task.spec.launcher == "slurm":
+        if settings.backend == "slurm":
             self._queue = QueuePolicy(
                 task.run, task.spec, task.slurm.partition, SlurmClient(), note=events.write
             )
-        name, is_local = task.slurm.node_name, task.spec.launcher == "local"
+        name, is_local = task.slurm.node_name, settings.backend == "local"
         self._interface = interface.LOOPBACK
         if not is_local:
             self._interface = interface.find(
-                name, task.spec.interface, lambda: SlurmClient().node_address(name)
+                name, settings.launcher.interface, lambda: SlurmClient().node_address(name)
             )
             socket_filter.check_own(self._interface.address)
         self._scheduler = RunScheduler(task.run, task.spec, RoundStores(self._interface.address))
         self._mount = Mount.of(task.run.path)
         cpus = task.slurm.cpus_on_node
-        self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
+        self._nproc = num_workers(settings.nproc_per_node, cpus, is_local=is_local)
         gpu_meter = GpuMeter(
             granted_gpus(os.environ) or (),
             lambda why: self._events.write("gpus_not_measured", host=name, why=why[:300]),
@@ -212,7 +213,7 @@ class NodeAgent:
         unfit = self._unfit(checks) if checks is not None else None
         if unfit is not None:
             return unfit
-        is_given = self._task.spec.interface is not None
+        is_given = self._task.spec.settings.launcher.interface is not None
         os.environ |= interface.group_variables(self._interface.name, is_given=is_given)
         os.environ[DIRECTORY_VARIABLE] = str(self._control.path)
         os.environ[CPUS_VARIABLE] = json.dumps(checks.cpus if checks is not None else [])
@@ -281,23 +282,24 @@ class NodeAgent:
             relays = session.replica.relays if session.replica is not None else None
             contents = {} if relays is None else {STORE_KEY: json.dumps(relays.where)}
             stores = RoundStores(self._interface.address, contents)
-        longest_s = longest_join_s(spec.rendezvous.join_timeout_s, spec.below_min_timeout_s)
+        launcher = spec.settings.launcher
+        longest_s = longest_join_s(launcher.rendezvous.join_timeout_s, launcher.below_min_timeout_s)
         handler = SlurmRendezvousHandler(session, spec.run_id, longest_s, stores=stores)
         workplace = AgentContext(
             place=NodeIdentity(task.name, host, task.logs),
             attempt=task.attempt,
             control=self._control,
             run=task.run,
-            settings=spec.agent,
+            settings=launcher.agent,
             notices=self._notices,
             events=self._events,
-            is_local=spec.launcher == "local",
+            is_local=spec.settings.backend == "local",
             replica=self._replica,
             times=times,
             observer=self._observer,
             is_command=spec.entry.is_command,
         )
-        warm_workers.resize(self._nproc if spec.agent.warm_workers else 0)
+        warm_workers.resize(self._nproc if launcher.agent.warm_workers else 0)
         entrypoint, *args = worker_command(task)
         worker_spec = WorkerSpec(
             role="default",
@@ -305,8 +307,8 @@ class NodeAgent:
             rdzv_handler=handler,
             entrypoint=entrypoint,
             args=tuple(args),
-            max_restarts=spec.max_restarts,
-            monitor_interval=spec.agent.monitor_interval_s,
+            max_restarts=launcher.max_restarts,
+            monitor_interval=launcher.agent.monitor_interval_s,
         )
         agent = ElasticAgent(worker_spec, handler, workplace, warm_workers)
 
@@ -316,7 +318,7 @@ class NodeAgent:
 
         exporter = Exporter(
             task.run.metrics(task.name), (spec.run_id, task.name, host), sample,
-            spec.agent.metrics_port, is_local=self._mount.is_local,
+            launcher.agent.metrics_port, is_local=self._mount.is_local,
         )  # fmt: skip
         try:
             agent.run()
@@ -327,7 +329,7 @@ class NodeAgent:
         task, slurm = self._task, self._task.slurm
         me = Agent(
             task.name, task.attempt, task.slot, slurm.node_name, self._nproc, slurm.switches,
-            round(THROUGHPUT_UNIT * task.spec.of_slot(task.slot).throughput),
+            round(THROUGHPUT_UNIT * task.pool.throughput),
         )  # fmt: skip
         candidate = leader.LeaderCandidate(
             self._interface.address,
@@ -335,31 +337,24 @@ class NodeAgent:
             self._scheduler.is_running,
             tuple(found[0] for found in interface.group_addresses() if found),
         )
-        socket = self._control.path / "ft.sock" if self._spec.ft else None
+        socket = self._control.path / "ft.sock" if self._spec.settings.ft else None
         session = Session(me, candidate, progress=self._observer.progress, ft_socket=socket)
         if socket is not None:
-            max_replicas = self._spec.max_nodes // self._spec.unit_nodes
+            max_replicas = self._spec.settings.nodes.max // self._spec.settings.nodes.unit
             self._replica = Replica(me, session, socket, max_replicas, self._events.write_behind)
         return session
 
     def _leader_context(self) -> leader.LeaderContext:
         run, spec, events = self._task.run, self._spec, self._events
-        settings, secret = spec.rendezvous, read_bytes(run.secret)
+        settings, secret = spec.settings.launcher.rendezvous, read_bytes(run.secret)
         return leader.LeaderContext(
-            rules=RoundRules(
-                spec.min_nodes, spec.max_nodes, spec.max_restarts,
-                settings.straggler_timeout_s, settings.last_call_s,
-                scale_up=spec.scale_up, scale_up_timeout_s=spec.scale_up_timeout_s,
-                below_min_timeout_s=spec.below_min_timeout_s,
-                max_failed_rounds=spec.max_failed_rounds,
-                max_requeues=spec.max_requeues, min_efficiency=spec.min_efficiency,
-                ft=spec.ft, unit_nodes=spec.unit_nodes, node_counts=tuple(spec.node_counts),
-                in_sweep=self._queue is not None,
-                fits_time_limits=any(own.restored_limit_s is not None for _, own in spec.shares),
+            rules=RoundRules.of(
+                spec.settings, in_sweep=self._queue is not None,
+                fits_time_limits=any(pool.restored_limit_s is not None for pool in spec.pools),
             ),
             liveness=HeartbeatConfig.of(
-                settings.heartbeat_interval_s, settings.heartbeat_timeout_s, spec.max_nodes,
-                self._mount.refreshed_stale_s,
+                settings.heartbeat_interval_s, settings.heartbeat_timeout_s,
+                spec.settings.nodes.max, self._mount.refreshed_stale_s,
             ),
             secret=of_generation(secret, spec.generation),
             log=DecisionLog(run.rdzv, secret),

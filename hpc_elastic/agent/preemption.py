@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.rendezvous.session import LeaveRequest, Session
-from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.run.directory import Pool
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
@@ -62,26 +62,26 @@ def within(
     return PreemptionNotice(reason, now + left_s - min(_RESERVE_S, left_s / 3), signal, left_s)
 
 
-def of_signal(number: signal.Signals, spec: RunSpec, now: float) -> PreemptionNotice | None:
+def of_signal(number: signal.Signals, pool: Pool, now: float) -> PreemptionNotice | None:
     """Return what a signal that came now (monotonic seconds) means; None: nothing.
 
     SIGTERM is Slurm's, and `preempt_signal` stands for "leave this node".
     """
     if number is signal.SIGTERM:
-        return within(Reason.SIGNAL, spec.preempt_grace_s, now, number.name)
-    if number.name == f"SIG{spec.preempt_signal}":
-        return within(Reason.ASKED, spec.signal_delay_s, now, number.name)
+        return within(Reason.SIGNAL, pool.terms.preempt_grace_s, now, number.name)
+    if number.name == f"SIG{pool.launcher.preempt_signal}":
+        return within(Reason.ASKED, pool.launcher.signal_delay_s, now, number.name)
     return None
 
 
-def of_departure(how: ExitAction | None, spec: RunSpec, now: float) -> PreemptionNotice:
+def of_departure(how: ExitAction | None, pool: Pool, now: float) -> PreemptionNotice:
     """Return what SIGTERM means once Slurm has reported how the task ends.
 
     ``how`` is `slurm.requeue.predict_exit_action`; REQUEUE is a task that runs still. None: Slurm
     is silent. The signal came ``now``.
     """
-    runs = how in (ExitAction.REQUEUE, ExitAction.REPLACE)
-    return within(Reason.SIGNAL, spec.preempt_grace_s if runs else spec.kill_wait_s, now)
+    terms, runs = pool.terms, how in (ExitAction.REQUEUE, ExitAction.REPLACE)
+    return within(Reason.SIGNAL, terms.preempt_grace_s if runs else terms.kill_wait_s, now)
 
 
 def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionNotice:
@@ -292,12 +292,12 @@ class PreemptionWatcher:
     def __init__(
         self,
         caught: SignalPipe,
-        spec: RunSpec,
+        pool: Pool,
         notices: PreemptionState,
         scheduler: TimeLimitSource | None,
     ) -> None:
         self._caught = caught
-        self._spec = spec
+        self._pool = pool
         self._notices = notices
         self._scheduler = scheduler
         self._started_at = time.monotonic()
@@ -327,14 +327,14 @@ class PreemptionWatcher:
         while not self._ended.is_set():
             for number in self._caught.wait(self._wait_s()):
                 came_at = time.monotonic()
-                notice = of_signal(number, self._spec, came_at)
+                notice = of_signal(number, self._pool, came_at)
                 if notice is None:
                     continue
                 _log.warning("this node is to be left: %s", number.name)
                 self._notices.add(notice)
                 if notice.reason is Reason.SIGNAL and self._scheduler is not None:
                     how = self._scheduler.foresee()
-                    self._notices.add(of_departure(how, self._spec, came_at))
+                    self._notices.add(of_departure(how, self._pool, came_at))
             self._check_clock()
 
     def _plan(self, end: float) -> None:
@@ -347,7 +347,7 @@ class PreemptionWatcher:
         self._ask_at = again_at if again_at > time.monotonic() + _LOOK_AGAIN_S else None
 
     def _notice_of_end(self, departure_s: float | None) -> tuple[float, PreemptionNotice]:
-        length_s, delay_s = self._end - self._started_at, self._spec.signal_delay_s
+        length_s, delay_s = self._end - self._started_at, self._pool.launcher.signal_delay_s
         return of_time_limit(self._end, length_s, delay_s, departure_s)
 
     def _wait_s(self) -> float | None:

@@ -279,9 +279,10 @@ class Preflight:
 
 def start_checks(task: Task) -> Preflight:
     """Start the checks of a task's node (agent, before it imports torch)."""
-    granted = [] if task.spec.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
-    shared = task.spec.launcher == "local" or "SLURM_SHARDS_ON_NODE" in os.environ
-    return Preflight(task.logs, granted, shared=shared, numa=task.spec.agent.numa)
+    settings = task.spec.settings
+    granted = [] if settings.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
+    shared = settings.backend == "local" or "SLURM_SHARDS_ON_NODE" in os.environ
+    return Preflight(task.logs, granted, shared=shared, numa=settings.launcher.agent.numa)
 
 
 def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
@@ -291,7 +292,8 @@ def exclude_node(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
     may be requeued, to start on another node.
     """
     host, why = task.slurm.node_name, f"preflight: {problem.reason}"
-    if task.spec.launcher != "slurm" or len(excluded(task.run)) >= task.spec.max_nodes:
+    settings = task.spec.settings
+    if settings.backend != "slurm" or len(excluded(task.run)) >= settings.nodes.max:
         return False
     try:
         scheduler.exclude_nodes([host], why, time.time() + LONGEST_EXCLUDED_S)

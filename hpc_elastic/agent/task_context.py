@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
 from hpc_elastic.run import ownership
-from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec
+from hpc_elastic.run.directory import ArrayFiles, Pool, RunDir, RunSpec
 from hpc_elastic.shared_files import read_text
 from hpc_elastic.slurm import run_tasks, scheduler
 from hpc_elastic.slurm.environment import REPLACEMENT, SlurmEnvironment
@@ -33,6 +33,11 @@ class Task:
     def name(self) -> str:
         """``<array job id>_<index>``; ``<job id>.<node id>`` in a co-allocated job."""
         return self.slurm.task_name
+
+    @property
+    def pool(self) -> Pool:
+        """The pool of its slot."""
+        return self.spec.pool_of(self.slot)
 
     @property
     def attempt(self) -> int:
@@ -84,4 +89,4 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     if REPLACEMENT in slurm.variables:  # its answer may have been lost, and another one submitted
         superseded = superseded or not run_tasks.is_recorded(spec, slurm.task_name)
     slot = int(runs[index]["slot"])
-    return Task(run, spec.of_slot(slot), slot, slurm, is_coallocated, len(runs), superseded)
+    return Task(run, spec, slot, slurm, is_coallocated, len(runs), superseded)

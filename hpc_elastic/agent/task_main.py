@@ -86,9 +86,10 @@ def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
     print(f"{task.run.path}: logs of this task are in {task.logs}")
     _raise_limits()
     os.environ[AGENT_VARIABLE] = str(os.getpid())
-    os.environ[socket_filter.VARIABLE] = ",".join(task.spec.rendezvous.allow_from)
+    launcher = task.spec.settings.launcher
+    os.environ[socket_filter.VARIABLE] = ",".join(launcher.rendezvous.allow_from)
     warm_workers = start_pool(task)  # they import torch while this process does
-    checks = preflight.start_checks(task) if task.spec.agent.preflight else None
+    checks = preflight.start_checks(task) if launcher.agent.preflight else None
     with frozen_imports(), _unless_it_ends(task):
         from hpc_elastic.agent.node_agent import supervise
 

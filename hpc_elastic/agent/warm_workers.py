@@ -461,12 +461,13 @@ def worker_command(task: Task) -> tuple[str, ...]:
 
 def start_pool(task: Task) -> WarmWorkerPool:
     """Start the warm workers of a task before the agent imports torch: both import in parallel."""
+    settings = task.spec.settings
     num_workers = likely_workers(
-        task.spec.nproc_per_node, task.slurm.cpus_on_node, os.environ, len(driver_gpus())
+        settings.nproc_per_node, task.slurm.cpus_on_node, os.environ, len(driver_gpus())
     )
     prepare_environment(task, num_workers)
     num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_WARMING)
-    slots = num_workers if task.spec.agent.warm_workers else 0
+    slots = num_workers if settings.launcher.agent.warm_workers else 0
     pool = WarmWorkerPool(slots, worker_command(task), num_warming=num_warming)
     pool.fill(paced=False)
     return pool
@@ -492,9 +493,10 @@ def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices
 def prepare_environment(task: Task, num_workers: int) -> None:
     """Set the variables that a process reads at its start, for a number of workers."""
     cpus = min(task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
-    share = task.spec.agent.omp_num_threads or max(1, cpus // num_workers)
+    launcher = task.spec.settings.launcher
+    share = launcher.agent.omp_num_threads or max(1, cpus // num_workers)
     os.environ[_THREADS] = _GIVEN_THREADS or str(share)
-    os.environ.update(task.spec.env)
+    os.environ |= {**task.spec.file_env, **launcher.env}
 
 
 def is_training(status: Path) -> bool:

@@ -114,9 +114,9 @@ def main(argv: list[str]) -> int:
         entry = spec.entry
         socket_filter.watch_ports()
         loaders.keep_fork_server()
-        set_bad_loss_policy(stop=spec.on_bad_loss == "stop")
-        world_size = 1 if spec.ft else int(environment.get("WORLD_SIZE", "1"))
-        check = world_size, spec.require_group
+        set_bad_loss_policy(stop=spec.settings.launcher.on_bad_loss == "stop")
+        world_size = 1 if spec.settings.ft else int(environment.get("WORLD_SIZE", "1"))
+        check = world_size, spec.settings.launcher.require_group
         group = GroupCheck(*check)
         after_import("torch", lambda: _prepare_torch(run, group, place))
         after_import("torch.distributed.rendezvous", lambda: keep_own_stores(environment))
@@ -196,7 +196,7 @@ def _wait_for_use(warm_worker: str, run: RunDir) -> None:
     with contextlib.suppress(HpcElasticError, OSError):  # the worker meets, and reports, it again
         spec = ownership.load_own(run)
         _enter(spec.entry)
-        modules += spec.agent.warm_imports
+        modules += spec.settings.launcher.agent.warm_imports
         if spec.entry.kind != "function":
             modules.append("hpc_elastic.agent.hydra_job")
     wait_for_use(warm_worker, modules)

@@ -31,8 +31,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hpc_elastic.config.parse import fits
-from hpc_elastic.errors import CheckpointError, ConfigError, DamagedFileError, InexactError
+from hpc_elastic.config.parse import restored
+from hpc_elastic.errors import CheckpointError, ConfigError, InexactError
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import (
@@ -184,16 +184,14 @@ def read(directory: Path) -> Owner | None:
     try:
         text = read_listed(path)
         return None if text is None else _parse(text, path)
-    except (DamagedFileError, IsADirectoryError, TypeError) as e:
+    except (IsADirectoryError, KeyError, TypeError, ValueError) as e:
         raise _damaged(path) from e
 
 
 @functools.lru_cache(maxsize=8)
 def _parse(text: str, path: Path) -> Owner:
     """Return the mark that a file holds; the same file is read at each commit."""
-    mark = Owner(**parse_json(text, path))
-    if not fits(mark, Owner):
-        raise TypeError(f"{path} is no mark of an owner")
+    mark: Owner = restored(Owner, parse_json(text, path))
     return mark
 
 

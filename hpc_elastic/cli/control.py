@@ -140,7 +140,7 @@ def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     from hpc_elastic.cli.submit import print_run
     from hpc_elastic.launcher.control import resume
 
-    local = RunDir(run).load().launcher == "local"
+    local = RunDir(run).load().settings.backend == "local"
     if local:
         resumed = _resume_locally(run, overrides)
     else:

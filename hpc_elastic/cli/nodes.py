@@ -257,7 +257,8 @@ def _what_next(node: NamedNode) -> str:
         return "its task is not restarted: the run has ended"
     left = node.spec.requeues_left(node.attempt)
     if left is not None and left <= 0:
-        return f"its task is not restarted: launcher.max_requeues={node.spec.max_requeues}"
+        most = node.spec.settings.launcher.max_requeues
+        return f"its task is not restarted: launcher.max_requeues={most}"
     state = state_now(node)
     if state is not None and state.reason == LAUNCHER_ENDED:
         return f"its task is not restarted: {LAUNCHER_ENDED}"
@@ -310,7 +311,7 @@ def preempt_command(
     notice that no leader has read by then is withdrawn. A run that has ended is refused.
     """
     found = find_node(run, node)
-    grace_s = found.spec.preempt_grace_s if grace_s is None else grace_s
+    grace_s = min(t.preempt_grace_s for t in found.spec.terms) if grace_s is None else grace_s
     wait_s = grace_s + _MARGIN_S if wait_s is None else wait_s
     if not as_json:
         print(f"preempting {found}: it has {grace_s:g} s to save and leave", flush=True)

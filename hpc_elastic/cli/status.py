@@ -122,7 +122,7 @@ class NextGap:
         expected, spec = details.next_node, view.spec
         if expected is None or expected.at is None or spec is None:
             return details
-        if all(share.time_min_s is None for _, share in spec.shares):
+        if all(pool.time_min_s is None for pool in spec.pools):
             return details
         if time.monotonic() - self._asked_at >= _GAP_S:
             from hpc_elastic.site import next_gap

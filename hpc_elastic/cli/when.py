@@ -23,7 +23,7 @@ from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.errors import SlurmCommandError, SubmissionError
 from hpc_elastic.run.directory import ArrayFiles, RunDir
-from hpc_elastic.shared_files import read_json, read_text
+from hpc_elastic.shared_files import read_text
 from hpc_elastic.site import (
     FAR_S,
     NO_RESERVE_S,
@@ -167,12 +167,9 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         ConfigError: sbatch would refuse the run; names the key.
         SlurmCommandError: Slurm does not answer.
     """
-    from hpc_elastic.config.resolve import resolve
-    from hpc_elastic.launcher.plan import is_coallocated
-
     client = client or SiteClient(env=dict(os.environ))
     runs = dict.fromkeys(d for script in scripts for d in ArrayFiles.of(script).run_dirs())
-    settings = resolve(read_json(RunDir(next(iter(runs))).settings) or {})
+    settings = RunDir(next(iter(runs))).load().settings
     config, partitions = client.config(), client.all_partitions()
     launchers: list[Any] = [own for _, own in settings.shares]
     asked = {own.partition: parsing.selected(partitions, own.partition) for own in launchers}
@@ -198,7 +195,7 @@ def make_forecast(scripts: Sequence[Path], client: SiteClient | None = None) -> 
         notes += [note] if note else []
     nodes = settings.nodes
     sizes = settings.node_counts or range(nodes.min, nodes.max + 1, nodes.unit)
-    coallocated = is_coallocated(settings)
+    coallocated = settings.num_coallocated > 0
     own, *shorter = shapes(found, pools, sizes, now, coallocated=coallocated)
     tested, refused = _tests(client, scripts, settings, now)
     notes += refused

@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from hpc_elastic.config.schema import NodeRange, Nproc
+from hpc_elastic.config.schema import BACKENDS, NodeRange, Nproc, RunSettings
 from hpc_elastic.errors import ConfigError, near_miss
 
 T = TypeVar("T")
@@ -131,34 +132,52 @@ class GroupReader:
 _LARGEST = 1 << 63
 
 
-def fits(value: object, hint: Any) -> bool:
-    """Return whether a value has the type of an annotation (pure).
+def restored(hint: Any, value: Any) -> Any:
+    """Return a value from a JSON file in the type of its annotation (pure).
 
-    For values from a file that `convert` need not convert; the fields of a dataclass are checked,
-    too. A number is finite, and an integer has at most 64 bits: Python fails at larger ones in many
-    places.
+    For values from a file that `convert` need not convert. An object becomes a dataclass, whose
+    absent keys have their defaults. A number is finite, and an integer has at most 64 bits: Python
+    fails at larger ones in many places.
     """
     origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
+    if is_dataclass(hint) and isinstance(value, dict):
+        hints = type_hints(hint)
+        return cast(type, hint)(**{name: restored(hints[name], v) for name, v in value.items()})
+    if origin is list and isinstance(value, list):
+        return [restored(args[0], item) for item in value]
+    if origin is tuple and isinstance(value, list) and len(value) == len(args):
+        return tuple(map(restored, args, value))
     if origin in (Union, UnionType):
-        return any(fits(value, arg) for arg in args)
-    if origin is Literal:
-        return any(value == arg and type(value) is type(arg) for arg in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(args) and all(map(fits, value, args))
-    if origin in (list, dict):
-        return isinstance(value, origin) and (
-            origin is dict or all(fits(item, args[0]) for item in cast(list[object], value))
-        )
-    if is_dataclass(hint):
-        hints = type_hints(hint).items()
-        return isinstance(value, cast(type, hint)) and all(
-            fits(getattr(value, name), of_field) for name, of_field in hints
-        )
-    if isinstance(value, int) and hint in (int, float):
-        return not isinstance(value, bool) and abs(value) < _LARGEST
-    return isinstance(value, hint) and not (isinstance(value, float) and not math.isfinite(value))
+        for arg in args:
+            with suppress(KeyError, TypeError, ValueError):
+                return restored(arg, value)
+    elif origin is Literal:
+        if any(value == arg and type(value) is type(arg) for arg in args):
+            return value
+    elif isinstance(value, int) and hint in (int, float):
+        if not isinstance(value, bool) and abs(value) < _LARGEST:
+            return value
+    elif isinstance(value, float) and hint is not Any:
+        if hint is float and math.isfinite(value):
+            return value
+    elif hint is Any or isinstance(value, origin or hint):
+        return value
+    raise ValueError("a value has a wrong type")
+
+
+def restored_settings(config: Mapping[str, Any]) -> RunSettings:
+    """Return the settings that `RunSettings.as_config` has returned (pure).
+
+    They were checked before: nothing is looked up, converted or refused as `resolve` does it.
+
+    Raises:
+        KeyError, TypeError, ValueError: They are no such settings.
+    """
+    launcher = dict(config["launcher"])
+    backend = BACKENDS[launcher.pop("backend")]
+    nodes = parse_nodes(config["nodes"], from_yaml=False)
+    nproc, ft = restored(Nproc, config["nproc_per_node"]), restored(bool, config["ft"])
+    return RunSettings(nodes, nproc, restored(backend, launcher), ft)
 
 
 def convert(hint: object, given: Given, parser: Parser | None = None) -> object:

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from hpc_elastic.config.parse import (
     time_limit_s,
 )
 from hpc_elastic.config.schema import (
-    LocalSettings,
+    BACKENDS,
+    Backend,
     NodeRange,
     OptunaSettings,
     PoolSettings,
@@ -31,8 +32,6 @@ from hpc_elastic.config.schema import (
 )
 from hpc_elastic.errors import ConfigError, near_miss
 
-Backend = SlurmSettings | LocalSettings
-BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
 TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
 _NEW_NAMES = {
     "gang": "coallocate_min",
@@ -123,20 +122,6 @@ def _raise_all(errors: Sequence[ConfigError]) -> None:
         error = ConfigError(errors[0].key, errors[0].value, "")
         error.args = ("\n".join(map(str, errors)),)
         raise error
-
-
-def as_config(settings: RunSettings) -> dict[str, Any]:
-    """Return the settings as the config tree that resolves to them.
-
-    It is merged into the config that is frozen for the workers, and holds no ``???``.
-    """
-    backend = next(name for name, cls in BACKENDS.items() if isinstance(settings.launcher, cls))
-    return {
-        "nodes": str(settings.nodes),
-        "nproc_per_node": settings.nproc_per_node,
-        "ft": settings.ft,
-        "launcher": {**asdict(settings.launcher), "backend": backend},
-    }
 
 
 def _backend(launcher: object) -> str:

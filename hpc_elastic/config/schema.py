@@ -8,7 +8,7 @@ a setting that cannot work with a `ConfigError` that names the key, the value an
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 Nproc = int | Literal["auto", "gpu", "cpu"]
 
@@ -295,15 +295,31 @@ class LocalSettings(LauncherSettings):
     """At most this many nodes at a time over all runs; null: twice the CPUs, one run at least."""
 
 
+Backend = SlurmSettings | LocalSettings
+BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """The checked settings of one run."""
 
     nodes: NodeRange
     nproc_per_node: Nproc
-    launcher: SlurmSettings | LocalSettings
+    launcher: Backend
     ft: bool = False
     """Each unit of nodes is a replica group of its own, whose workers outlive those of others."""
+
+    @property
+    def backend(self) -> Literal["slurm", "local"]:
+        """The launcher."""
+        return "slurm" if isinstance(self.launcher, SlurmSettings) else "local"
+
+    @property
+    def num_coallocated(self) -> int:
+        """The number of slots, the first ones, that are the nodes of one job; 0: none."""
+        launcher = self.launcher
+        is_one_job = isinstance(launcher, SlurmSettings) and launcher.coallocate_min
+        return self.nodes.min if is_one_job else 0
 
     @property
     def node_counts(self) -> list[int]:
@@ -315,12 +331,12 @@ class RunSettings:
         return [n for n in range(nodes.min, nodes.max + 1, nodes.unit) if n in counts]
 
     @property
-    def shares(self) -> list[tuple[range, SlurmSettings | LocalSettings]]:
+    def shares(self) -> list[tuple[range, Backend]]:
         """The slots of each pool, with the settings of their tasks; one share without pools."""
         launcher = self.launcher
         if not isinstance(launcher, SlurmSettings) or not launcher.pools:
             return [(range(self.nodes.max), launcher)]
-        found: list[tuple[range, SlurmSettings | LocalSettings]] = []
+        found: list[tuple[range, Backend]] = []
         first = 0
         for pool in launcher.pools:
             own = {name: value for name, value in asdict(pool).items() if value is not None}
@@ -329,6 +345,15 @@ class RunSettings:
             found.append((slots, replace(launcher, pools=[], **own)))
             first = slots.stop
         return found
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the config tree that resolves to these settings; it holds no ``???``."""
+        return {
+            "nodes": str(self.nodes),
+            "nproc_per_node": self.nproc_per_node,
+            "ft": self.ft,
+            "launcher": {**asdict(self.launcher), "backend": self.backend},
+        }
 
 
 @dataclass

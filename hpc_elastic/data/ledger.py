@@ -58,6 +58,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from hpc_elastic.config.parse import restored
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import End as EndOfEpoch
 from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition, require_word
@@ -140,17 +141,17 @@ def parse_record(raw: dict[str, Any]) -> LedgerSegment | TrainingEnd:
     fields = dict(raw)
     if (version := fields.pop("ledger", None)) != VERSION:
         raise ValueError(f"it has version {version}, this reads {VERSION}")
-    pairs = {
-        key: tuple(fields[key])
-        for key in ("stretch", "parent", "ended", "by")
-        if fields.get(key) is not None
-    }
     try:
-        return (TrainingEnd if "ended" in fields else LedgerSegment)(**{**fields, **pairs})
-    except TypeError as e:
+        record: LedgerSegment | TrainingEnd = restored(
+            TrainingEnd if "ended" in fields else LedgerSegment, fields
+        )
+    except (KeyError, TypeError) as e:
         raise ValueError(
             f"neither the beginning of a stretch nor the end of a training: {e}"
         ) from e
+    except ValueError as e:
+        raise ValueError(f"impossible values: {raw!s:.80}") from e
+    return record
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ def most_workers() -> int:
         spec = RunDir(entry.parent.parent).load() if entry else None
     except RunDirectoryError:
         spec = None
-    return spec.max_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if spec else 0
+    return spec.settings.nodes.max * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if spec else 0
 
 
 class LedgerWriter:

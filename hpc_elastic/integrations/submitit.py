@@ -132,7 +132,7 @@ class ElasticTask(Checkpointable):
     def checkpoint(self) -> DelayedSubmission:
         """Let the agent save and leave; submitit calls it on its signal and requeues the result."""
         if self._agent is not None and self._agent.poll() is None:
-            name = self._run().paths.load().preempt_signal
+            name = self._run().paths.load().settings.launcher.preempt_signal
             self._agent.send_signal(signal.Signals[f"SIG{name}"])
             _wait(self._agent)
         if _in_slurm():

@@ -13,7 +13,7 @@ their workers may take to stop.
 **Resume**, of a run that has stopped: the same run directory, another generation of tasks. Where
 the run runs, and on how many nodes, may change; the run itself may not. The config that the
 training reads, its code and its secret stay as they were at the submission, and so does the
-interpreter, if it still exists. The settings of the launcher are in ``settings.json``.
+interpreter, if it still exists. The settings of the launcher are in ``run.json``.
 
 The order of the steps ensures that a run can be resumed again if this process is killed between any
 two of them, and that no task of an earlier generation can disturb it, whenever it comes back:
@@ -22,24 +22,23 @@ two of them, and that no task of an earlier generation can disturb it, whenever 
 2. The files of a new array are written beside the old ones. No process reads them yet.
 3. The log entry that begins the new generation is created (`rendezvous.log_entry.resume_entry`). It
    fences agents and workers of earlier generations. Of two concurrent resumes, one creates it.
-4. result.json and the mark of a cancellation move to ``before-resume.<n>/``; run.json and
-   settings.json describe the new generation.
+4. result.json and the mark of a cancellation move to ``before-resume.<n>/``; run.json
+   describes the new generation.
 5. The array is submitted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.config.resolve import as_config, put, read_override, resolve
+from hpc_elastic.config.resolve import put, read_override, resolve
 from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, SlurmError, SubmissionError
 from hpc_elastic.launcher import submit
@@ -58,7 +57,7 @@ from hpc_elastic.report.run_view import end_limit_s, read_view, stop_s
 from hpc_elastic.run import ownership, registry
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.shared_files import make_folder, parse_json, read_bytes, read_text, write_atomic
+from hpc_elastic.shared_files import make_folder, read_bytes, write_atomic
 from hpc_elastic.site import QueuePolicy
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
@@ -169,7 +168,7 @@ def cancel(
     scheduler.require_own_jobs(target.left)
     mark_cancelled(run, warn)
     left = _end_tasks(scheduler, target, wait_s, warn)
-    if spec.launcher == "slurm":  # other runs may stay away until its nodes are free
+    if spec.settings.backend == "slurm":  # other runs may stay away until its nodes are free
         QueuePolicy(run, spec, None, SlurmClient()).end_run()
     if read_result_status(run) is not None:
         run.cancelled.unlink(missing_ok=True)  # it has ended by itself in the meantime
@@ -204,7 +203,7 @@ def _end_tasks(
                 known |= new
             scheduler.cancel_tasks(due)
             cancelled_at |= {task.task: now for task in due}
-            for name in left if spec.launcher == "local" and now > kill_at else ():
+            for name in left if spec.settings.backend == "local" and now > kill_at else ():
                 scheduler.kill_task(name)  # Slurm does so itself
         time.sleep(_POLL_S)
 
@@ -256,7 +255,6 @@ class Resumption:
     Attributes:
         run: The run.
         spec: Its next description.
-        settings: Its settings.
         plan: The plan of its new tasks.
         scripts: Their batch scripts.
         entry: The log entry that begins the generation.
@@ -264,7 +262,6 @@ class Resumption:
 
     run: RunDir
     spec: RunSpec
-    settings: RunSettings
     plan: Plan
     scripts: tuple[Path, ...]
     entry: LogEntry
@@ -279,9 +276,9 @@ class Resumption:
         return {
             "run_id": self.spec.run_id,
             "run": str(self.run.path),
-            "launcher": self.spec.launcher,
+            "launcher": self.spec.settings.backend,
             "generation": self.spec.generation,
-            "nodes": as_config(self.settings)["nodes"],
+            "nodes": str(self.spec.settings.nodes),
             "job_ids": list(jobs.job_ids),
             "result_job": jobs.result_job,
             "log": None if log is None else str(log),
@@ -304,13 +301,13 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, RunHandle]
         SlurmError: Slurm does not answer, so it is unknown whether the run has stopped.
     """
     run = RunDir(path)
-    used = (run.settings, run.hydra, run.rdzv, run.first_term, run.notices, run.avoided)
+    used = (run.hydra, run.rdzv, run.first_term, run.notices, run.avoided)
     ownership.load_own(run, *used, run.event_logs, *_endings(run))
     _, last = _last_entry(run)
     generation_before = 0 if last is None else last.generation
     spec = run.load()
     require_stopped(run, spec)
-    settings = change_settings(read_settings(run), overrides)
+    settings = change_settings(spec.settings, overrides)
     resumption = submit.with_free_numbers(lambda: _prepare(run, spec, settings, generation_before))
     try:
         _begin_generation(resumption)
@@ -366,34 +363,17 @@ def _last_entry(run: RunDir) -> tuple[int, LogEntry | None]:
 # ---- settings
 
 
-def read_settings(run: RunDir) -> dict[str, Any]:
-    """Return the settings of the last submission or resumption, as a config tree.
-
-    Raises:
-        RunDirectoryError: The file is missing or malformed.
-    """
-    try:
-        found = parse_json(read_text(run.settings), run.settings)
-    except FileNotFoundError as e:
-        raise RunDirectoryError(f"{run.path} has no settings.json: it cannot be resumed") from e
-    except (OSError, ValueError) as e:
-        raise RunDirectoryError(f"{run.settings}: not readable: {e}") from e
-    if not isinstance(found, dict):
-        raise RunDirectoryError(f"{run.settings}: not readable: it holds no settings")
-    return found
-
-
-def change_settings(before: Mapping[str, Any], overrides: Sequence[str]) -> RunSettings:
+def change_settings(before: RunSettings, overrides: Sequence[str]) -> RunSettings:
     """Return the settings to resume a run with (pure).
 
     Args:
-        before: The settings so far, see `read_settings`.
+        before: The settings of the last submission or resumption.
         overrides: Overrides of Hydra, such as ``nodes=1:4`` or ``launcher.partition=gpu``.
 
     Raises:
         ConfigError: Names the first override that is not allowed, and the remedy.
     """
-    config: dict[str, Any] = json.loads(json.dumps(before))
+    config = before.as_config()
     for override in overrides:
         key, value = read_override(override)
         known = key in CHANGEABLE or (key.startswith("launcher.") and key not in _REMEDIES)
@@ -438,11 +418,11 @@ def _prepare(
         why = f"{e.filename or plan.submission}: {e.strerror or e}"
         raise RunDirectoryError(f"{why}; nothing was changed") from e
     generation = max(spec.generation, generation_before) + 1
-    made = submit.make_spec(plan, 0, entry=spec.entry, run_id=spec.run_id, preemptions=preemptions)
-    next_spec = replace(made, provenance=spec.provenance, generation=generation)
-    return Resumption(
-        run, next_spec, settings, plan, written, resume_entry(index + 1, last, generation)
-    )
+    next_spec = submit.make_spec(
+        plan, 0, entry=spec.entry, run_id=spec.run_id, preemptions=preemptions,
+        provenance=spec.provenance, generation=generation,
+    )  # fmt: skip
+    return Resumption(run, next_spec, plan, written, resume_entry(index + 1, last, generation))
 
 
 def _begin_generation(resumption: Resumption) -> None:
@@ -459,7 +439,7 @@ def _begin_generation(resumption: Resumption) -> None:
     for request in (*run.notices.glob("*"), *claimed, *run.avoided.glob("*")):
         request.unlink(missing_ok=True)
     write_atomic(run.spec, resumption.spec.to_json(), mode=0o600)
-    submit.write_settings(run, resumption.settings)
+    run.settings.unlink(missing_ok=True)
 
 
 def _endings(run: RunDir) -> tuple[Path, ...]:
@@ -479,7 +459,7 @@ def _record(resumption: Resumption, jobs: SubmittedJobs) -> RunHandle:
         user=registry.user(),
         host=socket.gethostname(),
         generation=resumption.spec.generation,
-        nodes=as_config(resumption.settings)["nodes"],
+        nodes=str(resumption.spec.settings.nodes),
     )
     with contextlib.suppress(OSError):
         if run.path not in {known.path for known in registry.newest_first()}:

@@ -162,7 +162,7 @@ class _FollowedRun:
     def list_due(self, list_s: float, fresh_s: float, now: float) -> float:
         """Return when the scheduler is to be queried again for this run."""
         spec = self.files.spec
-        if spec is not None and spec.launcher == "local":
+        if spec is not None and spec.settings.backend == "local":
             return self.listed_at + min(list_s, LIST_LOCAL_S)
         if self._end.since is not None:
             return min(self.listed_at + list_s, self._end.since + GONE_S)

@@ -109,7 +109,7 @@ class Plan:
     @property
     def backend(self) -> Literal["slurm", "local"]:
         """The launcher that the plan is for."""
-        return "slurm" if isinstance(self.launcher, SlurmSettings) else "local"
+        return self.runs[0].settings.backend
 
     @cached_property
     def tasks(self) -> list[list[tuple[int, int]]]:
@@ -205,11 +205,6 @@ def make_plan(
     return Plan(submission, tuple(runs), tuple(arrays))
 
 
-def is_coallocated(settings: RunSettings) -> bool:
-    """Return whether the min nodes of a run are one job."""
-    return isinstance(settings.launcher, SlurmSettings) and settings.launcher.coallocate_min
-
-
 @dataclass(frozen=True)
 class _Share:
     """Slots of a run that request the same resources, beside those of its co-allocated job."""
@@ -227,9 +222,9 @@ def _pieces(
     """Yield the tasks of each array or co-allocated job, its settings, and which it is."""
     jobs_first = runs[0].settings.launcher.queue_order == "breadth_first"
     jobs = {
-        number: [Slot(number, slot) for slot in range(run.settings.nodes.min)]
+        number: [Slot(number, slot) for slot in range(run.settings.num_coallocated)]
         for number, run in enumerate(runs)
-        if is_coallocated(run.settings)
+        if run.settings.num_coallocated
     }
     if jobs_first:
         yield from ((tasks, runs[run].settings.launcher, True) for run, tasks in jobs.items())
@@ -249,7 +244,7 @@ def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[_Share]]:
     for number, run in enumerate(runs):
         least = run.settings.nodes.min
         for slots, launcher in run.settings.shares:
-            rest = slots[least:] if is_coallocated(run.settings) else slots
+            rest = slots[run.settings.num_coallocated :]
             asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
             key = repr({name: v for name, v in asked.items() if name not in _IN_NO_DIRECTIVE})
             groups.setdefault(key, []).append(_Share(number, rest, least, launcher))

@@ -19,25 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic import _util
-from hpc_elastic.config.parse import time_limit_s
-from hpc_elastic.config.resolve import as_config, read_env_file
-from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
+from hpc_elastic.config.resolve import read_env_file
+from hpc_elastic.config.schema import Backend, LauncherSettings, LocalSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
-from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, is_coallocated, make_plan
+from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, make_plan
 from hpc_elastic.launcher.progress import location
 from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.report.run_view import overrides_label
 from hpc_elastic.run import ownership, registry
-from hpc_elastic.run.directory import SUBMISSION, Entry, Pool, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import SUBMISSION, Entry, PoolTerms, RunDir, RunSpec, Submission
 from hpc_elastic.run.redaction import is_secret
-from hpc_elastic.shared_files import create_atomic, is_there, make_folder, read_json, write_atomic
+from hpc_elastic.shared_files import create_atomic, is_there, make_folder, write_atomic
 from hpc_elastic.slurm.parsing import Preemption, has_submitted_nothing
 
 RENDERED = "rendered: "
@@ -303,16 +301,16 @@ def write(
             entries = take_snapshot(entries, plan.submission)
         known = preemptions or [[None] * len(run.settings.shares) for run in plan.runs]
         specs = [
-            make_spec(plan, number, entry=entry, run_id=make_run_id(name), preemptions=terms)
-            for number, (entry, terms) in enumerate(zip(entries, known, strict=True))
-        ]
-        for spec in specs:
-            spec.provenance.update(provenance or {})
+            make_spec(
+                plan, number, entry=entry, run_id=make_run_id(name), preemptions=found,
+                provenance=provenance,
+            )
+            for number, (entry, found) in enumerate(zip(entries, known, strict=True))
+        ]  # fmt: skip
 
         def write_run(request: RunRequest, spec: RunSpec) -> None:
             run = RunDir(request.dir)
             run.create(spec)
-            write_settings(run, request.settings)
             if request.hydra_files:
                 make_folder(run.hydra)
             for name, text in request.hydra_files.items():
@@ -337,8 +335,10 @@ def make_spec(
     entry: Entry,
     run_id: str,
     preemptions: Sequence[Preemption | None],
+    provenance: Mapping[str, Any] | None = None,
+    generation: int = 0,
 ) -> RunSpec:
-    """Return run.json of one run of the plan, without its provenance; launcher.env_file is read.
+    """Return run.json of one run of the plan; launcher.env_file is read.
 
     Args:
         plan: The plan.
@@ -346,60 +346,26 @@ def make_spec(
         entry: The user's function, where the tasks find it.
         run_id: Id of the run.
         preemptions: How its tasks of each pool are preempted; None: as on this machine.
+        provenance: Origin of the run.
+        generation: Number of resumptions.
     """
     settings = plan.runs[number].settings
-    launcher = settings.launcher
-    secrets_of_workers = read_env_file(launcher.env_file) if launcher.env_file else {}
-    pools = [
-        _pool(len(slots), own, known)
-        for (slots, own), known in zip(settings.shares, preemptions, strict=True)
-    ]
-    if isinstance(launcher, SlurmSettings) and launcher.pools:
-        given = (pool.throughput for pool in launcher.pools)
-        pools = [replace(pool, throughput=x) for pool, x in zip(pools, given, strict=True)]
+    env_file = settings.launcher.env_file
+    rows = zip(settings.shares, preemptions, strict=True)
     return RunSpec(
-        run_id=run_id,
-        min_nodes=settings.nodes.min,
-        max_nodes=settings.nodes.max,
-        unit_nodes=settings.nodes.unit,
-        node_counts=settings.node_counts,
-        nproc_per_node=settings.nproc_per_node,
-        max_restarts=launcher.max_restarts,
-        entry=entry,
-        submission=str(plan.submission),
-        tasks=plan.tasks[number],
-        launcher=plan.backend,
-        scale_up=launcher.scale_up,
-        scale_up_timeout_s=launcher.scale_up_timeout_s,
-        min_efficiency=launcher.min_efficiency,
-        sweep_growth=launcher.sweep_growth,
-        below_min_timeout_s=launcher.below_min_timeout_s,
-        interface=launcher.interface,
-        max_failed_rounds=launcher.max_failed_rounds,
-        require_group=launcher.require_group,
-        on_bad_loss=launcher.on_bad_loss,
-        max_requeues=launcher.max_requeues,
-        signal_delay_s=launcher.signal_delay_s,
-        preempt_grace_s=min(pool.preempt_grace_s for pool in pools),
-        kill_wait_s=max(pool.kill_wait_s for pool in pools),
-        preempt_signal=launcher.preempt_signal,
-        coallocate_min=is_coallocated(settings),
-        ft=settings.ft,
-        partition=pools[0].partition,
-        time_s=pools[0].time_s,
-        time_min_s=pools[0].time_min_s,
-        time_ladder=pools[0].time_ladder,
-        whole_nodes=all(pool.whole_nodes for pool in pools),
-        pools=pools if len(pools) > 1 else [],
-        env={**secrets_of_workers, **launcher.env},
-        rendezvous=launcher.rendezvous,
-        agent=launcher.agent,
+        run_id,
+        str(plan.submission),
+        plan.tasks[number],
+        entry,
+        settings,
+        terms=[_terms(launcher, preemption) for (_, launcher), preemption in rows],
+        file_env=read_env_file(env_file) if env_file else {},
+        provenance=dict(provenance or {}),
+        generation=generation,
     )
 
 
-def _pool(
-    num_slots: int, launcher: SlurmSettings | LocalSettings, preemption: Preemption | None
-) -> Pool:
+def _terms(launcher: Backend, preemption: Preemption | None) -> PoolTerms:
     """Return the terms of the tasks with these settings."""
     # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a task
     # that is cancelled has no more time than one that is preempted.
@@ -410,22 +376,7 @@ def _pool(
     if launcher.preempt_grace_s is not None:
         preempt_grace_s = launcher.preempt_grace_s
         kill_wait_s = min(kill_wait_s, preempt_grace_s)
-    partition = time = time_min = None
-    time_ladder = False
-    if isinstance(launcher, SlurmSettings):
-        partition, time_ladder = launcher.partition, launcher.harvest == "ladder"
-        if not launcher.dry_run:  # else it is submitted by hand, perhaps with another time
-            time, time_min = launcher.time, launcher.time_min
-    return Pool(
-        num_slots,
-        partition,
-        None if time is None else time_limit_s(time),
-        None if time_min is None else time_limit_s(time_min),
-        time_ladder,
-        preempt_grace_s,
-        kill_wait_s,
-        batch_script.has_whole_nodes(launcher),
-    )
+    return PoolTerms(preempt_grace_s, kill_wait_s, batch_script.has_whole_nodes(launcher))
 
 
 def make_run_id(name: str) -> str:
@@ -538,11 +489,6 @@ def read_template(path: str | None) -> str:
 # ---- run directories
 
 
-def write_settings(run: RunDir, settings: RunSettings) -> None:
-    """Write settings.json, from which a later `resume` starts."""
-    write_atomic(run.settings, json.dumps(as_config(settings), indent=1) + "\n", mode=0o600)
-
-
 def write_concurrently(write_run: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
     """Write the files of all runs, several runs at a time where a file system is slow.
 
@@ -611,7 +557,12 @@ def remove_rendered(dirs: Sequence[Path], submission: Path) -> None:
         if array.job_id is not None or not array.tasks.exists():
             continue
         runs = {RunDir(path) for path in array.run_dirs()}
-        launchers = [(read_json(run.settings) or {}).get("launcher", {}) for run in runs]
-        was_dry_run = all(launcher.get("dry_run") for launcher in launchers)
-        if runs <= {RunDir(path) for path in dirs} and was_dry_run:
+        if runs <= {RunDir(path) for path in dirs} and all(map(_was_dry_run, runs)):
             array.withdraw()
+
+
+def _was_dry_run(run: RunDir) -> bool:
+    try:
+        return run.load().settings.launcher.dry_run
+    except RunDirectoryError:
+        return False  # the error follows, if the directory is to be used

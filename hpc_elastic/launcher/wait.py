@@ -251,7 +251,7 @@ def read_handles(submission: Path, only: Path | None = None) -> list[RunHandle]:
         print(f"left out, as their directories were removed: {', '.join(removed)}", file=sys.stderr)
     specs = {path: RunDir(path).load() for path in there if there[path]}
     jobs: SubmittedJobs
-    if next(iter(specs.values())).launcher == "local":
+    if next(iter(specs.values())).settings.backend == "local":
         jobs = LocalView(submission, list(job_ids.values()))
     else:
         from hpc_elastic.launcher.slurm import SlurmJobs

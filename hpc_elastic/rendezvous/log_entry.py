@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
+from hpc_elastic.config.schema import LauncherSettings, RunSettings
 from hpc_elastic.data.batch import THROUGHPUT_UNIT
 from hpc_elastic.shared_files import Steps, create_once
 from hpc_elastic.transport.auth import is_signed, sign
@@ -471,25 +472,42 @@ class RoundRules:
     max_restarts: int
     straggler_timeout_s: float
     last_call_s: float
-    scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
-    scale_up_timeout_s: float = 60.0
-    below_min_timeout_s: float | None = None
+    scale_up: Literal["checkpoint", "immediate", "on_restart"] = LauncherSettings.scale_up
+    scale_up_timeout_s: float = LauncherSettings.scale_up_timeout_s
+    below_min_timeout_s: float | None = LauncherSettings.below_min_timeout_s
     in_sweep: bool = False
     """Whether runs that were submitted together with it may compete for the same nodes."""
     fits_time_limits: bool = False
     """Whether its waiting tasks get time limits that fit between other jobs."""
-    max_failed_rounds: int = 3
-    max_requeues: int | None = None
+    max_failed_rounds: int = LauncherSettings.max_failed_rounds
+    max_requeues: int | None = LauncherSettings.max_requeues
     """How often a task may be requeued; None: no limit."""
     ft: bool = False
     """Whether each unit of nodes is a replica of its own (`replica_state`)."""
-    min_efficiency: float | None = None
+    min_efficiency: float | None = LauncherSettings.min_efficiency
     """The run grows while a further node adds this part of a node's share; None: up to its max."""
     unit_nodes: int = 1
     """Nodes that only work together: a round has a multiple of it."""
     node_counts: tuple[int, ...] = ()
     """The numbers of nodes that a round may have, min and max among them; empty: each multiple of
     ``unit_nodes`` from min to max."""
+
+    @classmethod
+    def of(
+        cls, settings: RunSettings, *, in_sweep: bool = False, fits_time_limits: bool = False
+    ) -> RoundRules:
+        """Return the rules of a run with these settings."""
+        nodes, launcher = settings.nodes, settings.launcher
+        return cls(
+            nodes.min, nodes.max, launcher.max_restarts,
+            launcher.rendezvous.straggler_timeout_s, launcher.rendezvous.last_call_s,
+            scale_up=launcher.scale_up, scale_up_timeout_s=launcher.scale_up_timeout_s,
+            below_min_timeout_s=launcher.below_min_timeout_s,
+            max_failed_rounds=launcher.max_failed_rounds,
+            max_requeues=launcher.max_requeues, min_efficiency=launcher.min_efficiency,
+            ft=settings.ft, unit_nodes=nodes.unit, node_counts=tuple(settings.node_counts),
+            in_sweep=in_sweep, fits_time_limits=fits_time_limits,
+        )  # fmt: skip
 
     def usable_nodes(self, num_nodes: int) -> int:
         """Return how many of these nodes can have a place in one round."""

@@ -6,7 +6,7 @@ import math
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import valid_events
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.run.redaction import redact, redact_argument
-from hpc_elastic.shared_files import read_json, read_tail, read_yaml
+from hpc_elastic.shared_files import read_tail, read_yaml
 from hpc_elastic.site import ExpectedStart, expected_start
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.run_tasks import current_names
@@ -131,7 +131,7 @@ class RunDetails:
     @property
     def launcher(self) -> str:
         """``slurm``, ``local`` or ``unknown``."""
-        return self.view.spec.launcher if self.view.spec else "unknown"
+        return self.view.spec.settings.backend if self.view.spec else "unknown"
 
     @property
     def stragglers(self) -> Sequence[Mapping[str, Any]]:
@@ -218,12 +218,11 @@ def read_details(view: RunView) -> RunDetails:
         notes.append(f"no leader has written status.json for {stale_s:.0f} s")
     last = _last_known(points, lives=lives)
     spec = view.spec
+    wanted = spec and spec.settings.nodes
     return RunDetails(
         view=view,
         label=label_of(run),
-        nodes=(last.nodes if last and lives else 0, spec.min_nodes, spec.max_nodes)
-        if spec
-        else None,
+        nodes=(last.nodes if last and lives else 0, wanted.min, wanted.max) if wanted else None,
         status=last,
         round=int(view.status.round) if view.status else 0,
         tasks=_tasks(view, history, names, {node.task: node.ended_by for node in spent.nodes}),
@@ -243,7 +242,7 @@ def _next_node(view: RunView, spec: RunSpec | None) -> ExpectedStart | None:
     if spec is None or view.ended is not None or not view.tasks:
         return None
     expected = expected_start(view.tasks.values(), view.now)
-    if expected is None or spec.launcher == "slurm":
+    if expected is None or spec.settings.backend == "slurm":
         return expected
     return replace(expected, at=None, why="a local node starts when one of this machine's is free")
 
@@ -373,7 +372,7 @@ def _about(details: RunDetails) -> About:
     overrides = [redact_argument(line) for line in overrides_of(view.run.path)]
     return About(
         run_id=details.run_id, directory=str(view.run.path), overrides=overrides_label(overrides),
-        launcher=details.launcher, ft=spec is not None and spec.ft, phase=view.phase,
+        launcher=details.launcher, ft=spec is not None and spec.settings.ft, phase=view.phase,
         submitted=view.submitted, until=view.now if ended is None else ended.time,
         ended=None if ended is None else ended.to_json(),
         min_nodes=details.nodes and details.nodes[1], max_nodes=details.nodes and details.nodes[2],
@@ -428,7 +427,7 @@ def _kept(run: RunDir, notes: list[str]) -> list[dict[str, Any]]:
 
 def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     files, spec = RunDir(details.view.run.path), details.view.spec
-    config = _content(files.hydra / "config.yaml", read_yaml, notes)
+    config = _content(files.hydra / "config.yaml", notes)
     if config is None and spec is not None:
         config = {"args": spec.entry.args} if spec.entry.kind == "function" else None
     if isinstance(config, dict):
@@ -437,15 +436,14 @@ def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     provenance.pop("environment", None)
     if isinstance(provenance.get("argv"), list):
         provenance["argv"] = [redact_argument(str(word)) for word in provenance["argv"]]
-    return Configuration(
-        redact(_content(files.settings, read_json, notes)), redact(config), redact(provenance)
-    )  # fmt: skip
+    settings = spec.settings.as_config() if spec is not None else None
+    return Configuration(redact(settings), redact(config), redact(provenance))
 
 
-def _content(file: Path, read: Callable[[Path], Any], notes: list[str]) -> Any:
-    """Return the values of a YAML or JSON file; None if there is none."""
+def _content(file: Path, notes: list[str]) -> Any:
+    """Return the values of a YAML file; None if there is none."""
     try:
-        return read(file)
+        return read_yaml(file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:

@@ -270,7 +270,7 @@ class Discovery:
             if path.name in there:
                 hosts = set(self._hosts.get(name, (0, {}))[1].values())
                 host = hosts.pop() if len(hosts) == 1 else ""
-                yield LogSource(path, self._spec.launcher, name, host=host)
+                yield LogSource(path, self._spec.settings.backend, name, host=host)
 
     def _is_of_the_owner(self, submission: Submission) -> bool:
         """Return whether the run's owner has the submission, too: run.json may name any folder."""

@@ -256,7 +256,7 @@ class RunReading:
         if spec is not None and not (is_submitted or status):
             phase = NOT_SUBMITTED
         spent = (result or {}).get("restarts") or status.get("restarts")
-        allowed = spec.max_restarts if spec else status.get("max_restarts")
+        allowed = spec.settings.launcher.max_restarts if spec else status.get("max_restarts")
         last_sign = updated or submitted
         ended = None
         if result is not None:
@@ -417,9 +417,10 @@ def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 def stop_s(spec: RunSpec) -> float:
     """Return the seconds between SIGTERM and the end of a run's tasks, at most (pure)."""
-    if spec.launcher == "slurm":
-        return spec.kill_wait_s
-    return max(spec.kill_wait_s, spec.agent.stop_timeout_s)
+    kill_wait_s = max(terms.kill_wait_s for terms in spec.terms)
+    if spec.settings.backend == "slurm":
+        return kill_wait_s
+    return max(kill_wait_s, spec.settings.launcher.agent.stop_timeout_s)
 
 
 def end_limit_s(spec: RunSpec) -> float:

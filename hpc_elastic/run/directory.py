@@ -14,10 +14,11 @@ k of the sweep: a job array, one task a node; or one *co-allocated job* of sever
     <sweep>/.hpc_elastic/local-tasks.json launcher=local: the states of its tasks
     <sweep>/.hpc_elastic/local-requests/  launcher=local: requests of agents and commands
     <sweep>/.hpc_elastic/logs/            output of each task that Slurm captures
-    <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
+    <run>/run.json                        RunSpec, frozen, with the settings; 0600, for launcher.env
+                                          may hold tokens
     <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, and frozen.json
                                           (`config.frozen`); 0600
-    <run>/settings.json                   the settings: nodes and launcher.*; 0600
+    <run>/settings.json                   the settings of a run of hpc_elastic 0.2.0; 0600
     <run>/secret                          0600: authenticates every message between agents
     <run>/rdzv/entry.<n>.json             decisions of leaders: leader, round, end
     <run>/rdzv/lease.<term>               shows that the leader of a term lives
@@ -62,12 +63,12 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hpc_elastic.config.parse import fits
-from hpc_elastic.config.schema import AgentSettings, Nproc, RendezvousSettings
+from hpc_elastic.config.parse import restored, restored_settings, time_limit_s
+from hpc_elastic.config.schema import Backend, PoolSettings, RunSettings
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run.task_name import task_name
 from hpc_elastic.shared_files import (
@@ -124,18 +125,51 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Pool:
-    """What the tasks of some slots have of their own (``launcher.pools``); see `RunSpec`."""
+class PoolTerms:
+    """What the site gives the tasks of a pool, as it was found at the submission."""
 
-    num_slots: int
-    partition: str | None
-    time_s: float | None
-    time_min_s: float | None
-    time_ladder: bool
     preempt_grace_s: float
+    """Seconds between SIGTERM and SIGKILL when a task is preempted."""
     kill_wait_s: float
+    """The same when it is cancelled, or its time limit ends."""
     whole_nodes: bool
-    throughput: float = 1.0
+    """Whether each task requests whole nodes, which it does not share with other jobs."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Slots of a run whose tasks are requested alike: of one of ``launcher.pools``, or all."""
+
+    slots: range
+    launcher: Backend
+    """The settings of these tasks."""
+    terms: PoolTerms
+    throughput: float
+    """How fast its workers are in relation to those of other pools."""
+
+    @property
+    def time_s(self) -> float | None:
+        """Time limit that each task was submitted with; None: none, or not known exactly."""
+        return self._limit_s("time")
+
+    @property
+    def time_min_s(self) -> float | None:
+        """The least time limit of a waiting task (`slurm.time_slots`); None: its limit is fixed."""
+        return self._limit_s("time_min")
+
+    def _limit_s(self, key: Literal["time", "time_min"]) -> float | None:
+        limit = getattr(self.launcher, key, None)  # None with launcher=local
+        # a dry run is submitted by hand, perhaps with another time
+        return None if limit is None or self.launcher.dry_run else time_limit_s(limit)
+
+    @property
+    def restored_limit_s(self) -> float | None:
+        """The time limit of a task that returns to the queue; None if its limit is fixed."""
+        return None if self.time_min_s is None else self.time_s
+
+
+VERSION = 2
+"""Of run.json. That of hpc_elastic 0.2.0 names none, and stands for 1."""
 
 
 @dataclass(frozen=True)
@@ -143,57 +177,16 @@ class RunSpec:
     """A run as it was submitted. A requeued task runs exactly this."""
 
     run_id: str
-    min_nodes: int
-    max_nodes: int
-    nproc_per_node: Nproc
-    max_restarts: int
-    entry: Entry
     submission: str
     """Absolute path of the sweep's ``.hpc_elastic``."""
     tasks: list[tuple[int, int]]
     """(array number k, index in it) of each slot of the run."""
-    launcher: Literal["slurm", "local"] = "slurm"
-    scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
-    scale_up_timeout_s: float = 60.0
-    min_efficiency: float | None = None
-    sweep_growth: Literal["equal", "soonest"] = "equal"
-    below_min_timeout_s: float | None = 300.0
-    interface: str | None = None
-    max_failed_rounds: int = 3
-    max_requeues: int | None = None
-    require_group: bool = False
-    on_bad_loss: Literal["warn", "stop"] = "warn"
-    signal_delay_s: float = 120.0
-    preempt_grace_s: float = 30.0
-    """Seconds between SIGTERM and SIGKILL when a task is preempted."""
-    kill_wait_s: float = 30.0
-    """The same when it is cancelled, or its time limit ends."""
-    preempt_signal: Literal["USR1", "USR2"] = "USR2"
-    coallocate_min: bool = False
-    """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
-    ft: bool = False
-    """Each unit of nodes is a replica group of its own (`hpc_elastic.ft`)."""
-    unit_nodes: int = 1
-    """Nodes that only work together: the run has a multiple of it."""
-    node_counts: list[int] = field(default_factory=list)
-    """The numbers of nodes that a round may have; empty: any from min to max."""
-    partition: str | None = None
-    """As given to sbatch: a name, or several with commas; None: the default partition."""
-    time_s: float | None = None
-    """Time limit that each task was submitted with; None: none, or not known exactly."""
-    time_min_s: float | None = None
-    """The least time limit of a waiting task (`site.limits`); None: its limit is fixed."""
-    time_ladder: bool = False
-    """Whether the limits of waiting tasks are chosen without a look at other jobs."""
-    whole_nodes: bool = False
-    """Whether each task requests whole nodes, which it does not share with other jobs."""
-    throughput: float = 1.0
-    """How fast its workers are in relation to those of other pools."""
-    pools: list[Pool] = field(default_factory=list)
-    """The pools of the slots in their order, if there are several; see `of_slot`."""
-    env: dict[str, str] = field(default_factory=dict)
-    rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
-    agent: AgentSettings = field(default_factory=AgentSettings)
+    entry: Entry
+    settings: RunSettings
+    terms: list[PoolTerms]
+    """Of each of `pools`."""
+    file_env: dict[str, str] = field(default_factory=dict)
+    """The variables in ``launcher.env_file``; those in ``launcher.env`` are set after them."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Python, command line, git commit, dirty or not, host, user, time."""
     generation: int = 0
@@ -205,7 +198,7 @@ class RunSpec:
         Args:
             job_ids: Job ids by array number.
         """
-        num_coallocated = self.min_nodes if self.coallocate_min else 0
+        num_coallocated = self.settings.num_coallocated
         return [
             task_name(job_ids[k], index, coallocated=slot < num_coallocated)
             for slot, (k, index) in enumerate(self.tasks)
@@ -213,31 +206,27 @@ class RunSpec:
         ]
 
     @property
-    def shares(self) -> list[tuple[range, RunSpec]]:
-        """The slots of each pool, with the run as its tasks see it; one share without pools."""
-        found: list[tuple[range, RunSpec]] = []
-        first = 0
-        for pool in self.pools:
-            own = asdict(pool)
-            slots = range(first, first + own.pop("num_slots"))
-            found.append((slots, replace(self, **own)))
-            first = slots.stop
-        return found or [(range(self.max_nodes), self)]
+    def pools(self) -> list[Pool]:
+        """The pools of the run's slots, in their order; one without ``launcher.pools``."""
+        given: list[PoolSettings] = getattr(self.settings.launcher, "pools", [])
+        throughputs = [pool.throughput for pool in given] or [1.0]
+        rows = zip(self.settings.shares, self.terms, throughputs, strict=True)
+        return [Pool(slots, own, terms, speed) for (slots, own), terms, speed in rows]
+
+    def pool_of(self, slot: int) -> Pool:
+        """Return the pool of a slot."""
+        return next(pool for pool in self.pools if slot in pool.slots)
+
+    @property
+    def has_whole_nodes(self) -> bool:
+        """Whether no task shares its node with other jobs."""
+        return all(terms.whole_nodes for terms in self.terms)
 
     @property
     def all_partitions(self) -> str | None:
         """The partitions of all pools, with commas; None: the default one is among them."""
-        names = [spec.partition for _, spec in self.shares]
+        names = [getattr(own, "partition", None) for _, own in self.settings.shares]
         return None if None in names else ",".join(dict.fromkeys(filter(None, names)))
-
-    def of_slot(self, slot: int) -> RunSpec:
-        """Return the run as the task of a slot sees it, with the terms of its pool."""
-        return next(spec for slots, spec in self.shares if slot in slots)
-
-    @property
-    def restored_limit_s(self) -> float | None:
-        """The time limit of a task that returns to the queue; None if its limit is fixed."""
-        return None if self.time_min_s is None else self.time_s
 
     def requeues_left(self, attempt: int | None) -> int | None:
         """Return how often a task may still be requeued; None if without limit.
@@ -245,36 +234,60 @@ class RunSpec:
         Args:
             attempt: Number of its requeues; None if unknown, which counts as 0.
         """
-        return None if self.max_requeues is None else self.max_requeues - (attempt or 0)
+        most = self.settings.launcher.max_requeues
+        return None if most is None else most - (attempt or 0)
 
     def to_json(self) -> str:
         """Return the text of run.json."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        values = {**asdict(self), "settings": self.settings.as_config()}
+        return json.dumps({"version": VERSION, **values}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> RunSpec:
-        """Read run.json back.
+    def from_json(cls, raw: Any, settings: Any = None) -> RunSpec:
+        """Return the description of a run.
+
+        Args:
+            raw: The values of run.json.
+            settings: Those of settings.json, for a run of hpc_elastic 0.2.0.
 
         Raises:
-            ValueError: The text is no run description of this version.
+            ValueError: They are no run description.
+            RunDirectoryError: A newer version has written it.
         """
-        raw = parse_json(text, "the run description")
         try:
-            spec = cls(
-                **{
-                    **raw,
-                    "entry": Entry(**raw["entry"]),
-                    "tasks": [(k, i) for k, i in raw["tasks"]],
-                    "pools": [Pool(**pool) for pool in raw["pools"]],
-                    "rendezvous": RendezvousSettings(**raw["rendezvous"]),
-                    "agent": AgentSettings(**raw["agent"]),
-                }
-            )
+            values = dict(raw if "version" in raw else _of_0_2(raw, settings))
+            if (version := values.pop("version")) > VERSION:
+                remedy = "use the one that submitted the run, or a newer one"
+                why = f"a newer hpc_elastic has written its run.json (version {version})"
+                raise RunDirectoryError(f"cannot be read: {why}: {remedy}")
+            values["settings"] = restored_settings(values["settings"])
+            spec: RunSpec = restored(cls, values)
+            if len(spec.terms) != len(spec.settings.shares):
+                raise ValueError("it has terms of other pools")
         except (KeyError, TypeError, ValueError) as e:
             raise ValueError(f"not a run description: {e}") from e
-        if not fits(spec, cls):
-            raise ValueError("not a run description: a value has a wrong type")
         return spec
+
+
+def _of_0_2(raw: Any, settings: Any) -> dict[str, Any]:
+    """Return run.json and settings.json of hpc_elastic 0.2.0 as run.json of this version.
+
+    Tasks of a run that was submitted with it read them when they are requeued.
+
+    Raises:
+        KeyError, TypeError, ValueError: Not such files.
+    """
+    if settings is None:
+        raise ValueError("the directory has no settings.json")
+    kept = ("run_id", "submission", "tasks", "entry", "provenance", "generation")
+    of_pool = [field.name for field in fields(PoolTerms)]
+    return {
+        "version": VERSION,
+        **{name: raw[name] for name in kept},
+        "settings": settings,
+        "terms": [{name: pool[name] for name in of_pool} for pool in raw["pools"] or [raw]],
+        "file_env": raw["env"],
+    }
 
 
 @dataclass(frozen=True)
@@ -386,10 +399,12 @@ class RunDir:
         """Return the frozen description of the run.
 
         Raises:
-            RunDirectoryError: There is none, or another version has written it.
+            RunDirectoryError: There is none, or a newer version has written it.
         """
         try:
-            return RunSpec.from_json(read_text(self.spec))
+            raw = parse_json(read_text(self.spec), "the run description")
+            is_of_0_2 = isinstance(raw, dict) and "version" not in raw
+            return RunSpec.from_json(raw, read_json(self.settings) if is_of_0_2 else None)
         except (FileNotFoundError, NotADirectoryError) as e:
             remedy = "give one that has a run.json, or an id of `hpc-elastic list`"
             raise RunDirectoryError(f"{self.path} is not a run directory: {remedy}") from e
@@ -397,7 +412,8 @@ class RunDir:
             why = f"{self.spec}: {e.strerror}: only its owner, and root, may read the run"
             raise RunDirectoryError(why) from e
         except (OSError, ValueError, RecursionError) as e:
-            raise RunDirectoryError(f"{self.path} is not a run directory: {e}") from e
+            what = "" if type(e) is RunDirectoryError else "is not a run directory: "
+            raise RunDirectoryError(f"{self.path} {what}{e}") from e
 
     def create(self, spec: RunSpec) -> None:
         """Make the directory with its description and a fresh secret (login node, once).

@@ -75,7 +75,7 @@ def load_own(run: RunDir, *used: Path) -> RunSpec:
         UntrustedRunError: See `require_own`.
         RunDirectoryError: It is no run directory.
     """
-    require_own(run.path, run.spec, run.secret, *used)
+    require_own(run.path, run.spec, run.settings, run.secret, *used)
     spec = run.load()
     submission, script = Path(spec.submission), spec.entry.script
     code = [*spec.entry.sys_path, *([str(Path(script).parent)] if script else [])]

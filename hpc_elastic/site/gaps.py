@@ -35,7 +35,6 @@ from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.run.directory import RunDir, RunSpec
-from hpc_elastic.shared_files import read_json
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SiteClient
@@ -460,12 +459,9 @@ def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> fl
 
     Raises:
         SlurmCommandError: Slurm does not answer.
-        ConfigError: The run's settings are not valid.
         OSError, ValueError: The run's files cannot be read.
     """
-    from hpc_elastic.config.resolve import resolve
-
-    launchers: list[Any] = [own for _, own in resolve(read_json(run.settings) or {}).shares]
+    launchers: list[Any] = [own for _, own in spec.settings.shares]
     fitted = [own for own in launchers if own.time_min is not None and not own.constraint]
     if not fitted:
         return None

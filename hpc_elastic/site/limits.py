@@ -38,7 +38,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_elastic.run.directory import RunSpec
+from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.run.directory import Pool, RunSpec
 from hpc_elastic.run.task_name import index_of, job_of, queue_name
 from hpc_elastic.site.gaps import hole_ends
 from hpc_elastic.site.nodes import NodeState
@@ -136,8 +137,8 @@ class TimeSlots:
     files cannot be read.
 
     Args:
-        shares: Runs of one submission, with the slots whose tasks are fitted. These have the same
-            partition, ``time_s``, ``time_min_s`` and ``time_ladder``.
+        shares: Runs of one submission, with the pool whose tasks are fitted. The pools have the
+            same partition, ``time_s``, ``time_min_s`` and ``harvest``.
         partition: The partition of the tasks, if the runs name none; None: the default one.
         client: Runs Slurm's commands.
         leads: Whether this is the leader of the only run. Otherwise tasks of runs that have a node
@@ -146,17 +147,18 @@ class TimeSlots:
 
     def __init__(
         self,
-        shares: Sequence[tuple[RunSpec, range]],
+        shares: Sequence[tuple[RunSpec, Pool]],
         partition: str | None,
         client: SlurmClient,
         *,
         leads: bool = False,
     ) -> None:
-        first = shares[0][0].of_slot(shares[0][1].start)
+        first = shares[0][1]
+        assert isinstance(first.launcher, SlurmSettings)
         assert first.time_s is not None and first.time_min_s is not None
         self._shares = shares
-        self._partition = first.partition or partition
-        self._is_ladder = first.time_ladder
+        self._partition = first.launcher.partition or partition
+        self._is_ladder = first.launcher.harvest == "ladder"
         self._client = client
         self._leads = leads
         # Slurm counts whole minutes, and rounds up
@@ -184,13 +186,13 @@ class TimeSlots:
             listed = self._client.tasks(jobs)
             waiting: list[TaskState] = []
             is_watched = False
-            for spec, slots in self._shares:
+            for spec, pool in self._shares:
                 states = [listed.get(queue_name(name)) for name in current_names(spec)]
                 is_running = any(state and state.phase is Phase.RUNNING for state in states)
                 is_watched |= is_running and self._leads
                 if is_running and not self._leads:
                     continue
-                for state in states[slots.start : slots.stop]:
+                for state in states[pool.slots.start : pool.slots.stop]:
                     # a co-allocated job, which has no index, is never in a hole
                     if state and state.phase is Phase.PENDING and index_of(state.task) is not None:
                         waiting.append(state)
@@ -244,10 +246,10 @@ class TimeSlots:
 
 def time_slots_of(specs: Iterable[RunSpec], client: SlurmClient) -> list[TimeSlots]:
     """Return what fits the time limits of some runs, for those whose limits are not fixed."""
-    groups: dict[object, list[tuple[RunSpec, range]]] = {}
+    groups: dict[object, list[tuple[RunSpec, Pool]]] = {}
     for spec in specs:
-        for slots, share in spec.shares:
-            if share.restored_limit_s is not None:
-                key = share.partition, share.time_s, share.time_min_s
-                groups.setdefault(key, []).append((spec, slots))
+        for pool in spec.pools:
+            if pool.restored_limit_s is not None and isinstance(pool.launcher, SlurmSettings):
+                key = pool.launcher.partition, pool.time_s, pool.time_min_s
+                groups.setdefault(key, []).append((spec, pool))
     return [TimeSlots(group, None, client) for group in groups.values()]

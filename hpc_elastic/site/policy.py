@@ -103,9 +103,9 @@ class QueuePolicy:
         self._client = client
         self._siblings = SweepQueue(run, spec, partition, client, note)
         self._time_slots = [
-            TimeSlots([(share, slots)], partition, client, leads=True)
-            for slots, share in spec.shares
-            if share.restored_limit_s is not None
+            TimeSlots([(spec, pool)], partition, client, leads=True)
+            for pool in spec.pools
+            if pool.restored_limit_s is not None
         ]
         self._lock = threading.Lock()
         self._calls = OptionalCalls()

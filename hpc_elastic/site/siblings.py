@@ -427,7 +427,7 @@ class SweepQueue:
 
         A status that no version of this package writes is as none.
         """
-        if self._spec.sweep_growth == "equal":
+        if self._spec.settings.launcher.sweep_growth == "equal":
             return None
         status: Mapping[str, Any] = {}
         with contextlib.suppress(DamagedFileError, FileNotFoundError):
@@ -439,7 +439,8 @@ class SweepQueue:
             given = {int(n): float(s) for n, s in (status.get("step_times") or {}).items()}
             left = None if total is None else max(0, int(total) - int(step or 0))
             times = {n: s for n, s in given.items() if n > 0 and 0.0 < s < math.inf}
-        return NodeDemand(0, spec.min_nodes, spec.max_nodes, spec.unit_nodes, times, left)
+        nodes = spec.settings.nodes
+        return NodeDemand(0, nodes.min, nodes.max, nodes.unit, times, left)
 
     def _runs(self) -> tuple[list[QueuedRun], int] | None:
         """Return the siblings in their order, and this run's index; None if it is alone."""
@@ -475,9 +476,9 @@ class SweepQueue:
             return QueuedRun(self._name(run), 0, tasks)
         return QueuedRun(
             self._name(run),
-            spec.min_nodes,
+            spec.settings.nodes.min,
             tasks,
-            spec.min_nodes if spec.coallocate_min else 0,
+            spec.settings.num_coallocated,
             has_started=has_started,
             avoids=frozenset(excluded(run) if waits else ()),
             demand=self._demand(run, spec),
@@ -527,7 +528,7 @@ class SweepQueue:
         self._next_discovery = time.monotonic() + DISCOVERY_S
 
     def _nodes(self) -> NodeSupply:
-        return NodeSupply(self._client.each_node(self._partition), self._spec.whole_nodes)
+        return NodeSupply(self._client.each_node(self._partition), self._spec.has_whole_nodes)
 
 
 def _first_job(submission: Submission) -> int:

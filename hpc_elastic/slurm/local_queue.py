@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.config.parse import fits
+from hpc_elastic.config.parse import restored
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.run.task_name import job_of
@@ -205,11 +205,9 @@ class LocalQueue:
     def _entries(self) -> dict[str, LocalEntry]:
         table = self._submission.local_tasks
         try:
-            found = {name: LocalEntry(**entry) for name, entry in (read_json(table) or {}).items()}
-            if not all(fits(entry, LocalEntry) for entry in found.values()):
-                raise ValueError("a value has a wrong type")
-            return found
-        except (OSError, ValueError, TypeError) as e:
+            entries = (read_json(table) or {}).items()
+            return {name: restored(LocalEntry, entry) for name, entry in entries}
+        except (OSError, KeyError, TypeError, ValueError) as e:
             raise LocalQueueError(f"{table} cannot be read: {e}") from e
 
     def require_agents(self, tasks: Iterable[str]) -> list[psutil.Process]:

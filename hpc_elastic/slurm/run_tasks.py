@@ -79,7 +79,7 @@ def replacements(files: ArrayFiles) -> dict[str, list[str]]:
 
 def places(spec: RunSpec) -> list[TaskPlace]:
     """Return the place of each slot of a run; co-allocated nodes have one and the same."""
-    num_coallocated = spec.min_nodes if spec.coallocate_min else 0
+    num_coallocated = spec.settings.num_coallocated
     return [
         TaskPlace(k, None if slot < num_coallocated else index)
         for slot, (k, index) in enumerate(spec.tasks)
@@ -225,9 +225,9 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
 
 def limit_of(spec: RunSpec, task: str) -> float | None:
     """Return the time limit of a task that returns to the queue; None if its limit is fixed."""
-    if all(share.restored_limit_s is None for _, share in spec.shares):
+    if all(pool.restored_limit_s is None for pool in spec.pools):
         return None  # without a look at the submission's files
     found = _find(spec, task)
     if found is None:
         return None
-    return spec.of_slot(places(spec).index(found[0])).restored_limit_s
+    return spec.pool_of(places(spec).index(found[0])).restored_limit_s

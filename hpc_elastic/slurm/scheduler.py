@@ -60,13 +60,13 @@ def task_queue(
         attempt: Number of its requeues.
     """
     queue = _own_queue(spec)
-    if run is None or spec.max_nodes < FEWEST or isinstance(queue, LocalQueue):
+    if run is None or spec.settings.nodes.max < FEWEST or isinstance(queue, LocalQueue):
         return queue
     return CombinedRequests(run.departing, queue, task, attempt)
 
 
 def _own_queue(spec: RunSpec) -> SlurmClient | LocalQueue:
-    local = spec.launcher == "local"
+    local = spec.settings.backend == "local"
     return LocalQueue(Submission(Path(spec.submission))) if local else SlurmClient()
 
 
@@ -395,7 +395,7 @@ class QueueSnapshot:
 
     def why_unknown(self, spec: RunSpec) -> str | None:
         """Return why the tasks of a run are unknown; None if they are known."""
-        if spec.launcher == "local" or spec.submission in self.unreadable:
+        if spec.settings.backend == "local" or spec.submission in self.unreadable:
             return self.unreadable.get(spec.submission)
         return None if self.slurm_error is None else f"Slurm does not answer: {self.slurm_error}"
 
@@ -417,7 +417,7 @@ def take_snapshot(specs: Sequence[RunSpec], client: SlurmClient | None = None) -
         if not Path(spec.submission).is_dir():
             unreadable[spec.submission] = moved(spec)
         jobs = list(map(job_of, current_names(spec)))
-        if spec.launcher == "local":
+        if spec.settings.backend == "local":
             local.setdefault(spec.submission, []).extend(jobs)
         else:
             is_own = spec.provenance.get("user", me) == me
@@ -490,7 +490,8 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
         listed: What the queue lists, by queue name; also of other runs.
     """
     jobs: dict[str, JobNodes] = {}
-    job = run_tasks.jobs_of(spec)[0] if spec.coallocate_min else None  # its slots are the first
+    is_one_job = spec.settings.num_coallocated > 0
+    job = run_tasks.jobs_of(spec)[0] if is_one_job else None  # its slots are the first
     if job is not None:
         nodes = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
         jobs = {job: nodes} if nodes else {}

@@ -8,9 +8,10 @@ from pathlib import Path
 import xxhash
 
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_index import index_of
+from specs import spec_of
 
 TASK = "17_0"
 LOG = Path("tasks", TASK, "attempt-0", "round-1.rank-0.out")
@@ -24,24 +25,19 @@ RETURNED = Path("results", "round-1", "rank-0.json")
 SHAPE = (4, 4)
 
 
-def make_run(sweep: Path, spec: dict | None = None) -> RunDir:
-    """Make a run of ``launcher=local`` below a sweep; return its directory.
-
-    Args:
-        sweep: The directory of the sweep.
-        spec: Other values of run.json.
-    """
+def make_run(sweep: Path) -> RunDir:
+    """Make a run of ``launcher=local`` below a sweep; return its directory."""
     submission = Submission(sweep / ".hpc_elastic")
     submission.logs.mkdir(parents=True)
     files = submission.array(0)
     files.submitted_as("17")
     run = RunDir(sweep / "0")
     files.tasks.write_text(json.dumps({"runs": [{"dir": str(run.path), "slot": 0}]}))
-    made = RunSpec(
+    made = spec_of(
         "train-1", 1, 1, 1, 3, Entry("hydra", "main"), str(submission.path), [(0, 0)],
         launcher="local", provenance={"time": "2030-01-31T12:00:00+00:00"},
     )  # fmt: skip
-    run.create(replace(made, **(spec or {})))
+    run.create(made)
     now = time.time()
     ended = {
         "state": "ENDED", "pid": 1, "started": 1, "exit_code": 0, "host": "h", "launcher": 1,
@@ -49,7 +45,6 @@ def make_run(sweep: Path, spec: dict | None = None) -> RunDir:
     }  # fmt: skip
     submission.local_tasks.write_text(json.dumps({TASK: ended}))
     submission.log(TASK).write_text("captured\n")
-    run.settings.write_text(json.dumps({"nodes": 1, "launcher": {"backend": "local"}}))
     run.hydra.mkdir()
     (run.hydra / "config.yaml").write_text("lr: 0.5\n")
     (run.hydra / "overrides.yaml").write_text("- lr=0.5\n")

@@ -22,12 +22,13 @@ from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import RunDirectoryError, UntrustedRunError
 from hpc_elastic.launcher import batch_script, optuna_sweep
 from hpc_elastic.run import ownership
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.shared_files import make_folder
 from hpc_elastic.slurm.environment import as_array_task
 from hpc_elastic.slurm.local_queue import start_ticks
 from hpc_elastic.slurm.scheduler import Scheduler
 from hpc_elastic.testing.fake_slurm import FakeSlurm
+from specs import spec_of
 
 
 def make_run(
@@ -41,7 +42,7 @@ def make_run(
     run = RunDir(sweep / "run")
     array.tasks.write_text(json.dumps({"runs": [{"dir": str(run.path), "slot": 0}]}))
     entry = Entry("function", "f", script)
-    run.create(RunSpec("r", 1, 1, 1, 0, entry, str(submission.path), [(0, 0)], launcher=launcher))
+    run.create(spec_of("r", 1, 1, 1, 0, entry, str(submission.path), [(0, 0)], launcher=launcher))
     return run
 
 

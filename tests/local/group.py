@@ -31,7 +31,8 @@ class Group:
             sub.mkdir(parents=True, exist_ok=True)
         defaults = {
             "min_nodes": 1, "max_nodes": 4, "max_restarts": 1,
-            "straggler_timeout_s": 60.0, "last_call_s": 0.5, "scale_up": "immediate",
+            "straggler_timeout_s": 60.0, "last_call_s": 0.5, "below_min_timeout_s": None,
+            "scale_up": "immediate",
         }  # fmt: skip
         self.rules = RoundRules(**{**defaults, **rules})
         self.liveness = HeartbeatConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=2.0)

@@ -51,8 +51,9 @@ from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import EpochPlan
 from hpc_elastic.data.plain_loop import PlainLoop, TrainedModels
 from hpc_elastic.run import fencing
-from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import RUN_DIR_VARIABLE, Entry, RunDir
 from hpc_elastic.worker import reporting
+from specs import spec_of
 
 TOLERANCE = 1e-9
 """Of the relative difference of the parameters: the world size changes the order of sums."""
@@ -373,7 +374,7 @@ class Run:
         self._num_groups = 0
         path.mkdir()
         entry = Entry("function", "train", module="user")
-        RunDir(path).create(RunSpec(path.name, 1, 3, 1, 0, entry, str(path), [(0, 0)]))
+        RunDir(path).create(spec_of(path.name, 1, 3, 1, 0, entry, str(path), [(0, 0)]))
 
     def attempt(self, attempt: Attempt, plant: Callable[[], None] | None) -> list[str]:
         """Run a group; return how each of its workers ended: done, killed, refused, or failed."""

@@ -9,8 +9,9 @@ import random
 from pathlib import Path
 
 from hpc_elastic.rendezvous.run_status import spacing_s
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.run.event_schema import LossReason, problems
+from specs import spec_of
 
 JOB = "4711"
 STEPS_PER_S = 0.11
@@ -183,7 +184,7 @@ def write(run: LongRun, folder: Path, *, env: dict[str, str] | None = None) -> P
     files, submission = RunDir(folder / "0"), folder / ".hpc_elastic"
     submission.mkdir(parents=True)
     (submission / "array-0.jobid").write_text(JOB)
-    spec = RunSpec(
+    spec = spec_of(
         "gpt-medium-20260921", run.nodes // 2, run.nodes, 8, 100,
         Entry("hydra", "main", "train.py"),
         str(submission), [(0, slot) for slot in range(run.nodes)], env=env or {},
@@ -194,8 +195,6 @@ def write(run: LongRun, folder: Path, *, env: dict[str, str] | None = None) -> P
     files.hydra.mkdir()
     (files.hydra / "overrides.yaml").write_text("[lr=0.0006, model=medium]")
     (files.hydra / "config.yaml").write_text("lr: 0.0006\nmodel: {name: medium, layers: 24}\n")
-    settings = {"nodes": f"{run.nodes // 2}:{run.nodes}", "launcher": {"env": env or {}}}
-    files.settings.write_text(json.dumps(settings))
     by_task: dict[str, list[dict]] = {}
     for event in run.events:
         by_task.setdefault(event["task"], []).append(event)

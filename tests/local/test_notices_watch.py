@@ -6,7 +6,6 @@ import sys
 import textwrap
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +17,10 @@ from hpc_elastic.agent.preemption import (
     TimeLimitSource,
     why_leave_now,
 )
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.rendezvous import session
+from hpc_elastic.run.directory import Pool, PoolTerms
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.worker.shared_page import SharedPage
@@ -33,6 +34,8 @@ WATCHED = textwrap.dedent(
     from pathlib import Path
     from types import SimpleNamespace
     from hpc_elastic.agent.preemption import PreemptionState, PreemptionWatcher, TimeLimitSource
+    from hpc_elastic.config.schema import SlurmSettings
+    from hpc_elastic.run.directory import Pool, PoolTerms
     from hpc_elastic.run.events import EventLog
     from hpc_elastic.slurm.exit_action import ExitAction
 
@@ -43,9 +46,8 @@ WATCHED = textwrap.dedent(
 
     scheduler = TimeLimitSource(lambda: ExitAction.EXIT, lambda: None)
     notices = PreemptionState(EventLog(Path(sys.argv[1]), "7_1"))
-    spec = SimpleNamespace(signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30,
-                           preempt_signal="USR2")
-    watch = PreemptionWatcher(caught, spec, notices, scheduler)
+    pool = Pool(range(1), SlurmSettings(), PoolTerms(60, 30, whole_nodes=False), 1.0)
+    watch = PreemptionWatcher(caught, pool, notices, scheduler)
     watch.start()
     while len(Leader.told) < 1:
         time.sleep(0.01)
@@ -94,8 +96,8 @@ def watch_of(tmp_path, monkeypatch):
 
         notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
         scheduler = TimeLimitSource(lambda: None, time_left_s, **fields)
-        spec = SimpleNamespace(signal_delay_s=120)
-        return PreemptionWatcher(SignalPipe(), spec, notices, scheduler), notices, clock
+        pool = Pool(range(1), SlurmSettings(), PoolTerms(60, 30, whole_nodes=False), 1.0)
+        return PreemptionWatcher(SignalPipe(), pool, notices, scheduler), notices, clock
 
     return make
 

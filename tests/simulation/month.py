@@ -31,7 +31,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from hpc_elastic.config.schema import LauncherSettings
+from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.rendezvous.effects import (
     Announce,
     Append,
@@ -67,7 +67,7 @@ from simulation.invariants import InvariantError
 from simulation.world import Process, Slurm, World
 
 DAY_S = 86_400.0
-_DEFAULTS = LauncherSettings()
+_DEFAULTS = SlurmSettings()
 
 _EXCLUDED_S = 3600.0
 _FORMS_S = 2 * 3600.0
@@ -97,13 +97,8 @@ class Month:
     @property
     def rules(self) -> RoundRules:
         """The settings: every default."""
-        s, r = _DEFAULTS, _DEFAULTS.rendezvous
-        return RoundRules(
-            self.min_nodes, self.num_nodes, s.max_restarts, r.straggler_timeout_s, r.last_call_s,
-            scale_up=s.scale_up, scale_up_timeout_s=s.scale_up_timeout_s,
-            below_min_timeout_s=s.below_min_timeout_s, max_failed_rounds=s.max_failed_rounds,
-            max_requeues=s.max_requeues, min_efficiency=s.min_efficiency, ft=self.ft,
-        )  # fmt: skip
+        nodes = NodeRange(self.min_nodes, self.num_nodes)
+        return RoundRules.of(RunSettings(nodes, 1, _DEFAULTS, self.ft))
 
     @property
     def liveness(self) -> HeartbeatConfig:

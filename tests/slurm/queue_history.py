@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from sweeps import Sweep
 
-from hpc_elastic.run.directory import Submission
+from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.run.events import read_events
 
 _EVERY_S = 0.5
@@ -62,7 +62,7 @@ class _Run:
         jobs = submission.job_ids()
         return cls(
             f"{folder.parent.name}/{folder.name}",
-            spec["min_nodes"],
+            RunDir(folder).load().settings.nodes.min,
             tuple(f"{jobs[k]}_{index}" for k, index in spec["tasks"]),
             max(submission.array(k).job_id_file.stat().st_mtime for k, _ in spec["tasks"]),
             (folder / "result.json").stat().st_mtime,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide
@@ -16,6 +16,7 @@ from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import requeue_or_exit
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import Scheduler
+from specs import spec_of
 
 DEADLINE_S = 60
 """Half of the two minutes for which Slurm would hold a requeued task."""
@@ -43,7 +44,7 @@ class Run:
         files.script.write_text(text)
         tasks = [(0, index) for index in range(num_tasks)]
         entry = Entry("function", "f", "f.py")
-        self.dir.create(RunSpec("r", 1, num_tasks, 1, 0, entry, str(self.submission.path), tasks))
+        self.dir.create(spec_of("r", 1, num_tasks, 1, 0, entry, str(self.submission.path), tasks))
         job = self.client._run(["sbatch", "--parsable", str(files.script)]).strip()
         files.submitted_as(job)
         return job

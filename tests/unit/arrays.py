@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.slurm.local_queue import start_ticks
+from specs import spec_of
 
 GONE = 2**22 + 1
 """No process has this pid."""
@@ -34,7 +35,6 @@ def run_of(
         submission.array(number).submitted_as(str(int(job_id) + number))
     run = RunDir(folder / name)
     entry = Entry("function", "f", "f.py")
-    run.create(
-        RunSpec("r", 2, len(tasks), 1, 0, entry, str(submission.path), list(tasks), **fields)
-    )
+    low, slots = min(2, len(tasks)), list(tasks)
+    run.create(spec_of("r", low, len(slots), 1, 0, entry, str(submission.path), slots, **fields))
     return run

@@ -12,8 +12,9 @@ from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.run import fencing
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.worker import reporting
+from specs import spec_of
 
 
 class Loader:
@@ -108,7 +109,7 @@ class Run:
         entry = Entry("function", "train", module="user")
         nodes = NodeRange(1, 4)
         RunDir(path).create(
-            RunSpec(path.name, nodes.min, nodes.max, 1, 0, entry, str(path), [(0, 0)])
+            spec_of(path.name, nodes.min, nodes.max, 1, 0, entry, str(path), [(0, 0)])
         )
 
     def form_group(self) -> None:

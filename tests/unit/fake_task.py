@@ -10,7 +10,8 @@ from pathlib import Path
 def main() -> None:
     """Play the task that SLURM_ARRAY_TASK_ID names; its run's config says what happens."""
     run = Path(_runs()[int(os.environ["SLURM_ARRAY_TASK_ID"])]["dir"])
-    plot = json.loads((run / "run.json").read_text())["env"].get("PLOT", "succeed")
+    launcher = json.loads((run / "run.json").read_text())["settings"]["launcher"]
+    plot = launcher["env"].get("PLOT", "succeed")
     print(f"task {os.environ['SLURM_ARRAY_TASK_ID']} plays {plot}", flush=True)
     if plot == "die":
         sys.exit("the interpreter is broken")

@@ -35,7 +35,8 @@ def machine(**changes) -> RoundState:
     """The rules of a run of one to four nodes with two restarts, that grows at once."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "scale_up": "immediate",
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "below_min_timeout_s": None,
+        "scale_up": "immediate",
     }  # fmt: skip
     return RoundState(FIRST, RoundRules(**{**defaults, **changes}), 0.0, random.Random(1))
 
@@ -158,7 +159,8 @@ def failure(agent: Agent, message="ValueError: boom", time=1.0, **fields) -> Fai
 def resumed(**fields) -> RoundState:
     """The rules of a leader that goes on from an entry."""
     entry = LogEntry(9, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), **fields)
-    return RoundState(entry, RoundRules(1, 4, 2, 60.0, 5.0), 100.0, random.Random(1))
+    rules = RoundRules(1, 4, 2, 60.0, 5.0, below_min_timeout_s=None)
+    return RoundState(entry, rules, 100.0, random.Random(1))
 
 
 def poll_none(m: RoundState, agents, number, now) -> list[Effect]:

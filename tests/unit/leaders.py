@@ -15,7 +15,8 @@ def leading(entry: LogEntry | None = None, **rules) -> LeaderState:
     """A leader that has just claimed its term, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "scale_up": "immediate",
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "below_min_timeout_s": None,
+        "scale_up": "immediate",
     }  # fmt: skip
     entry = entry or claim(1, None, HERE, 1000.0)
     settings = RoundRules(**{**defaults, **rules})

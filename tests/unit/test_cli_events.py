@@ -12,8 +12,9 @@ from made_events import begun, event, group, left, node, notice, stop
 
 from hpc_elastic.cli.events import TimelinePrinter
 from hpc_elastic.cli.main import main
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.shared_files import write_atomic
+from specs import spec_of
 
 ROOT = Path(__file__).parents[2]
 EVENTS = [*begun(0, 1), group(2.0, 1, 0, 1)]
@@ -25,7 +26,7 @@ def run(tmp_path) -> RunDir:
     """A run of two nodes that trains."""
     made = RunDir(tmp_path / "run")
     entry = Entry("function", "f", module="m")
-    made.create(RunSpec("r", 1, 2, 1, 0, entry, str(tmp_path), [(0, 0), (0, 1)]))
+    made.create(spec_of("r", 1, 2, 1, 0, entry, str(tmp_path), [(0, 0), (0, 1)]))
     write(made, *EVENTS)
     return made
 

@@ -137,8 +137,10 @@ def test_tasks_that_leave_no_leader_are_brought_back_by_the_command(
 
 def test_a_task_that_may_not_be_requeued_is_said_not_to_come_back(run, monkeypatch, capsys):
     """It has been in the queue twice already."""
+    settings = run.load().settings
+    settings = replace(settings, launcher=replace(settings.launcher, max_requeues=2))
     found = nodes.find_node(run.path, "local-1")
-    found = replace(found, spec=replace(found.spec, max_requeues=2))
+    found = replace(found, spec=replace(found.spec, settings=settings))
     monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
     monkeypatch.setattr(nodes, "wait_until", lambda *_: 0.5)
     assert nodes.kill(found, 5.0, as_json=False) == 0

@@ -98,7 +98,7 @@ def test_a_sweep_runs_and_returns_to_hydra(app, tmp_path):
         hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
         assert hydra.runtime.output_dir == str(folder)
     specs = [json.loads((tmp_path / f"out/{n}/run.json").read_text()) for n in range(4)]
-    assert [spec["max_nodes"] for spec in specs] == [1, 1, 2, 2]
+    assert [spec["settings"]["nodes"] for spec in specs] == ["1", "1", "2", "2"]
     assert specs[0]["entry"]["script"] == str(tmp_path / "train.py")
 
 

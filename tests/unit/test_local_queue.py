@@ -14,12 +14,13 @@ from arrays import GONE, write_table
 from ended import is_gone
 from hpc_elastic.errors import LocalQueueError
 from hpc_elastic.launcher import local
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.local_queue import LocalQueue, start_ticks
 from hpc_elastic.slurm.requeue import requeue_after, requeue_or_exit
 from hpc_elastic.slurm.scheduler import Scheduler
+from specs import spec_of
 
 DEADLINE_S = 60.0
 TASK = """
@@ -48,14 +49,14 @@ class Queue:
         submission.logs.mkdir(parents=True)
         submission.array(0).submitted_as("7")
         entry, slots = Entry("function", "f", "f.py"), [(0, n) for n in range(num_tasks)]
-        self.spec = RunSpec(
+        self.spec = spec_of(
             "r", 1, num_tasks, 1, 0, entry, str(submission.path), slots, launcher="local", **options
         )
         self.run.create(self.spec)
         tasks = [
             local.LocalTask(
                 7, n, submission.array(0).tasks, self.run, cpus=1, slot=n,
-                max_requeues=self.spec.max_requeues,
+                max_requeues=self.spec.settings.launcher.max_requeues,
             )
             for n in range(num_tasks)
         ]  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 
 from hpc_elastic.agent import node_agent as module
 from hpc_elastic.agent.node_agent import TAKEN, num_workers
+from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.rendezvous.session import Requeued
 from hpc_elastic.run.events import EventLog, read_events
@@ -60,16 +61,21 @@ def test_a_node_has_a_worker_for_each_slice_of_mig(monkeypatch):
     assert num_workers(2, cpus=16) == 2
 
 
+def settings(backend: str) -> RunSettings:
+    """The settings of a run of two nodes."""
+    return RunSettings(NodeRange(2, 2), 1, BACKENDS[backend]())
+
+
 @pytest.mark.parametrize(("known", "since"), [({}, 0), ({"SCRIPT_STARTED": "-600"}, -600)])
 def test_the_time_limit_counts_from_the_job_s_start(monkeypatch, known, since):
     """A release without SLURM_JOB_END_TIME: a setup of ten minutes is a part of the limit."""
     monkeypatch.setattr(module, "task_queue", lambda *_: None)
     now = time.time()
     env = {f"HPC_ELASTIC_{k}": str(int(now + int(v))) for k, v in known.items()}
-    spec = SimpleNamespace(launcher="slurm", time_s=3600.0, time_min_s=None)
+    spec = SimpleNamespace(settings=settings("slurm"))
     task = SimpleNamespace(
         slurm=SlurmEnvironment.from_env({**IN_JOB, **env}), spec=spec, run=None, name="7_1",
-        attempt=0, num_in_array=1,
+        attempt=0, num_in_array=1, pool=SimpleNamespace(time_s=3600.0, time_min_s=None),
     )  # fmt: skip
     left_s = module._time_limit(task, now).told_left_s
     assert left_s == pytest.approx(3600 + since, abs=10)
@@ -82,7 +88,7 @@ IN_JOB = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID":
 def sent_back(tmp_path, monkeypatch, requeue_after) -> int:
     """Let a node be sent back for half a minute; return its task's exit code."""
     monkeypatch.setattr(module.requeue, "requeue_after", requeue_after)
-    spec = SimpleNamespace(launcher="slurm", max_nodes=2)
+    spec = SimpleNamespace(settings=settings("slurm"))
     node = SimpleNamespace(
         _task=SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec),
         _events=EventLog(tmp_path / "7_1.jsonl", "7_1"),
@@ -126,7 +132,7 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
 
     monkeypatch.setattr(module.requeue, "requeue_or_exit", requeue_or_exit)
     monkeypatch.setattr(module.quarantine, "lift_own_quarantine", leave)
-    spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path), max_nodes=2)
+    spec = SimpleNamespace(settings=settings(launcher), submission=str(tmp_path))
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
     assert (
@@ -177,7 +183,7 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
     monkeypatch.setattr(module, "SlurmClient", Client)
     monkeypatch.setattr(module.requeue, "requeue_or_exit", requeue_or_exit)
     monkeypatch.setattr(module.quarantine, "lift_own_quarantine", lambda *_: None)
-    spec = SimpleNamespace(launcher="slurm", max_nodes=2)
+    spec = SimpleNamespace(settings=settings("slurm"))
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run=None, spec=spec, slurm=slurm)
     module._leave_job(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), reason)

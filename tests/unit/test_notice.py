@@ -1,7 +1,6 @@
 """What a notice is: why a node is left, by when, and when there is no sense in waiting."""
 
 import signal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ from hpc_elastic.agent.preemption import (
     why_leave_now,
     within,
 )
+from hpc_elastic.config.schema import SlurmSettings
+from hpc_elastic.run.directory import Pool, PoolTerms
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import WorkerStatus
 
-TERMS = SimpleNamespace(
-    signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30, preempt_signal="USR2"
-)
+POOL = Pool(range(1), SlurmSettings(signal_delay_s=120), PoolTerms(60, 30, whole_nodes=False), 1.0)
 
 
 def worker(**shows: Any) -> WorkerStatus:
@@ -39,7 +38,7 @@ def worker(**shows: Any) -> WorkerStatus:
 )
 def test_what_a_signal_means(number, expected):
     """SIGTERM has the preemption's grace, the user signal what he has set; five seconds less."""
-    assert of_signal(number, TERMS, 1000) == expected
+    assert of_signal(number, POOL, 1000) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_what_a_signal_means(number, expected):
 )
 def test_a_task_that_is_being_ended_has_kill_wait_only(how, by):
     """Slurm says which; where it is silent, the worse is taken."""
-    assert of_departure(how, TERMS, 1000) == PreemptionNotice(Reason.SIGNAL, by)
+    assert of_departure(how, POOL, 1000) == PreemptionNotice(Reason.SIGNAL, by)
 
 
 def test_the_reserve_is_a_third_of_a_short_time():
@@ -129,11 +128,11 @@ def test_when_there_is_no_sense_in_waiting_for_a_checkpoint(workers, fields, why
 
 def test_a_notice_keeps_what_announced_it_and_how_much_time_that_gave():
     """For the event log: the first one's, or the signal's."""
-    sigterm = of_signal(signal.SIGTERM, TERMS, 1000)
+    sigterm = of_signal(signal.SIGTERM, POOL, 1000)
     _, limit = of_time_limit(1100, 3600, 120)
     assert (sigterm.signal, sigterm.given_s) == ("SIGTERM", 60)
     assert (limit.signal, limit.given_s) == (None, 120)
     for notice in (merged(limit, sigterm), merged(sigterm, limit)):
         assert (notice.signal, notice.given_s) == ("SIGTERM", 60)
-    later = merged(sigterm, of_departure(ExitAction.EXIT, TERMS, 1000))
+    later = merged(sigterm, of_departure(ExitAction.EXIT, POOL, 1000))
     assert (later.signal, later.by) == ("SIGTERM", 1025)

@@ -32,6 +32,7 @@ from hpc_elastic.agent.preflight import (
     judge_clock,
     judge_gpus,
 )
+from hpc_elastic.config.schema import BACKENDS, NodeRange, RunSettings
 from hpc_elastic.gpus import Gpu
 from hpc_elastic.run.directory import RunDir
 
@@ -243,7 +244,7 @@ def test_a_node_is_avoided_unless_too_many_are(tmp_path, launcher, known, goes):
     (tmp_path / "excluded_nodes.json").write_text(text)
     task = SimpleNamespace(
         slurm=SimpleNamespace(node_name="n7"), run=RunDir(tmp_path),
-        spec=SimpleNamespace(launcher=launcher, max_nodes=2),
+        spec=SimpleNamespace(settings=RunSettings(NodeRange(1, 2), 1, BACKENDS[launcher]())),
     )  # fmt: skip
     excluding = Excluding(task.run)
     assert exclude_node(Problem("gpus", "lost"), task, excluding) is goes

@@ -24,8 +24,10 @@ from hpc_elastic.launcher.submit import (
     write,
     write_concurrently,
 )
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.rendezvous.log_entry import RoundRules
+from hpc_elastic.run.directory import Entry, PoolTerms, RunDir, Submission
 from hpc_elastic.slurm.parsing import Preemption
+from specs import spec_of
 
 ENTRY = Entry("function", "main", script="/code/train.py")
 
@@ -64,18 +66,13 @@ def test_what_the_agents_go_by_is_in_the_run_description(tmp_path):
     known = [[Preemption(grace_s=60, kill_wait_s=30)]]
     write(plan_in(tmp_path, launcher=launcher), "train", preemptions=known)
     spec = RunDir(tmp_path / "0").load()
-    assert (spec.signal_delay_s, spec.preempt_signal, spec.preempt_grace_s, spec.kill_wait_s) == (
-        60.0, "USR1", 90, 30,
+    assert spec.settings == RunSettings(NodeRange(1, 2), 1, launcher)
+    assert spec.terms == [PoolTerms(90, 30, whole_nodes=True)]
+    rules = RoundRules.of(spec.settings, in_sweep=True)
+    assert (rules.scale_up, rules.scale_up_timeout_s, rules.below_min_timeout_s) == (
+        "immediate", 5.0, None,
     )  # fmt: skip
-    assert (spec.max_failed_rounds, spec.max_requeues) == (5, 7)
-    found = (
-        spec.scale_up,
-        spec.scale_up_timeout_s,
-        spec.below_min_timeout_s,
-        spec.interface,
-        spec.coallocate_min,
-    )
-    assert found == ("immediate", 5.0, None, "ib0", True)
+    assert (rules.max_failed_rounds, rules.max_requeues, rules.in_sweep) == (5, 7, True)
     assert spec.task_names({0: "7"}) == ["7.0"]
     assert spec.task_names({0: "7", 1: "8"}) == ["7.0", "8_0"]
 
@@ -162,10 +159,10 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
 
 def test_of_two_that_submit_the_same_run_one_is_refused(tmp_path):
     """At the same moment: Hydra's default sweep directory is that of the second."""
-    RunDir(tmp_path).create(RunSpec("r", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
+    RunDir(tmp_path).create(spec_of("r", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
     secret = RunDir(tmp_path).secret.read_text()
     with pytest.raises(RunDirectoryError, match="holds a run already"):
-        RunDir(tmp_path).create(RunSpec("s", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
+        RunDir(tmp_path).create(spec_of("s", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
     assert (RunDir(tmp_path).load().run_id, RunDir(tmp_path).secret.read_text()) == ("r", secret)
 
 
@@ -189,7 +186,7 @@ def test_of_many_runs_the_one_that_can_not_be_written_is_named(tmp_path):
     write(plan_in(tmp_path / "good", runs=40), "train")
     runs = [RunDir(tmp_path / "good" / str(number)) for number in range(40)]
     assert len({run.load().run_id for run in runs}) == 40
-    assert all(run.settings.exists() for run in runs)
+    assert all(run.load().settings.nodes == NodeRange(1, 2) for run in runs)
 
 
 def requests(*dirs: str, **launcher) -> list[RunRequest]:
@@ -229,7 +226,8 @@ def test_run_ids_are_unique_and_readable():
 def test_a_run_knows_its_time_limit_where_it_is_sure(tmp_path, launcher, time_s):
     """Then no task asks Slurm for it; a script that is submitted by hand may be given another."""
     write(plan_in(tmp_path, launcher=SlurmSettings(**launcher)), "train")
-    assert RunDir(tmp_path / "0").load().time_s == time_s
+    (pool,) = RunDir(tmp_path / "0").load().pools
+    assert pool.time_s == time_s
 
 
 def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monkeypatch):

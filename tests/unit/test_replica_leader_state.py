@@ -18,7 +18,7 @@ def leading(entry: LogEntry | None = None, **changes) -> LeaderState:
     """A leader that has just claimed its term, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "below_min_timeout_s": None, "ft": True,
     }  # fmt: skip
     entry = entry or claim(1, None, HERE, 1000.0)
     rules = RoundRules(**{**defaults, **changes})

@@ -34,7 +34,7 @@ def rules(**changes) -> RoundRules:
     """One to four nodes, two restarts."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "below_min_timeout_s": None, "ft": True,
     }  # fmt: skip
     return RoundRules(**{**defaults, **changes})
 

@@ -43,9 +43,10 @@ from hpc_elastic.report.report import (
 from hpc_elastic.report.run_view import read_view
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.report.timeline import build_timeline
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.run.event_schema import LossReason
 from hpc_elastic.run.redaction import redact, redact_argument
+from specs import spec_of
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 
@@ -328,12 +329,11 @@ def run(tmp_path) -> RunDir:
     submission.mkdir()
     files = RunDir(tmp_path / "0")
     env = {"WANDB_API_KEY": "hidden-one"}
-    files.create(RunSpec(
+    files.create(spec_of(
         "run-1", 1, 2, 1, 3, Entry("function", "f", args=[{"token": "hidden-two"}]),
         str(submission), [(0, 0), (0, 1)], launcher="local", env=env,
         provenance={"argv": ["a.py", "launcher.env.X=hidden-three"], "environment": {"P": "/p"}},
     ))  # fmt: skip
-    files.settings.write_text(json.dumps({"nodes": "1:2", "launcher": {"env": env}}))
     files.hydra.mkdir()
     overrides = ["lr=1", "wandb.api_key=hidden-four"]
     (files.hydra / "overrides.yaml").write_text(json.dumps(overrides))

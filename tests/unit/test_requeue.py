@@ -266,7 +266,7 @@ def test_a_run_directory_that_can_not_be_read_keeps_no_task_from_coming_back(tmp
 
 def test_a_task_that_filled_a_hole_returns_with_its_full_time_limit(tmp_path):
     """It would keep the short one for good; without launcher.time_min nothing is set."""
-    for fields, limits in (({"time_s": 3600.0, "time_min_s": 120.0}, [3600.0]), ({}, [])):
+    for fields, limits in (({"time": "60", "time_min": "2"}, [3600.0]), ({}, [])):
         run = run_of(tmp_path / str(len(limits)), "7", [(0, 0)], **fields)
         client = Client(TaskState("7_0", "RUNNING", restarts=0))
         requeue_or_exit("7_0", client, attempt=0, run=run)

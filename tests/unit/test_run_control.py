@@ -23,6 +23,7 @@ from hpc_elastic.checkpoint import owner, prune
 from hpc_elastic.checkpoint.owner import Owner, tag
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.cli.main import main
+from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import detach
 from hpc_elastic.launcher.control import change_settings, to_cancel
@@ -40,13 +41,7 @@ from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.local_queue import start_ticks
 from hpc_elastic.slurm.scheduler import Scheduler
 
-BEFORE = {
-    "nodes": "2",
-    "nproc_per_node": 1,
-    "ft": False,
-    "launcher": {"backend": "slurm", "partition": "gpu", "time": "1:00:00", "wait": False},
-    "lr": 0.1,
-}
+BEFORE = RunSettings(NodeRange(2, 2), 1, SlurmSettings(partition="gpu", time="1:00:00", wait=False))
 
 
 # ---- what may be changed ----------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monk
 
     plan = written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
-    resumption = control.Resumption(run, run.load(), plan.runs[0].settings, plan, (), None)
+    resumption = control.Resumption(run, run.load(), plan, (), None)
     monkeypatch.setattr(registry, "newest_first", fail)
     assert control._record(resumption, SimpleNamespace(job_ids=["7"])).tasks == ("7_0",)
 
@@ -165,13 +165,13 @@ def test_of_two_who_resume_a_run_at_once_the_later_one_is_refused(tmp_path, monk
     """Its look at the tasks was before the other had submitted any."""
     written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
-    read = control.read_settings
+    change = control.change_settings
 
-    def another_resumes(files):
+    def another_resumes(*args):
         DecisionLog(run.rdzv, run.secret.read_bytes()).create(resume_entry(1, None, 1))
-        return read(files)
+        return change(*args)
 
-    monkeypatch.setattr(control, "read_settings", another_resumes)
+    monkeypatch.setattr(control, "change_settings", another_resumes)
     monkeypatch.setattr(control.submit, "start", lambda *_: pytest.fail("it is submitted"))
     with pytest.raises(SubmissionError, match="is being resumed by another process"):
         control.resume(run.path, [])

@@ -15,12 +15,13 @@ from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
 from hpc_elastic.slurm.run_tasks import current_names
 from hpc_elastic.slurm.scheduler import QueueSnapshot, Scheduler, take_snapshot
+from specs import spec_of
 
 
 def spec(submission, tasks, **fields) -> RunSpec:
     """A run with these slots."""
     entry = Entry("function", "f", "f.py")
-    return RunSpec("r", 2, 4, 1, 0, entry, str(submission), tasks, **fields)
+    return spec_of("r", 2, 4, 1, 0, entry, str(submission), tasks, **fields)
 
 
 def of_spec(run: RunSpec, client=None) -> Scheduler:

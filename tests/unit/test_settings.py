@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hpc_elastic.config.parse import parse_nodes, parse_nproc, parse_time
-from hpc_elastic.config.resolve import RENAMED, as_config, read_env_file, resolve
+from hpc_elastic.config.resolve import RENAMED, read_env_file, resolve
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 
@@ -190,8 +190,8 @@ def test_settings_resolve_from_their_own_config():
         rendezvous={"join_timeout_s": 3600},
     )
     settings = resolve(config, overrides=["nodes=961", "launcher.time=90"])
-    assert resolve(as_config(settings)) == settings
-    assert resolve(as_config(resolve(local()))) == resolve(local())
+    assert resolve(settings.as_config()) == settings
+    assert resolve(resolve(local()).as_config()) == resolve(local())
 
 
 @pytest.mark.parametrize("override", ["nodes=76", "+nodes=76", "++nodes=76"])

@@ -1,6 +1,7 @@
 """launcher=slurm: queries before a submission, what sbatch gets, and what it refuses."""
 
 import errno
+import json
 import os
 import signal
 import stat
@@ -480,7 +481,8 @@ def test_the_grace_of_a_run_is_frozen(tmp_path, launcher, preemption, grace_s):
     run = RunRequest(tmp_path, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
     plan = make_plan([run], tmp_path, max_array_size=9)
     spec = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemptions=[preemption])
-    assert (spec.preempt_grace_s, spec.kill_wait_s) == grace_s
+    (terms,) = spec.terms
+    assert (terms.preempt_grace_s, terms.kill_wait_s) == grace_s
 
 
 def test_each_pool_has_terms_of_its_own(tmp_path):
@@ -501,14 +503,15 @@ def test_each_pool_has_terms_of_its_own(tmp_path):
 
     terms = [Preemption(kill_wait_s=30), Preemption(grace_s=60, kill_wait_s=30)]
     made = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemptions=terms)
-    spec = RunSpec.from_json(made.to_json())
+    spec = RunSpec.from_json(json.loads(made.to_json()))
     assert spec == made and spec.all_partitions == "gpu,spot"
-    assert [spec.of_slot(slot).partition for slot in range(5)] == ["gpu"] * 2 + ["spot"] * 3
-    first, last = spec.of_slot(1), spec.of_slot(4)
-    assert (first.preempt_grace_s, first.time_s, first.restored_limit_s) == (30, 86_400.0, None)
-    assert (last.preempt_grace_s, last.time_s, last.restored_limit_s) == (90, 3600.0, 3600.0)
+    found = [spec.pool_of(slot).launcher.partition for slot in range(5)]
+    assert found == ["gpu"] * 2 + ["spot"] * 3
+    first, last = spec.pool_of(1), spec.pool_of(4)
+    assert (first.time_s, first.restored_limit_s) == (86_400.0, None)
+    assert (last.time_s, last.restored_limit_s) == (3600.0, 3600.0)
+    assert (first.terms.preempt_grace_s, last.terms.preempt_grace_s) == (30, 90)
     assert (first.throughput, last.throughput) == (1.0, 2.5)
-    assert last.of_slot(0) == spec, "the leader sees all pools"
 
 
 def test_secrets_come_from_a_file_and_not_from_the_command_line(tmp_path, capsys):
@@ -520,9 +523,9 @@ def test_secrets_come_from_a_file_and_not_from_the_command_line(tmp_path, capsys
     overrides = ("+launcher.env.API_KEY=x", "launcher.env.OMP_NUM_THREADS=1")
     run = RunRequest(tmp_path / "0", RunSettings(NodeRange(1, 1), 1, launcher), ENTRY, overrides)
     submit.prepare([run], sweep=tmp_path, name="train")
-    spec = RunSpec.from_json((tmp_path / "0" / "run.json").read_text())
-    assert spec.env == {"TOKEN": "a", "MODE": "c"}
-    assert "TOKEN" not in (tmp_path / "0" / "settings.json").read_text()
+    spec = RunDir(tmp_path / "0").load()
+    assert spec.file_env == {"TOKEN": "a", "MODE": "b"}
+    assert spec.settings.launcher.env == {"MODE": "c"}, "it goes before the file"
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith("launcher.env.API_KEY can be read by all users") and "env_file" in note
 

@@ -19,12 +19,13 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.report.details import read_details
 from hpc_elastic.report.run_view import read_view
 from hpc_elastic.run import registry
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.site import next_gap
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, Partition, QueuedJob
 from hpc_elastic.slurm.scheduler import QueueSnapshot
+from specs import spec_of
 
 NOW = 1_900_000_000.0
 FAILURE = {
@@ -38,7 +39,7 @@ def made(folder: Path, num_tasks: int = 2, **fields) -> RunDir:
     submission = folder / ".hpc_elastic"
     submission.mkdir(parents=True)
     Submission(submission).array(0).submitted_as("17")
-    spec = RunSpec(
+    spec = spec_of(
         "train-1", 1, num_tasks, 1, 3, Entry("hydra", "main"), str(submission),
         [(0, index) for index in range(num_tasks)], **fields,
     )  # fmt: skip
@@ -167,11 +168,7 @@ class Busy:
 )
 def test_the_next_gap_is_one_for_the_least_time_limit(tmp_path, settings, in_min):
     """Before other jobs and reservations; the run's own plans are for another limit."""
-    run = made(tmp_path)
-    run.settings.write_text(
-        json.dumps({"nodes": "1:2", "launcher": {"backend": "slurm", "time": "60", **settings}})
-    )
-    client = Busy()
+    run, client = made(tmp_path, time="60", **settings), Busy()
     found = next_gap(run, run.load(), client)
     if in_min is None:
         assert found is None and client.calls == []
@@ -186,7 +183,7 @@ def test_the_next_node_comes_with_the_next_gap_if_that_is_sooner(
     tmp_path, monkeypatch, gap, in_min
 ):
     """Than Slurm's plan for it; Slurm is queried about gaps once a minute at most."""
-    run, asked = made(tmp_path, time_s=3600.0, time_min_s=300.0), []
+    run, asked = made(tmp_path, time="60", time_min="5"), []
 
     def next_gap(*_):
         asked.append(1)

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import control
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 from hpc_elastic.site import QueueAdvice, QueuePolicy, QueueQuestion
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.site.siblings import (
@@ -27,6 +27,7 @@ from hpc_elastic.site.siblings import (
 )
 from hpc_elastic.site.value import NodeDemand
 from hpc_elastic.slurm.job_state import TaskState
+from specs import spec_of
 
 AWAY = 60.0
 
@@ -305,7 +306,7 @@ def two_runs(tmp_path) -> list[RunDir]:
         slots = [(0, 2 * n), (0, 2 * n + 1)]
         entry = Entry("function", "main", script="/x.py")
         where = {"partition": "low", "whole_nodes": True}
-        run.create(RunSpec("r", 2, 2, 1, 0, entry, str(submission.path), slots, **where))
+        run.create(spec_of("r", 2, 2, 1, 0, entry, str(submission.path), slots, **where))
         (run.rdzv / "entry.1.json").touch()
     return runs
 
@@ -389,8 +390,10 @@ def test_the_next_nodes_are_divided_by_what_the_runs_report(two_runs, monkeypatc
     client = FakeClient()
     client.second = TaskState("7_2", "RUNNING", node="n3")
     for run, step in zip(two_runs, (900, 100), strict=True):
-        raw = {**json.loads(run.spec.read_text()), "sweep_growth": "soonest", "max_nodes": 4}
-        run.spec.write_text(json.dumps({**raw, "min_nodes": 1}))
+        raw = json.loads(run.spec.read_text())
+        raw["settings"]["nodes"] = "1:4"
+        raw["settings"]["launcher"]["sweep_growth"] = "soonest"
+        run.spec.write_text(json.dumps(raw))
         times = {"1": 1.0, "2": 0.55, "3": 0.4}
         status = {"step": step, "total_steps": 1000, "step_times": times}
         run.status.write_text(json.dumps(status))

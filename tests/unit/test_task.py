@@ -9,8 +9,9 @@ import pytest
 from hpc_elastic.agent import task_main as start_module
 from hpc_elastic.agent.task_context import find_task
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmEnvironmentError
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.slurm.environment import SlurmEnvironment
+from specs import spec_of
 
 ARRAY_TASK = {
     "SLURM_JOB_ID": "72",
@@ -40,7 +41,7 @@ def array(tmp_path):
     entry = Entry("function", "f", "f.py")
     tasks = [(0, 0), (0, 1)]
     run = RunDir(tmp_path / "0")
-    run.create(RunSpec("r", 1, 2, 1, 0, entry, str(submission), tasks))
+    run.create(spec_of("r", 1, 2, 1, 0, entry, str(submission), tasks))
 
     def write(**content):
         file = submission / "array-0.json"

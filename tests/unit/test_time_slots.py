@@ -4,12 +4,13 @@ from math import inf
 
 import pytest
 
-from hpc_elastic.run.directory import Entry, RunSpec
+from hpc_elastic.run.directory import Entry
 from hpc_elastic.site import limits as time_slots
 from hpc_elastic.site.gaps import hole_ends
 from hpc_elastic.site.limits import LADDER_S, LimitFitter, TimeSlots
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.parsing import RESERVED, QueuedJob
+from specs import spec_of
 
 FULL_S = 3600.0
 NOW = 1_900_000_020.0  # a whole minute
@@ -143,11 +144,11 @@ def test_a_ladder_does_not_look_at_other_jobs(monkeypatch, is_ladder, idle):
     monkeypatch.setattr(time_slots.time, "time", lambda: NOW)
     monkeypatch.setattr(time_slots, "current_names", lambda spec: ["7_0", "7_1", "7_2"])
     queue = Queue(idle)
-    spec = RunSpec(
+    spec = spec_of(
         "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
-        time_s=FULL_S, time_min_s=240.0, time_ladder=is_ladder,
+        time="60", time_min="4", harvest="ladder" if is_ladder else "off",
     )  # fmt: skip
-    slots = TimeSlots([(spec, range(3))], None, queue, leads=True)
+    slots = TimeSlots([(spec, spec.pools[0])], None, queue, leads=True)
     assert slots.fit() and slots.fit()
     assert queue.set == ({"7_1": 22, "7_2": 4} if is_ladder else {"7_1": 9})
     check = ["each_node", "queue"]
@@ -162,11 +163,11 @@ def test_a_task_that_was_moved_fills_the_holes_of_the_partition_where_it_waits(m
     monkeypatch.setattr(queue, "each_node", lambda name: looked_at.append(name) or {"n1": "idle"})
     moved = [planned((), None, "7", "new"), planned((), None, "8", "low")]
     monkeypatch.setattr(queue, "queue", lambda **_: moved)
-    spec = RunSpec(
+    spec = spec_of(
         "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
-        time_s=FULL_S, time_min_s=240.0, partition="low",
+        time="60", time_min="4", partition="low",
     )  # fmt: skip
-    slots = TimeSlots([(spec, range(3))], "other", queue, leads=True)
+    slots = TimeSlots([(spec, spec.pools[0])], "other", queue, leads=True)
     assert slots.fit() and slots.fit()
     assert looked_at == ["low", "new"]
 
@@ -188,11 +189,11 @@ def test_plans_are_listed_once_a_pass_while_no_node_is_idle(monkeypatch):
         monkeypatch.setattr(time_slots.time, name, lambda name=name: times[name])
     queue = Queue()
     queue.each_node = lambda partition: {"n1": "allocated", "n3": "allocated"}
-    spec = RunSpec(
+    spec = spec_of(
         "r", 1, 3, 1, 0, Entry("m", "f"), "/s", [(0, 0), (0, 1), (0, 2)],
-        time_s=FULL_S, time_min_s=240.0,
+        time="60", time_min="4",
     )  # fmt: skip
-    slots = TimeSlots([(spec, range(3))], None, queue, leads=True)
+    slots = TimeSlots([(spec, spec.pools[0])], None, queue, leads=True)
     seen = []
     for passed_s in (0.0, 45.0, 100.0):
         times |= {"time": NOW + passed_s, "monotonic": 5000.0 + passed_s}

@@ -42,7 +42,8 @@ def rules(unit: int = 2, **changes) -> RoundRules:
     """Two to four nodes, two restarts."""
     defaults = {
         "min_nodes": unit, "max_nodes": 2 * unit, "max_restarts": 2,
-        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "unit_nodes": unit,
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "below_min_timeout_s": None,
+        "unit_nodes": unit,
     }  # fmt: skip
     return RoundRules(**{**defaults, **changes})
 

@@ -26,8 +26,9 @@ from hpc_elastic.agent.warm_workers import (
     prepare_environment,
 )
 from hpc_elastic.agent.worker_failures import WorkerFiles
-from hpc_elastic.config.schema import AgentSettings
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
+from hpc_elastic.run.directory import Entry, RunDir
+from specs import spec_of
 
 SCRIPT = """
 import os, signal, sys
@@ -106,7 +107,7 @@ class Node:
             cwd=str(self.folder), sys_path=[str(self.folder)],
         )  # fmt: skip
         agent = AgentSettings(warm_imports=list(imports))
-        self.run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
+        self.run.create(spec_of("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
 
     def entry_that_waits(self) -> None:
         """Let warm workers import a module that creates ``began``, and waits for ``go``."""
@@ -457,10 +458,14 @@ def test_the_workers_of_a_node_are_counted_without_torch(wanted, env, num_device
     ],
 )
 def test_threads_are_what_is_said_nearest_to_the_run(monkeypatch, setting, given, in_run, expected):
-    """launcher.env, then the task's own environment, then launcher.agent, then a fair share."""
+    """launcher.env, its file, the task's own environment, launcher.agent, and then a fair share."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(warm_workers, "_GIVEN_THREADS", given)
-    spec = SimpleNamespace(env=in_run, agent=SimpleNamespace(omp_num_threads=setting))
+    launcher = LocalSettings(env=in_run, agent=AgentSettings(omp_num_threads=setting))
+    spec = SimpleNamespace(
+        file_env={"OMP_NUM_THREADS": "8"} if in_run else {},
+        settings=RunSettings(NodeRange(1, 1), 1, launcher),
+    )
     task = SimpleNamespace(spec=spec, slurm=SimpleNamespace(cpus_on_node=1))
     prepare_environment(task, 4)
     prepare_environment(task, 1)

@@ -32,9 +32,10 @@ from hpc_elastic.agent.worker_failures import (
 from hpc_elastic.agent.worker_main import _enter, after_import, load_function, to_json
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.log_entry import Failure, is_secondary
-from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir
 from hpc_elastic.transport.auth import FrameSigner
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
+from specs import spec_of
 
 SCRIPT = """
 import os, sys
@@ -252,7 +253,7 @@ class Job:
             sys_path=list(sys_path),
         )  # fmt: skip
         run = RunDir(self.folder / "run")
-        run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], **settings))
+        run.create(spec_of("r", 1, 1, 1, 0, entry, "", [(0, 0)], **settings))
         env = {
             **os.environ, "RANK": "0", "LOCAL_RANK": "0", "HPC_ELASTIC_ROUND": "1",
             "TORCHELASTIC_ERROR_FILE": str(self.files.error),

@@ -135,7 +135,7 @@ class LiveRun:
     def is_local(self) -> bool:
         """Whether its tasks are known without Slurm."""
         spec = None if self._view is None else self._view.spec
-        return spec is not None and spec.launcher == "local"
+        return spec is not None and spec.settings.backend == "local"
 
     def view_due(self, num_runs: int) -> float:
         """Return when its whole view is to be read again."""
@@ -409,7 +409,7 @@ class LiveRuns:
         asked: list[QueueSnapshot] = []
 
         def query(specs: Sequence[RunSpec]) -> QueueSnapshot:
-            if any(spec.launcher == "slurm" for spec in specs):
+            if any(spec.settings.backend == "slurm" for spec in specs):
                 self._queried_at = time.monotonic()
             asked.append(take_snapshot(specs))
             return asked[0]
@@ -479,7 +479,8 @@ def row_of(view: RunView) -> Row:
     row = {
         "directory": str(view.run.path), "phase": view.phase,
         "nodes": status.nodes if trains else 0 if ended is None else None,
-        "min_nodes": spec and spec.min_nodes, "max_nodes": spec and spec.max_nodes,
+        "min_nodes": spec and spec.settings.nodes.min,
+        "max_nodes": spec and spec.settings.nodes.max,
         "step": status.step, "total_steps": status.total_steps, "loss": _finite(status.loss),
         "steps_per_s": pace, "samples_per_s": status.samples_per_s if trains else None,
         "remaining_s": left_s, "restarts": view.restarts[0],

@@ -139,8 +139,10 @@ def restored(hint: Any, value: Any) -> Any:
     absent keys have their defaults. A number is finite, and an integer has at most 64 bits: Python
     fails at larger ones in many places.
     """
+    if hint is type(value) and hint in (str, bool):  # most values; what follows takes longer
+        return value
     origin, args = get_origin(hint), get_args(hint)
-    if is_dataclass(hint) and isinstance(value, dict):
+    if isinstance(value, dict) and is_dataclass(hint):
         hints = type_hints(hint)
         return cast(type, hint)(**{name: restored(hints[name], v) for name, v in value.items()})
     if origin is list and isinstance(value, list):
@@ -148,7 +150,7 @@ def restored(hint: Any, value: Any) -> Any:
     if origin is tuple and isinstance(value, list) and len(value) == len(args):
         return tuple(map(restored, args, value))
     if origin in (Union, UnionType):
-        for arg in args:
+        for arg in reversed(args):  # None first
             with suppress(KeyError, TypeError, ValueError):
                 return restored(arg, value)
     elif origin is Literal:

@@ -371,13 +371,15 @@ def _env_file(given: Given) -> str:
     return path
 
 
-def read_env_file(path: str) -> dict[str, str]:
-    """Return the variables in ``launcher.env_file``.
+def read_env_file(path: str | None) -> dict[str, str]:
+    """Return the variables in ``launcher.env_file``; none if it is not given.
 
     Raises ConfigError if it cannot be read, others may read or write it, or a line is no variable;
     the error names the line, and no value.
     """
     key = "launcher.env_file"
+    if path is None:
+        return {}
     try:
         with Path(path).open(encoding="utf-8") as file:
             status = os.fstat(file.fileno())

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.config.resolve import put, read_override, resolve
+from hpc_elastic.config.resolve import put, read_env_file, read_override, resolve
 from hpc_elastic.config.schema import RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, SlurmError, SubmissionError
 from hpc_elastic.launcher import submit
@@ -418,9 +418,10 @@ def _prepare(
         why = f"{e.filename or plan.submission}: {e.strerror or e}"
         raise RunDirectoryError(f"{why}; nothing was changed") from e
     generation = max(spec.generation, generation_before) + 1
-    next_spec = submit.make_spec(
-        plan, 0, entry=spec.entry, run_id=spec.run_id, preemptions=preemptions,
-        provenance=spec.provenance, generation=generation,
+    settings = plan.runs[0].settings
+    next_spec = replace(
+        spec, tasks=plan.tasks[0], settings=settings, terms=submit.terms_of(settings, preemptions),
+        file_env=read_env_file(settings.launcher.env_file), generation=generation,
     )  # fmt: skip
     return Resumption(run, next_spec, plan, written, resume_entry(index + 1, last, generation))
 
@@ -464,5 +465,5 @@ def _record(resumption: Resumption, jobs: SubmittedJobs) -> RunHandle:
     with contextlib.suppress(OSError):
         if run.path not in {known.path for known in registry.newest_first()}:
             registry.add({resumption.spec.run_id: run.path})
-    (handle,) = submit.handles_of(resumption.plan, jobs)
+    (handle,) = submit.handles_of(resumption.plan, [resumption.spec], jobs)
     return handle

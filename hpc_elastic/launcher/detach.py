@@ -46,7 +46,7 @@ def report_submission(file: Path, prepared: Prepared, jobs: SubmittedJobs) -> No
             return
         log = log_of(plan)
         leave_terminal(log)
-    runs = zip(prepared.run_ids, plan.runs, strict=True)
+    runs = zip(prepared.specs, plan.runs, strict=True)
     entry = {
         "launcher": plan.backend,
         "sweep": str(plan.submission.parent),
@@ -54,7 +54,7 @@ def report_submission(file: Path, prepared: Prepared, jobs: SubmittedJobs) -> No
         "result_job": jobs.result_job,
         "log": None if log is None else str(log),
         "pid": os.getpid() if log is not None else None,
-        "runs": [{"run_id": run_id, "run": str(run.dir)} for run_id, run in runs],
+        "runs": [{"run_id": spec.run_id, "run": str(run.dir)} for spec, run in runs],
     }
     append_report(file, entry)
 

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic._util import counted
-from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
+from hpc_elastic.config.schema import Backend, LauncherSettings, RunSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.run.directory import Entry
-from hpc_elastic.run.task_name import task_name
+from hpc_elastic.run.directory import Entry, RunSpec
 
 SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s", "result_job")
 """Settings of the submission itself: one value for all runs of a sweep."""
@@ -81,7 +80,7 @@ class PlannedArray:
     """
 
     number: int
-    launcher: SlurmSettings | LocalSettings
+    launcher: Backend
     tasks: tuple[Slot, ...]
     coallocated: bool = False
     after: int | None = None
@@ -102,7 +101,7 @@ class Plan:
     arrays: tuple[PlannedArray, ...]
 
     @property
-    def launcher(self) -> SlurmSettings | LocalSettings:
+    def launcher(self) -> Backend:
         """The settings of the submission itself (see `SWEEP_WIDE`)."""
         return self.runs[0].settings.launcher
 
@@ -119,19 +118,6 @@ class Plan:
             for index, task in enumerate(array.tasks):
                 placed[task.run][task.slot] = (array.number, index)
         return [[slots[slot] for slot in sorted(slots)] for slots in placed]
-
-    def task_names(self, job_ids: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return for each run the names of its tasks, by slot.
-
-        Args:
-            job_ids: Job id of each array.
-        """
-        job_id = dict(zip((array.number for array in self.arrays), job_ids, strict=True))
-        coallocated = {array.number for array in self.arrays if array.coallocated}
-        return [
-            tuple(task_name(job_id[k], index, coallocated=k in coallocated) for k, index in tasks)
-            for tasks in self.tasks
-        ]
 
     def array_file(self, array: PlannedArray) -> dict[str, Any]:
         """Return the content of ``array-<k>.json``: run directory and slot by index."""
@@ -164,12 +150,12 @@ class Prepared:
     Attributes:
         plan: The plan.
         scripts: The batch script of each array; none with ``launcher=local``.
-        run_ids: Id of each run.
+        specs: The description of each run, as it is written.
     """
 
     plan: Plan
     scripts: tuple[Path, ...]
-    run_ids: tuple[str, ...]
+    specs: tuple[RunSpec, ...]
 
 
 def make_plan(
@@ -213,12 +199,10 @@ class _Share:
     slots: range
     num_first: int
     """The slots below belong to the min nodes of the run."""
-    launcher: SlurmSettings | LocalSettings
+    launcher: Backend
 
 
-def _pieces(
-    runs: Sequence[RunRequest], size: int
-) -> Iterator[tuple[list[Slot], SlurmSettings | LocalSettings, bool]]:
+def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot], Backend, bool]]:
     """Yield the tasks of each array or co-allocated job, its settings, and which it is."""
     jobs_first = runs[0].settings.launcher.queue_order == "breadth_first"
     jobs = {

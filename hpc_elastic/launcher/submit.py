@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from hpc_elastic import _util
 from hpc_elastic.config.resolve import read_env_file
-from hpc_elastic.config.schema import Backend, LauncherSettings, LocalSettings, SlurmSettings
+from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError
 from hpc_elastic.launcher import batch_script, detach
 from hpc_elastic.launcher.plan import Plan, Prepared, RunRequest, make_plan
@@ -33,7 +33,7 @@ from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.user_code import link_snapshot, provenance, take_snapshot
 from hpc_elastic.report.run_view import overrides_label
 from hpc_elastic.run import ownership, registry
-from hpc_elastic.run.directory import SUBMISSION, Entry, PoolTerms, RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import SUBMISSION, PoolTerms, RunDir, RunSpec, Submission
 from hpc_elastic.run.redaction import is_secret
 from hpc_elastic.shared_files import create_atomic, is_there, make_folder, write_atomic
 from hpc_elastic.slurm.parsing import Preemption, has_submitted_nothing
@@ -85,8 +85,9 @@ def submit(requests: Sequence[RunRequest], *, sweep: Path, name: str) -> list[Ru
     with withdrawn_if_refused(plan):
         jobs = start(plan, prepared.scripts)
     with released_on_failure(jobs):
-        registry.add(dict(zip(prepared.run_ids, folders, strict=True)))
-        handles = handles_of(plan, jobs)
+        run_ids = [spec.run_id for spec in prepared.specs]
+        registry.add(dict(zip(run_ids, folders, strict=True)))
+        handles = handles_of(plan, prepared.specs, jobs)
         if (report := detach.report_file()) is not None:
             detach.report_submission(report, prepared, jobs)
         elif not is_awaited(plan.launcher):
@@ -110,11 +111,13 @@ def start(plan: Plan, scripts: Sequence[Path]) -> SubmittedJobs:
     return local.submit(plan)
 
 
-def handles_of(plan: Plan, jobs: SubmittedJobs) -> list[RunHandle]:
+def handles_of(plan: Plan, specs: Sequence[RunSpec], jobs: SubmittedJobs) -> list[RunHandle]:
     """Return the runs of a submitted plan, in its order."""
+    job_ids = dict(zip((array.number for array in plan.arrays), jobs.job_ids, strict=True))
+    names = [tuple(spec.task_names(job_ids)) for spec in specs]
     return [
-        RunHandle(run.dir, overrides_label(run.overrides), names, plan.submission, jobs)
-        for run, names in zip(plan.runs, plan.task_names(jobs.job_ids), strict=True)
+        RunHandle(run.dir, overrides_label(run.overrides), tasks, plan.submission, jobs)
+        for run, tasks in zip(plan.runs, names, strict=True)
     ]
 
 
@@ -241,10 +244,10 @@ def lay_out(requests: Sequence[RunRequest], submission: Path) -> Plan:
     return make_plan(requests, submission, max_array_size=size, first_array=next_array(submission))
 
 
-def query_backend(plan: Plan) -> Sequence[Sequence[Preemption | None]]:
+def query_backend(plan: Plan) -> Sequence[Sequence[Preemption] | None]:
     """Return how tasks of each run's pools are preempted; check that runs fit.
 
-    It is None with launcher=local.
+    It is None for a run with launcher=local.
 
     Raises:
         ConfigError: The cluster or this machine cannot hold a run.
@@ -257,7 +260,7 @@ def query_backend(plan: Plan) -> Sequence[Sequence[Preemption | None]]:
         from hpc_elastic.launcher.local import require_possible
 
         require_possible(plan)
-    return [[None] for _ in plan.runs]
+    return [None] * len(plan.runs)
 
 
 def write(
@@ -265,7 +268,7 @@ def write(
     name: str,
     *,
     provenance: Mapping[str, Any] | None = None,
-    preemptions: Sequence[Sequence[Preemption | None]] | None = None,
+    preemptions: Sequence[Sequence[Preemption] | None] | None = None,
 ) -> Prepared:
     """Write the run directories, the array files and the batch scripts of a plan.
 
@@ -299,13 +302,16 @@ def write(
         entries = [run.entry for run in plan.runs]
         if plan.launcher.code_snapshot:
             entries = take_snapshot(entries, plan.submission)
-        known = preemptions or [[None] * len(run.settings.shares) for run in plan.runs]
+        known = preemptions or [None] * len(plan.runs)
         specs = [
-            make_spec(
-                plan, number, entry=entry, run_id=make_run_id(name), preemptions=found,
-                provenance=provenance,
+            RunSpec(
+                make_run_id(name), str(plan.submission), tasks, entry, run.settings,
+                terms_of(run.settings, preemption), read_env_file(run.settings.launcher.env_file),
+                provenance=dict(provenance or {}),
             )
-            for number, (entry, found) in enumerate(zip(entries, known, strict=True))
+            for run, tasks, entry, preemption in zip(
+                plan.runs, plan.tasks, entries, known, strict=True
+            )
         ]  # fmt: skip
 
         def write_run(request: RunRequest, spec: RunSpec) -> None:
@@ -325,58 +331,31 @@ def write(
         remedy = "choose another folder with hydra.sweep.dir=..."
         where = e.filename or plan.submission
         raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
-    return Prepared(plan, written, tuple(spec.run_id for spec in specs))
+    return Prepared(plan, written, tuple(specs))
 
 
-def make_spec(
-    plan: Plan,
-    number: int,
-    *,
-    entry: Entry,
-    run_id: str,
-    preemptions: Sequence[Preemption | None],
-    provenance: Mapping[str, Any] | None = None,
-    generation: int = 0,
-) -> RunSpec:
-    """Return run.json of one run of the plan; launcher.env_file is read.
+def terms_of(settings: RunSettings, preemptions: Sequence[Preemption] | None) -> list[PoolTerms]:
+    """Return the terms of the tasks of each pool.
 
     Args:
-        plan: The plan.
-        number: Position of the run in the plan.
-        entry: The user's function, where the tasks find it.
-        run_id: Id of the run.
-        preemptions: How its tasks of each pool are preempted; None: as on this machine.
-        provenance: Origin of the run.
-        generation: Number of resumptions.
+        settings: The settings of the run.
+        preemptions: How the tasks of each pool are preempted; None: as on this machine.
     """
-    settings = plan.runs[number].settings
-    env_file = settings.launcher.env_file
-    rows = zip(settings.shares, preemptions, strict=True)
-    return RunSpec(
-        run_id,
-        str(plan.submission),
-        plan.tasks[number],
-        entry,
-        settings,
-        terms=[_terms(launcher, preemption) for (_, launcher), preemption in rows],
-        file_env=read_env_file(env_file) if env_file else {},
-        provenance=dict(provenance or {}),
-        generation=generation,
-    )
-
-
-def _terms(launcher: Backend, preemption: Preemption | None) -> PoolTerms:
-    """Return the terms of the tasks with these settings."""
-    # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a task
-    # that is cancelled has no more time than one that is preempted.
-    preempt_grace_s = kill_wait_s = LOCAL_GRACE_S
-    if preemption is not None:
-        kill_wait_s = preemption.kill_wait_s
-        preempt_grace_s = preemption.grace_s + kill_wait_s
-    if launcher.preempt_grace_s is not None:
-        preempt_grace_s = launcher.preempt_grace_s
-        kill_wait_s = min(kill_wait_s, preempt_grace_s)
-    return PoolTerms(preempt_grace_s, kill_wait_s, batch_script.has_whole_nodes(launcher))
+    found: list[PoolTerms] = []
+    known: Sequence[Preemption | None] = preemptions or [None] * len(settings.shares)
+    for (_, launcher), preemption in zip(settings.shares, known, strict=True):
+        # Seconds between SIGTERM and SIGKILL. A given grace takes precedence over Slurm's, and a
+        # task that is cancelled has no more time than one that is preempted.
+        preempt_grace_s = kill_wait_s = LOCAL_GRACE_S
+        if preemption is not None:
+            kill_wait_s = preemption.kill_wait_s
+            preempt_grace_s = preemption.grace_s + kill_wait_s
+        if launcher.preempt_grace_s is not None:
+            preempt_grace_s = launcher.preempt_grace_s
+            kill_wait_s = min(kill_wait_s, preempt_grace_s)
+        whole_nodes = batch_script.has_whole_nodes(launcher)
+        found.append(PoolTerms(preempt_grace_s, kill_wait_s, whole_nodes))
+    return found
 
 
 def make_run_id(name: str) -> str:

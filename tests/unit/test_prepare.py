@@ -113,8 +113,8 @@ def test_what_a_dry_run_has_rendered_is_rendered_anew(tmp_path):
     remove_rendered(dirs[:1], submission)
     assert RunDir(dirs[0]).spec.exists(), "an array stays where one of its runs does"
     again = render(dry_run=True)
-    assert before.scripts == again.scripts and before.run_ids != again.run_ids
-    assert RunDir(dirs[1]).load().run_id == again.run_ids[1]
+    assert before.scripts == again.scripts and before.specs != again.specs
+    assert RunDir(dirs[1]).load() == again.specs[1]
 
     Submission(submission).array(0).submitted_as("7")  # a task of it has started
     with pytest.raises(RunDirectoryError, match="holds a run already"):

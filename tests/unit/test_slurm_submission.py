@@ -1,7 +1,6 @@
 """launcher=slurm: queries before a submission, what sbatch gets, and what it refuses."""
 
 import errno
-import json
 import os
 import signal
 import stat
@@ -31,7 +30,7 @@ from hpc_elastic.errors import (
 from hpc_elastic.launcher import slurm, submit
 from hpc_elastic.launcher.batch_script import explain
 from hpc_elastic.launcher.plan import RunRequest, make_plan
-from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import ArrayFiles, Entry, RunDir
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.parsing import (
     Partition,
@@ -476,12 +475,10 @@ def test_each_partition_is_queried_once():
         (LocalSettings(preempt_grace_s=45.0), None, (45, 30)),
     ],
 )
-def test_the_grace_of_a_run_is_frozen(tmp_path, launcher, preemption, grace_s):
+def test_the_grace_of_a_run_is_frozen(launcher, preemption, grace_s):
     """A given grace takes precedence; a cancelled task has no more time than a preempted one."""
-    run = RunRequest(tmp_path, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
-    plan = make_plan([run], tmp_path, max_array_size=9)
-    spec = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemptions=[preemption])
-    (terms,) = spec.terms
+    settings = RunSettings(NodeRange(1, 1), 1, launcher)
+    (terms,) = submit.terms_of(settings, [preemption] if preemption else None)
     assert (terms.preempt_grace_s, terms.kill_wait_s) == grace_s
 
 
@@ -501,9 +498,9 @@ def test_each_pool_has_terms_of_its_own(tmp_path):
     assert "--time=60" in texts[1] and "--time=24:00:00" in texts[0]
     assert all("--account=lab" in text for text in texts.values())
 
-    terms = [Preemption(kill_wait_s=30), Preemption(grace_s=60, kill_wait_s=30)]
-    made = submit.make_spec(plan, 0, entry=ENTRY, run_id="r", preemptions=terms)
-    spec = RunSpec.from_json(json.loads(made.to_json()))
+    known = [Preemption(kill_wait_s=30), Preemption(grace_s=60, kill_wait_s=30)]
+    (made,) = submit.write(plan, "train", preemptions=[known]).specs
+    spec = RunDir(tmp_path).load()
     assert spec == made and spec.all_partitions == "gpu,spot"
     found = [spec.pool_of(slot).launcher.partition for slot in range(5)]
     assert found == ["gpu"] * 2 + ["spot"] * 3

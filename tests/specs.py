@@ -1,10 +1,11 @@
 """Descriptions of runs, by the names of their settings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hpc_elastic.config.schema import BACKENDS, NodeRange, Nproc, RunSettings
-from hpc_elastic.run.directory import Entry, PoolTerms, RunSpec
+from hpc_elastic.run.directory import Entry, PoolTerms, RunDir, RunSpec
 
 _TERMS = {"preempt_grace_s": 30.0, "kill_wait_s": 30.0, "whole_nodes": False}
 _OF_RUN = ("file_env", "provenance", "generation")
@@ -38,3 +39,10 @@ def spec_of(
         ft,
     )
     return RunSpec(run_id, submission, list(tasks), entry, settings, [terms], **of_run)
+
+
+def set_launcher(run: RunDir, launcher: str) -> None:
+    """Let the description of a run have another launcher, with its defaults."""
+    spec = run.load()
+    settings = replace(spec.settings, launcher=BACKENDS[launcher]())
+    run.spec.write_text(replace(spec, settings=settings).to_json())

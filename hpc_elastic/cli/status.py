@@ -129,7 +129,7 @@ class NextGap:
 
             self._asked_at, self._at = time.monotonic(), None
             with contextlib.suppress(HpcElasticError, OSError, ValueError):  # Slurm's plan remains
-                self._at = next_gap(view.run, spec)
+                self._at = next_gap(spec)
         if self._at is None or self._at >= expected.at:
             return details
         return replace(details, next_node=replace(expected, at=max(view.now, self._at)))

@@ -34,7 +34,7 @@ from typing import Any
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.parse import time_limit_s
 from hpc_elastic.config.schema import SlurmSettings
-from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.run.directory import RunSpec
 from hpc_elastic.site.nodes import NodeState
 from hpc_elastic.slurm import run_tasks
 from hpc_elastic.slurm.client import SiteClient
@@ -447,7 +447,7 @@ def time_limit_of(launcher: SlurmSettings, partitions: Sequence[Partition]) -> f
     return min(defaults, default=math.inf)
 
 
-def next_gap(run: RunDir, spec: RunSpec, client: SiteClient | None = None) -> float | None:
+def next_gap(spec: RunSpec, client: SiteClient | None = None) -> float | None:
     """Return when the next gap begins in which a task with a fitted time limit starts.
 
     Slurm's plan for a waiting task is for the limit that the task has at present, and its run will

@@ -28,7 +28,7 @@ from hpc_elastic.slurm.environment import as_array_task
 from hpc_elastic.slurm.local_queue import start_ticks
 from hpc_elastic.slurm.scheduler import Scheduler
 from hpc_elastic.testing.fake_slurm import FakeSlurm
-from specs import spec_of
+from specs import set_launcher, spec_of
 
 
 def make_run(
@@ -233,8 +233,7 @@ def test_a_strangers_jobid_file_cancels_no_job(slurm, theirs, tmp_path, capsys):
     job = submit(slurm, tmp_path / "precious.sh", "#SBATCH --job-name=precious")
     own = make_run(tmp_path / "sweep", job=job, launcher="slurm")
     for run in theirs, own:
-        spec = json.loads(run.spec.read_text())
-        run.spec.write_text(json.dumps({**spec, "launcher": "slurm"}))
+        set_launcher(run, "slurm")
         Submission(run.path.parent / ".hpc_elastic").array(0).job_id_file.write_text(job)
     assert called(["cancel", "--yes"], theirs) == 1
     for run, options in (theirs, ["--trust"]), (own, []):
@@ -254,8 +253,7 @@ def test_jobs_of_the_run_are_cancelled_however_they_were_submitted(slurm, mine, 
     else:
         job = submit(slurm, array.script, *lines, piped=how == "from a pipe")
     array.job_id_file.write_text(job)
-    spec = json.loads(mine.spec.read_text())
-    mine.spec.write_text(json.dumps({**spec, "launcher": "slurm"}))
+    set_launcher(mine, "slurm")
     assert called(["cancel", "--yes"], mine) == 0
     assert not slurm.tasks("RUNNING", "PENDING")
 

@@ -29,6 +29,7 @@ from hpc_elastic.slurm.scheduler import QueueSnapshot
 from hpc_elastic_watch.live_pages import application, command_line
 from hpc_elastic_watch.live_runs import LiveRun, LiveRuns
 from hpc_elastic_watch.watch import listen
+from specs import set_launcher
 
 ROOT = Path(__file__).parents[2]
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
@@ -222,8 +223,7 @@ def test_a_run_is_followed_and_its_end_is_told(sweep, tmp_path):
     """A status shows new numbers; the result ends it; its directory may even vanish."""
     run = RunDir(tmp_path / "run")
     shutil.copytree(sweep / "3", run.path)
-    local = {**json.loads(run.spec.read_text()), "launcher": "local"}
-    run.spec.write_text(json.dumps(local))
+    set_launcher(run, "local")
 
     def row() -> dict:
         return live.get(0).row or {}

@@ -1,6 +1,5 @@
 """Runs of one or more sweeps over time: nodes that were held in vain, and nodes that were idle."""
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -57,14 +56,14 @@ class _Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        spec = json.loads((folder / "run.json").read_text())
+        spec = RunDir(folder).load()
         submission = Submission(folder.parent / ".hpc_elastic")
         jobs = submission.job_ids()
         return cls(
             f"{folder.parent.name}/{folder.name}",
-            RunDir(folder).load().settings.nodes.min,
-            tuple(f"{jobs[k]}_{index}" for k, index in spec["tasks"]),
-            max(submission.array(k).job_id_file.stat().st_mtime for k, _ in spec["tasks"]),
+            spec.settings.nodes.min,
+            tuple(f"{jobs[k]}_{index}" for k, index in spec.tasks),
+            max(submission.array(k).job_id_file.stat().st_mtime for k, _ in spec.tasks),
             (folder / "result.json").stat().st_mtime,
             sorted(read_events(folder / "events"), key=lambda e: float(e["time"])),
         )

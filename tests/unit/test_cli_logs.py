@@ -18,6 +18,7 @@ from hpc_elastic.cli.options import parse_time
 from hpc_elastic.report.log_files import LogLine, LogSource
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import write_atomic
+from specs import set_launcher
 
 NOON = datetime(2030, 1, 31, 12, 0, 0).timestamp()
 OUT = LogSource(Path("o"), "out", "7_0", 0, 1, 3, "node1.cluster.org")
@@ -119,7 +120,7 @@ def test_following_ends_with_ctrl_c(run):
     """As an interrupted command does, having shown what there was."""
     run.result.unlink()
     (run.path.parent / ".hpc_elastic" / "local-tasks.json").write_text("{")  # nobody knows
-    run.spec.write_text(run.spec.read_text().replace('"launcher": "slurm"', '"launcher": "local"'))
+    set_launcher(run, "local")
     argv = [sys.executable, "-m", "hpc_elastic", "logs", str(run.path), "--follow"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process.stdout as out, process.stderr as errors:

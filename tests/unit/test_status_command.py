@@ -169,7 +169,7 @@ class Busy:
 def test_the_next_gap_is_one_for_the_least_time_limit(tmp_path, settings, in_min):
     """Before other jobs and reservations; the run's own plans are for another limit."""
     run, client = made(tmp_path, time="60", **settings), Busy()
-    found = next_gap(run, run.load(), client)
+    found = next_gap(run.load(), client)
     if in_min is None:
         assert found is None and client.calls == []
     else:

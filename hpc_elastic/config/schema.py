@@ -316,7 +316,7 @@ class RunSettings:
 
     @property
     def num_coallocated(self) -> int:
-        """The number of slots, the first ones, that are the nodes of one job; 0: none."""
+        """How many of the first slots are the nodes of one job (``coallocate_min``); 0: none."""
         launcher = self.launcher
         is_one_job = isinstance(launcher, SlurmSettings) and launcher.coallocate_min
         return self.nodes.min if is_one_job else 0

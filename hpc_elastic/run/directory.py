@@ -169,7 +169,7 @@ class Pool:
 
 
 VERSION = 2
-"""Of run.json. That of hpc_elastic 0.2.0 names none, and stands for 1."""
+"""Version of run.json; that of hpc_elastic 0.2.0 has none."""
 
 
 @dataclass(frozen=True)
